@@ -1,0 +1,80 @@
+"""attn_zoo: is an attention mechanism right, what does it cost as sequences grow, and what does it buy?
+
+The public surface is small and loaded on first use, so that `import attn_zoo` stays fast and free of optional packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attn_zoo.attention import (
+        AbstractAttention,
+        AbstractMixer,
+        BuildContext,
+        build_attention,
+        build_mixer,
+        describe,
+        list_variants,
+    )
+    from attn_zoo.discovery import load_file
+    from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError, UnsupportedError
+    from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
+    from attn_zoo.registry import VariantConfig, register_attention, register_mixer, register_task
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AbstractAttention": "attention",
+    "AbstractMixer": "attention",
+    "AttnZooError": "errors",
+    "BuildContext": "attention",
+    "Capabilities": "metadata",
+    "Complexity": "metadata",
+    "ConfigError": "errors",
+    "Reference": "metadata",
+    "Shape": "metadata",
+    "StoreError": "errors",
+    "UnknownNameError": "errors",
+    "UnsupportedError": "errors",
+    "VariantConfig": "registry",
+    "build_attention": "attention",
+    "build_mixer": "attention",
+    "describe": "attention",
+    "list_variants": "attention",
+    "load_file": "discovery",
+    "register_attention": "registry",
+    "register_mixer": "registry",
+    "register_task": "registry",
+}
+
+__all__ = [
+    "AbstractAttention",
+    "AbstractMixer",
+    "AttnZooError",
+    "BuildContext",
+    "Capabilities",
+    "Complexity",
+    "ConfigError",
+    "Reference",
+    "Shape",
+    "StoreError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "VariantConfig",
+    "build_attention",
+    "build_mixer",
+    "describe",
+    "list_variants",
+    "load_file",
+    "register_attention",
+    "register_mixer",
+    "register_task",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'attn_zoo' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"attn_zoo.{_HOME[name]}"), name)

@@ -1,0 +1,82 @@
+"""Decode state: what a variant keeps between steps, explicit, and measurable in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["KVCache", "state_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values so far, in buffers that double when they are full, so that a step costs O(1) copies on average.
+
+    Args:
+        key: buffer `[B, G, capacity, D]`.
+        value: buffer `[B, G, capacity, D]`.
+        length: how many positions are filled.
+    """
+
+    key: Tensor
+    value: Tensor
+    length: int = 0
+
+    @classmethod
+    def empty(
+        cls,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """Return a cache that holds nothing yet."""
+        buffer = torch.empty(batch_size, num_kv_heads, 0, head_dim, device=device, dtype=dtype)
+        return cls(buffer, buffer.clone())
+
+    def append(self, key: Tensor, value: Tensor) -> KVCache:
+        """Return the cache with `[B, G, n, D]` more positions. The old one must not be used any more."""
+        length = self.length + key.shape[2]
+        key_buffer, value_buffer = self.key, self.value
+        if length > self.key.shape[2]:
+            room = [*self.key.shape[:2], max(length, 2 * self.key.shape[2]) - self.length, self.key.shape[3]]
+            key_buffer, value_buffer = (
+                torch.cat([old[:, :, : self.length], old.new_zeros(room)], dim=2) for old in (self.key, self.value)
+            )
+        key_buffer[:, :, self.length : length] = key
+        value_buffer[:, :, self.length : length] = value
+        return KVCache(key_buffer, value_buffer, length)
+
+    @property
+    def keys(self) -> Tensor:
+        """Filled keys `[B, G, length, D]`."""
+        return self.key[:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor:
+        """Filled values `[B, G, length, D]`."""
+        return self.value[:, :, : self.length]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the filled part; the buffers may be up to twice as large."""
+        return self.keys.numel() * self.key.element_size() * 2
+
+
+def state_bytes(state: object) -> int:
+    """Return the bytes of all tensors in a decode state (a tensor, KVCache, dataclass, tuple, list or dict of them)."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, KVCache):
+        return state.num_bytes
+    if isinstance(state, dict):
+        return sum(state_bytes(item) for item in state.values())
+    if isinstance(state, (tuple, list)):
+        return sum(state_bytes(item) for item in state)
+    if is_dataclass(state):
+        return sum(state_bytes(getattr(state, item.name)) for item in fields(state))
+    return 0

@@ -1,0 +1,120 @@
+"""Find and import variants and tasks: modules of this package, entry points of other packages, plain files.
+
+A provider that raises or exits is reported and passed over. One that hangs cannot be stopped inside this process, so
+other packages' modules are first imported in a child process with a time limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.registry import LoadFailure
+
+__all__ = ["IMPORT_TIMEOUT_S", "discover", "load_file"]
+
+IMPORT_TIMEOUT_S = 60.0
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line that says what happened while importing."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r}) at import"
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
+
+
+def _guarded(provider: str, load: Callable[[], object]) -> list[LoadFailure]:
+    try:
+        load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may even call sys.exit: none of it may take the others down
+        return [LoadFailure(provider=provider, reason=_reason(error))]
+    return []
+
+
+def _probe(argument: str, code: str, timeout_s: float) -> str | None:
+    """Run `code` in a child process; return why it failed or None. Only hangs and hard crashes matter here."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, argument], capture_output=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not finish importing within {timeout_s:g} s"
+    if done.returncode < 0:
+        return f"import killed by signal {-done.returncode}"
+    return None
+
+
+def _load_entry_point(entry: EntryPoint, timeout_s: float) -> list[LoadFailure]:
+    provider = f"{entry.dist.name} ({entry.value})" if entry.dist else entry.value
+    hang = _probe(
+        entry.value.partition(":")[0], "import importlib, sys; importlib.import_module(sys.argv[1])", timeout_s
+    )
+    if hang:
+        return [LoadFailure(provider=provider, reason=hang)]
+    return _guarded(provider, entry.load)
+
+
+def discover(group: str, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailure]:
+    """Import every module of the package named `group`, then every entry point in the group of the same name.
+
+    Args:
+        group: `"attn_zoo.variants"` or `"attn_zoo.tasks"`.
+        timeout_s: how long one foreign module may take to import.
+
+    Returns:
+        What failed to load, with reasons.
+    """
+    failures: list[LoadFailure] = []
+    package = importlib.import_module(group)
+    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+        importlib.import_module(f"{group}.{module}")  # our own: a failure here is a bug and must be loud
+    for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
+        failures += _load_entry_point(entry, timeout_s)
+    return failures
+
+
+def load_file(path: Path | str, timeout_s: float = IMPORT_TIMEOUT_S) -> None:
+    """Import a plain Python file so that it registers its variants or tasks. Loading a file twice does nothing.
+
+    Args:
+        path: of the file.
+        timeout_s: how long the import may take.
+
+    Raises:
+        ConfigError: the file is missing, or raises, exits or hangs when imported.
+    """
+    path = Path(path).resolve()
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(str(path), [("", "expected a Python file (.py); there is none at this path")])
+    # The path decides the module's name, so that two files of the same name do not shadow each other.
+    name = f"attn_zoo_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return
+    hang = _probe(str(path), "import runpy, sys; runpy.run_path(sys.argv[1])", timeout_s)
+    if hang:
+        raise ConfigError(str(path), [("", hang)])
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None  # a .py file always has one
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(str(path), [("", f"cannot be imported: {_reason(error)}")]) from error

@@ -1,0 +1,110 @@
+"""The errors a user can meet. Each says what was expected, what was given, and the nearest match."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "AttnZooError",
+    "ConfigError",
+    "GateError",
+    "StoreError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "near_matches",
+    "suggestion",
+]
+
+
+def near_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Return up to `count` of the `known` names that look like `name`, best first."""
+    by_folded = {candidate.casefold(): candidate for candidate in known}
+    return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), list(by_folded), count)]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the nearest known name, or an empty string."""
+    near = near_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class AttnZooError(Exception):
+    """Base of every error this package raises on purpose. `exit_code` is what the command line returns for it."""
+
+    exit_code = 2
+
+
+class UnsupportedError(AttnZooError):
+    """A variant, task or machine cannot do what was asked. Raised before any work is done, never worked around.
+
+    Attributes:
+        capability: the field of `Capabilities` (or the resource) that is missing, such as `"causal"`.
+        reason: one sentence for people.
+    """
+
+    def __init__(self, capability: str, reason: str) -> None:
+        super().__init__(reason)
+        self.capability = capability
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[UnsupportedError], tuple[str, str]]:
+        return (type(self), (self.capability, self.reason))
+
+
+class UnknownNameError(AttnZooError):
+    """A name is not registered. The message carries the nearest matches and where to see them all.
+
+    Attributes:
+        kind: what the name should have been, such as `"variant"`.
+        name: what was given.
+        matches: the nearest known names, best first.
+    """
+
+    def __init__(self, kind: str, name: str, known: Sequence[str], see: str = "") -> None:
+        self.kind = kind
+        self.name = name
+        self.known = tuple(known)
+        self.matches = near_matches(name, known)
+        hint = f"  ({see})" if see else ""
+        super().__init__(f"unknown {kind} {name!r}{suggestion(name, known)}{hint}")
+
+
+class ConfigError(AttnZooError):
+    """Configuration is wrong: every problem at once, each with the path of its key.
+
+    Attributes:
+        source: the file or object that was read.
+        problems: pairs of key path (may be empty) and sentence.
+    """
+
+    def __init__(self, source: str, problems: Sequence[tuple[str, str]]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            path, text = self.problems[0]
+            message = f"{source}: {path}: {text}" if path else f"{source}: {text}"
+        else:
+            lines = [f"  {path}: {text}" if path else f"  {text}" for path, text in self.problems]
+            message = "\n".join([f"{source}: {len(self.problems)} problems", *lines])
+        super().__init__(message)
+
+
+class GateError(AttnZooError):
+    """A variant failed its correctness gate, so nothing was timed.
+
+    Attributes:
+        check: name of the failed check.
+    """
+
+    exit_code = 1
+
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(f"{check}: {message}")
+        self.check = check
+
+
+class StoreError(AttnZooError):
+    """The results folder cannot be read or written. Nothing that was already stored is lost."""
+
+    exit_code = 4

@@ -1,0 +1,1 @@
+"""Fast computations that several variants share. Tensors in, tensors out."""

@@ -1,0 +1,37 @@
+"""Which path really ran: each kernel notes its name, and whoever wants to know records.
+
+A record made by the kernel as it runs cannot disagree with what ran, as a flag copied from the request can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["note_path", "recording"]
+
+_recorders: list[list[str]] = []
+
+
+def note_path(name: str) -> None:
+    """Note that the path `name` (such as `"sdpa.flash"`) runs now. Costs nothing when nobody records."""
+    for recorder in _recorders:
+        if name not in recorder:
+            recorder.append(name)
+
+
+@contextmanager
+def recording() -> Iterator[list[str]]:
+    """Collect the names of the paths that run inside the block, in order of first use.
+
+    >>> with recording() as paths:
+    ...     note_path("sdpa.math")
+    >>> paths
+    ['sdpa.math']
+    """
+    paths: list[str] = []
+    _recorders.append(paths)
+    try:
+        yield paths
+    finally:
+        _recorders.remove(paths)

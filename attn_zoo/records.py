@@ -1,0 +1,374 @@
+"""What a matrix is made of and what it leaves behind: cells, records, environments; to and from JSON.
+
+A `Cell` says everything that decides a result; its key is a hash of that. A `Record` is what became of one cell.
+Numbers that were not measured are absent (None), never NaN and never zero. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from attn_zoo.errors import StoreError
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "SCHEMA_VERSION",
+    "STATUSES",
+    "Cell",
+    "Environment",
+    "Memory",
+    "Pass",
+    "Record",
+    "Score",
+    "Status",
+    "Timing",
+]
+
+SCHEMA_VERSION = 1
+"""Of the JSON form. History: 1, first."""
+
+PROTOCOL_VERSION = 1
+"""Of the way we measure and train. Part of every cell's key, so that results never mix. History: 1, first."""
+
+Status = Literal[
+    "ok",
+    "unsupported",
+    "gate_failed",
+    "oom_device",
+    "oom_host",
+    "skipped_after_oom",
+    "timeout",
+    "crashed",
+    "diverged",
+    "error",
+    "cancelled",
+]
+STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
+
+Pass = Literal["infer", "fwd", "bwd", "fwd_bwd"]
+"""What one timing covers: forward without graph; forward that saves for backward; backward alone; both."""
+
+
+class _Json:
+    """To and from JSON, strictly: unknown or missing fields and non-finite numbers are refused."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def to_json(self) -> str:
+        """Return one JSON text with sorted keys.
+
+        Raises:
+            StoreError: a number is not finite.
+        """
+        try:
+            return json.dumps(self.to_dict(), sort_keys=True, indent=1, allow_nan=False)
+        except ValueError as error:
+            raise StoreError(f"{type(self).__name__}: only finite numbers can be stored ({error})") from error
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "") -> Self:
+        """Return the validated object.
+
+        Raises:
+            StoreError: `data` does not have the fields and types of this class.
+        """
+        try:
+            return TypeAdapter(cls).validate_python(dict(data))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            path = ".".join(str(part) for part in first["loc"])
+            raise StoreError(
+                f"{source or cls.__name__}: {path}: {first['msg']} ({error.error_count()} problems)"
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell(_Json):
+    """One point of a matrix. Fields that do not apply to its kind are None.
+
+    Args:
+        kind: `"scaling"` (time and memory of one call) or `"accuracy"` (a training run).
+        variant: registered name.
+        label: what plots call it; the variant's name unless the matrix gives option sets names of their own.
+        options: the variant's options as given.
+        variant_digest: of the variant's source file.
+        dtype: name of the floating-point type.
+        device: `"cpu"` or `"cuda"`.
+        batch_size: B.
+        seed: of inputs, initialisation and everything random.
+        threads: CPU threads; None leaves torch's default.
+        scope: `"attention"` (heads in, heads out) or `"mixer"` (hidden states, projections included).
+        pass_: what is timed.
+        seq_len: tokens.
+        num_heads: H.
+        num_kv_heads: G.
+        head_dim: D.
+        is_causal: later keys hidden.
+        has_padding: the last quarter of every second sequence is padding.
+        dropout_p: on attention weights.
+        task: registered task.
+        level: difficulty of the task.
+        protocol: named training protocol.
+        overrides: fields of the protocol that the matrix changes.
+        data_digest: of the task's data.
+        protocol_version: see `PROTOCOL_VERSION`.
+    """
+
+    kind: Literal["scaling", "accuracy"]
+    variant: str
+    label: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    variant_digest: str = ""
+    dtype: str = "float32"
+    device: str = "cpu"
+    batch_size: int | None = None
+    seed: int = 0
+    threads: int | None = None
+    scope: Literal["attention", "mixer"] | None = None
+    pass_: Pass | None = None
+    seq_len: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    is_causal: bool = False
+    has_padding: bool = False
+    dropout_p: float = 0.0
+    task: str | None = None
+    level: str | None = None
+    protocol: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    data_digest: str = ""
+    protocol_version: int = PROTOCOL_VERSION
+
+    @property
+    def key(self) -> str:
+        """First 20 hexadecimal digits of the SHA-256 of all fields: the name of the cell's record."""
+        text = json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+    @property
+    def id(self) -> str:
+        """Readable name, such as `linformer/scaling/fwd/L4096/bf16/seed0`. Not unique across option sets."""
+        short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(
+            self.dtype, self.dtype
+        )
+        name = self.label or self.variant
+        if self.kind == "scaling":
+            extra = [
+                part
+                for part, is_on in (
+                    ("mixer", self.scope == "mixer"),
+                    ("causal", self.is_causal),
+                    ("padded", self.has_padding),
+                    (f"dropout{self.dropout_p:g}", self.dropout_p > 0),
+                    (f"D{self.head_dim}", self.head_dim not in (None, 64)),
+                )
+                if is_on
+            ]
+            return "/".join([name, self.kind, str(self.pass_), f"L{self.seq_len}", short, *extra, f"seed{self.seed}"])
+        return "/".join([name, self.kind, str(self.task), str(self.level), str(self.protocol), f"seed{self.seed}"])
+
+    @property
+    def lane(self) -> str:
+        """Cells of one lane differ in length only; a worker may run them one after another, ascending."""
+        data = asdict(self)
+        del data["seq_len"]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing(_Json):
+    """Wall-clock samples of one callable, in milliseconds.
+
+    Args:
+        samples_ms: raw, in order; each already divided by `inner_loops`.
+        median_ms: of the samples.
+        q1_ms: lower quartile.
+        q3_ms: upper quartile.
+        low_ms: lower end of the 95 % bootstrap interval of the median.
+        high_ms: upper end.
+        first_ms: the first call, compilation included.
+        num_warmup: calls before the first sample.
+        inner_loops: calls per sample.
+        timer: `"perf_counter"` or `"cuda_event"`.
+        process_cpu_ms: processor time per call over all threads, on CPU.
+        flags: what makes the numbers doubtful, such as `"unstable"`.
+    """
+
+    samples_ms: tuple[float, ...]
+    median_ms: float
+    q1_ms: float
+    q3_ms: float
+    low_ms: float
+    high_ms: float
+    first_ms: float
+    num_warmup: int
+    inner_loops: int
+    timer: str
+    process_cpu_ms: float | None = None
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory(_Json):
+    """Bytes one call needs. None where a method does not apply to the device.
+
+    Args:
+        peak_bytes: most that tensors occupied during the call, inputs included: allocator peak on GPU, exact tensor
+            peak on CPU.
+        extra_bytes: `peak_bytes` without inputs, output and gradients of the inputs: what the mechanism itself needs.
+        saved_bytes: kept for backward after forward, inputs included, each storage once.
+        input_bytes: inputs and parameters.
+        output_bytes: output.
+        reserved_bytes: held by the GPU allocator at the peak.
+        process_bytes: high water of the process above its state before the call, on CPU.
+    """
+
+    peak_bytes: int | None = None
+    extra_bytes: int | None = None
+    saved_bytes: int | None = None
+    input_bytes: int | None = None
+    output_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score(_Json):
+    """Result of one training run.
+
+    Args:
+        metric: name, such as `"accuracy"`.
+        value: on test, as a fraction for accuracies.
+        validation: best on validation: the selection.
+        num_examples: in test.
+        chance: what guessing scores.
+        floors: what trivial models score on the same test set, by name.
+        best_step: step of the selected weights.
+        num_steps: steps trained.
+        num_params: trainable parameters.
+        train_flops: total training FLOPs from formulas, or None where the variant has none.
+        train_s: seconds of training, evaluation excluded.
+        tokens_per_s: training throughput, padding excluded.
+        curve: evaluations in order: step, train_loss, validation_loss, validation value.
+        correct: per test example, 1 or 0, as a string of digits: paired comparisons need it.
+    """
+
+    metric: str
+    value: float
+    validation: float
+    num_examples: int
+    chance: float
+    floors: dict[str, float] = field(default_factory=dict)
+    best_step: int
+    num_steps: int
+    num_params: int
+    train_flops: float | None = None
+    train_s: float
+    tokens_per_s: float
+    curve: tuple[dict[str, float], ...] = ()
+    correct: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment(_Json):
+    """The machine and software of a run. Nothing here identifies a person: the host name is hashed.
+
+    Args:
+        host: first 12 hexadecimal digits of the SHA-256 of the host name.
+        platform: operating system, release and machine.
+        cpu: model name.
+        num_cores: usable by this process.
+        memory_bytes: of the host.
+        threads: torch's intra-op threads.
+        gpu: name of the GPU, or None.
+        gpu_memory_bytes: of the GPU.
+        driver: of the GPU.
+        versions: of Python and the packages that matter, by name; CUDA and cuDNN too.
+        commit: git commit of this package's sources, or empty.
+        is_dirty: uncommitted changes.
+        variables: environment variables from an allow-list.
+    """
+
+    host: str
+    platform: str
+    cpu: str
+    num_cores: int
+    memory_bytes: int
+    threads: int
+    gpu: str | None = None
+    gpu_memory_bytes: int | None = None
+    driver: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+    is_dirty: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """12 hexadecimal digits, equal for environments whose results may be compared (the commit does not count)."""
+        data = {name: value for name, value in asdict(self).items() if name not in {"commit", "is_dirty"}}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record(_Json):
+    """What became of one cell.
+
+    Args:
+        cell: the cell.
+        status: named outcome.
+        reason: one sentence for every status but `ok`.
+        environment: digest of the environment, described in `run.json`.
+        started: UTC time, ISO 8601.
+        duration_s: of the whole cell, set-up included.
+        isolation: `"cell"` or `"lane"`: whether the process had run other cells before.
+        attempt: 1 for the first.
+        exit_code: of the worker process, where it ended abnormally; negative for a signal.
+        kernels: paths that really ran, in order of first use.
+        is_simulated: the variant computes dense scores underneath, so its cost says nothing about the mechanism.
+        gate: checks passed before timing.
+        flops: forward FLOPs from the variant's formula (times 3.5 or 2.5 for passes with recomputing backward is not
+            applied: this is one forward).
+        counted_flops: forward FLOPs as counted while running, or None where the counter does not see the kernel.
+        energy_joules: per call, where NVML is readable.
+        clocks_mhz: GPU clock before and after.
+        num_params: of the module under test.
+        timing, memory, score: measurements.
+        trace: end of the traceback, for failures.
+        schema: see `SCHEMA_VERSION`.
+    """
+
+    cell: Cell
+    status: Status
+    reason: str = ""
+    environment: str = ""
+    started: str = ""
+    duration_s: float = 0.0
+    isolation: Literal["cell", "lane"] = "cell"
+    attempt: int = 1
+    exit_code: int | None = None
+    kernels: tuple[str, ...] = ()
+    is_simulated: bool = False
+    gate: tuple[str, ...] = ()
+    flops: int | None = None
+    counted_flops: int | None = None
+    energy_joules: float | None = None
+    clocks_mhz: tuple[float, ...] = ()
+    num_params: int | None = None
+    timing: Timing | None = None
+    memory: Memory | None = None
+    score: Score | None = None
+    trace: str = ""
+    schema: int = SCHEMA_VERSION

@@ -1,0 +1,307 @@
+"""The registry: names of variants and tasks, who provides them, and what was wrong with those that failed to load.
+
+Three ways in, all ending in `register_attention`, `register_mixer` or `register_task`:
+a module of `attn_zoo.variants` or `attn_zoo.tasks`; another package's entry point in the group `attn_zoo.variants` or
+`attn_zoo.tasks`; a plain file (`load_file`, `--variant-file`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import Field as PydanticField
+
+from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
+from attn_zoo.metadata import Capabilities, Complexity, Reference
+
+if TYPE_CHECKING:
+    from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, BuildContext
+
+__all__ = [
+    "LoadFailure",
+    "Registry",
+    "Variant",
+    "VariantConfig",
+    "make_config",
+    "register_attention",
+    "register_mixer",
+    "register_task",
+    "tasks",
+    "variants",
+]
+
+_Entry = TypeVar("_Entry")
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantConfig:
+    """Base of the options of a variant: only the paper's own knobs, with the paper's defaults.
+
+    Subclasses are frozen dataclasses too. Unknown options and wrong types are errors; no value is coerced. Impossible
+    values raise `ValueError` in `__post_init__`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One registered mechanism.
+
+    Args:
+        name: what users type.
+        config: class of its options.
+        capabilities: what it can do.
+        complexity: what it claims to cost.
+        reference: where it comes from.
+        attention: class that consumes heads `[B, H, L, D]`, or None for a variant that needs hidden states.
+        mixer: makes the form that consumes hidden states `[B, L, E]`; None means the shared multi-head mixer around
+            `attention`.
+        provider: package, distribution or file that registered it.
+        source: file that defines it, or an empty string.
+    """
+
+    name: str
+    config: type[VariantConfig]
+    capabilities: Capabilities
+    complexity: Complexity
+    reference: Reference
+    attention: type[AbstractAttention] | None = None
+    mixer: Callable[[Any, BuildContext], AbstractMixer] | None = None
+    provider: str = ""
+    source: str = ""
+
+    @property
+    def digest(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of the source file: changes when the code does."""
+        return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()[:16] if self.source else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadFailure:
+    """A provider that could not be loaded: the others still work, and this one is listed with its reason."""
+
+    provider: str
+    reason: str
+
+
+@dataclass
+class Registry(Generic[_Entry]):
+    """Names and entries of one kind, discovered on first use.
+
+    Args:
+        kind: word for messages, such as `"variant"`.
+        see: where a user finds all names.
+        discover: called once, before the first look-up; fills the registry and returns what failed to load.
+    """
+
+    kind: str
+    see: str
+    discover: Callable[[], list[LoadFailure]]
+    failures: list[LoadFailure] = field(default_factory=list)
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _providers: dict[str, str] = field(default_factory=dict)
+    _is_discovered: bool = False
+
+    def _load(self) -> None:
+        if not self._is_discovered:
+            self._is_discovered = True  # set first: a module being discovered may look names up itself
+            self.failures.extend(self.discover())
+
+    def add(self, name: str, entry: _Entry, provider: str) -> None:
+        """Register `entry`; a name that is taken is an error that names both providers."""
+        if not name or not name.replace("_", "a").isalnum() or name != name.lower() or not name.isascii():
+            raise ConfigError(
+                provider, [("", f"{self.kind} name must be lower-case letters, digits and '_'; got {name!r}")]
+            )
+        if name in self._entries:
+            raise ConfigError(
+                provider,
+                [("", f"{self.kind} {name!r} is already registered by {self._providers[name]}; choose another name")],
+            )
+        self._entries[name] = entry
+        self._providers[name] = provider
+
+    def remove(self, name: str) -> None:
+        """Forget `name`: for tests and for replacing a variant in a notebook."""
+        self[name]
+        del self._entries[name], self._providers[name]
+
+    def __getitem__(self, name: str) -> _Entry:
+        self._load()
+        if name not in self._entries:
+            raise UnknownNameError(self.kind, name, sorted(self._entries), f"{self.see} shows all {len(self._entries)}")
+        return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        self._load()
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        return iter(sorted(self._entries))
+
+    def __len__(self) -> int:
+        self._load()
+        return len(self._entries)
+
+
+def _discover_variants() -> list[LoadFailure]:
+    from attn_zoo.discovery import discover
+
+    return discover("attn_zoo.variants")
+
+
+def _discover_tasks() -> list[LoadFailure]:
+    from attn_zoo.discovery import discover
+
+    return discover("attn_zoo.tasks")
+
+
+variants: Registry[Variant] = Registry("variant", "attn-zoo list", _discover_variants)
+tasks: Registry[Any] = Registry("task", "attn-zoo list tasks", _discover_tasks)
+
+
+def _provider_of(owner: Callable[..., Any]) -> tuple[str, str]:
+    """Return (provider, source file) of a class or function."""
+    source = inspect.getsourcefile(owner) or ""
+    package = owner.__module__.partition(".")[0]
+    is_plain_file = owner.__module__.startswith("attn_zoo_file_")
+    return (Path(source).name if is_plain_file else package), source
+
+
+def register_attention(
+    name: str,
+    *,
+    config: type[VariantConfig] = VariantConfig,
+    capabilities: Capabilities,
+    complexity: Complexity,
+    reference: Reference,
+    mixer: Callable[[Any, BuildContext], AbstractMixer] | None = None,
+) -> Callable[[_Class], _Class]:
+    """Register the decorated `AbstractAttention` subclass under `name`.
+
+    Args:
+        name: lower-case letters, digits and underscores.
+        config: frozen dataclass of its options, derived from `VariantConfig`; none by default.
+        capabilities: what it can do.
+        complexity: what it claims to cost.
+        reference: where it comes from.
+        mixer: makes a form of its own for hidden states; by default the shared multi-head mixer is put around it.
+
+    Raises:
+        ConfigError: the name is taken or the class does not derive from `AbstractAttention`.
+    """
+    return _register("AbstractAttention", name, config, capabilities, complexity, reference, mixer)
+
+
+def register_mixer(
+    name: str,
+    *,
+    config: type[VariantConfig] = VariantConfig,
+    capabilities: Capabilities,
+    complexity: Complexity,
+    reference: Reference,
+) -> Callable[[_Class], _Class]:
+    """Register the decorated `AbstractMixer` subclass under `name`: for mechanisms that need hidden states.
+
+    Raises:
+        ConfigError: the name is taken or the class does not derive from `AbstractMixer`.
+    """
+    return _register("AbstractMixer", name, config, capabilities, complexity, reference, None)
+
+
+def _register(
+    base: Literal["AbstractAttention", "AbstractMixer"],
+    name: str,
+    config: type[VariantConfig],
+    capabilities: Capabilities,
+    complexity: Complexity,
+    reference: Reference,
+    mixer: Callable[[Any, BuildContext], AbstractMixer] | None,
+) -> Callable[[_Class], _Class]:
+    def decorate(cls: _Class) -> _Class:
+        provider, source = _provider_of(cls)
+        if base not in {ancestor.__name__ for ancestor in cls.__mro__}:
+            raise ConfigError(provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")])
+        variant = Variant(
+            name=name,
+            config=config,
+            capabilities=capabilities,
+            complexity=complexity,
+            reference=reference,
+            attention=cls if base == "AbstractAttention" else None,
+            mixer=mixer if base == "AbstractAttention" else cls,
+            provider=provider,
+            source=source,
+        )
+        variants.add(name, variant, provider)
+        cls.variant = variant  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def register_task(name: str) -> Callable[[_Class], _Class]:
+    """Register the decorated task class (see `attn_zoo.tasks.contract`) under `name`."""
+
+    def decorate(cls: _Class) -> _Class:
+        tasks.add(name, cls, _provider_of(cls)[0])
+        return cls
+
+    return decorate
+
+
+_Config = TypeVar("_Config")
+
+
+def make_config(config: type[_Config], options: Mapping[str, Any], source: str) -> _Config:
+    """Return `config(**options)`, checked: all unknown options and wrong types are reported at once.
+
+    Args:
+        config: a frozen dataclass.
+        options: values by option name.
+        source: what the message starts with, such as `"linformer"`.
+
+    Raises:
+        ConfigError: one problem per wrong option, with near matches for unknown ones.
+    """
+    known = [item.name for item in fields(config)]  # type: ignore[arg-type]
+    # Strict dataclasses refuse plain options, so the types are checked by a model of the same fields.
+    hints = get_type_hints(config)
+    shape: dict[str, Any] = {item.name: (hints[item.name], _default(item)) for item in fields(config)}  # type: ignore[arg-type]
+    model = create_model(config.__name__, __config__=ConfigDict(extra="forbid", strict=True), **shape)
+    # TOML has no tuples, and configs are frozen.
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    try:
+        checked = model.model_validate(given)
+        return config(**{name: getattr(checked, name) for name in given})
+    except ValidationError as error:
+        problems = []
+        for detail in error.errors(include_url=False):
+            path = ".".join(str(part) for part in detail["loc"])
+            if detail["type"] == "extra_forbidden":
+                options_text = f"options are {', '.join(known)}" if known else "it has no options"
+                problems.append(("", f"unknown option {path!r}{suggestion(path, known)}  ({options_text})"))
+            else:
+                problems.append((path, f"{detail['msg'][:1].lower()}{detail['msg'][1:]}; got {detail['input']!r}"))
+        raise ConfigError(source, problems) from None
+    except ValueError as error:  # from the config's own __post_init__
+        raise ConfigError(source, [("", str(error))]) from None
+
+
+def _default(item: Field[Any]) -> Any:
+    if item.default is not MISSING:
+        return item.default
+    return PydanticField(default_factory=item.default_factory) if item.default_factory is not MISSING else ...
+
+
+def config_digest(config: object) -> str:
+    """Return 16 hexadecimal digits that are equal exactly for equal configs."""
+    text = repr(sorted(asdict(config).items())) if hasattr(config, "__dataclass_fields__") else repr(config)  # type: ignore[call-overload]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

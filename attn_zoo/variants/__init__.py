@@ -1,0 +1,1 @@
+"""The zoo: one file per mechanism. A file in this folder is registered by existing."""
