@@ -1,0 +1,185 @@
+"""The backbone: heads, positions, norms, padding, decoding, and the same start for every variant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_zoo import list_variants
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.model import Classifier, LanguageModel, ModelConfig, Retriever, Seq2Seq
+from attn_zoo.model.heads import pool_mean
+from attn_zoo.model.norm import PositionBatchNorm
+from attn_zoo.model.positions import sinusoidal_positions
+
+CONFIG = ModelConfig(variant="full", vocab_size=20, max_seq_len=24, embed_dim=32, ffn_dim=48)
+
+
+def some_tokens(batch_size: int = 3, seq_len: int = 16, seed: int = 0) -> Tensor:
+    return torch.randint(1, 20, (batch_size, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rotary", "none"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "batch_norm"])
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_padding_never_reaches_the_logits(position, norm, norm_order, pooling):
+    config = replace(CONFIG, position=position, norm=norm, norm_order=norm_order, pooling=pooling)
+    model = Classifier(config, 5)
+    tokens, padding = some_tokens(), torch.zeros(3, 16, dtype=torch.bool)
+    padding[1, 5:] = True
+    changed = tokens.masked_fill(padding, 7)
+    torch.testing.assert_close(model(tokens, padding), model(changed, padding))
+    model.eval()
+    torch.testing.assert_close(model(tokens, padding)[1], model(tokens[1:2, :5])[0])
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rotary", "alibi", "none"])
+def test_only_a_model_without_positions_is_blind_to_order(position):
+    model = Classifier(replace(CONFIG, position=position), 5).double().eval()
+    tokens = some_tokens()
+    shuffled = tokens[:, torch.randperm(16, generator=torch.Generator().manual_seed(1))]
+    is_same = torch.allclose(model(tokens), model(shuffled), atol=1e-9)
+    assert is_same == (position == "none")
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_every_parameter_learns(name):
+    model = Classifier(replace(CONFIG, variant=name, pooling="cls"), 5)
+    model(some_tokens()).square().sum().backward()
+    without = [
+        key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.isfinite().all()
+    ]
+    # A length below max_seq_len may leave rows of a table unused, but never a whole parameter.
+    assert without == []
+
+
+@pytest.mark.parametrize("name", list_variants())
+def test_backbones_of_all_variants_start_equal(name):
+    one, two = Classifier(CONFIG, 5), Classifier(replace(CONFIG, variant=name), 5)
+    first, second = one.state_dict(), two.state_dict()
+    shared = [key for key in first if key in second]
+    assert {key for key in first if "attention" not in key} <= set(shared)
+    for key in shared:
+        torch.testing.assert_close(first[key], second[key], rtol=0, atol=0)
+
+
+def test_building_is_seeded_and_leaves_the_global_random_state_alone():
+    before = torch.random.get_rng_state()
+    one = Classifier(CONFIG, 5)
+    assert torch.equal(before, torch.random.get_rng_state())
+    same, other = Classifier(CONFIG, 5), Classifier(replace(CONFIG, seed=1), 5)
+    assert torch.equal(one.head[0].weight, same.head[0].weight)
+    assert not torch.equal(one.head[0].weight, other.head[0].weight)
+
+
+def test_layers_do_not_share_weights_by_accident():
+    blocks = Classifier(CONFIG, 5).tower.encoder.blocks
+    assert not torch.equal(blocks[0].ffn.up.weight, blocks[1].ffn.up.weight)
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rotary", "alibi"])
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+@pytest.mark.parametrize("name", list_variants(causal=True))
+def test_greedy_decoding_equals_running_everything_again(name, position, norm_order):
+    config = replace(CONFIG, variant=name, position=position, norm_order=norm_order)
+    try:
+        model = LanguageModel(config).double().eval()
+    except UnsupportedError as refusal:
+        assert refusal.capability == "positions"
+        return
+    prompt = some_tokens(2, 4)
+    slow = prompt
+    with torch.no_grad():
+        for _ in range(8):
+            slow = torch.cat([slow, model(slow)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(prompt, 8), slow)
+
+
+def test_language_model_sees_no_future():
+    model = LanguageModel(CONFIG).eval()
+    tokens = some_tokens(1)
+    changed = tokens.clone()
+    changed[0, 10] = 1 + tokens[0, 10] % 19
+    one, two = model(tokens), model(changed)
+    torch.testing.assert_close(one[:, :10], two[:, :10])
+    assert not torch.allclose(one[:, 10:], two[:, 10:])
+
+
+def test_batch_norm_is_refused_in_a_decoder():
+    with pytest.raises(UnsupportedError, match="leak"):
+        LanguageModel(replace(CONFIG, norm="batch_norm"))
+
+
+def test_seq2seq_decodes_what_it_predicts_and_ignores_source_padding():
+    model = Seq2Seq(replace(CONFIG, target_vocab_size=11)).double().eval()
+    source, padding = some_tokens(2, 9), torch.zeros(2, 9, dtype=torch.bool)
+    padding[1, 6:] = True
+    output = model.generate(source, 5, start_token=1, source_padding_mask=padding)
+    start = torch.ones(2, 1, dtype=torch.long)
+    logits = model(source, torch.cat([start, output[:, :-1]], dim=1), padding)
+    assert logits.shape == (2, 5, 11)
+    assert torch.equal(logits.argmax(-1), output)
+    changed = source.masked_fill(padding, 3)
+    assert torch.equal(model.generate(changed, 5, start_token=1, source_padding_mask=padding), output)
+
+
+def test_seq2seq_uses_the_source():
+    model = Seq2Seq(CONFIG).eval()
+    target = some_tokens(1, 4)
+    assert not torch.allclose(model(some_tokens(1, 9, 1), target), model(some_tokens(1, 9, 2), target))
+
+
+def test_cross_attention_may_use_another_variant():
+    model = Seq2Seq(replace(CONFIG, cross_variant="full"))
+    assert model.decoder.blocks[0].cross is not None
+
+
+def test_retriever_compares_two_texts():
+    model = Retriever(CONFIG).eval()
+    one, two = some_tokens(2, 9, 1), some_tokens(2, 12, 2)
+    assert model(one, two).shape == (2, 2)
+    assert not torch.allclose(model(one, two), model(two, one))
+
+
+def test_tied_embeddings_are_one_parameter():
+    model = LanguageModel(replace(CONFIG, has_tied_embeddings=True))
+    assert model.head.weight is model.decoder.embedding.token.weight
+
+
+def test_too_long_input_says_what_fits():
+    with pytest.raises(ValueError, match="at most max_seq_len = 24 tokens; got 25"):
+        Classifier(replace(CONFIG, pooling="cls"), 5)(some_tokens(1, 25))
+
+
+def test_impossible_sizes_are_all_reported():
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(variant="full", vocab_size=0, max_seq_len=4, dropout_p=1.0)
+    assert [path for path, _ in caught.value.problems] == ["vocab_size", "dropout_p"]
+
+
+def test_pool_mean_divides_by_the_true_length():
+    hidden = torch.tensor([[[1.0], [3.0], [float("nan")]], [[1.0], [2.0], [3.0]]])
+    padding = torch.tensor([[False, False, True], [True, True, True]])
+    assert pool_mean(hidden, padding).tolist() == [[2.0], [0.0]]
+
+
+def test_batch_norm_equals_torch_on_the_unpadded_positions():
+    ours, theirs = PositionBatchNorm(8), torch.nn.BatchNorm1d(8)
+    hidden, padding = torch.randn(4, 6, 8), torch.zeros(4, 6, dtype=torch.bool)
+    padding[0, 2:] = padding[3, 1:] = True
+    expected = theirs(hidden[~padding])
+    torch.testing.assert_close(ours(hidden, padding)[~padding], expected)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    ours.eval(), theirs.eval()
+    torch.testing.assert_close(ours(hidden, padding)[~padding], theirs(hidden[~padding]))
+
+
+def test_sinusoidal_positions_follow_the_paper():
+    table = sinusoidal_positions(50, 6)
+    expected = torch.tensor(7.0 / 10_000 ** (4 / 6))
+    torch.testing.assert_close(table[7, 4], expected.sin())
+    torch.testing.assert_close(table[7, 5], expected.cos())
