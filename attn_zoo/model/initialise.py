@@ -27,8 +27,9 @@ def _generator(seed: int, name: str) -> torch.Generator:
 def initialise(model: nn.Module, seed: int) -> None:
     """Draw the weights of the backbone.
 
-    Linear maps are Xavier-uniform (Glorot and Bengio 2010) with zero bias, embeddings normal with variance 1 / E. What a
-    variant has inside its attention keeps the initialisation of its paper; a mixer of its own keeps its bare parameters.
+    Linear maps are Xavier-uniform (Glorot and Bengio 2010) with zero bias, embeddings normal with variance 1 / E. What
+    a variant has inside its attention keeps the initialisation of its paper; a mixer of its own keeps its bare
+    parameters.
 
     Args:
         model: on CPU.
