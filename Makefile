@@ -1,0 +1,58 @@
+# attn_zoo: every target does the set-up it needs. `make` alone shows this help.
+# PYTHON: interpreter for the virtual environment, and the one that gpu-test and gpu use as it is.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT ?= runs
+TIME_LIMIT ?= 9
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup bench bench-all test lint typecheck format docs gpu-test gpu clean
+
+help:  ## show this help
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## make .venv with everything (other targets do this by themselves)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attn_zoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (a minute or two) ..."
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lra,xformers,ray,test,dev]"
+	@touch $(STAMP)
+
+bench: $(STAMP)  ## run benchmarks/quick.toml for real and write tables, figures and report.html (a few minutes)
+	$(BIN)/attn-zoo run benchmarks/quick.toml --out $(OUT)/quick
+	$(BIN)/attn-zoo report $(OUT)/quick
+
+bench-all: $(STAMP)  ## pytest-benchmark over every registered variant
+	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist
+
+test: $(STAMP)  ## all tests that need no GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
+
+lint: $(STAMP) typecheck  ## ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(STAMP)  ## mypy, strict, over package and tests
+	$(BIN)/mypy
+
+format: $(STAMP)  ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)  ## write the generated parts of the README anew
+	$(BIN)/python -m attn_zoo docs
+
+gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
+	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu -q
+
+gpu:  ## scaling on the GPU, resumable, TIME_LIMIT minutes a call, results in OUT, with PYTHON as it is
+	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/scaling-gpu.toml --device cuda --out $(OUT)/scaling-gpu --time-limit $(TIME_LIMIT)
+	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/scaling-gpu
+
+clean:  ## remove the virtual environment and caches; results stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .benchmarks .hypothesis build dist

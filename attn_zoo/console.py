@@ -1,0 +1,156 @@
+"""What the command line prints: tables of variants, checks and plans. Plain text, never wider than the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from attn_zoo.attention.build import VariantInfo
+    from attn_zoo.conformance import CheckResult
+
+__all__ = ["out", "print_checks", "print_json", "print_table", "print_variant", "print_variants"]
+
+out = Console(highlight=False, soft_wrap=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """Print plain data as JSON for scripts."""
+    print(json.dumps(data, indent=1, sort_keys=True, default=str, allow_nan=False))  # noqa: T201
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+) -> None:
+    """Print rows under a title; columns named in `right` are numbers. The last column takes what room is left."""
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        show_header=any(columns),
+    )
+    for index, column in enumerate(columns):
+        is_last = index == len(columns) - 1
+        table.add_column(
+            column,
+            justify="right" if column in right else "left",
+            no_wrap=not is_last,
+            overflow="fold" if is_last else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    out.print(table)
+
+
+def _mark(is_on: bool) -> str:
+    return "yes" if is_on else "-"
+
+
+def print_variants(infos: Sequence[VariantInfo], failures: Sequence[tuple[str, str]]) -> None:
+    """Print what is registered, and what could not be loaded with the reason."""
+    rows = [
+        (
+            info.name,
+            f"N^{info.complexity.time_exponent:g}",
+            _mark(info.capabilities.causal),
+            _mark(info.capabilities.cross_attention),
+            _mark(info.capabilities.key_padding_mask),
+            info.capabilities.decode.replace("none", "-"),
+            info.summary.rstrip("."),
+        )
+        for info in infos
+    ]
+    print_table("", ("variant", "time", "causal", "cross", "padding", "decode", "what it is"), rows)
+    if failures:
+        out.print()
+        print_table("Could not be loaded", ("provider", "reason"), failures)
+
+
+def print_variant(info: VariantInfo) -> None:
+    """Print everything known about one variant."""
+    can, cost, paper = info.capabilities, info.complexity, info.reference
+    out.print(f"[bold]{escape(info.name)}[/bold]  {escape(info.summary)}")
+    out.print(f'{escape(paper.authors)} {paper.year}, "{escape(paper.title)}", {escape(paper.url)}', soft_wrap=True)
+    if paper.equation:
+        out.print(f"equation {escape(paper.equation)}")
+    if paper.code:
+        out.print(f"authors' code: {escape(paper.code)}", soft_wrap=True)
+    for deviation in paper.deviations:
+        out.print(f"differs: {escape(deviation)}")
+    out.print()
+    rows: list[tuple[str, object]] = [
+        ("time", f"O({cost.time}), grows as N^{cost.time_exponent:g}"),
+        ("memory", f"O({cost.memory}), grows as N^{cost.memory_exponent:g}"),
+        ("sequential operations", f"O({cost.sequential_ops})"),
+        ("maximum path length", f"O({cost.max_path})"),
+    ]
+    print_table("Claimed cost", ("", ""), rows)
+    out.print()
+    shown = []
+    for item in fields(can):
+        if item.name == "why":
+            continue
+        value = getattr(can, item.name)
+        text = (
+            "yes"
+            if value is True
+            else "no"
+            if value is False
+            else ", ".join(value)
+            if isinstance(value, tuple)
+            else value
+        )
+        reason = can.why.get(item.name)
+        shown.append((item.name, text or "-", reason or ""))
+    print_table("Capabilities", ("", "", ""), shown)
+    out.print()
+    if info.options:
+        print_table("Options", ("name", "default", "type"), [(o.name, o.default, o.type) for o in info.options])
+    else:
+        out.print("No options.")
+
+
+def variant_data(info: VariantInfo) -> dict[str, Any]:
+    """Return a `VariantInfo` as plain data, without the formulas."""
+    cost = {key: value for key, value in asdict(info.complexity).items() if not callable(value)}
+    return {
+        "name": info.name,
+        "summary": info.summary,
+        "capabilities": {
+            item.name: getattr(info.capabilities, item.name) for item in fields(info.capabilities) if item.name != "why"
+        }
+        | {"why": dict(info.capabilities.why)},
+        "complexity": cost,
+        "reference": asdict(info.reference),
+        "options": [asdict(option) for option in info.options],
+        "provider": info.provider,
+    }
+
+
+def print_checks(name: str, results: Sequence[CheckResult]) -> None:
+    """Print one line per check, and beneath the table what failed with its smallest example."""
+    words = {"passed": "passed", "refused": "refused as declared", "not_applicable": "not applicable"}
+    rows = [
+        (r.check, words.get(r.outcome, r.outcome.upper()), "" if r.outcome == "passed" else r.message) for r in results
+    ]
+    print_table(f"Conformance of {name}", ("check", "outcome", "why"), rows)
+    failed = [r for r in results if r.outcome in {"failed", "error"}]
+    out.print()
+    for result in failed:
+        out.print(f"[bold red]{escape(result.check)}[/bold red]: {escape(result.message)}")
+        if result.example:
+            out.print(f"  smallest example: {escape(result.example)}")
+    counts = {word: sum(r.outcome == word for r in results) for word in ("passed", "refused", "not_applicable")}
+    out.print(
+        f"{counts['passed']} passed, {counts['refused']} refused as declared, "
+        f"{counts['not_applicable']} not applicable, {len(failed)} failed"
+    )

@@ -1,0 +1,109 @@
+"""`attn-zoo new NAME`: a file with everything a variant needs, that runs and passes its checks before you change it."""
+
+from __future__ import annotations
+
+import keyword
+from pathlib import Path
+from string import Template
+
+from attn_zoo.errors import ConfigError
+
+__all__ = ["new_variant"]
+
+_TEMPLATE = Template('''\
+"""$title attention: one line that says what it does.
+
+Authors YEAR, "Title", arXiv NUMBER, equation.
+    out = softmax(Q K^T / sqrt(D)) V          <- the mathematics, in the paper's form
+Cost: time O(B H L S D), memory O(B H L S).
+
+Check it:    attn-zoo check $name --variant-file $file
+Measure it:  attn-zoo run benchmarks/quick.toml --variant-file $file --add $name
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attn_zoo import AbstractAttention, Capabilities, Complexity, Reference, Shape, VariantConfig, register_attention
+from attn_zoo.attention.masks import keep_mask, masked_softmax
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ${cls}Config(VariantConfig):
+    temperature: float = 1.0  # the paper's own knobs, with the paper's defaults
+
+
+def ${name}_flops(shape: Shape) -> int:
+    return 4 * shape.batch_size * shape.num_heads * shape.query_len * shape.key_len * shape.head_dim
+
+
+@register_attention(
+    "$name",
+    config=${cls}Config,
+    capabilities=Capabilities(
+        bidirectional=True,
+        causal=True,
+        cross_attention=True,
+        key_padding_mask=True,
+        attention_dropout=False,
+        why={"attention_dropout": "not written yet", "decode": "not written yet", "grouped_query": "not written yet"},
+    ),
+    complexity=Complexity(
+        time="B H L S D",
+        memory="B H L S",
+        time_exponent=2,
+        memory_exponent=2,
+        sequential_ops="1",
+        max_path="1",
+        flops=${name}_flops,
+    ),
+    reference=Reference(title="Title", authors="Author et al.", year=2026, url="https://arxiv.org/abs/0000.00000"),
+)
+class ${cls}Attention(AbstractAttention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        scale = self.build.head_dim**-0.5 / self.config.temperature
+        scores = query @ key.transpose(-1, -2) * scale  # [B, H, L, S]
+        keep = keep_mask(
+            query.shape[-2],
+            key.shape[-2],
+            is_causal=self.build.is_causal,
+            key_padding_mask=key_padding_mask,
+            device=query.device,
+        )
+        return masked_softmax(scores, keep) @ value  # [B, H, L, D]
+''')
+
+
+def new_variant(name: str, folder: Path) -> Path:
+    """Write `NAME.py` with a working variant to start from.
+
+    Args:
+        name: of the variant: lower-case letters, digits and underscores.
+        folder: where to write.
+
+    Returns:
+        The new file.
+
+    Raises:
+        ConfigError: the name cannot be used, or the file exists.
+    """
+    from attn_zoo.registry import variants
+
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name.isascii():
+        raise ConfigError("new", [("", f"expected a name of lower-case letters, digits and '_'; got {name!r}")])
+    if name in variants:
+        raise ConfigError("new", [("", f"variant {name!r} is already registered by {variants[name].provider}")])
+    path = folder / f"{name}.py"
+    if path.exists():
+        raise ConfigError("new", [("", f"{path} exists; choose another name or remove it")])
+    words = name.split("_")
+    cls = "".join(word.capitalize() for word in words)
+    try:
+        path.write_text(
+            _TEMPLATE.substitute(name=name, cls=cls, title=" ".join(words).capitalize(), file=path.name),
+            encoding="utf-8",
+        )
+    except OSError as error:
+        raise ConfigError("new", [("", f"cannot write {path}: {error.strerror}")]) from error
+    return path

@@ -1,0 +1,181 @@
+"""Promises about structure are tests: import arrows, file lengths, where names may occur, what an import loads."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attn_zoo
+from attn_zoo.registry import tasks, variants
+
+ROOT = Path(attn_zoo.__file__).parent
+REPOSITORY = ROOT.parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# What each part may import of this package. `errors` and `metadata` are words that everybody uses.
+WORDS = {"errors", "metadata"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "metadata": {"errors"},
+    "records": {"errors"},
+    "statistics": {"errors"},
+    "registry": WORDS | {"discovery", "attention"},  # attention for annotations only, discovery when first asked
+    "discovery": WORDS | {"registry"},
+    "kernels": WORDS,
+    "attention": WORDS | {"registry", "kernels"},
+    "variants": WORDS | {"registry", "attention", "kernels"},
+    "model": WORDS | {"attention"},
+    "tasks": WORDS | {"registry"},
+    "training": WORDS | {"records", "statistics", "registry", "attention", "model", "tasks", "kernels"},
+    "measure": WORDS | {"records", "statistics"},
+    "conformance": WORDS | {"registry", "attention", "kernels"},
+    "matrix": WORDS
+    | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
+    | {"conformance", ""},
+    "report": WORDS | {"records", "statistics", ""},
+}
+# The shell on top: imports what it likes.
+TOP = {"cli", "console", "docs", "__main__", "__init__"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[tuple[str, str]]:
+    """Return pairs (part, module) of this package's modules that a file imports, wherever the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module]
+            if node.module == "attn_zoo":
+                names = [f"attn_zoo.{alias.name}" for alias in node.names]
+        for name in names:
+            if name == "attn_zoo" or name.startswith("attn_zoo."):
+                found.add(((name.split(".") + [""])[1], name))
+    return found
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if part_of(p) not in TOP], ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path):
+    part = part_of(path)
+    allowed = MAY_IMPORT[part] | {part}
+    names = {name for name in dir(attn_zoo) if not name.startswith("_")} | {"__version__"}
+    wrong = {module for other, module in imports_of(path) if other not in allowed and other not in names}
+    assert wrong == set()
+
+
+def test_variants_do_not_import_each_other():
+    for path in (ROOT / "variants").glob("*.py"):
+        assert not [module for part, module in imports_of(path) if part == "variants"], path.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_files_are_mostly_much_shorter():
+    lengths = sorted(len(path.read_text().splitlines()) for path in FILES if path.stat().st_size)
+    assert lengths[len(lengths) // 2] <= 150
+    assert lengths[int(len(lengths) * 0.9)] <= 260
+
+
+def test_there_is_no_drawer_for_odds_and_ends():
+    assert not [path for path in FILES if re.fullmatch(r"(utils?|helpers?|common|misc)\.py", path.name)]
+
+
+def _string_constants(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    }
+
+
+def _own_file(name: str) -> Path:
+    entry = variants[name].source if name in variants else inspect.getsourcefile(tasks[name])
+    assert entry is not None
+    return Path(entry)
+
+
+@pytest.mark.parametrize("name", [*variants, *tasks])
+def test_names_of_variants_and_tasks_stay_in_their_own_file(name):
+    # A protocol's data table names the tasks it has settings for; the harness code never does.
+    data = {ROOT / "training" / "protocol.py", ROOT / "training" / "protocols.py"}
+    users = [path for path in FILES if name in _string_constants(path) and path not in data | {_own_file(name)}]
+    assert users == [], f"the harness must not know {name!r}"
+
+
+def _loaded_by(code: str) -> set[str]:
+    program = f"{code}\nimport sys; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    return {line.partition(".")[0] for line in done.stdout.splitlines()}
+
+
+OPTIONAL = {"datasets", "xformers", "ray", "pynvml", "triton", "fla"}
+
+
+def test_import_loads_neither_plotting_nor_optional_packages():
+    loaded = _loaded_by("import attn_zoo; attn_zoo.list_variants()")
+    assert not loaded & (OPTIONAL | {"pandas", "matplotlib"})
+
+
+def test_report_does_not_load_torch():
+    modules = [f"attn_zoo.report.{info.name}" for info in pkgutil.iter_modules([str(ROOT / "report")])]
+    loaded = _loaded_by("import " + ", ".join(["attn_zoo.report", *modules]))
+    assert "pandas" in loaded
+    assert not loaded & (OPTIONAL | {"torch"})
+
+
+def test_the_command_line_starts_without_torch():
+    assert "torch" not in _loaded_by("import attn_zoo.cli")
+
+
+def _public_objects() -> list[tuple[str, object]]:
+    found = []
+    for info in pkgutil.walk_packages([str(ROOT)], "attn_zoo."):
+        if info.name == "attn_zoo.__main__":
+            continue
+        module = importlib.import_module(info.name)
+        found.append((info.name, module))
+        for name in getattr(module, "__all__", []):
+            found.append((f"{info.name}.{name}", getattr(module, name)))
+    return found
+
+
+def test_every_public_name_has_a_docstring():
+    missing = []
+    for name, thing in _public_objects():
+        if inspect.ismodule(thing) or inspect.isclass(thing) or inspect.isroutine(thing):
+            if not inspect.getdoc(thing):
+                missing.append(name)
+        if inspect.isclass(thing) and thing.__module__.startswith("attn_zoo"):
+            members = [(key, value) for key, value in vars(thing).items() if not key.startswith("_")]
+            missing += [
+                f"{name}.{key}"
+                for key, value in members
+                if inspect.isroutine(value) and not inspect.getdoc(getattr(thing, key))
+            ]
+    assert missing == []
+
+
+FORBIDDEN = re.compile(r"\bimport pickle\b|\bpickle\.|allow_pickle=True|weights_only=False|(?<![\w.])eval\(|shell=True")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_loads_or_runs_foreign_code_unsafely(path):
+    assert not FORBIDDEN.search(path.read_text())
