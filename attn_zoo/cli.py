@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attn_zoo.errors import AttnZooError
+
+if TYPE_CHECKING:
+    from attn_zoo.matrix.plan import Plan
+    from attn_zoo.matrix.store import Store
 
 __all__ = ["app", "main"]
 
@@ -25,6 +29,7 @@ VariantFiles = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default what the matrix says.")]
+MatrixFile = Annotated[Path, typer.Argument(help="TOML file, see benchmarks/.", show_default=False)]
 Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
 Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.")]
 
@@ -139,6 +144,192 @@ def _options(pairs: list[str] | None) -> dict[str, Any]:
         except tomllib.TOMLDecodeError:
             options[key.strip()] = value.strip()
     return options
+
+
+OnlyCells = Annotated[list[str] | None, typer.Option("--only", help="Keep cells whose id matches, such as 'full/*'.")]
+Add = Annotated[list[str] | None, typer.Option("--add", help="Add this variant to every group; may be repeated.")]
+DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
+ShardOption = Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts only.")]
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    from attn_zoo.errors import ConfigError
+
+    if text is None:
+        return None
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise ConfigError("--shard", [("", f"expected I/N, such as 1/4; got {text!r}")])
+    return int(index), int(count)
+
+
+def _plan(
+    matrix: Path | dict[str, Any],
+    files: list[Path] | None,
+    *,
+    add: list[str] | None = None,
+    only: list[str] | None = None,
+    device: str | None = None,
+    shard: str | None = None,
+    data_dir: Path | None = None,
+    is_remote: bool = False,
+    should_probe: bool = False,
+) -> Plan:
+    """Return the plan of a matrix file, or of the matrix that a results folder holds."""
+    from attn_zoo.matrix.plan import make_plan
+    from attn_zoo.matrix.schema import load_matrix, parse_matrix
+
+    _load(files)
+    return make_plan(
+        parse_matrix(matrix, "run.json") if isinstance(matrix, dict) else load_matrix(matrix),
+        device=device,
+        only=only or (),
+        shard=_shard(shard),
+        add_variants=add or (),
+        variant_files=[str(path.resolve()) for path in files or []],
+        data_dir=data_dir,
+        is_remote=is_remote,
+        should_probe=should_probe,
+    )
+
+
+@app.command()
+def plan(
+    matrix: MatrixFile,
+    files: VariantFiles = None,
+    add: Add = None,
+    only: OnlyCells = None,
+    device: Device = None,
+    shard: ShardOption = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Show the cells of a matrix: what will run, what is refused and why, and rough estimates. Runs nothing."""
+    from attn_zoo.console import print_json, print_plan
+
+    planned = _plan(matrix, files, add=add, only=only, device=device, shard=shard, data_dir=data_dir, should_probe=True)
+    if as_json:
+        print_json([{"id": item.cell.id, "key": item.cell.key, "refusal": item.refusal} for item in planned.cells])
+    else:
+        print_plan(planned)
+
+
+@app.command()
+def run(
+    matrix: MatrixFile,
+    out: Annotated[Path | None, typer.Option(help="Results folder; by default runs/NAME.")] = None,
+    files: VariantFiles = None,
+    add: Add = None,
+    only: OnlyCells = None,
+    device: Device = None,
+    shard: ShardOption = None,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")
+    ] = None,
+    retry: Annotated[list[str] | None, typer.Option(help="Run cells with this status again; may be repeated.")] = None,
+    engine: Annotated[str, typer.Option(help="local or ray")] = "local",
+    address: Annotated[str, typer.Option(help="Of the Ray cluster.")] = "local",
+    data_dir: DataDir = None,
+    allow_mixed_env: Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")] = False,
+) -> None:
+    """Run a matrix; run it again to go on where it stopped. Ctrl-C is safe."""
+    planned = _plan(
+        matrix, files, add=add, only=only, device=device, shard=shard, data_dir=data_dir, is_remote=engine != "local"
+    )
+    _run(
+        planned,
+        out or Path("runs") / planned.matrix.name,
+        time_limit,
+        retry,
+        engine,
+        address,
+        allow_mixed_env,
+        data_dir,
+    )
+
+
+def _run(
+    planned: Plan,
+    folder: Path,
+    time_limit: float | None,
+    retry: list[str] | None,
+    engine: str,
+    address: str,
+    allow_mixed_env: bool,
+    data_dir: Path | None,
+) -> None:
+    from attn_zoo.console import print_summary
+    from attn_zoo.errors import UnknownNameError
+    from attn_zoo.matrix import runner
+    from attn_zoo.matrix.engines import make_engine
+    from attn_zoo.matrix.progress import make_progress
+    from attn_zoo.matrix.store import Store
+    from attn_zoo.records import STATUSES
+
+    for status in retry or []:
+        if status not in STATUSES:
+            raise UnknownNameError("status", status, STATUSES)
+    summary = runner.run(
+        planned,
+        Store(folder),
+        engine=make_engine(engine, address),
+        time_limit_min=time_limit,
+        retry_statuses=retry or (),
+        progress=make_progress(),
+        allow_mixed_env=allow_mixed_env,
+        data_dir=data_dir,
+    )
+    print_summary(summary)
+    raise typer.Exit(summary.exit_code)
+
+
+def _stored_plan(store: Store, files: list[Path] | None, data_dir: Path | None = None) -> Plan:
+    """Return the plan of every matrix that was run into a folder."""
+    from dataclasses import replace
+
+    plans = [_plan(matrix, files, data_dir=data_dir) for matrix in store.info().matrices]
+    cells = {item.cell.key: item for one in plans for item in one.cells}
+    return replace(plans[-1], cells=tuple(cells.values()))
+
+
+@app.command()
+def status(folder: Folder, files: VariantFiles = None, as_json: Json = False) -> None:
+    """Show what a results folder has, what is left, and what failed with which reason."""
+    from attn_zoo.console import print_json, print_standing
+    from attn_zoo.matrix.runner import standing
+    from attn_zoo.matrix.store import Store
+
+    store = Store(folder)
+    planned, scan = _stored_plan(store, files), store.scan()
+    now = standing(planned, list(scan.records.values()))
+    if as_json:
+        counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
+        print_json({"done": counts, "left": [item.cell.id for item in now.left], "stale": len(now.stale)})
+    else:
+        print_standing(now, scan.problems, folder)
+
+
+@app.command()
+def retry(
+    folder: Folder,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Status to run again; default: every failure.")
+    ] = None,
+    files: VariantFiles = None,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")
+    ] = None,
+    allow_mixed_env: Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Run the cells of a folder again that failed. The old records are kept in its folder `replaced`."""
+    from attn_zoo.matrix.statuses import ANSWERS
+    from attn_zoo.matrix.store import Store
+    from attn_zoo.records import STATUSES
+
+    planned = _stored_plan(Store(folder), files, data_dir)
+    statuses = only or [status for status in STATUSES if status not in ANSWERS]
+    _run(planned, folder, time_limit, statuses, "local", "local", allow_mixed_env, data_dir)
 
 
 @app.command()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,8 +16,22 @@ from rich.table import Table
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
     from attn_zoo.conformance import CheckResult
+    from attn_zoo.matrix.plan import Plan
+    from attn_zoo.matrix.runner import Standing, Summary
 
-__all__ = ["out", "print_checks", "print_json", "print_table", "print_variant", "print_variants"]
+__all__ = [
+    "err",
+    "out",
+    "print_checks",
+    "print_json",
+    "print_plan",
+    "print_standing",
+    "print_summary",
+    "print_table",
+    "print_variant",
+    "print_variants",
+    "variant_data",
+]
 
 out = Console(highlight=False, soft_wrap=False)
 err = Console(stderr=True, highlight=False)
@@ -154,3 +170,71 @@ def print_checks(name: str, results: Sequence[CheckResult]) -> None:
         f"{counts['passed']} passed, {counts['refused']} refused as declared, "
         f"{counts['not_applicable']} not applicable, {len(failed)} failed"
     )
+
+
+def _amount(value: float | None, steps: Sequence[tuple[float, str]]) -> str:
+    """Return a rough number with the largest unit that keeps it above 1."""
+    if value is None:
+        return "-"
+    for size, unit in steps:
+        if value >= size:
+            return f"{value / size:.0f} {unit}"
+    return f"< 1 {steps[-1][1]}"
+
+
+def print_plan(plan: Plan) -> None:
+    """Print every cell, what it will roughly take, and what is refused with the reason."""
+    rows = [
+        (
+            item.cell.id,
+            "refused" if item.refusal else _amount(item.estimate_s, _SECONDS),
+            "" if item.refusal else _amount(item.estimate_bytes, _BYTES),
+            item.refusal[1] if item.refusal else "",
+        )
+        for item in plan.cells
+    ]
+    print_table("", ("cell", "time", "memory", ""), rows, right=("time", "memory"))
+    refused = sum(item.refusal is not None for item in plan.cells)
+    out.print(
+        f"{len(plan.cells)} cells on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; "
+        f"measuring about {_amount(plan.estimate_s, _SECONDS)} (rough), training not counted",
+        soft_wrap=True,
+    )
+
+
+_SECONDS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
+_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"))
+
+
+def print_summary(summary: Summary) -> None:
+    """Print what a run did, what is left, and what to type next."""
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.counts.items())) or "nothing"
+    out.print(f"{counts}  ({summary.new} new) in {escape(str(summary.folder))}", soft_wrap=True)
+    if summary.left:
+        shown = [item.cell.id for item in summary.left[:5]]
+        more = f" and {len(summary.left) - len(shown)} more" if len(summary.left) > len(shown) else ""
+        why = f" ({summary.stopped})" if summary.stopped else ""
+        out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
+        out.print("the same command goes on from here")
+    elif summary.counts:
+        out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)
+
+
+def print_standing(now: Standing, problems: Mapping[str, str], folder: Path) -> None:
+    """Print what a results folder has, what failed with which reason, and what is left."""
+    counts = Counter(record.status for record in now.done)
+    print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
+    failed = [record for record in now.done if record.status != "ok"]
+    if failed:
+        out.print()
+        rows = [(record.cell.id, record.status, record.reason) for record in failed]
+        print_table("Not measured", ("cell", "status", "why"), rows)
+    if problems:
+        out.print()
+        print_table("No records", ("file", "why"), sorted(problems.items()))
+    out.print()
+    stale = f"; {len(now.stale)} records are stale: their source or data changed" if now.stale else ""
+    other = f"; {len(now.other)} records belong to other matrices" if now.other else ""
+    out.print(f"{len(now.done)} done, {len(now.left)} left{stale}{other}", soft_wrap=True)
+    if any(record.status not in {"ok", "unsupported"} for record in now.done):
+        out.print(f"next: attn-zoo retry {escape(str(folder))}", soft_wrap=True)

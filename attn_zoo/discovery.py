@@ -84,12 +84,13 @@ def discover(group: str, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailur
     return failures
 
 
-def load_file(path: Path | str, timeout_s: float = IMPORT_TIMEOUT_S) -> None:
+def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
     """Import a plain Python file so that it registers its variants or tasks. Loading a file twice does nothing.
 
     Args:
         path: of the file.
-        timeout_s: how long the import may take.
+        timeout_s: how long the import may take, tried in a child process first; None for a process that is itself
+            expendable, which then needs no trial.
 
     Raises:
         ConfigError: the file is missing, or raises, exits or hangs when imported.
@@ -101,7 +102,7 @@ def load_file(path: Path | str, timeout_s: float = IMPORT_TIMEOUT_S) -> None:
     name = f"attn_zoo_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return
-    hang = _probe(str(path), "import runpy, sys; runpy.run_path(sys.argv[1])", timeout_s)
+    hang = timeout_s and _probe(str(path), "import runpy, sys; runpy.run_path(sys.argv[1])", timeout_s)
     if hang:
         raise ConfigError(str(path), [("", hang)])
     spec = importlib.util.spec_from_file_location(name, path)

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
@@ -46,7 +46,31 @@ class VariantConfig:
 
     Subclasses are frozen dataclasses too. Unknown options and wrong types are errors; no value is coerced. Impossible
     values raise `ValueError` in `__post_init__`.
+
+    Attributes:
+        budget_error: error relative to exact attention that may be left at the last of `budgets`; 0 means rounding only
+            (a random approximation needs more).
     """
+
+    budget_error: ClassVar[float] = 0.0
+
+    @classmethod
+    def check_options(cls) -> tuple[dict[str, Any], ...]:
+        """Return the sets of options that conformance checks where the user gives none.
+
+        Choose sizes so small that about 100 tokens already show the mechanism (several blocks, fewer compressed keys
+        than tokens). The first set must keep every promise of the capabilities; the others may refuse more.
+        """
+        return ({},)
+
+    @classmethod
+    def budgets(cls, seq_len: int) -> tuple[dict[str, Any], ...]:
+        """Return sets of options of growing budget, up to one under which `seq_len` tokens are treated exactly.
+
+        Empty (the default) where no budget makes the mechanism equal to exact softmax attention.
+        """
+        del seq_len
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +99,10 @@ class Variant:
     mixer: Callable[[Any, BuildContext], AbstractMixer] | None = None
     provider: str = ""
     source: str = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
+        """Return itself: it is frozen, and modules that carry it are copied (averaging of weights, for instance)."""
+        return self
 
     @property
     def digest(self) -> str:

@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["alibi_bias", "alibi_slopes", "causal_keep", "keep_mask", "masked_softmax", "zero_padded_rows"]
+__all__ = [
+    "alibi_bias",
+    "alibi_slopes",
+    "blank_padding",
+    "causal_keep",
+    "keep_mask",
+    "masked_softmax",
+    "score_bias",
+    "zero_padded_rows",
+]
 
 
 def causal_keep(query_len: int, key_len: int, device: torch.device | str = "cpu") -> Tensor:
@@ -61,6 +70,17 @@ def zero_padded_rows(output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return output.masked_fill(key_padding_mask.all(-1)[:, None, None, None], 0.0)
 
 
+def blank_padding(heads: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Zero keys or values `[B, G, S, D]` at padded positions.
+
+    A weight of zero does not hide a NaN or an infinity (0 * inf = NaN), in the output or in the gradients; a zero in
+    its place does. It costs one pass over the keys and one over the values, little beside L passes of attention.
+    """
+    if key_padding_mask is None:
+        return heads
+    return heads.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+
+
 def alibi_slopes(num_heads: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the head slopes `[H]` of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3).
 
@@ -86,6 +106,53 @@ def alibi_bias(
 
     Bidirectional attention uses the absolute distance; under a causal mask that is the published form.
     """
-    queries = torch.arange(key_len - query_len, key_len, device=device)
-    distance = (queries[:, None] - torch.arange(key_len, device=device)[None, :]).abs().to(dtype)
-    return -alibi_slopes(num_heads, device, dtype)[None, :, None, None] * distance
+    wide = torch.promote_types(dtype, torch.float32)  # a distance above 2048 is no float16, one above 256 no bfloat16
+    slopes = alibi_slopes(num_heads, device, wide)
+    return score_bias(range(query_len), query_len, key_len, slopes=slopes, dtype=wide, device=device).to(dtype)
+
+
+def score_bias(
+    rows: range,
+    query_len: int,
+    key_len: int,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    slopes: Tensor | None = None,
+    num_keys: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return what is added to the scaled scores of some rows, minus infinity where a key is hidden.
+
+    Kernels ask for a few rows at a time, so that no `[L, S]` mask need be stored at long lengths.
+
+    Args:
+        rows: consecutive queries.
+        query_len: L.
+        key_len: S.
+        is_causal: hide keys j > i + S - L.
+        key_padding_mask: bool `[B, S]`, True = padding.
+        slopes: `[H]` of ALiBi, or None for no distance bias.
+        num_keys: only the first so many keys; None means all S.
+        dtype: of the result; computed in float32 at least.
+        device: of the result.
+
+    Returns:
+        `[B or 1, H or 1, len(rows) or 1, num_keys]`: a dimension is 1 where nothing depends on it.
+
+    >>> score_bias(range(1, 3), 3, 3, is_causal=True).tolist()
+    [[[[0.0, 0.0, -inf], [0.0, 0.0, 0.0]]]]
+    """
+    num_keys = key_len if num_keys is None else num_keys
+    wide = torch.promote_types(dtype, torch.float32)
+    key_at = torch.arange(num_keys, device=device)
+    query_at = torch.arange(rows.start, rows.stop, device=device)[:, None] + (key_len - query_len)
+    bias = torch.zeros(1, 1, 1, num_keys, dtype=wide, device=device)
+    if slopes is not None:
+        bias = -slopes.to(wide)[None, :, None, None] * (query_at - key_at).abs().to(wide)
+    if is_causal:
+        bias = bias.masked_fill(key_at > query_at, float("-inf"))
+    if key_padding_mask is not None:
+        bias = bias.masked_fill(key_padding_mask[:, None, None, :num_keys], float("-inf"))
+    return bias.to(dtype)

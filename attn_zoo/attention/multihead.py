@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
 from attn_zoo.attention.rotary import rotate
 from attn_zoo.errors import ConfigError
+from attn_zoo.metadata import Request
 
 __all__ = ["MixerState", "MultiHeadMixer"]
 
@@ -113,6 +114,8 @@ class MultiHeadMixer(AbstractMixer):
 
     def step(self, hidden: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         """Mix one new position `[B, 1, E]`; return its output and the new state."""
+        if not self.build.is_cross:
+            self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
         if state.key is not None and state.value is not None:
             query = self._heads(hidden, self.query_proj, self.build.num_heads)
             if self.build.position == "rotary":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_zoo.attention.masks import keep_mask, masked_softmax
+from attn_zoo.attention.masks import blank_padding, keep_mask, masked_softmax
 
 __all__ = ["attention_weights", "expand_kv_heads", "softmax_attention"]
 
@@ -40,7 +40,7 @@ def attention_weights(
         bias: added to the scaled scores, broadcastable to `[B, H, L, S]`.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    key = expand_kv_heads(key, query.shape[1])
+    key = expand_kv_heads(blank_padding(key, key_padding_mask), query.shape[1])
     scores = query @ key.transpose(-1, -2) * scale  # [B, H, L, S]
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
@@ -73,7 +73,4 @@ def softmax_attention(
     weights = attention_weights(
         query, key, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale, bias=bias
     )
-    if key_padding_mask is not None:
-        # Zero weight times a NaN or infinity in padding would still be NaN.
-        value = value.masked_fill(key_padding_mask[:, None, :, None], 0.0)
-    return torch.matmul(weights, expand_kv_heads(value, query.shape[1]))
+    return torch.matmul(weights, expand_kv_heads(blank_padding(value, key_padding_mask), query.shape[1]))

@@ -2,6 +2,7 @@
 
 Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, equation 1.
     out = softmax(Q K^T / sqrt(D)) V
+The paper's d_k is our head_dim D. With ALiBi (Press et al. 2022, arXiv 2108.12409) -slope_h |i - j| is added to the scores.
 Cost: time O(B H L S D); memory O(B H L S) as written, O(B H L) beyond inputs and outputs by the fused kernels
 (Dao et al. 2022, arXiv 2205.14135), which never store the scores.
 """
@@ -9,29 +10,56 @@ Cost: time O(B H L S D); memory O(B H L S) as written, O(B H L) beyond inputs an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 
-from attn_zoo.attention import AbstractAttention
+from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.decode import KVCache
-from attn_zoo.attention.masks import keep_mask, zero_padded_rows
+from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, score_bias
 from attn_zoo.attention.oracle import attention_weights, expand_kv_heads
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.sdpa import Backend, exact_attention
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullConfig(VariantConfig):
-    """No options yet."""
+    """Which kernel computes it; the result is the same.
+
+    Args:
+        backend: `"auto"` takes the fastest exact kernel for the device, dtype and shape (`attn_zoo.kernels.backends` has
+            the rule); `"math"` is the equation as written, with dense scores; the others are kernels of torch, and of
+            xformers. A named kernel runs or is refused: nothing takes its place.
+    """
+
+    backend: Backend = "auto"
 
 
 def full_flops(shape: Shape) -> int:
-    """Count both matrix products; under a causal mask only the visible half."""
-    pairs = shape.query_len * shape.key_len
-    return 4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs // (2 if shape.is_causal else 1)
+    """Count a multiply and an add for each visible pair and feature, in both matrix products."""
+    query_len, key_len = shape.query_len, shape.key_len
+    pairs = query_len * key_len
+    if shape.is_causal:  # the rows that see something see key_len, key_len - 1, ... keys, counted from the last
+        num_rows = min(query_len, key_len)
+        pairs = num_rows * key_len - num_rows * (num_rows - 1) // 2
+    return 4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs
+
+
+def full_bytes(shape: Shape, itemsize: int) -> int:
+    """Count queries, keys and values read once and the output written once: what a fused kernel must move."""
+    query_and_output = 2 * shape.num_heads * shape.query_len
+    key_and_value = 2 * shape.num_kv_heads * shape.key_len
+    return shape.batch_size * shape.head_dim * itemsize * (query_and_output + key_and_value)
+
+
+def full_state_bytes(shape: Shape, itemsize: int) -> int:
+    """Count the keys and values of all positions so far."""
+    return 2 * shape.batch_size * shape.num_kv_heads * shape.key_len * shape.head_dim * itemsize
 
 
 @register_attention(
@@ -44,16 +72,23 @@ def full_flops(shape: Shape) -> int:
         key_padding_mask=True,
         decode="kv_cache",
         grouped_query=True,
+        positions=("none", "rotary", "alibi"),
         is_exact=True,
+        why={
+            "dtypes": "the result would not be exact in fewer bits",
+            "devices": "only there is known which kernel runs",
+        },
     ),
     complexity=Complexity(
         time="B H L S D",
-        memory="B H L",
+        memory="B H L by the fused kernels; B H L S by backend math",
         time_exponent=2,
         memory_exponent=1,
         sequential_ops="1",
         max_path="1",
         flops=full_flops,
+        bytes=full_bytes,
+        state_bytes=full_state_bytes,
     ),
     reference=Reference(
         title="Attention Is All You Need",
@@ -61,35 +96,91 @@ def full_flops(shape: Shape) -> int:
         year=2017,
         url="https://arxiv.org/abs/1706.03762",
         equation="1",
+        code="https://github.com/tensorflow/tensor2tensor",
     ),
 )
 class FullAttention(AbstractAttention):
-    """Exact attention."""
+    """Exact attention.
+
+    Args:
+        config: which kernel.
+        build: sizes and direction.
+
+    Raises:
+        UnsupportedError: ALiBi across two sequences, or dropout with a backend that has none.
+    """
+
+    config: FullConfig
+
+    def __init__(self, config: FullConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        if build.position == "alibi" and build.is_cross:
+            raise UnsupportedError("positions", "full: ALiBi is a distance within one sequence; is_cross has two")
+        if config.backend == "flex" and build.dropout_p > 0:
+            raise UnsupportedError("attention_dropout", "full: backend 'flex' has no attention dropout")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        keep = keep_mask(
-            query.shape[-2],
-            key.shape[-2],
-            is_causal=self.build.is_causal,
+        num_blind = query.shape[2] - key.shape[2] if self.build.is_causal else 0
+        if num_blind > 0:  # more queries than keys: the first of them stand before every key
+            seeing = self.forward(query[:, :, num_blind:], key, value, key_padding_mask=key_padding_mask)
+            return pad(seeing, (0, 0, num_blind, 0))
+        key, value = (blank_padding(x, key_padding_mask) for x in (key, value))
+        return self._attend(query, key, value, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        slopes = None
+        if self.build.position == "alibi":
+            slopes = alibi_slopes(self.build.num_heads, query.device, torch.promote_types(query.dtype, torch.float32))
+        bias_rows = partial(
+            score_bias,
+            query_len=query.shape[2],
+            key_len=key.shape[2],
+            is_causal=is_causal,
             key_padding_mask=key_padding_mask,
+            slopes=slopes,
             device=query.device,
         )
-        key, value = (expand_kv_heads(x, query.shape[1]) for x in (key, value))
-        if keep is not None and key_padding_mask is not None:
-            keep = keep | key_padding_mask.all(-1)[:, None, None, None]
-        output = scaled_dot_product_attention(query, key, value, keep, self.build.dropout_p if self.training else 0.0)
-        return zero_padded_rows(output, key_padding_mask)
+        return exact_attention(
+            query,
+            key,
+            value,
+            bias_rows=bias_rows,
+            is_causal=is_causal,
+            key_padding_mask=key_padding_mask,
+            slopes=slopes,
+            dropout_p=self.build.dropout_p if self.training else 0.0,
+            backend=self.config.backend,
+        )
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        weights = attention_weights(query, key, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask)
-        return weights @ expand_kv_heads(value, query.shape[1])
+        """Compute equation 1 as written, without dropout."""
+        bias = None
+        if self.build.position == "alibi":
+            bias = alibi_bias(query.shape[1], query.shape[2], key.shape[2], query.device, query.dtype)
+        weights = attention_weights(
+            query, key, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask, bias=bias
+        )
+        return weights @ expand_kv_heads(blank_padding(value, key_padding_mask), query.shape[1])
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> KVCache:
+        """Return an empty cache of keys and values.
+
+        Raises:
+            UnsupportedError: built bidirectional, or with a backend that compiles for every length.
+        """
+        if not self.build.is_causal:
+            raise UnsupportedError("decode", "full: decoding needs is_causal=True; later tokens would change the past")
+        if self.config.backend == "flex":
+            raise UnsupportedError("decode", "full: backend 'flex' compiles for every length, so it cannot decode")
         return KVCache.empty(batch_size, self.build.num_kv_heads, self.build.head_dim, device=device, dtype=dtype)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
+        """Attend from one new position to all in the cache; it may hold `max_seq_len` positions."""
+        if state.length >= self.build.max_seq_len:
+            raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this is one more")
         state = state.append(key, value)
-        key, value = (expand_kv_heads(x, query.shape[1]) for x in (state.keys, state.values))
-        return scaled_dot_product_attention(query, key, value), state
+        return self._attend(query, state.keys, state.values, is_causal=False), state

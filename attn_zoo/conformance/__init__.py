@@ -1,0 +1,12 @@
+"""Conformance: public, named promises that every registered variant must keep, and the gate before a timing.
+
+`run_checks(name)` runs them all and says, for a broken one, the smallest call that shows it. `gate(...)` is the quick
+subset that runs before anything is timed. Neither knows any variant by name.
+"""
+
+from attn_zoo.conformance.catalogue import CHECKS
+from attn_zoo.conformance.check import Check, CheckResult, Outcome, exit_code
+from attn_zoo.conformance.gate import GATE_CHECKS, gate
+from attn_zoo.conformance.runner import run_checks
+
+__all__ = ["CHECKS", "GATE_CHECKS", "Check", "CheckResult", "Outcome", "exit_code", "gate", "run_checks"]

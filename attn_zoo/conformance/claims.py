@@ -1,0 +1,195 @@
+"""Checks of what a variant says about itself: refusals, positions, the path that ran, formulas of cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import get_args, get_type_hints
+
+import torch
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed, refused
+from attn_zoo.conformance.subject import Subject, call
+from attn_zoo.conformance.tolerance import largest_error, rounding
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.kernels.trace import recording
+
+__all__ = ["CHECKS"]
+
+UNKNOWN_OPTION = "no_such_option_exists"
+
+
+def _nos(subject: Subject) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Yield (capability, request in words, request) for every declared no."""
+    capabilities, base = subject.capabilities, subject.build
+    forward = next(context for context in subject.contexts() if not context.is_cross)
+    sized = replace(base, num_heads=4, num_kv_heads=2)
+    requests: list[tuple[bool, str, str, BuildContext]] = [
+        (capabilities.bidirectional, "bidirectional", "is_causal=False", replace(base, is_causal=False)),
+        (capabilities.causal, "causal", "is_causal=True", replace(base, is_causal=True)),
+        (
+            capabilities.cross_attention,
+            "cross_attention",
+            "is_cross=True",
+            replace(base, is_causal=False, is_cross=True),
+        ),
+        (capabilities.grouped_query, "grouped_query", "num_kv_heads=2 of 4", sized),
+        (capabilities.attention_dropout, "attention_dropout", "dropout_p=0.1", replace(forward, dropout_p=0.1)),
+        ("rotary" in capabilities.positions, "positions", "rotary", replace(forward, position="rotary")),
+        ("alibi" in capabilities.positions, "positions", "alibi", replace(forward, position="alibi")),
+    ]
+    for is_offered, capability, words, build in requests:
+        if not is_offered:
+            yield capability, f"building with {words}", partial(subject.make, build)
+    module = subject.module(forward)
+    if capabilities.seq_len_multiple > 1:
+        ragged = subject.inputs(forward, capabilities.seq_len_multiple + 1)
+        yield "seq_len_multiple", f"length {ragged.query_len}", lambda: call(module, ragged)
+    if not capabilities.variable_seq_len:
+        shorter = subject.inputs(forward, forward.max_seq_len - capabilities.seq_len_multiple)
+        yield "variable_seq_len", f"length {shorter.query_len} of {forward.max_seq_len}", lambda: call(module, shorter)
+    if capabilities.decode == "none":
+        yield "decode", "init_state()", lambda: module.init_state(1, device=subject.device)
+    if not capabilities.key_padding_mask:
+        inputs = subject.inputs(forward, subject.lengths[-1] if capabilities.variable_seq_len else forward.max_seq_len)
+        mask = torch.zeros(inputs.batch_size, inputs.key_len, dtype=torch.bool, device=subject.device)
+        yield "key_padding_mask", "a mask", lambda: call(module, replace(inputs, key_padding_mask=mask))
+
+
+def _refusals(subject: Subject) -> Finding:
+    try:
+        subject.make(next(subject.contexts()), options={**subject.options, UNKNOWN_OPTION: 1})
+    except ConfigError as error:
+        if UNKNOWN_OPTION not in str(error):
+            raise Violation("the error for an unknown option does not name it", str(error)) from None
+    else:
+        raise Violation("accepts an unknown option", f"{subject.form} form: {UNKNOWN_OPTION}=1")
+    seen = []
+    for capability, words, request in _nos(subject):
+        subject.refuses(capability, words, request)
+        seen.append(words.removeprefix("building with "))
+    return refused(f"refuses {', '.join(seen)}") if seen else passed("declares no no; refuses unknown options")
+
+
+def _positions(subject: Subject) -> Finding:
+    wanted: tuple[tuple[str, BuildContext], ...] = (
+        ("rotary", replace(subject.build, position="rotary")),
+        ("alibi", replace(subject.build, position="alibi")),
+    )
+    finding = not_applicable("rotary positions are applied before the attention sees its heads")
+    for context in subject.contexts(with_cross=False):
+        for name, template in wanted:
+            build = replace(template, is_causal=context.is_causal)
+            if name not in subject.capabilities.positions:
+                asked = f"building with position={name!r}"
+                finding = subject.refuses("positions", asked, partial(subject.make, build))
+                continue
+            length = subject.lengths[-1]
+            module, plain = subject.make(build, seq_len=length), subject.make(context, seq_len=length)
+            inputs = subject.inputs(build, length)
+            with torch.no_grad():
+                output, without = call(module, inputs), call(plain, inputs)
+            if name == "rotary" and subject.form == "attention":
+                continue
+            if not output.isfinite().all():
+                raise Violation(f"{name} positions give an output that is not finite", inputs.words())
+            if largest_error(output, without) <= rounding(without, length):
+                raise Violation(f"accepts {name} positions and ignores them", inputs.words())
+            finding = passed(f"admits {', '.join(subject.capabilities.positions)}")
+    return finding
+
+
+def _path_ran(subject: Subject) -> Finding:
+    build = next(subject.contexts())
+    length = subject.lengths[-1]
+    inputs = subject.inputs(build, length)
+    seen: list[list[str]] = []
+    module = subject.make(build, seq_len=length)
+    for _ in range(2):
+        with recording() as paths, torch.no_grad():
+            call(module, inputs)
+        seen.append(paths)
+    if seen[0] != seen[1]:
+        raise Violation("two equal calls took different paths", f"{inputs.words()}: {seen[0]}, then {seen[1]}")
+    # The shared mixer adds no path of its own, so each backend is asked for once.
+    is_wrapped = subject.form == "mixer" and subject.variant.attention is not None
+    backends = () if is_wrapped else _backends(subject)
+    if not backends:
+        return passed(f"ran {', '.join(seen[0])}") if seen[0] else not_applicable("has one path and names none")
+    ran = []
+    dtype = torch.float32 if torch.float32 in subject.dtypes else subject.dtype
+    for backend in backends:
+        path = _path_of(subject, build, backend, dtype)
+        if path is not None:
+            ran.append(path)
+    return passed(f"ran {', '.join(ran)}")
+
+
+def _backends(subject: Subject) -> tuple[str, ...]:
+    """Return the values of an option named `backend`, or none where there is no such choice."""
+    hint = get_type_hints(subject.variant.config).get("backend")
+    return tuple(str(value) for value in get_args(hint))
+
+
+def _path_of(subject: Subject, build: BuildContext, backend: str, dtype: torch.dtype) -> str | None:
+    """Return the path that ran when `backend` was asked for, or None where it was refused."""
+    length = subject.lengths[-1]
+    inputs = subject.inputs(build, length, dtype=dtype)
+    try:
+        module = subject.make(build, seq_len=length, dtype=dtype, options={**subject.options, "backend": backend})
+        with recording() as paths, torch.no_grad():
+            call(module, inputs)
+    except UnsupportedError:
+        return None
+    asked = f"{inputs.words()}, backend={backend!r}"
+    if not paths:
+        raise Violation("does not say which path ran", asked)
+    if backend != "auto" and not any(backend in path for path in paths):
+        raise Violation("another path ran than the one that was asked for", f"{asked}: ran {', '.join(paths)}")
+    return ", ".join(paths)
+
+
+def _flops_formula(subject: Subject) -> Finding:
+    complexity = subject.variant.complexity
+    if complexity.flops is None:
+        return not_applicable("claims no formula")
+    build, config = next(subject.contexts(with_cross=False)), subject.config
+    lengths = [subject.fit(2**power) for power in range(4, 23)]
+    counts = [complexity.flops(build.shape(1, length, config=config)) for length in lengths]
+    for length, count in zip(lengths, counts, strict=True):
+        if not isinstance(count, int) or count <= 0:
+            raise Violation("the FLOPs formula gives no positive integer", f"L={length}: {count!r}")
+    for index, (shorter, longer) in enumerate(pairwise(counts)):
+        if longer <= shorter:
+            at = f"L={lengths[index]}: {shorter}, L={lengths[index + 1]}: {longer}"
+            raise Violation("the FLOPs formula does not grow with the length", at)
+    twice = complexity.flops(build.shape(2, lengths[0], config=config))
+    if twice <= counts[0]:
+        raise Violation("the FLOPs formula does not grow with the batch", f"L={lengths[0]}: {counts[0]}, twice {twice}")
+    slope = math.log2(counts[-1] / counts[-2])
+    if abs(slope - complexity.time_exponent) > 0.2:  # a logarithm adds 0.07 at these lengths
+        raise Violation(
+            "the FLOPs formula and the claimed exponent of time disagree",
+            f"up to L={lengths[-1]} the formula grows as L^{slope:.2f}; claims {complexity.time_exponent:g}",
+        )
+    return passed(f"grows as L^{slope:.2f}")
+
+
+CHECKS = (
+    Check(name="positions", summary="declared position schemes act, all others are refused", run=_positions),
+    Check(
+        name="refusals",
+        summary="every declared no is refused with UnsupportedError, unknown options too",
+        run=_refusals,
+    ),
+    Check(name="path_ran", summary="the path that ran is the one that was asked for, every time", run=_path_ran),
+    Check(
+        name="flops_formula",
+        summary="the FLOPs formula is positive, grows, and agrees with the claimed exponent",
+        run=_flops_formula,
+    ),
+)

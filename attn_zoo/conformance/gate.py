@@ -1,0 +1,95 @@
+"""The gate: a quick subset of the checks with the very options and context of a cell, before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.runner import find_checks, run_one
+from attn_zoo.conformance.subject import Form, Subject
+from attn_zoo.errors import GateError, UnsupportedError
+from attn_zoo.registry import make_config, variants
+
+__all__ = ["GATE_CHECKS", "gate"]
+
+GATE_CHECKS = (
+    "shape_and_dtype",
+    "inputs_unchanged",
+    "batch_invariance",
+    "causality",
+    "padding_content",
+    "matches_reference",
+    "matches_oracle",
+    "uninitialised_memory",
+)
+"""What is checked before a timing: everything that would make the timing one of something else."""
+
+SHORT_LEN, LONG_LEN = 7, 197  # odd, so that no block size divides them; long enough for several blocks
+
+
+def gate(
+    name: str,
+    options: Mapping[str, Any],
+    build: BuildContext,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    seq_len: int,
+) -> tuple[str, ...]:
+    """Check a variant as a cell is about to use it; return the names of the checks that had something to check.
+
+    Args:
+        name: a registered variant.
+        options: of the variant.
+        build: context of the cell.
+        dtype: working type of the cell.
+        device: of the cell.
+        seq_len: of the cell; the gate itself uses at most 197 tokens.
+
+    Raises:
+        GateError: a check failed; the message has the smallest example found.
+        UnsupportedError: the variant refuses the request, which is a result of its own.
+        UnknownNameError: no such variant.
+        ConfigError: an option is unknown or impossible.
+
+    >>> build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=64)
+    >>> "batch_invariance" in gate("full", {}, build, seq_len=64)
+    True
+    """
+    variant = variants[name]
+    make_config(variant.config, options, name)
+    variant.capabilities.require(name, replace(build.request(), dtype=dtype, device=torch.device(device).type))
+    if seq_len > build.max_seq_len:
+        raise ValueError(f"seq_len: expected at most max_seq_len = {build.max_seq_len}; got {seq_len}")
+    multiple = variant.capabilities.seq_len_multiple
+    lengths = {min(-(-length // multiple) * multiple, seq_len) for length in (SHORT_LEN, LONG_LEN)}
+    forms: list[Form] = ["mixer"] if variant.attention is None else ["attention", "mixer"]
+    held: dict[str, None] = {}
+    for form in forms:
+        subject = Subject(
+            variant=variant,
+            form=form,
+            options=options,
+            build=build,
+            dtypes=(getattr(torch, dtype),),
+            lengths=tuple(sorted(lengths)),
+            device=device,
+            is_fixed=True,
+            may_refuse=True,
+        )
+        for check in find_checks(GATE_CHECKS):
+            if form not in check.forms:
+                continue
+            result = run_one(check, subject)
+            if result.is_bad:
+                detail = f"{result.message} ({result.example})" if result.example else result.message
+                raise GateError(check.name, f"{name}: {detail}")
+            if result.outcome == "refused" and check.name == "shape_and_dtype":
+                raise UnsupportedError("options", result.message)
+            if result.outcome == "passed":
+                held[check.name] = None
+    return tuple(held)

@@ -1,0 +1,177 @@
+"""Checks that an output depends on nothing it must not depend on: the batch, the order, the future."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
+from attn_zoo.conformance.tolerance import largest, largest_error, rounding, same_shape_tolerance
+
+__all__ = ["CHECKS"]
+
+MAX_POSITIONS = 16  # per call; shorter sequences are tried at every position
+
+
+def _batch_invariance(subject: Subject) -> Finding:
+    for build in subject.contexts():
+        for length in subject.lengths:
+            module = subject.module(build, seq_len=length)
+            for inputs in subject.calls(build, length)[::2]:
+                _expect_batch_invariance(module, inputs, "evaluation")
+        if build.dropout_p == 0:  # statistics over the batch, as of batch normalisation, are used in training only
+            module = subject.make(build, seq_len=subject.lengths[-1]).train()
+            inputs = subject.calls(build, subject.lengths[-1], batch_size=3)[-1]
+            _expect_batch_invariance(module, inputs, "training")
+    return passed()
+
+
+def _expect_batch_invariance(module: Module, inputs: Inputs, mode: str) -> None:
+    with torch.no_grad():
+        together = call(module, inputs)
+        tolerance = rounding(together, inputs.key_len)
+        for entry in range(inputs.batch_size):
+            alone = call(module, inputs.entries(slice(entry, entry + 1)))[0]
+            change = largest_error(alone, together[entry])
+            if change > tolerance:
+                raise Violation(
+                    "an entry's output depends on the other entries of the batch",
+                    f"{inputs.words()}, {mode}: output of entry {entry} changed by {change:.2g} when it was alone",
+                )
+        order = torch.arange(inputs.batch_size - 1, -1, -1, device=together.device)
+        change = largest_error(call(module, inputs.entries(order)), together[order])
+        if change > tolerance:
+            raise Violation(
+                "permuting the batch does not permute the outputs",
+                f"{inputs.words()}, {mode}: reversing the batch changed an output by {change:.2g}",
+            )
+    found = gradients(module, inputs, weigh=lambda output: weighted_sum(output[0])).by_name
+    for name in inputs.names:
+        gradient = found[name]
+        if gradient is not None and largest(gradient[1:]) > 0:
+            raise Violation(
+                "a gradient crosses the batch",
+                f"{inputs.words()}, {mode}: output of entry 0 has a gradient to {name} of another entry",
+            )
+
+
+def _permutation(subject: Subject) -> Finding:
+    if not subject.capabilities.is_exact:
+        return not_applicable("not exact attention: its pattern may depend on the order of the tokens")
+    if not subject.capabilities.bidirectional or (subject.is_fixed and subject.build.is_causal):
+        return not_applicable("causal attention depends on the order of the tokens")
+    for build in subject.contexts():
+        for length in (length for length in subject.lengths if length > 1 and not build.is_causal):
+            module = subject.module(build, seq_len=length)
+            for inputs in subject.calls(build, length):
+                _expect_permutation(module, inputs)
+    return passed()
+
+
+def _expect_permutation(module: Module, inputs: Inputs) -> None:
+    device = inputs.tensors[0].device
+    order = torch.randperm(inputs.key_len, generator=torch.Generator().manual_seed(0)).to(device)
+    tensors = list(inputs.tensors)
+    for index in inputs.key_side:
+        tensors[index] = tensors[index][..., order, :]
+    mask = None if inputs.key_padding_mask is None else inputs.key_padding_mask[:, order]
+    with torch.no_grad():
+        expected = call(module, inputs)
+        output = call(module, replace(inputs, tensors=tuple(tensors), key_padding_mask=mask))
+    if inputs.is_shared:  # keys are queries: the outputs move along
+        expected = expected[..., order, :]
+    change = largest_error(output, expected)
+    if change > rounding(expected, inputs.key_len):
+        raise Violation(
+            "the order of keys matters without positions",
+            f"{inputs.words()}: an output changed by {change:.2g} when keys and values were permuted together",
+        )
+
+
+def _positions(length: int) -> list[int]:
+    """Return positions to disturb: all of a short sequence, else the ends and some between."""
+    if length <= MAX_POSITIONS:
+        return list(range(length))
+    inner = torch.randperm(length - 4, generator=torch.Generator().manual_seed(0))[: MAX_POSITIONS - 4] + 2
+    return sorted({0, 1, length - 2, length - 1, *inner.tolist()})
+
+
+def _causality(subject: Subject) -> Finding:
+    causal = replace(subject.build, is_causal=True, is_cross=False)
+    if not subject.capabilities.causal:
+        return subject.refuses("causal", "building with is_causal=True", lambda: subject.make(causal))
+    if subject.is_fixed and not subject.build.is_causal:
+        return not_applicable("built to see both directions")
+    has_offset = subject.form == "attention" and subject.capabilities.cross_attention and not subject.is_fixed
+    for length in subject.lengths:
+        module = subject.module(causal, seq_len=length)
+        _expect_causal(module, subject, causal, length, 0)
+        if has_offset and subject.capabilities.variable_seq_len and subject.fit(length + 2) <= causal.max_seq_len:
+            _expect_causal(module, subject, causal, length, subject.fit(length + 2) - length)
+    return passed()
+
+
+def _expect_causal(module: Module, subject: Subject, build: BuildContext, length: int, offset: int) -> None:
+    """Check one length: query i may see keys up to i + offset, where offset = S - L."""
+    single = subject.inputs(build, length, key_len=length + offset, batch_size=1)
+    positions = [position for position in _positions(length + offset) if position > offset]
+    if not positions:
+        return
+    # Entry 0 stays as it is; entry n has token positions[n - 1] changed. One call shows every leak.
+    batch = single.repeated(len(positions) + 1)
+    tensors = [tensor.clone() for tensor in batch.tensors]
+    for index, tensor in enumerate(tensors):
+        for entry, position in enumerate(positions, start=1):
+            row = position if index in batch.key_side else position - offset
+            noise = random_tensor(tensor[entry, ..., row, :].shape, 7 * entry + index, tensor.dtype, subject.device)
+            tensor[entry, ..., row, :] = 3.0 * noise
+    with torch.no_grad():
+        output = call(module, replace(batch, tensors=tuple(tensors)))
+    tolerance = same_shape_tolerance(output[0])
+    for entry, position in enumerate(positions, start=1):
+        seen = output[entry, ..., : position - offset, :]
+        change = (seen.double() - output[0, ..., : position - offset, :].double()).abs()
+        if not float(change.nan_to_num(nan=torch.inf).max()) <= tolerance:
+            by_row: Tensor = change.nan_to_num(nan=torch.inf).amax(-1).reshape(-1, change.shape[-2]).amax(0)
+            row = int((by_row > tolerance).nonzero()[0])
+            raise Violation(
+                "a future token changes a past output",
+                f"{single.words()}: output {row} changed by {float(by_row[row]):.2g} "
+                f"when token {position} (the future) changed",
+            )
+    _expect_causal_gradient(module, batch, positions, offset)
+
+
+def _expect_causal_gradient(module: Module, batch: Inputs, positions: list[int], offset: int) -> None:
+    """Check that outputs before a cut send no gradient to tokens after it; another cut in every entry of the batch."""
+
+    def before_cuts(output: Tensor) -> Tensor:
+        terms = [weighted_sum(output[n, ..., : cut - offset, :]) for n, cut in enumerate(positions, start=1)]
+        return torch.stack(terms).sum()
+
+    found = gradients(module, batch, weigh=before_cuts).by_name
+    for index, name in enumerate(batch.names):
+        gradient = found[name]
+        for entry, cut in enumerate(positions, start=1):
+            start = cut if index in batch.key_side else cut - offset
+            if gradient is not None and largest(gradient[entry, ..., start:, :]) > 0:
+                raise Violation(
+                    "a past output sends a gradient to a future token",
+                    f"{batch.entries(slice(0, 1)).words()}: outputs before {cut - offset}, {name} from {start} on",
+                )
+
+
+CHECKS = (
+    Check(name="batch_invariance", summary="other entries of the batch do not matter", run=_batch_invariance),
+    Check(
+        name="permutation",
+        summary="exact attention without positions does not depend on the order of keys",
+        run=_permutation,
+    ),
+    Check(name="causality", summary="future tokens change neither past outputs nor gradients", run=_causality),
+)

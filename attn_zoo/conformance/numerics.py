@@ -1,0 +1,182 @@
+"""Checks of the numbers: fast path against readable reference, exact variants against the oracle, convergence to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, MultiHeadMixer
+from attn_zoo.attention.masks import alibi_bias
+from attn_zoo.attention.oracle import softmax_attention
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.subject import Gradients, Module, Subject, call, call_reference, gradients
+from attn_zoo.conformance.tolerance import largest, largest_error, rounding, working_tolerance
+
+__all__ = ["CHECKS"]
+
+
+def _is_own_reference(module: Module) -> bool:
+    """Whether `forward` is the readable version itself."""
+    inner = module.attention if isinstance(module, MultiHeadMixer) else module
+    return type(inner).reference in {AbstractAttention.reference, AbstractMixer.reference}
+
+
+def _named(result: Gradients) -> Iterator[tuple[str, Tensor]]:
+    yield "output", result.output
+    for name, gradient in result.by_name.items():
+        if gradient is not None:
+            yield f"gradient of {name}", gradient
+
+
+def _matches_reference(subject: Subject) -> Finding:
+    worst: tuple[float, str] = (0.0, "")
+    for build in subject.contexts():
+        if _is_own_reference(subject.module(build, seq_len=subject.lengths[-1])):
+            return not_applicable("its forward is the readable version itself")
+        for dtype in subject.dtypes:
+            is_first = dtype == subject.dtype
+            for length in subject.lengths[-2:] if is_first else subject.lengths[-1:]:
+                truth_module = subject.make(build, seq_len=length, dtype=torch.float64)
+                module = subject.module(build, seq_len=length, dtype=dtype)
+                truth_module.load_state_dict(module.state_dict())  # the same values, however they were rounded
+                for inputs in subject.calls(build, length, dtype=dtype)[:: 1 if is_first else 2]:
+                    worst = max(worst, _expect_reference(module, truth_module, inputs))
+    return passed(worst[1])
+
+
+def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> tuple[float, str]:
+    """Compare one call; return the error of the output as a share of the tolerance, and in words."""
+    dtype = inputs.tensors[0].dtype
+    truth = gradients(truth_module, inputs.map(torch.Tensor.double), call_reference)
+    fast = dict(_named(gradients(module, inputs)))
+    plain = dict(_named(gradients(module, inputs, call_reference)))
+    largest_gradient = max([largest(value) for name, value in _named(truth) if name != "output"], default=0.0)
+    found = (0.0, "")
+    for name, expected in _named(truth):
+        # A gradient that is zero by symmetry (softmax ignores a constant added to all keys) is rounding of the others.
+        scale = largest(expected) if name == "output" else max(largest(expected), largest_gradient / 16)
+        if name not in fast:
+            raise Violation(f"{name}: the readable reference has one, the fast path has none", inputs.words())
+        error = largest_error(fast[name], expected)
+        if dtype == torch.float64:
+            tolerance = rounding(torch.full((1,), scale, dtype=dtype), inputs.key_len)
+        else:
+            plain_error = largest_error(plain[name], expected) if name in plain else 0.0
+            tolerance = working_tolerance(plain_error, scale, dtype)
+        if error > tolerance:
+            raise Violation(
+                "the fast path differs from the readable reference",
+                f"{inputs.words()}: {name} is off by {error:.2g}, allowed {tolerance:.2g}",
+            )
+        if name == "output":
+            found = error / tolerance, f"at most {error / tolerance:.0%} of the tolerance ({dtype}: off by {error:.1e})"
+    return found
+
+
+def _exact_calls(subject: Subject, build: BuildContext, length: int) -> Iterator[Inputs]:
+    yield from subject.calls(build, length)
+    has_offset = build.is_causal and subject.capabilities.cross_attention and subject.capabilities.variable_seq_len
+    if has_offset and not subject.is_fixed and subject.fit(length + 3) <= build.max_seq_len:
+        yield subject.inputs(build, length, key_len=subject.fit(length + 3))
+
+
+def _matches_oracle(subject: Subject) -> Finding:
+    if not subject.capabilities.is_exact:
+        return not_applicable("does not claim to be exact")
+    has_alibi = "alibi" in subject.capabilities.positions and not subject.is_fixed
+    for context in subject.contexts():
+        builds = [context]
+        if has_alibi and not context.is_cross:
+            builds.append(replace(context, position="alibi"))
+        for build in builds:
+            for length in subject.lengths:
+                for inputs in _exact_calls(subject, build, length):
+                    _expect_oracle(subject.module(build, seq_len=length), build, inputs)
+    return passed()
+
+
+def _expect_oracle(module: Module, build: BuildContext, inputs: Inputs) -> None:
+    bias = None
+    if build.position == "alibi":
+        bias = alibi_bias(build.num_heads, inputs.query_len, inputs.key_len, inputs.tensors[0].device, torch.float64)
+
+    def oracle(_: Module, given: Inputs) -> Tensor:
+        query, key, value = given.tensors
+        return softmax_attention(
+            query, key, value, is_causal=build.is_causal, key_padding_mask=given.key_padding_mask, bias=bias
+        )
+
+    actual = gradients(module, inputs)
+    expected = dict(_named(gradients(module, inputs.map(torch.Tensor.double), oracle)))
+    dtype = inputs.tensors[0].dtype
+    for name, value in _named(actual):
+        if name not in expected:
+            continue  # the oracle has no parameters
+        scale = max(largest(expected[name]), largest(actual.output) / 16)
+        error = largest_error(value, expected[name])
+        if error > rounding(torch.full((1,), scale, dtype=dtype), inputs.key_len):
+            position = "" if build.position == "none" else f", {build.position}"
+            raise Violation(
+                "claims to be exact but differs from float64 softmax attention",
+                f"{inputs.words()}{position}: {name} is off by {error:.2g}",
+            )
+    for name in expected.keys() - dict(_named(actual)).keys():
+        if largest(expected[name]) > 0:
+            raise Violation(f"claims to be exact but has no {name}", inputs.words())
+
+
+def _converges(subject: Subject) -> Finding:
+    length = subject.lengths[-1]
+    config = subject.variant.config
+    budgets = config.budgets(length)
+    if subject.capabilities.is_exact:
+        return not_applicable("exact already")
+    if not budgets:
+        return not_applicable("its config names no budgets under which it becomes exact")
+    for build in subject.contexts(with_cross=False):
+        inputs = subject.inputs(build, length)
+        query, key, value = inputs.tensors
+        expected = softmax_attention(query, key, value, is_causal=build.is_causal)
+        size = float(expected.square().mean().sqrt())
+        errors: list[float] = []
+        for budget in budgets:
+            with torch.no_grad():
+                module = subject.make(replace(build, max_seq_len=length), options=budget)
+                difference = call(module, inputs).double() - expected
+            errors.append(float(difference.square().mean().sqrt()) / size)
+        shown = ", ".join(f"{error:.2g}" for error in errors)
+        floor = config.budget_error + rounding(torch.ones(1, dtype=subject.dtype), length)
+        if any(later > max(1.1 * earlier, floor) for earlier, later in pairwise(errors)):
+            raise Violation("the error grows with the budget", f"{inputs.words()}: relative errors {shown}")
+        if errors[-1] > floor:
+            raise Violation(
+                "does not converge to exact attention",
+                f"{inputs.words()}: relative errors {shown} under {', '.join(map(str, budgets))}",
+            )
+    return passed(f"relative errors {shown}")
+
+
+CHECKS = (
+    Check(
+        name="matches_reference",
+        summary="the fast path equals the readable reference, forward and gradients, in every dtype",
+        run=_matches_reference,
+    ),
+    Check(
+        name="matches_oracle",
+        summary="an exact variant equals float64 softmax attention, forward and gradients",
+        run=_matches_oracle,
+        forms=("attention",),
+    ),
+    Check(
+        name="converges",
+        summary="an approximation converges to exact attention as its budget grows",
+        run=_converges,
+        forms=("attention",),
+    ),
+)

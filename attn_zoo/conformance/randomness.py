@@ -1,0 +1,155 @@
+"""Checks of dropout, of seeds, and of saved parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.subject import Module, Subject, call, weighted_sum
+from attn_zoo.conformance.tolerance import largest, largest_error, same_shape_tolerance
+
+__all__ = ["CHECKS"]
+
+DRAWS = 256  # per batch, times BATCHES
+BATCHES = 4
+
+
+def _seeded_call(module: Module, inputs: Inputs, seed: int) -> Tensor:
+    with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []), torch.no_grad():
+        torch.manual_seed(seed)
+        return call(module, inputs)
+
+
+def _dropout(subject: Subject) -> Finding:
+    length = subject.lengths[len(subject.lengths) // 2]
+    dropout_p = 0.4
+    if not subject.capabilities.attention_dropout:
+        build = replace(next(subject.contexts()), dropout_p=dropout_p)
+        return subject.refuses("attention_dropout", f"dropout_p={dropout_p}", lambda: subject.make(build))
+    for context in subject.contexts():
+        build = replace(context, dropout_p=dropout_p)
+        plain = subject.make(replace(context, dropout_p=0.0), seq_len=length)
+        module = subject.make(build, seq_len=length)
+        module.load_state_dict(plain.state_dict())
+        for inputs in subject.calls(build, length)[::2]:
+            expected = _seeded_call(plain, inputs, 0)
+            words = f"{inputs.words()}, dropout_p={dropout_p}"
+            tolerance = same_shape_tolerance(expected)
+            if largest_error(_seeded_call(module, inputs, 0), expected) > tolerance:
+                raise Violation("dropout acts in evaluation", words)
+            if largest_error(_seeded_call(plain.train(), inputs, 0), expected) > tolerance:
+                raise Violation("training mode changes the output without dropout", f"{inputs.words()}, dropout_p=0")
+            plain.eval()
+            module.train()
+            first, second = _seeded_call(module, inputs, 1), _seeded_call(module, inputs, 2)
+            if largest_error(first, expected) <= tolerance:
+                raise Violation("dropout does nothing in training", words)
+            if torch.equal(first, second):
+                raise Violation("dropout drops the same weights in every call", words)
+            _expect_unbiased(module, inputs, expected, words)
+            if subject.dtype == torch.float64:
+                _expect_same_mask_in_backward(module, inputs, words)
+            module.eval()
+    return passed()
+
+
+def _expect_unbiased(module: Module, inputs: Inputs, expected: Tensor, words: str) -> None:
+    """Check that the mean of many draws approaches the output without dropout, within six standard errors and 5 %."""
+    copies = inputs.repeated(DRAWS)
+    draws = torch.cat([_seeded_call(module, copies, 10 + batch) for batch in range(BATCHES)]).double()
+    error = (draws.mean(0) - expected[0].double()).abs()
+    allowed = 6 * draws.std(0) / draws.shape[0] ** 0.5 + 0.05 * largest(expected)
+    if bool((error > allowed).any()):
+        raise Violation(
+            "dropout changes the mean of the output",
+            f"{words}: the mean of {draws.shape[0]} draws is off by {float(error.max()):.2g}",
+        )
+
+
+def _expect_same_mask_in_backward(module: Module, inputs: Inputs, words: str) -> None:
+    """Check the gradient of a draw with a finite difference of the same draw: a recomputed mask must be the same."""
+    leaves = inputs.leaves()
+    with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []):
+        torch.manual_seed(1)
+        found = torch.autograd.grad(weighted_sum(call(module, leaves)), leaves.tensors)
+    directions = [
+        random_tensor(tensor.shape, 70 + index, tensor.dtype, str(tensor.device))
+        for index, tensor in enumerate(inputs.tensors)
+    ]
+    claimed = sum(float((gradient * direction).sum()) for gradient, direction in zip(found, directions, strict=True))
+    slope, epsilon = 0.0, 1e-6
+    for sign in (1.0, -1.0):
+        moved = [
+            tensor + sign * epsilon * direction for tensor, direction in zip(inputs.tensors, directions, strict=True)
+        ]
+        value = float(weighted_sum(_seeded_call(module, replace(inputs, tensors=tuple(moved)), 1)))
+        slope += sign * value / (2 * epsilon)
+    if abs(slope - claimed) > 1e-4 * max(1.0, abs(slope), abs(claimed)):
+        raise Violation(
+            "the gradient belongs to another dropout mask than the output",
+            f"{words}: it says a slope of {claimed:.4g}, a finite difference of the same draw says {slope:.4g}",
+        )
+
+
+def _same_seed_same_output(subject: Subject) -> Finding:
+    if not subject.capabilities.is_deterministic:
+        return not_applicable("declares itself not deterministic")
+    for build in subject.contexts():
+        for length in subject.lengths[-2:]:
+            module, again = subject.make(build, seq_len=length), subject.make(build, seq_len=length)
+            for inputs in subject.calls(build, length):
+                expected = _seeded_call(module, inputs, 0)
+                for what, output in (
+                    ("a second call under another global seed", _seeded_call(module, inputs, 1)),
+                    ("a module built again from the same seeds", _seeded_call(again, inputs, 2)),
+                    ("switching to training and back", _seeded_call(module.train().eval(), inputs, 3)),
+                ):
+                    if not torch.equal(output, expected):
+                        change = largest_error(output, expected)
+                        raise Violation(f"{what} gives another output", f"{inputs.words()}: by {change:.2g}")
+    return passed()
+
+
+def _state_dict_round_trip(subject: Subject) -> Finding:
+    for build in subject.contexts():
+        length = subject.lengths[-1]
+        source = subject.make(build, seq_len=length, torch_seed=1)
+        target = subject.make(build, seq_len=length, torch_seed=2)
+        _expect_round_trip(source, target, subject.calls(build, length))
+    return passed()
+
+
+def _expect_round_trip(source: Module, target: Module, calls: list[Inputs]) -> None:
+    state = source.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise Violation(f"state_dict()[{name!r}] is a {type(value).__name__}, not a tensor", calls[0].words())
+    # Tied tensors are stored once for each name: safetensors refuses shared memory.
+    stored = load(save({name: value.detach().clone().contiguous() for name, value in state.items()}))
+    target.load_state_dict(stored, strict=True)
+    for inputs in calls:
+        expected, output = _seeded_call(source, inputs, 0), _seeded_call(target, inputs, 1)
+        if not largest_error(output, expected) <= same_shape_tolerance(expected):
+            raise Violation(
+                "a module loaded from the saved state gives another output",
+                f"{inputs.words()}: by {largest_error(output, expected):.2g}",
+            )
+    grown = source.state_dict().keys() ^ state.keys()
+    if grown:
+        raise Violation(f"a call changes the names in state_dict: {', '.join(sorted(grown))}", calls[0].words())
+
+
+CHECKS = (
+    Check(name="dropout", summary="acts in training without bias, not in evaluation, or is refused", run=_dropout),
+    Check(
+        name="same_seed_same_output",
+        summary="the same seeds give the same output, bit for bit",
+        run=_same_seed_same_output,
+    ),
+    Check(name="state_dict_round_trip", summary="saved tensors are all there is to save", run=_state_dict_round_trip),
+)

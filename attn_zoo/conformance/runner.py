@@ -1,0 +1,182 @@
+"""Run checks over a variant and collect what they find. Nothing that is raised inside a check is lost."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.catalogue import CHECKS
+from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
+from attn_zoo.conformance.subject import Form, Subject
+from attn_zoo.errors import UnknownNameError, UnsupportedError
+from attn_zoo.metadata import FLOAT_DTYPES
+from attn_zoo.registry import Variant, make_config, variants
+
+__all__ = ["find_checks", "run_checks", "run_one"]
+
+LENGTHS = (1, 2, 3, 5, 8, 33, 70)
+FEW_LENGTHS = (1, 5, 70)  # for further sets of options and for the shared mixer around an attention that was checked
+_WIDEST_FIRST = ("float64", "float32", "bfloat16", "float16")
+# The strongest statement about any form decides: one broken form breaks the variant, one kept promise is a promise.
+_PRECEDENCE: tuple[Outcome, ...] = ("failed", "error", "passed", "refused", "not_applicable")
+
+
+def find_checks(names: Iterable[str] | None) -> tuple[Check, ...]:
+    """Return the checks with these names, in the order of `CHECKS`; all of them for None.
+
+    Raises:
+        UnknownNameError: a name is none of theirs.
+    """
+    if names is None:
+        return CHECKS
+    wanted, known = list(names), [check.name for check in CHECKS]
+    for name in wanted:
+        if name not in known:
+            raise UnknownNameError("check", name, known, "attn_zoo.conformance.CHECKS has them all")
+    return tuple(check for check in CHECKS if check.name in wanted)
+
+
+def run_checks(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    device: str = "cpu",
+    checks: Iterable[str] | None = None,
+    embed_dim: int = 32,
+    num_heads: int = 2,
+    max_seq_len: int = 128,
+    seed: int = 0,
+) -> list[CheckResult]:
+    """Check the promises of a variant, in every direction, form and dtype that it declares.
+
+    Args:
+        name: a registered variant.
+        options: of the variant; None means the sets its config names in `check_options`.
+        device: to run on.
+        checks: names of checks; None means all.
+        embed_dim: E of the builds.
+        num_heads: H of the builds.
+        max_seq_len: longest sequence; the checks use up to 101 tokens and this many.
+        seed: of the builds.
+
+    Returns:
+        One result per check, in the order of `CHECKS`.
+
+    Raises:
+        UnknownNameError: no such variant or check.
+        ConfigError: an option is unknown or impossible.
+
+    >>> [result.outcome for result in run_checks("full", checks=["shape_and_dtype", "causality"])]
+    ['passed', 'passed']
+    """
+    variant = variants[name]
+    selected = find_checks(checks)
+    sets = variant.config.check_options() if options is None else (dict(options),)
+    build = BuildContext(
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        max_seq_len=max_seq_len,
+        is_causal=not variant.capabilities.bidirectional,
+        seed=seed,
+    )
+    for option_set in sets:
+        make_config(variant.config, option_set, name)
+    results = []
+    for check in selected:
+        found = [
+            run_one(check, subject)
+            for index, option_set in enumerate(sets)
+            for subject in _subjects(variant, option_set, build, device, check, index, options is not None)
+        ]
+        results.append(_strongest(check, found))
+    return results
+
+
+def _subjects(
+    variant: Variant,
+    options: Mapping[str, Any],
+    build: BuildContext,
+    device: str,
+    check: Check,
+    index: int,
+    is_given: bool,
+) -> list[Subject]:
+    multiple = variant.capabilities.seq_len_multiple
+    forms: list[Form] = ["mixer"] if variant.attention is None else ["attention", "mixer"]
+    names = [name for name in _WIDEST_FIRST if name in variant.capabilities.dtypes and name in FLOAT_DTYPES]
+    few = {"mixer"} if variant.mixer is None else set()
+    return [
+        Subject(
+            variant=variant,
+            form=form,
+            options=options,
+            build=build,
+            dtypes=tuple(getattr(torch, dtype) for dtype in names),
+            lengths=_fitting(FEW_LENGTHS if index or form in few else LENGTHS, multiple, build.max_seq_len),
+            device=device,
+            may_refuse=is_given or index > 0,
+        )
+        for form in forms
+        if form in check.forms
+    ]
+
+
+def _fitting(lengths: Iterable[int], multiple: int, longest: int) -> tuple[int, ...]:
+    """Return the lengths rounded up to the variant's multiple, as far as they fit."""
+    return tuple(sorted({fitted for length in lengths if (fitted := -(-length // multiple) * multiple) <= longest}))
+
+
+def run_one(check: Check, subject: Subject) -> CheckResult:
+    """Run one check over one subject; whatever is raised becomes part of the result."""
+    devices: list[int] | None = None if subject.device != "cpu" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            finding = check.run(subject)
+    except Violation as violation:
+        return CheckResult(check=check.name, outcome="failed", message=violation.message, example=violation.example)
+    except UnsupportedError as error:
+        if subject.may_refuse:
+            return CheckResult(check=check.name, outcome="refused", message=error.reason)
+        message = f"refuses what its capabilities declare ({error.capability}): {error.reason}"
+        return CheckResult(check=check.name, outcome="failed", message=message, example=_words(subject))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        return CheckResult(check=check.name, outcome="error", message=_describe(error), example=_words(subject))
+    except Exception as error:  # a variant may raise anything, and that is the finding
+        return CheckResult(check=check.name, outcome="failed", message=_describe(error), example=_words(subject))
+    return CheckResult(check=check.name, outcome=finding.outcome, message=finding.message)
+
+
+def _words(subject: Subject) -> str:
+    options = ", ".join(f"{key}={value!r}" for key, value in subject.options.items())
+    return f"{subject.form} form" + (f", {options}" if options else "")
+
+
+def _describe(error: BaseException) -> str:
+    """Return type, message and the innermost place outside this folder, torch and the contract."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
+    here = str(Path(__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(here) and "/torch/" not in frame.filename
+    ]
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+
+
+def _strongest(check: Check, found: list[CheckResult]) -> CheckResult:
+    """Return the result that decides, with every message that says the same outcome."""
+    if not found:
+        return CheckResult(
+            check=check.name, outcome="not_applicable", message=f"is about the {check.forms[0]} form only"
+        )
+    best = min(found, key=lambda result: _PRECEDENCE.index(result.outcome))
+    if best.is_bad:
+        return best
+    messages = dict.fromkeys(result.message for result in found if result.outcome == best.outcome and result.message)
+    return CheckResult(check=check.name, outcome=best.outcome, message="; ".join(messages))

@@ -1,0 +1,245 @@
+"""The subject of a check: one form of one variant under one set of options, and how to build and call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, build_attention, build_mixer
+from attn_zoo.conformance.check import Finding, Violation, refused
+from attn_zoo.conformance.inputs import Form, Inputs, make_inputs, padding_mask, random_tensor
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.metadata import Capabilities
+from attn_zoo.registry import Variant, make_config
+
+__all__ = ["Form", "Gradients", "Module", "Subject", "call", "call_reference", "gradients", "take_step", "weighted_sum"]
+
+Module = AbstractAttention | AbstractMixer
+MaskKind = Literal["none", "end", "scattered"]
+
+
+def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    mask = {"key_padding_mask": inputs.key_padding_mask}
+    if inputs.form == "attention":
+        return inputs.tensors, mask
+    return inputs.tensors[:1], {"context": inputs.tensors[1] if len(inputs.tensors) > 1 else None, **mask}
+
+
+def call(module: Module, inputs: Inputs) -> Tensor:
+    """Call the module; the output has the shape of the first input."""
+    tensors, keywords = _arguments(inputs)
+    output: Tensor = module(*tensors, **keywords)
+    return output
+
+
+def call_reference(module: Module, inputs: Inputs) -> Tensor:
+    """Call the module's readable reference."""
+    tensors, keywords = _arguments(inputs)
+    output: Tensor = module.reference(*tensors, **keywords)
+    return output
+
+
+def take_step(module: Module, inputs: Inputs, position: int, state: Any) -> tuple[Tensor, Any]:
+    """Decode the token at `position`; in cross-attention the context is in the state already."""
+    rows = [tensor[..., position : position + 1, :] for tensor in inputs.tensors]
+    if isinstance(module, AbstractAttention):
+        query, key, value = rows
+        return module.step(query, key, value, state)
+    return module.step(rows[0], state)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """An output and the gradients of its product with a fixed random tensor.
+
+    Args:
+        output: of the call, detached.
+        by_name: gradient of each input (`"query"`) and parameter (`"parameter query_proj.weight"`); None where none
+            arrived.
+    """
+
+    output: Tensor
+    by_name: dict[str, Tensor | None]
+
+
+def gradients(
+    module: Module,
+    inputs: Inputs,
+    run: Callable[[Module, Inputs], Tensor] = call,
+    weigh: Callable[[Tensor], Tensor] | None = None,
+) -> Gradients:
+    """Return output and gradients of one call.
+
+    Args:
+        module: of the subject.
+        inputs: of the call.
+        run: `call` or `call_reference`.
+        weigh: makes the scalar from the output; by default its product with fixed random values.
+    """
+    inputs = inputs.leaves()
+    parameters = {f"parameter {name}": value for name, value in module.named_parameters() if value.requires_grad}
+    leaves = {**dict(zip(inputs.names, inputs.tensors, strict=True)), **parameters}
+    output = run(module, inputs)
+    scalar = weighted_sum(output) if weigh is None else weigh(output)
+    if not scalar.requires_grad:
+        return Gradients(output.detach(), dict.fromkeys(leaves))
+    found = torch.autograd.grad(scalar, list(leaves.values()), allow_unused=True)
+    return Gradients(output.detach(), dict(zip(leaves, found, strict=True)))
+
+
+def weighted_sum(output: Tensor) -> Tensor:
+    """Return the sum of the output times fixed random values, so that no direction of it is special."""
+    return (output * random_tensor(output.shape, 99, output.dtype, str(output.device))).sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One form of one variant under one set of options.
+
+    Args:
+        variant: the registry's entry.
+        form: which form is called.
+        options: the variant's own options.
+        build: sizes and defaults of every build of a check.
+        dtypes: names of the types to check, widest first.
+        lengths: sequence lengths to try, shortest first, so that the first failure is the smallest.
+        device: to run on.
+        is_fixed: check only the context in `build` (the gate), not every direction the variant declares.
+        may_refuse: an `UnsupportedError` is an answer, because the options may narrow what the variant can do.
+    """
+
+    variant: Variant
+    form: Form
+    options: Mapping[str, Any]
+    build: BuildContext
+    dtypes: tuple[torch.dtype, ...]
+    lengths: tuple[int, ...]
+    device: str = "cpu"
+    is_fixed: bool = False
+    may_refuse: bool = False
+    _modules: dict[tuple[BuildContext, torch.dtype], Module] = field(default_factory=dict, compare=False)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the variant declares."""
+        return self.variant.capabilities
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type for checks of behaviour: the most precise one, so that a small leak is not lost in rounding."""
+        return self.dtypes[0]
+
+    @property
+    def config(self) -> Any:
+        """The options as an instance of the variant's config class."""
+        return make_config(self.variant.config, self.options, self.variant.name)
+
+    def fit(self, length: int) -> int:
+        """Return `length` rounded up to what the variant accepts."""
+        multiple = self.capabilities.seq_len_multiple
+        return -(-length // multiple) * multiple
+
+    def contexts(self, *, with_cross: bool = True) -> Iterator[BuildContext]:
+        """Yield every direction the variant declares (the gate: the one it was given)."""
+        if self.is_fixed:
+            yield self.build
+            return
+        if self.capabilities.bidirectional:
+            yield replace(self.build, is_causal=False)
+        if self.capabilities.causal:
+            yield replace(self.build, is_causal=True)
+        if with_cross and self.capabilities.cross_attention and self.capabilities.bidirectional:
+            yield replace(self.build, is_causal=False, is_cross=True)
+
+    def masks(self, key_len: int) -> tuple[MaskKind, ...]:
+        """Return the kinds of padding to try with `key_len` keys."""
+        return ("none", "end", "scattered") if self.capabilities.key_padding_mask and key_len > 1 else ("none",)
+
+    def make(
+        self,
+        build: BuildContext,
+        *,
+        seq_len: int = 0,
+        dtype: torch.dtype | None = None,
+        torch_seed: int = 0,
+        options: Mapping[str, Any] | None = None,
+    ) -> Module:
+        """Return a new module in evaluation mode.
+
+        Args:
+            build: its context.
+            seq_len: of the calls to come; a variant of fixed length is built for exactly that.
+            dtype: of its parameters; by default the most precise one.
+            torch_seed: global seed while its parameters are drawn.
+            options: instead of the subject's own.
+        """
+        if seq_len and not self.capabilities.variable_seq_len:
+            build = replace(build, max_seq_len=seq_len)
+        build = replace(build, shared={})  # modules shared within a model must not be shared between our builds
+        options = self.options if options is None else options
+        with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
+            torch.manual_seed(torch_seed)
+            make = build_attention if self.form == "attention" else build_mixer
+            module: Module = make(self.variant.name, build, **options)
+        return module.to(device=self.device, dtype=self.dtype if dtype is None else dtype).eval()
+
+    def module(self, build: BuildContext, *, seq_len: int = 0, dtype: torch.dtype | None = None) -> Module:
+        """Return the module for `build`, made once per check; callers leave it as it is."""
+        dtype = self.dtype if dtype is None else dtype
+        key = (
+            (replace(build, max_seq_len=seq_len) if seq_len and not self.capabilities.variable_seq_len else build),
+            dtype,
+        )
+        if key not in self._modules:
+            self._modules[key] = self.make(build, seq_len=seq_len, dtype=dtype)
+        return self._modules[key]
+
+    def inputs(
+        self,
+        build: BuildContext,
+        seq_len: int,
+        *,
+        key_len: int | None = None,
+        batch_size: int = 2,
+        mask: MaskKind = "none",
+        dtype: torch.dtype | None = None,
+        seed: int = 1,
+    ) -> Inputs:
+        """Return random inputs for a call; `key_len` differs from `seq_len` in cross-attention only."""
+        key_len = seq_len if key_len is None else key_len
+        inputs = make_inputs(
+            self.form,
+            build,
+            batch_size=batch_size,
+            query_len=seq_len,
+            key_len=key_len,
+            dtype=self.dtype if dtype is None else dtype,
+            device=self.device,
+            seed=seed,
+        )
+        if mask == "none":
+            return inputs
+        return replace(inputs, key_padding_mask=padding_mask(batch_size, key_len, mask, self.device))
+
+    def calls(
+        self, build: BuildContext, seq_len: int, *, batch_size: int = 2, dtype: torch.dtype | None = None
+    ) -> list[Inputs]:
+        """Return inputs of one length under every kind of padding; cross-attention gets fewer keys than queries."""
+        is_free = build.is_cross and self.capabilities.variable_seq_len
+        key_len = self.fit(seq_len // 2 + 1) if is_free else seq_len
+        return [
+            self.inputs(build, seq_len, key_len=key_len, batch_size=batch_size, mask=mask, dtype=dtype)
+            for mask in self.masks(key_len)
+        ]
+
+    def refuses(self, capability: str, what: str, request: Callable[[], object]) -> Finding:
+        """Check that `request` raises `UnsupportedError`, as a declared no must; return that finding."""
+        try:
+            request()
+        except UnsupportedError as error:
+            return refused(error.reason)
+        raise Violation(f"declares {capability} as missing, but {what} was accepted", f"{self.form} form: {what}")

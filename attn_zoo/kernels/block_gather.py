@@ -1,0 +1,136 @@
+"""Block-sparse attention by gathering keys and values, a few blocks of queries at a time.
+
+Time and memory are linear in the length, forward and backward: a piece gathers its key and value blocks into a buffer
+that stays in the cache, runs dense attention on it, and is forgotten. Saved for backward are the inputs, the output and
+one log-sum-exp per query; backward gathers again and adds into the gradients of the keys by `index_add_`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attn_zoo.kernels.block_chunk import Dropout, attend, attend_backward, is_fused, wide_dtype
+from attn_zoo.kernels.block_pattern import BlockPattern
+from attn_zoo.kernels.block_pieces import Chunk, Group, Pieces
+from attn_zoo.kernels.trace import note_path
+
+__all__ = ["gather_attention"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What forward and backward share beside tensors."""
+
+    pattern: BlockPattern
+    scale: float
+    slopes: Tensor | None
+    dropout_p: float
+    seed: int
+
+    def dropout(self, device: torch.device) -> Dropout | None:
+        if not self.dropout_p:
+            return None
+        return Dropout(self.dropout_p, torch.Generator(device).manual_seed(self.seed))
+
+    def pieces(self, query: Tensor, padding: Tensor | None, dropout: Dropout | None) -> Pieces:
+        has_scores = not is_fused(query, dropout)
+        return Pieces(query, self.pattern, padding, self.slopes, has_scores=has_scores)
+
+
+class _GatherAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, plan: _Plan
+    ) -> Tensor:
+        pattern, dropout = plan.pattern, plan.dropout(query.device)
+        note_path("block_sparse.gather" if is_fused(query, dropout) else "block_sparse.gather_unfused")
+        pieces = plan.pieces(query, padding, dropout)
+        output = torch.empty_like(query)
+        lse = torch.empty(query.shape[:3], dtype=wide_dtype(query.dtype), device=query.device)
+        for group in pieces.groups():
+            keys, values = (
+                group.read_keys(x, pattern.num_key_blocks, pattern.block_size, padding) for x in (key, value)
+            )
+            for chunk in pieces.chunks():
+                block = group.read(query, chunk.start, chunk.stop, chunk.size)
+                near_keys, near_values = (_near(x, pieces, group, chunk, block) for x in (keys, values))
+                mask, is_dead = pieces.mask(group, chunk)
+                out, out_lse = attend(block, near_keys, near_values, mask, plan.scale, dropout)
+                if is_dead is not None:
+                    out = out.masked_fill(is_dead, 0.0)
+                group.write(output, chunk.start, out)
+                group.write(lse, chunk.start, out_lse)
+        ctx.save_for_backward(query, key, value, padding, output, lse)
+        ctx.plan = plan
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, padding, output, lse = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        pattern, dropout = plan.pattern, plan.dropout(query.device)
+        pieces, wide = plan.pieces(query, padding, dropout), wide_dtype(query.dtype)
+        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+        for group in pieces.groups():
+            keys, values = (
+                group.read_keys(x, pattern.num_key_blocks, pattern.block_size, padding) for x in (key, value)
+            )
+            key_sum, value_sum = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
+            for chunk in pieces.chunks():
+                block, out, out_lse, grad = (
+                    group.read(x, chunk.start, chunk.stop, chunk.size) for x in (query, output, lse, grad_output)
+                )
+                near_keys, near_values = (_near(x, pieces, group, chunk, block) for x in (keys, values))
+                mask, is_dead = pieces.mask(group, chunk)
+                if is_dead is not None:
+                    grad = grad.masked_fill(is_dead, 0.0)
+                part, key_part, value_part = attend_backward(
+                    grad, block, near_keys, near_values, out, out_lse, mask, plan.scale, dropout
+                )
+                group.write(grad_query, chunk.start, part)
+                for total, addend in ((key_sum, key_part), (value_sum, value_part)):
+                    if chunk.rows is None:
+                        length = pattern.dense_key_len
+                        total.view(group.num_sequences, -1, total.shape[-1] // pattern.block_size)[:, :length] += addend[:, 0]
+                    else:
+                        source = pieces.source(group, chunk.rows)
+                        total.index_add_(0, source, addend.reshape(len(source), -1).to(wide))
+            for result, total in ((grad_key, key_sum), (grad_value, value_sum)):
+                group.write(result, 0, total.view(group.num_sequences, -1, pattern.block_size, result.shape[-1]))
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _near(keys: Tensor, pieces: Pieces, group: Group, chunk: Chunk, block: Tensor) -> Tensor:
+    """Return the keys (or values) that a piece sees, `[sequences, blocks, keys, D]`; gathered, but for dense rows."""
+    head_dim = block.shape[-1]
+    if chunk.rows is None:
+        return keys.view(group.num_sequences, 1, -1, head_dim)[:, :, : pieces.pattern.dense_key_len]
+    gathered = keys.index_select(0, pieces.source(group, chunk.rows))
+    return gathered.view(*block.shape[:2], -1, head_dim)
+
+
+def gather_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BlockPattern,
+    *,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute block-sparse attention by gathering; see `block_sparse_attention` for arguments and result."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
+    seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
+    output: Tensor = _GatherAttention.apply(
+        query, key, value, key_padding_mask, _Plan(pattern, scale, slopes, dropout_p, seed)
+    )
+    return output

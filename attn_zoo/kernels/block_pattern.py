@@ -1,0 +1,224 @@
+"""The record of a block-sparse pattern: which blocks of keys each block of queries sees, in space O(blocks seen).
+
+Rows and columns that are dense stay out of the table, so that it has one fixed, small width and so that its transpose
+has too: leading query blocks that see every key (`num_dense_rows`), and leading key blocks that every other row sees
+(`num_global`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["BlockPattern", "make_pattern"]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPattern:
+    """Which key blocks each query block sees. Query i stands at key position i + S - L (aligned bottom right).
+
+    Listed row r is query block `num_dense_rows + r`. It sees the key blocks `0 .. num_global - 1` and its entries of the
+    table. Under `is_causal` every row, dense or listed, sees only keys at or before its own position, and the last entry
+    of a listed row is the block it stands in.
+
+    Args:
+        query_len: L, tokens.
+        key_len: S, tokens; `S - L` is a multiple of the block size.
+        block_size: tokens in a block; the last one may be shorter.
+        num_global: leading key blocks that all listed rows see.
+        num_dense_rows: leading query blocks that see all keys.
+        indices: int32 `[P, R, W]`: key blocks of P heads (1 means the same for all) and R listed rows, ascending among
+            the first `counts`, zero beyond; none below `num_global`, none twice.
+        counts: int32 `[P, R]`.
+        is_causal: hide keys after the query's own position.
+    """
+
+    query_len: int
+    key_len: int
+    block_size: int
+    num_global: int
+    num_dense_rows: int
+    indices: Tensor
+    counts: Tensor
+    is_causal: bool = False
+
+    @property
+    def num_query_blocks(self) -> int:
+        """Blocks of queries, the ragged last one included."""
+        return -(-self.query_len // self.block_size)
+
+    @property
+    def num_key_blocks(self) -> int:
+        """Blocks of keys, the ragged last one included."""
+        return -(-self.key_len // self.block_size)
+
+    @property
+    def num_rows(self) -> int:
+        """R, listed rows."""
+        return self.indices.shape[1]
+
+    @property
+    def row_offset(self) -> int:
+        """Key block in which the first listed row stands."""
+        return self.num_dense_rows + (self.key_len - self.query_len) // self.block_size
+
+    @property
+    def dense_key_len(self) -> int:
+        """Keys that dense rows can see: under a causal mask only those up to the last dense row."""
+        last = self.num_dense_rows * self.block_size + self.key_len - self.query_len
+        return min(last, self.key_len) if self.is_causal else self.key_len
+
+    @cached_property
+    def table(self) -> Tensor:
+        """int64 `[P, R, num_global + W]`: the entries with the global columns before them."""
+        columns = torch.arange(self.num_global, device=self.indices.device)
+        return torch.cat([columns.expand(*self.counts.shape, -1), self.indices.long()], dim=-1)
+
+    @cached_property
+    def is_entry(self) -> Tensor:
+        """bool `[P, R, num_global + W]`: which slots of `table` are entries rather than filling."""
+        slots = torch.arange(self.table.shape[-1], device=self.table.device)
+        return slots < (self.counts + self.num_global)[..., None]
+
+    @cached_property
+    def is_full_row(self) -> Tensor:
+        """bool `[P, R]` on the CPU: rows without filling and without a ragged block, which need no mask."""
+        is_full = self.is_entry.all(-1)
+        if self.key_len % self.block_size:
+            is_full = is_full & (self.table != self.num_key_blocks - 1).all(-1)
+        return is_full.cpu()
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """Visible (query, key) pairs, summed over the P heads of the table."""
+        size, ragged = self.block_size, self.key_len % self.block_size
+        heads = self.counts.shape[0]
+        rows = torch.arange(self.num_rows, device=self.counts.device)
+        queries = (self.query_len - (self.num_dense_rows + rows) * size).clamp(max=size)  # tokens of each listed row
+        keys = (self.counts.long() + self.num_global) * size
+        if ragged:
+            keys = keys - (self.is_entry & (self.table == self.num_key_blocks - 1)).sum(-1) * (size - ragged)
+        pairs = int((queries * keys).sum())
+        dense = min(self.num_dense_rows * size, self.query_len)
+        if not self.is_causal:
+            return pairs + heads * dense * self.key_len
+        # Of its own block, a query sees the keys up to itself: half of the square, and the diagonal.
+        hidden = int((queries * (queries - 1) // 2).sum()) * heads
+        past = self.key_len - self.query_len
+        return pairs - hidden + heads * (dense * past + dense * (dense + 1) // 2)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that are equal exactly for equal patterns, on every machine."""
+        head = (self.query_len, self.key_len, self.block_size, self.num_global, self.num_dense_rows, self.is_causal)
+        state = hashlib.sha256(repr((*head, tuple(self.indices.shape))).encode())
+        for tensor in (self.counts, self.indices):
+            state.update(tensor.cpu().numpy().astype("<i4").tobytes())
+        return state.hexdigest()[:16]
+
+    def to(self, device: torch.device | str) -> BlockPattern:
+        """Return the same pattern with its table on `device`."""
+        return replace(self, indices=self.indices.to(device), counts=self.counts.to(device))
+
+    def transpose(self) -> tuple[Tensor, Tensor]:
+        """Return the table by key block: listed rows that see it, int32 `[P, key blocks, W']`, and their counts.
+
+        Rows are ascending, zero beyond the counts. Global columns are not in the table, hence have none.
+        """
+        return transpose_table(self.indices, self.counts, self.num_key_blocks)
+
+    def to_dense(self) -> Tensor:
+        """Return bool `[P, L, S]`, True = may be seen. Quadratic: for tests and small examples."""
+        heads, rows, _ = self.indices.shape
+        blocks = torch.zeros(heads, self.num_query_blocks, self.num_key_blocks, dtype=torch.int32)
+        listed = blocks[:, self.num_dense_rows :]
+        listed.scatter_add_(2, self.table.cpu(), self.is_entry.int().cpu())
+        blocks[:, : self.num_dense_rows] = 1
+        assert rows == listed.shape[1]  # every query block is dense or listed
+        size = self.block_size
+        dense = blocks.bool().repeat_interleave(size, 1).repeat_interleave(size, 2)
+        dense = dense[:, : self.query_len, : self.key_len]
+        return dense.tril(self.key_len - self.query_len) if self.is_causal else dense
+
+
+def transpose_table(indices: Tensor, counts: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Turn lists of columns by row into lists of rows by column, by sorting: O(entries) space.
+
+    Args:
+        indices: int32 `[P, R, W]`, of which the first `counts` of each row are entries.
+        counts: int32 `[P, R]`.
+        num_columns: number of columns C.
+
+    Returns:
+        int32 `[P, C, W']`, ascending, zero beyond the counts; and the counts, int32 `[P, C]`.
+    """
+    heads, _, width = indices.shape
+    is_entry = torch.arange(width, device=indices.device) < counts[..., None]
+    head, row, slot = is_entry.nonzero(as_tuple=True)  # in order of head, then row
+    column = head * num_columns + indices[head, row, slot].long()
+    column, order = column.sort(stable=True)
+    column_counts = torch.bincount(column, minlength=heads * num_columns)
+    starts = column_counts.cumsum(0) - column_counts
+    place = torch.arange(len(column), device=column.device) - starts[column]
+    widest = int(column_counts.max()) if len(column) else 0
+    result = torch.zeros(heads * num_columns, widest, dtype=torch.int32, device=indices.device)
+    result[column, place] = row[order].int()
+    return result.view(heads, num_columns, widest), column_counts.view(heads, num_columns).int()
+
+
+def make_pattern(
+    blocks: NDArray[np.int64],
+    is_entry: NDArray[np.bool_],
+    *,
+    query_len: int,
+    key_len: int,
+    block_size: int,
+    num_global: int,
+    num_dense_rows: int,
+    is_causal: bool,
+) -> BlockPattern:
+    """Sort lists of key blocks into a `BlockPattern`, as narrow as its longest list.
+
+    Args:
+        blocks: key blocks `[P, R, width]` in any order, none twice in a row.
+        is_entry: bool `[P, R, width]`, which of them count.
+        query_len: L.
+        key_len: S.
+        block_size: tokens in a block.
+        num_global: leading key blocks that all listed rows see; no entry may be below.
+        num_dense_rows: leading query blocks that see all keys.
+        is_causal: hide later keys.
+
+    Raises:
+        ValueError: an entry is out of range or occurs twice, or a causal row does not end in its own block.
+    """
+    num_key_blocks = -(-key_len // block_size)
+    if (key_len - query_len) % block_size:
+        raise ValueError(f"key_len - query_len: expected a multiple of {block_size}; got {key_len - query_len}")
+    counts = is_entry.sum(-1)
+    width = int(counts.max(initial=0))
+    entries = np.sort(np.where(is_entry, blocks, num_key_blocks), axis=-1)[..., :width].astype(np.int32)
+    kept = np.arange(width) < counts[..., None]
+    if ((entries < num_global) & kept).any() or ((entries >= num_key_blocks) & kept).any():
+        raise ValueError(f"blocks: expected key blocks {num_global} .. {num_key_blocks - 1}")
+    if ((entries[..., 1:] == entries[..., :-1]) & kept[..., 1:]).any():
+        raise ValueError("blocks: expected none twice in a row")
+    own = np.arange(counts.shape[1]) + num_dense_rows + (key_len - query_len) // block_size
+    if is_causal and not np.array_equal(np.where(kept, entries, -1).max(-1, initial=-1), np.broadcast_to(own, counts.shape)):
+        raise ValueError("blocks: under a causal mask each row's last entry must be the block it stands in")
+    return BlockPattern(
+        query_len=query_len,
+        key_len=key_len,
+        block_size=block_size,
+        num_global=num_global,
+        num_dense_rows=num_dense_rows,
+        indices=torch.from_numpy(np.where(kept, entries, 0).astype(np.int32)),
+        counts=torch.from_numpy(counts.astype(np.int32)),
+        is_causal=is_causal,
+    )

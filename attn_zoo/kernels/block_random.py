@@ -1,0 +1,151 @@
+"""Random blocks from a counter: the same on every machine, in every process, in training and in evaluation.
+
+Each number is a hash of what it is for, (key..., counter), so no generator has state to share, restore or disturb. The
+hash is SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", figure 14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Candidates", "counter_bits", "permuted_blocks", "uniform_blocks"]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_LOW_64 = (1 << 64) - 1
+_NUM_ROUNDS = 4  # products of a few random matchings are already close to a uniform permutation
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Key blocks that each row may draw: `first <= block < end[row]` without the window `low[row] <= block < high[row]`.
+
+    Args:
+        first: lowest block that may be drawn.
+        low: start of each row's window, int64 `[R]`, at least `first`.
+        high: end (exclusive) of each row's window, int64 `[R]`.
+        end: end (exclusive) of what each row may draw, int64 `[R]`.
+    """
+
+    first: int
+    low: NDArray[np.int64]
+    high: NDArray[np.int64]
+    end: NDArray[np.int64]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How many blocks each row may draw, int64 `[R]`."""
+        return self.low - self.first + np.maximum(self.end - self.high, 0)
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def counter_bits(key: Sequence[int], counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return 64 random bits for each counter in the stream named by `key`.
+
+    Args:
+        key: non-negative integers; every change of one gives an unrelated stream. For `(seed,)` the stream is
+            SplitMix64's own for that seed.
+        counters: uint64 of any shape; 0 is the first number of the stream.
+
+    >>> counter_bits((1234567,), np.arange(2, dtype=np.uint64)).tolist()
+    [6457827717110365317, 3203168211198807973]
+    """
+    state = key[0] & _LOW_64
+    for word in key[1:]:
+        start = np.array([(state + _GOLDEN) & _LOW_64], dtype=np.uint64)
+        state = (int(_mix(start)[0]) + word * _GOLDEN) & _LOW_64
+    steps = (counters + np.uint64(1)) * np.uint64(_GOLDEN)
+    return _mix(steps + np.array([state], dtype=np.uint64)).reshape(counters.shape)
+
+
+def _below(bits: NDArray[np.uint64], bound: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Scale 64 random bits to `0 .. bound - 1`; the bias is below bound / 2^32."""
+    return (((bits >> np.uint64(32)) * bound.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
+
+
+def uniform_blocks(
+    key: Sequence[int], num_heads: int, num_random: int, candidates: Candidates
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Draw for each head and row a uniform subset of its candidates, without replacement (Floyd's algorithm).
+
+    Args:
+        key: names the stream; the head's number is appended to it.
+        num_heads: H.
+        num_random: blocks to draw; a row with fewer candidates takes them all.
+        candidates: what each of R rows may draw.
+
+    Returns:
+        Blocks, int64 `[H, R, num_random]`, of which the first `counts[row]` are drawn; and the counts, int64 `[R]`.
+    """
+    total = candidates.counts
+    counts = np.minimum(total, num_random)
+    rows = len(total)
+    ranks = np.full((num_heads, rows, num_random), -1, dtype=np.int64)
+    for draw in range(num_random):
+        last = total - counts + draw  # Floyd: a rank up to this one, or this one itself if that is taken
+        is_drawn = draw < counts
+        counters = np.arange(rows, dtype=np.uint64) * np.uint64(num_random) + np.uint64(draw)
+        bits = np.stack([counter_bits((*key, head), counters) for head in range(num_heads)])
+        rank = _below(bits, last + 1)
+        is_taken = (ranks[..., :draw] == rank[..., None]).any(-1)
+        ranks[..., draw] = np.where(is_drawn, np.where(is_taken, last, rank), -1)
+    before = candidates.low - candidates.first
+    skipped = np.where(ranks >= before[:, None], (candidates.high - candidates.low)[:, None], 0)
+    return np.where(ranks >= 0, ranks + candidates.first + skipped, 0), counts
+
+
+def permuted_blocks(
+    key: Sequence[int], num_heads: int, num_random: int, num_blocks: int, first: int, reach: int
+) -> NDArray[np.int64]:
+    """Draw `num_random` permutations of the blocks `first .. num_blocks - 1`, so that all are drawn equally often.
+
+    Each row gets `num_random` different blocks outside its window, and each block is in exactly `num_random` rows. The
+    start is a family of cyclic shifts, which never meet a window or each other; rounds of random pairings then swap the
+    images of two rows wherever the result stays valid.
+
+    Args:
+        key: names the stream; the head's number is appended to it.
+        num_heads: H.
+        num_random: number of permutations.
+        num_blocks: key blocks.
+        first: first block that takes part; rows are the same blocks.
+        reach: blocks of window on either side of a row's own.
+
+    Returns:
+        int64 `[H, num_blocks - first, num_random]`.
+
+    Raises:
+        ValueError: fewer than `2 * reach + 1 + num_random` blocks take part, so that no such family need exist.
+    """
+    rows = num_blocks - first
+    spare = rows - (2 * reach + 1)
+    if spare < num_random:
+        raise ValueError(f"num_random: expected at most {spare} for {rows} blocks and a reach of {reach}")
+    numbers = np.arange(rows, dtype=np.int64)
+    images = np.empty((num_heads, rows, num_random), dtype=np.int64)
+    for head in range(num_heads):
+        offsets = np.argsort(counter_bits((*key, head, 0), np.arange(spare, dtype=np.uint64)), kind="stable")
+        images[head] = (numbers[:, None] + reach + 1 + offsets[None, :num_random]) % rows
+        for turn in range(_NUM_ROUNDS * num_random):
+            draw = turn % num_random
+            order = np.argsort(counter_bits((*key, head, 1 + turn), numbers.astype(np.uint64)), kind="stable")
+            left, right = order[: rows // 2], order[rows - rows // 2 :]
+            old_left, old_right = images[head, left, draw], images[head, right, draw]
+            others = np.delete(images[head], draw, axis=1)
+            is_valid = (
+                (np.abs(old_right - left) > reach)
+                & (np.abs(old_left - right) > reach)
+                & (others[left] != old_right[:, None]).all(1)
+                & (others[right] != old_left[:, None]).all(1)
+            )
+            images[head, left, draw] = np.where(is_valid, old_right, old_left)
+            images[head, right, draw] = np.where(is_valid, old_left, old_right)
+    return images + first

@@ -1,0 +1,105 @@
+"""Block-sparse attention: the engine behind every variant whose pattern is made of blocks.
+
+A variant makes a `BlockPattern` and calls `block_sparse_attention`. Two paths compute it:
+
+* `gather`: any device and dtype, linear in time and memory, dropout and ALiBi included (`block_gather.py`);
+* `flex`: PyTorch's FlexAttention on a GPU, with a block mask built directly from the table (`block_sparse_flex.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.block_gather import gather_attention
+from attn_zoo.kernels.block_pattern import BlockPattern
+
+__all__ = ["Backend", "block_sparse_attention", "why_not_flex"]
+
+Backend = Literal["auto", "gather", "flex"]
+
+_FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLEX_MIN_HEAD_DIM = 16
+_FLEX_MIN_BLOCK_SIZE = 16
+
+
+def why_not_flex(query: Tensor, pattern: BlockPattern, dropout_p: float) -> str | None:
+    """Return the sentence that says why FlexAttention cannot serve a call, or None when it can."""
+    if query.device.type != "cuda":
+        return f"FlexAttention needs a CUDA device, as it has no backward elsewhere; got {query.device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "FlexAttention needs the package triton, which is not installed"
+    if dropout_p:
+        return f"FlexAttention has no dropout; got dropout_p = {dropout_p}"
+    if query.dtype not in _FLEX_DTYPES:
+        return f"FlexAttention runs in float32, bfloat16 and float16; got {query.dtype}"
+    if query.shape[-1] < _FLEX_MIN_HEAD_DIM:
+        return f"FlexAttention needs head_dim >= {_FLEX_MIN_HEAD_DIM}; got {query.shape[-1]}"
+    if pattern.block_size < _FLEX_MIN_BLOCK_SIZE or pattern.block_size & (pattern.block_size - 1):
+        return f"FlexAttention needs block_size a power of two >= {_FLEX_MIN_BLOCK_SIZE}; got {pattern.block_size}"
+    return None
+
+
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BlockPattern,
+    *,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Compute softmax attention over the pairs that `pattern` shows.
+
+    Cost: time O(pairs D), memory beyond inputs and outputs O(B H L) and a buffer of constant size, forward and backward.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, H, S, D]`.
+        value: `[B, H, S, D]`.
+        pattern: for L and S, and 1 or H heads, on the device of `query`.
+        key_padding_mask: bool `[B, S]`, True = padding.
+        dropout_p: probability of dropping an attention weight.
+        slopes: ALiBi's `[H]`; the bias of a pair is minus the slope times the distance of the positions.
+        scale: of the scores; None means D ** -0.5.
+        backend: `"auto"` takes FlexAttention where it can serve the call, else the gather path.
+
+    Returns:
+        `[B, H, L, D]`; zeros where a query sees no key that is not padding.
+
+    Raises:
+        ValueError: the pattern is for other sizes.
+        UnsupportedError: `backend` names a path that cannot serve the call; it is never replaced by the other.
+    """
+    heads = pattern.counts.shape[0]
+    if (query.shape[2], key.shape[2]) != (pattern.query_len, pattern.key_len) or heads not in (1, query.shape[1]):
+        raise ValueError(
+            f"pattern: expected one for L = {query.shape[2]}, S = {key.shape[2]}, H = {query.shape[1]}; "
+            f"got L = {pattern.query_len}, S = {pattern.key_len}, H = {heads}"
+        )
+    reason = why_not_flex(query, pattern, dropout_p) if backend != "gather" else ""
+    if backend == "flex" and reason is not None:
+        raise UnsupportedError("backend", reason)
+    if reason is None:
+        from attn_zoo.kernels.block_sparse_flex import flex_block_attention
+
+        return flex_block_attention(
+            query, key, value, pattern, key_padding_mask=key_padding_mask, slopes=slopes, scale=scale
+        )
+    return gather_attention(
+        query,
+        key,
+        value,
+        pattern,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+        slopes=slopes,
+        scale=scale,
+    )

@@ -1,0 +1,1 @@
+"""Who supervises the workers: this machine (`local`) or a Ray cluster (`ray`). The driver alone writes records."""

@@ -1,0 +1,166 @@
+"""One worker process, seen from its supervisor: started, asked, watched, and ended with all its children."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import attn_zoo
+from attn_zoo.errors import StoreError
+from attn_zoo.matrix.limits import available_bytes, num_oom_kills, resident_bytes
+from attn_zoo.records import Record
+
+__all__ = ["Ended", "WorkerProcess"]
+
+START_TIMEOUT_S = 120.0
+TERM_GRACE_S = 2.0
+_TICK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker ended without an answer.
+
+    Args:
+        why: by itself, at the time limit, or because the run was stopped.
+        exit_code: negative for a signal.
+        was_memory: the kernel's out-of-memory killer, as far as can be told.
+        was_ready: it had come as far as waiting for requests.
+    """
+
+    why: Literal["exit", "timeout", "stopped"]
+    exit_code: int
+    was_memory: bool = False
+    was_ready: bool = True
+
+
+class WorkerProcess:
+    """A spawned Python that runs cells, in a session of its own.
+
+    Args:
+        log: file for what it prints before its first cell.
+        threads: for OpenMP and MKL, which read it at start; None leaves their default.
+    """
+
+    def __init__(self, log: Path, threads: int | None) -> None:
+        environment = dict(os.environ)
+        # Works from the source tree too, without an installed package.
+        root = str(Path(attn_zoo.__path__[0]).parent)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+        environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
+        if threads is not None:
+            environment.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "attn_zoo.matrix.worker", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+            )
+        self._buffer = b""
+        self._is_ready = False
+        self._spawned = time.monotonic()
+        self._room, self._kills = available_bytes(), num_oom_kills()
+        self._peak = 0
+
+    def run(self, request: dict[str, Any], timeout_s: float, should_stop: Callable[[], bool]) -> Record | Ended:
+        """Have one cell run; the clock of `timeout_s` starts when the worker is ready.
+
+        Args:
+            request: for the worker; see `attn_zoo.matrix.worker`.
+            timeout_s: seconds from then on.
+            should_stop: asked several times a second; True ends the worker at once.
+        """
+        assert self._process.stdin is not None  # opened above
+        with contextlib.suppress(BrokenPipeError):  # it is gone: the exit code says more
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        deadline = time.monotonic() + timeout_s if self._is_ready else self._spawned + START_TIMEOUT_S
+        while True:
+            message = self._next_message(_TICK_S)
+            self._peak = max(self._peak, resident_bytes(self._process.pid))
+            if message is not None:
+                if message["event"] == "done":
+                    return self._record(message["record"])
+                self._is_ready = True
+                deadline = time.monotonic() + timeout_s
+            elif should_stop():
+                return Ended("stopped", self.kill())
+            elif time.monotonic() > deadline:
+                return Ended("timeout", self.kill(), was_ready=self._is_ready)
+            elif self._process.poll() is not None:
+                last = self._next_message(0.0)  # written just before it ended
+                while last is not None and last["event"] != "done":
+                    last = self._next_message(0.0)
+                if last is not None:
+                    return self._record(last["record"])
+                return Ended("exit", self.kill(), was_memory=self._was_memory(), was_ready=self._is_ready)
+
+    def _record(self, data: dict[str, Any]) -> Record | Ended:
+        try:
+            return Record.from_dict(data, "worker")
+        except StoreError:
+            return Ended("exit", self.kill())
+
+    def _was_memory(self) -> bool:
+        """Tell whether a SIGKILL was the kernel's: it counted one, or the process had taken half of what was free."""
+        kills = num_oom_kills()
+        counted = kills is not None and self._kills is not None and kills > self._kills
+        return counted or self._peak > self._room // 2
+
+    def _next_message(self, wait_s: float) -> dict[str, Any] | None:
+        """Return the next whole line from the worker, or None if there is none within `wait_s`."""
+        assert self._process.stdout is not None  # opened above
+        descriptor = self._process.stdout.fileno()
+        end = time.monotonic() + wait_s
+        while b"\n" not in self._buffer:
+            if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+                return None
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:  # closed: the process is ending, so there is no need to hurry
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(max(wait_s, 0.01))
+                return None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> int:
+        """End the process and every child in its session: TERM, a little time, KILL. Return the exit code."""
+        if self._process.poll() is None:
+            self._signal_group(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TERM_GRACE_S)
+        self._signal_group(signal.SIGKILL)  # also for children that outlived it
+        code = self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        return code
+
+    def close(self) -> None:
+        """Let the process end by itself, which it does when the pipe closes; make sure that it does."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(TERM_GRACE_S)
+        self.kill()

@@ -1,0 +1,75 @@
+"""Rough forecasts of time and memory, from claimed costs and assumed rates: enough to warn and to order by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_zoo.metadata import Shape
+from attn_zoo.records import Cell
+from attn_zoo.registry import VariantConfig, variants
+
+__all__ = ["Estimate", "estimate", "scaled_seconds"]
+
+# Assumed, deliberately low: floating-point operations per second that attention reaches in float32.
+_RATE = {"cpu": 2e10, "cuda": 2e13}
+_HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
+_PASS_COST = {"infer": 1.0, "fwd": 1.0, "bwd": 3.5, "fwd_bwd": 3.5}
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_START_S = {"cell": 2.5, "lane": 0.5}
+_CALLS = 5  # warm-up, the fewest samples, memory, counted FLOPs
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of the whole cell and bytes at the peak; None where nothing is known."""
+
+    seconds: float | None = None
+    num_bytes: int | None = None
+
+
+def estimate(cell: Cell, config: VariantConfig, budget_s: float, isolation: str) -> Estimate:
+    """Return the rough cost of one scaling cell.
+
+    Time: formula (or B H L^p D with the claimed exponent p) over an assumed rate. Memory: inputs, output and their
+    gradients, plus B H L^m of scores where the claimed exponent m is above 1.
+
+    Args:
+        cell: a scaling cell.
+        config: its variant's options.
+        budget_s: seconds of sampling.
+        isolation: `"cell"` or `"lane"`.
+    """
+    variant = variants[cell.variant]
+    assert cell.batch_size is not None and cell.num_heads is not None  # noqa: PT018  a scaling cell has all sizes
+    assert cell.seq_len is not None and cell.head_dim is not None and cell.pass_ is not None  # noqa: PT018
+    shape = Shape(
+        batch_size=cell.batch_size,
+        num_heads=cell.num_heads,
+        num_kv_heads=cell.num_kv_heads or cell.num_heads,
+        query_len=cell.seq_len,
+        key_len=cell.seq_len,
+        head_dim=cell.head_dim,
+        is_causal=cell.is_causal,
+        config=config,
+    )
+    rows = float(cell.batch_size * cell.num_heads)
+    claim = variant.complexity
+    try:
+        flops = (
+            float(claim.flops(shape)) if claim.flops else 4 * rows * cell.seq_len**claim.time_exponent * cell.head_dim
+        )
+    except Exception:  # somebody else's formula must not stop a plan; the worker will report it
+        return Estimate()
+    rate = _RATE[cell.device] * (_HALF_GAIN[cell.device] if _DTYPE_BYTES[cell.dtype] == 2 else 1.0)
+    call_s = flops * _PASS_COST[cell.pass_] / rate
+    has_grads = cell.pass_ in {"bwd", "fwd_bwd"}
+    tensors = 4 * rows * cell.seq_len * cell.head_dim * (2 if has_grads else 1)
+    scores = rows * cell.seq_len**claim.memory_exponent if claim.memory_exponent > 1 else 0.0
+    num_bytes = (tensors + scores * (3 if has_grads else 2)) * _DTYPE_BYTES[cell.dtype]
+    return Estimate(_START_S[isolation] + max(budget_s, 3 * call_s) + _CALLS * call_s, int(num_bytes))
+
+
+def scaled_seconds(known_s: float, known_len: int, seq_len: int, exponent: float) -> float:
+    """Return what a cell will take if a shorter one of its lane took `known_s`: grown by the claimed exponent."""
+    growth: float = (seq_len / known_len) ** max(exponent, 1.0)
+    return known_s * growth

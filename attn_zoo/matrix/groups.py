@@ -1,0 +1,178 @@
+"""What a TOML file in `benchmarks/` may say, as frozen models. Unknown keys are errors; nothing is coerced."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from attn_zoo.records import Pass
+
+__all__ = ["GROUPS", "MAX_CELLS", "AccuracyGroup", "Entry", "Matrix", "ScalingGroup"]
+
+MAX_CELLS = 20_000
+"""More is a typing error, or belongs into several matrices."""
+
+MAX_LEN = 2**26
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+_Value = TypeVar("_Value")
+
+
+def _as_axis(value: Any) -> Any:
+    """Return a tuple: TOML has no tuples, and one value is an axis of one."""
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    repeated = sorted({repr(value) for value in values if values.count(value) > 1})
+    if repeated:
+        raise ValueError(f"expected each value once; {', '.join(repeated)} occurs more than once")
+    return values
+
+
+def _as_entry(value: Any) -> Any:
+    if isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, dict | Entry):
+        raise ValueError(f"expected a variant's name or a table {{name, label, options}}; got {value!r}")  # noqa: TRY004
+    return value
+
+
+Axis = Annotated[tuple[_Value, ...], BeforeValidator(_as_axis), AfterValidator(_distinct), Field(min_length=1)]
+Length = Annotated[int, Field(ge=1, le=MAX_LEN)]
+Small = Annotated[int, Field(ge=1, le=65_536)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Entry(_Model):
+    """A variant in a group.
+
+    Args:
+        name: registered name.
+        label: what plots and ids call it; needed where one variant occurs with several sets of options.
+        options: over those of `[options.<variant>]`.
+    """
+
+    name: str
+    label: str = Field(default="", max_length=40, pattern=r"^[\w.+=() -]*$")
+    options: dict[str, Any] = {}
+
+
+class _Group(_Model):
+    """What both kinds of group may say.
+
+    Args:
+        variants: names, or tables `{name, label, options}`.
+        dtypes: floating-point types.
+        seeds: one cell for each.
+        device: `"auto"` takes the GPU if there is one.
+        threads: CPU threads of a cell; torch decides if absent.
+        timeout_s: seconds one cell may take.
+    """
+
+    variants: Annotated[tuple[Annotated[Entry, BeforeValidator(_as_entry)], ...], BeforeValidator(_as_axis)] = Field(
+        min_length=1
+    )
+    dtypes: Axis[Dtype] = ("float32",)
+    seeds: Axis[Seed] = (0,)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Field(ge=1, le=4096)] | None = None
+
+
+class ScalingGroup(_Group):
+    """Time and memory of one call over lengths. Where several values are given, every combination is a cell.
+
+    Args:
+        seq_len: tokens.
+        passes: what is timed; see `attn_zoo.records.Pass`.
+        batch_size: B; fixed while the length grows, so that exponents mean something.
+        num_heads: H.
+        num_kv_heads: G; default H.
+        head_dim: D.
+        scope: heads in and out (`"attention"`), or hidden states with projections (`"mixer"`).
+        is_causal: later keys hidden.
+        has_padding: the last quarter of every second sequence is padding.
+        dropout_p: on attention weights.
+        isolation: a process for each cell, or one for all lengths of a lane.
+        timeout_s: seconds one cell may take.
+        budget_s: seconds of sampling per cell; fewer samples, wider intervals.
+    """
+
+    seq_len: Axis[Length]
+    passes: Axis[Pass] = ("fwd",)
+    batch_size: Axis[Small] = (1,)
+    num_heads: Axis[Small] = (8,)
+    num_kv_heads: Small | None = None
+    head_dim: Axis[Small] = (64,)
+    scope: Axis[Literal["attention", "mixer"]] = ("attention",)
+    is_causal: Axis[bool] = (False,)
+    has_padding: Axis[bool] = (False,)
+    dropout_p: Axis[Annotated[float, Field(ge=0, lt=1)]] = (0.0,)
+    isolation: Literal["cell", "lane"] = "cell"
+    timeout_s: Seconds = 600.0
+    budget_s: Seconds = 1.0
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells the group expands to."""
+        count = len(self.variants) * len(self.seeds) * len(self.dtypes)
+        for axis in (self.seq_len, self.passes, self.batch_size, self.num_heads, self.head_dim, self.scope):
+            count *= len(axis)
+        return count * len(self.is_causal) * len(self.has_padding) * len(self.dropout_p)
+
+
+class AccuracyGroup(_Group):
+    """Training runs: variants x seeds on one task.
+
+    Args:
+        task: registered name.
+        level: difficulty of the task.
+        protocol: named training protocol.
+        overrides: fields of the protocol that this group changes; part of the cell's key.
+        timeout_s: seconds one training may take.
+    """
+
+    task: str
+    level: str = "short"
+    protocol: str = "cpu-small"
+    overrides: dict[str, Any] = {}
+    timeout_s: Seconds = 7 * 86_400.0
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells the group expands to."""
+        return len(self.variants) * len(self.seeds) * len(self.dtypes)
+
+
+GROUPS: dict[str, type[ScalingGroup | AccuracyGroup]] = {"scaling": ScalingGroup, "accuracy": AccuracyGroup}
+"""Kinds of group by the key that holds them."""
+
+
+class Matrix(_Model):
+    """A whole matrix.
+
+    Args:
+        name: letters, digits and `._-`; results folders are named after it.
+        description: one sentence.
+        options: options of each variant, for all groups.
+        scaling: groups measured over lengths.
+        accuracy: groups of training runs.
+        source: the file it came from.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    description: str = ""
+    options: dict[str, dict[str, Any]] = {}
+    scaling: tuple[ScalingGroup, ...] = ()
+    accuracy: tuple[AccuracyGroup, ...] = ()
+    source: str = ""
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells the matrix expands to, before cells that occur twice are merged."""
+        return sum(group.num_cells for group in self.scaling) + sum(group.num_cells for group in self.accuracy)

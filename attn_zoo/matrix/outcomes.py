@@ -1,0 +1,63 @@
+"""Which named status an exception stands for, and the sentence that goes with it."""
+
+from __future__ import annotations
+
+import errno
+import re
+import traceback
+
+import torch
+
+from attn_zoo.errors import GateError, UnsupportedError
+from attn_zoo.records import Status
+
+__all__ = ["outcome_of", "short_trace"]
+
+_ASKED = re.compile(r"tried to allocate (\d+) bytes")
+_HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory")
+_DEVICE_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_TRACE_LINES, _TRACE_CHARS = 14, 4000
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "(no message)"
+
+
+def _gibibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _host_reason(error: BaseException, room_bytes: int | None) -> str:
+    asked = _ASKED.search(str(error))
+    what = f"an allocation of {_gibibytes(int(asked[1]))} failed" if asked else "an allocation failed"
+    had = f"; {_gibibytes(room_bytes)} were free when the cell began" if room_bytes is not None else ""
+    return f"out of host memory: {what}{had}"
+
+
+def outcome_of(error: BaseException, room_bytes: int | None = None) -> tuple[Status, str]:
+    """Return (status, reason).
+
+    Args:
+        error: what ended the cell.
+        room_bytes: that could be allocated when it began, if known.
+    """
+    text = str(error)
+    if isinstance(error, UnsupportedError):
+        return "unsupported", error.reason
+    if isinstance(error, GateError):
+        return "gate_failed", text
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
+        return "oom_device", _first_line(error)
+    is_host_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if is_host_memory or (isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)):
+        return "oom_host", _host_reason(error, room_bytes)
+    if isinstance(error, SystemExit):
+        return "error", f"the variant called sys.exit({error.code!r})"
+    return "error", f"{type(error).__name__}: {_first_line(error)}"
+
+
+def short_trace(error: BaseException) -> str:
+    """Return the end of the traceback, where the cause is."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return "\n".join(lines[-_TRACE_LINES:])[-_TRACE_CHARS:]

@@ -1,0 +1,178 @@
+"""What a run says while it runs: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import IO, Protocol
+
+from attn_zoo.matrix.plan import PlannedCell
+from attn_zoo.records import Record
+
+__all__ = ["LiveProgress", "PlainProgress", "Progress", "SilentProgress", "describe", "make_progress", "span"]
+
+
+def span(seconds: float) -> str:
+    """Return a duration for people.
+
+    >>> span(0.42), span(59.6), span(3700)
+    ('0.4 s', '1 min 00 s', '1 h 02 min')
+    """
+    whole = round(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def describe(record: Record) -> str:
+    """Return one line: what became of a cell."""
+    if record.status != "ok":
+        return f"{record.status}: {record.reason}"
+    if record.timing is not None:
+        timing = record.timing
+        text = f"{timing.median_ms:.4g} ms ({timing.q1_ms:.4g} to {timing.q3_ms:.4g})"
+        peak = record.memory.peak_bytes if record.memory else None
+        return f"{text}, peak {peak / 2**20:.4g} MiB" if peak is not None else text
+    if record.score is not None:
+        return f"{record.score.metric} {record.score.value:.3f} (guessing: {record.score.chance:.3f})"
+    return "ok"
+
+
+class Progress(Protocol):
+    """Told what happens; must not fail and must not take time while a cell is measured."""
+
+    def begin(self, total: int, done: int) -> None:
+        """Note how many cells there are and how many had a record already."""
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:
+        """Note that a cell starts, and roughly what the whole run still takes."""
+
+    def tick(self) -> None:
+        """Note that time passes."""
+
+    def finished(self, record: Record) -> None:
+        """Note what became of a cell."""
+
+    def say(self, text: str) -> None:
+        """Show a message."""
+
+    def end(self) -> None:
+        """Stop showing anything."""
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    def begin(self, total: int, done: int) -> None:
+        pass
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def finished(self, record: Record) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class PlainProgress:
+    """One line per cell, for logs and pipes.
+
+    Args:
+        stream: where to.
+    """
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self.stream = stream if stream is not None else sys.stderr
+        self.total = self.done = 0
+
+    def _line(self, text: str) -> None:
+        # Reasons quote foreign text: nothing in it may steer the terminal.
+        clean = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+        print(clean, file=self.stream, flush=True)
+
+    def begin(self, total: int, done: int) -> None:
+        self.total, self.done = total, done
+        known = f", {done} of them done before" if done else ""
+        self._line(f"{total} cells{known}")
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def finished(self, record: Record) -> None:
+        self.done += 1
+        self._line(f"[{self.done}/{self.total}] {record.cell.id}  {describe(record)}  [{span(record.duration_s)}]")
+
+    def say(self, text: str) -> None:
+        self._line(text)
+
+    def end(self) -> None:
+        pass
+
+
+class LiveProgress(PlainProgress):
+    """Finished cells scroll by; the last line shows the running cell and the time left.
+
+    It is redrawn once a second by whoever waits, not by a thread: threads would take time from what is measured.
+    """
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        super().__init__(stream)
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=self.stream, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._item: PlannedCell | None = None
+        self._eta_s = self._since = self._drawn = 0.0
+
+    def begin(self, total: int, done: int) -> None:
+        self._live.start()
+        super().begin(total, done)
+
+    def _line(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)))
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:
+        self._item, self._eta_s, self._since = item, eta_s, time.monotonic()
+        self.tick()
+
+    def tick(self) -> None:
+        from rich.text import Text
+
+        now = time.monotonic()
+        if self._item is None or now - self._drawn < 1.0:
+            return
+        self._drawn = now
+        passed = now - self._since
+        left = max(self._eta_s - passed, 0.0)
+        text = f"[{self.done + 1}/{self.total}] {self._item.cell.id}  {span(passed)}, about {span(left)} left in all"
+        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def end(self) -> None:
+        self._item = None
+        self._live.stop()
+
+
+def make_progress(stream: IO[str] | None = None) -> Progress:
+    """Return the live form on a terminal that can show it, the plain one otherwise (also with NO_COLOR set)."""
+    stream = stream if stream is not None else sys.stderr
+    is_plain = not stream.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return PlainProgress(stream) if is_plain else LiveProgress(stream)

@@ -1,0 +1,57 @@
+"""A scaling cell in this process: build, check, then time and weigh one call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from attn_zoo.conformance import gate
+from attn_zoo.kernels.trace import recording
+from attn_zoo.matrix.workload import make_workload
+from attn_zoo.measure.flops import count_flops
+from attn_zoo.measure.memory import memory_of_pass
+from attn_zoo.measure.passes import time_pass
+from attn_zoo.records import Record
+from attn_zoo.registry import variants
+
+__all__ = ["measure_scaling"]
+
+COUNT_BELOW_MS = 2_000.0
+"""FLOPs are counted by one more forward, where that is cheap; the formula needs none."""
+
+
+def measure_scaling(record: Record, budget_s: float) -> Record:
+    """Return the record with everything that was measured.
+
+    Args:
+        record: of the cell, otherwise empty.
+        budget_s: seconds of sampling.
+
+    Raises:
+        GateError: the variant is not right, so nothing was timed.
+        UnsupportedError: it cannot do what the cell asks.
+    """
+    cell = record.cell
+    if cell.threads is not None:
+        torch.set_num_threads(cell.threads)
+    work = make_workload(cell)
+    variant = variants[cell.variant]
+    checks = gate(
+        cell.variant, cell.options, work.build, dtype=cell.dtype, device=cell.device, seq_len=work.shape.seq_len
+    )
+    with recording() as kernels:
+        timing = time_pass(work.forward, work.leaves, work.pass_, device=cell.device, budget_s=budget_s)
+    memory = memory_of_pass(work.forward, work.leaves, work.pass_, device=cell.device)
+    formula = variant.complexity.flops
+    return replace(
+        record,
+        kernels=tuple(kernels),
+        is_simulated=variant.capabilities.is_simulated,
+        gate=checks,
+        timing=timing,
+        memory=memory,
+        flops=formula(work.shape) if formula else None,
+        counted_flops=count_flops(work.forward) if timing.median_ms < COUNT_BELOW_MS else None,
+        num_params=sum(item.numel() for item in work.module.parameters()),
+    )

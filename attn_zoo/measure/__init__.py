@@ -1,0 +1,1 @@
+"""Time, memory, FLOPs, energy and environment of any callable. Knows nothing of attention."""

@@ -1,0 +1,208 @@
+"""Bytes that one pass of a computation needs, exactly: what tensors occupy at the peak, and what is kept for backward.
+
+GPU numbers come from torch's caching allocator. On CPU the profiler reports every allocation and release of tensor memory
+with its size, and their running sum is exact, whatever the operating system does. Work space that a library takes from
+`malloc` by itself (a BLAS packing its operands) is no tensor: only the high water of the process shows it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.autograd.graph import saved_tensors_hooks
+
+from attn_zoo.measure.passes import clear_grads, grad_like, make_pass
+from attn_zoo.records import Memory, Pass
+
+__all__ = ["SavedTensors", "memory_of_pass"]
+
+BACKWARD_MARK = "attn_zoo: backward starts"
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each distinct storage by its address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _own_bytes(tensors: Iterable[Tensor], known: Iterable[int]) -> int:
+    """Return the bytes of the elements of `tensors`, each storage once, without those in `known`."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = min(storage.nbytes(), tensor.numel() * tensor.element_size())
+    return sum(sizes.values())
+
+
+class _Kept:
+    """One saved tensor; lives as long as the graph holds it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class SavedTensors:
+    """Watches what autograd saves for backward while active. Use as a context manager around the forward.
+
+    Sees built-in operations and `ctx.save_for_backward` of custom functions; a tensor that a custom function hangs on
+    `ctx` under a name of its own is invisible. What activation checkpointing drops is not counted; what it keeps is.
+    """
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+        self._hooks: Any = None
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        self._kept.add(kept)
+        return kept
+
+    def __enter__(self) -> SavedTensors:
+        self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._hooks.__exit__(*exc)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now by graphs built under watch, each storage once."""
+        return sum(_storages(kept.tensor for kept in self._kept).values())
+
+
+def _run(
+    forward: Callable[[], Tensor], seed: Tensor | None, pass_: Pass, between: Callable[[], None]
+) -> tuple[Tensor, int]:
+    """Run the pass once, `between` after its forward; return the output, still alive, and the bytes saved."""
+    with torch.no_grad() if pass_ == "infer" else nullcontext():  # noqa: S105 (a pass is no password)
+        with SavedTensors() as saved:
+            output = forward()
+        saved_bytes = saved.num_bytes
+    between()
+    if seed is not None:
+        output.backward(seed)  # type: ignore[no-untyped-call]
+    return output, saved_bytes
+
+
+def _mark() -> None:
+    with profiler.record_function(BACKWARD_MARK):
+        pass
+
+
+def _cpu_growth(run: Callable[[Callable[[], None]], tuple[Tensor, int]], pass_: Pass) -> tuple[int, Tensor, int]:
+    """Return how far tensor memory rose above its start, the output, and the bytes saved."""
+    with profiler.profile(use_cpu=True, profile_memory=True) as profile:
+        output, saved_bytes = run(_mark)
+    assert profile.kineto_results is not None  # set when the block above ended
+    held = peak = 0
+    for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        if pass_ == "bwd" and event.name() == BACKWARD_MARK:  # noqa: S105
+            peak = held
+        peak = max(peak, held)
+    return peak, output, saved_bytes
+
+
+def _cuda_growth(
+    run: Callable[[Callable[[], None]], tuple[Tensor, int]], pass_: Pass, device: torch.device
+) -> tuple[int, Tensor, int]:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # so that what is reserved afterwards was reserved for this pass
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+    def between() -> None:
+        if pass_ == "bwd":  # noqa: S105
+            torch.cuda.reset_peak_memory_stats(device)
+
+    output, saved_bytes = run(between)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before, output, saved_bytes
+
+
+def _high_water_bytes() -> int | None:
+    """Return the most memory this process has occupied since the mark was reset, on Linux."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+
+
+def _reset_high_water() -> bool:
+    """Give unused heap back to the system and reset the mark to what is occupied now."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
+    if trim is not None:
+        trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _process_growth(call: Callable[[], object], setup: Callable[[], None] | None) -> int | None:
+    if setup is not None:
+        setup()
+    before = _high_water_bytes() if _reset_high_water() else None
+    if before is None:
+        return None
+    call()
+    after = _high_water_bytes()
+    return None if after is None else max(0, after - before)
+
+
+def memory_of_pass(
+    forward: Callable[[], Tensor],
+    leaves: Sequence[Tensor],
+    pass_: Pass,
+    *,
+    device: torch.device | str = "cpu",
+    has_process: bool = True,
+) -> Memory:
+    """Measure the memory of one pass of `forward`. It runs once before, so that caches and work spaces exist already.
+
+    * `input_bytes`: storages of `leaves`, each once.
+    * `output_bytes`: elements of the output; zero where it is a view of an input.
+    * `peak_bytes`: `input_bytes` plus the most that tensor memory rose above its state before the pass. For `"bwd"` the
+      state is that before the forward too, but only the time after the forward counts: saved tensors and output are
+      inside, the forward's own temporaries are not.
+    * `extra_bytes`: `peak_bytes` without inputs, output and gradients of the leaves. The output lives to the end of the
+      pass, so this is never negative.
+    * `saved_bytes`: storages that the graph holds when the forward is over, inputs included; 0 for `"infer"`.
+    * `reserved_bytes` (GPU): most that the caching allocator held, everything in the process included.
+    * `process_bytes` (CPU, Linux): rise of the process's high water over the pass; pages count when touched.
+
+    The gradient that backward starts from belongs to the caller and is not counted.
+
+    Args:
+        forward: computes the output.
+        leaves: inputs and parameters; their gradients are None afterwards.
+        pass_: `"infer"`, `"fwd"`, `"bwd"` or `"fwd_bwd"`.
+        device: where the work runs.
+        has_process: measure the process too, which takes one more run.
+
+    Raises:
+        ValueError: see `time_pass`.
+        torch.OutOfMemoryError: the device has too little memory.
+    """
+    device = torch.device(device)
+    clear_grads(leaves)
+    call, setup = make_pass(forward, leaves, pass_)  # also refuses what has no gradient
+    has_backward = pass_ in ("bwd", "fwd_bwd")
+    with torch.set_grad_enabled(has_backward):
+        seed = grad_like(forward()) if has_backward else None

@@ -1,0 +1,231 @@
+"""Time one callable: warm up until it is steady, take samples within a budget, say what is doubtful about them."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from attn_zoo.measure.stopwatch import AbstractStopwatch, Sample, stopwatch_for
+from attn_zoo.records import Timing
+from attn_zoo.statistics import median_interval, quartiles
+
+__all__ = ["time_callable"]
+
+MIN_WARMUP_CALLS = 3
+MIN_WARMUP_S = 0.025
+MAX_WARMUP_CALLS = 10_000
+STEADY_RATIO = 1.25
+"""Warm-up is over when a call takes at most this times the fastest warm-up call."""
+
+LONG_SAMPLES = 2
+"""Samples of a call that alone exceeds the budget: two, so that there is a spread at all."""
+
+MAX_LOOPS = 100_000
+UNSTABLE_FRAC = 0.10
+OUTLIER_FRAC = 0.50
+WAITING_FRAC = 0.90
+
+Call = Callable[[], object]
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Keep the garbage collector out of the samples.
+
+    Everything that exists is frozen, so that collecting by hand between samples is cheap: reference cycles in a
+    callable must not pile up tensors while the collector is off.
+    """
+    was_enabled, num_frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if num_frozen == 0:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _warm_up(watch: AbstractStopwatch, call: Call, setup: Call | None, warm_s: list[float], budget_s: float) -> bool:
+    """Append calls to `warm_s` until they are steady or the budget is spent; return whether they are."""
+    spent, fastest = sum(warm_s), min(warm_s, default=math.inf)
+    while True:
+        is_steady = bool(warm_s) and warm_s[-1] <= STEADY_RATIO * fastest
+        if is_steady and len(warm_s) >= MIN_WARMUP_CALLS - 1 and spent >= MIN_WARMUP_S:
+            return True
+        if spent >= budget_s or len(warm_s) >= MAX_WARMUP_CALLS:
+            return is_steady
+        warm_s.append(watch.once(call, setup))
+        spent += warm_s[-1]
+        fastest = min(fastest, warm_s[-1])
+
+
+def _choose_loops(
+    watch: AbstractStopwatch, call: Call, setup: Call | None, call_s: float, min_sample_s: float
+) -> tuple[int, int]:
+    """Return how many calls fill a sample, and how many calls it took to find out.
+
+    One call timed alone costs more than one in a loop, so the first guess is tried and corrected once.
+    """
+    loops = min(math.ceil(min_sample_s / call_s), MAX_LOOPS)
+    if not watch.has_loops or loops <= 1:
+        return 1, 0
+    tried_s = max(watch.take(call, setup, count=1, loops=loops)[0].wall_s, 1e-9)
+    return min(max(loops, math.ceil(loops * min_sample_s / tried_s)), MAX_LOOPS), loops
+
+
+def _take_samples(
+    watch: AbstractStopwatch,
+    call: Call,
+    setup: Call | None,
+    samples: list[Sample],
+    *,
+    expected_s: float,
+    loops: int,
+    budget_s: float,
+    num_range: tuple[int, int],
+) -> None:
+    """Append samples while the budget lasts, at least and at most as many in all as `num_range` says."""
+    minimum, maximum = num_range
+    spent = sum(sample.wall_s for sample in samples)
+    while len(samples) < maximum:
+        num_affordable = math.floor((budget_s - spent) / expected_s)
+        count = min(watch.batch_size, maximum - len(samples), max(num_affordable, minimum - len(samples)))
+        if count < 1:
+            return
+        taken = watch.take(call, setup, count=count, loops=loops)
+        samples += taken
+        spent += sum(sample.wall_s for sample in taken)
+        expected_s = max(spent / len(samples), 1e-9)
+        gc.collect()
+
+
+def _summarise(
+    samples: Sequence[Sample],
+    *,
+    watch: AbstractStopwatch,
+    loops: int,
+    first_s: float,
+    num_warmup: int,
+    flags: list[str],
+) -> Timing:
+    values = [1e3 * sample.wall_s / loops for sample in samples]
+    q1, median, q3 = quartiles(values)
+    low, high = median_interval(values)
+    processor = [1e3 * sample.cpu_s / loops for sample in samples if sample.cpu_s is not None]
+    processor_ms = quartiles(processor)[1] if processor else None
+    if q3 - q1 > UNSTABLE_FRAC * median:
+        flags.append("unstable")
+    if max(abs(value - median) for value in values) > OUTLIER_FRAC * median:
+        flags.append("outliers")
+    if processor_ms is not None and processor_ms < WAITING_FRAC * median:
+        flags.append("waiting")
+    return Timing(
+        samples_ms=tuple(values),
+        median_ms=median,
+        q1_ms=q1,
+        q3_ms=q3,
+        low_ms=low,
+        high_ms=high,
+        first_ms=1e3 * first_s,
+        num_warmup=num_warmup,
+        inner_loops=loops,
+        timer=watch.name,
+        process_cpu_ms=processor_ms,
+        flags=tuple(flags),
+    )
+
+
+def time_callable(
+    call: Call,
+    *,
+    device: torch.device | str = "cpu",
+    setup: Call | None = None,
+    budget_s: float = 1.0,
+    min_samples: int = 5,
+    max_samples: int = 50,
+    min_sample_ms: float = 2.0,
+    flush_cache: bool = True,
+    stopwatch: AbstractStopwatch | None = None,
+) -> Timing:
+    """Time `call` and return raw samples with their summary.
+
+    The first call is reported apart (`first_ms`: compilation, autotuning, page faults). Warm-up goes on for at least
+    three calls and 25 ms, until a call is no longer much slower than the fastest, and at most for `budget_s`. On CPU a
+    sample holds as many calls as fill `min_sample_ms`; on GPU it is one call between two events after the cache was
+    emptied. The garbage collector is off while a sample runs.
+
+    A call that alone exceeds the budget is called three times in all: the first, and two samples.
+
+    Flags, in `Timing.flags`:
+
+    * `few_samples`: fewer than `min_samples`, because one call exceeds the budget;
+    * `unsteady_warmup`: warm-up used its budget and the last call was still much slower than the fastest;
+    * `unstable`: the quartiles are more than 10 % of the median apart;
+    * `outliers`: a sample is more than 50 % off the median;
+    * `too_short`: a sample is below a hundred times the timer's resolution, or (on CPU) half of `min_sample_ms`;
+    * `waiting`: on CPU, the process computed for less than 90 % of the time: something else had the processor.
+
+    Args:
+        call: what to time; its result is dropped.
+        device: where its work runs.
+        setup: runs before every call, outside the timing.
+        budget_s: how long the samples may take together.
+        min_samples: taken even where the budget is exceeded, as long as one call is not.
+        max_samples: never more.
+        min_sample_ms: shortest sample on CPU.
+        flush_cache: on GPU, empty the second-level cache before every sample.
+        stopwatch: measures; None takes the one for `device`.
+
+    Raises:
+        ValueError: a number makes no sense, or the device is neither CPU nor CUDA.
+    """
+    if not (budget_s > 0 and min_sample_ms >= 0 and 1 <= min_samples <= max_samples):
+        raise ValueError(
+            "expected budget_s > 0, min_sample_ms >= 0 and 1 <= min_samples <= max_samples; "
+            f"got {budget_s}, {min_sample_ms}, {min_samples}, {max_samples}"
+        )
+    watch = stopwatch_for(device, flush_cache=flush_cache) if stopwatch is None else stopwatch
+    flags: list[str] = []
+    samples: list[Sample] = []
+    warm_s: list[float] = []
+    first_s = watch.once(call, setup)
+    if (
+        first_s >= budget_s
+    ):  # slow, or slow once because it compiled? The next call tells, and is kept if it is slow too
+        probe = watch.take(call, setup, count=1, loops=1)
+        if probe[0].wall_s >= budget_s:
+            samples += probe
+        else:
+            warm_s.append(probe[0].wall_s)
+    if not samples and not _warm_up(watch, call, setup, warm_s, budget_s):
+        flags.append("unsteady_warmup")
+
+    call_s = max(samples[0].wall_s if samples else min(warm_s), 1e-9)
+    loops, num_calibrating = (1, 0) if samples else _choose_loops(watch, call, setup, call_s, 1e-3 * min_sample_ms)
+    num_range = (min(LONG_SAMPLES, max_samples),) * 2 if samples else (min_samples, max_samples)
+    with _quiet_collector():
+        _take_samples(
+            watch,
+            call,
+            setup,
+            samples,
+            expected_s=call_s * loops,
+            loops=loops,
+            budget_s=budget_s,
+            num_range=num_range,
+        )
+    if len(samples) < min_samples:
+        flags.append("few_samples")
+    floor_s = max(100 * watch.resolution_s, 0.5e-3 * min_sample_ms if watch.has_loops else 0.0)
+    if min(sample.wall_s for sample in samples) < floor_s:
+        flags.append("too_short")
+    return _summarise(
+        samples, watch=watch, loops=loops, first_s=first_s, num_warmup=1 + len(warm_s) + num_calibrating, flags=flags
+    )

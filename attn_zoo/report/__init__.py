@@ -1,0 +1,31 @@
+"""Tables, figures and pages from results folders. Reads records only: no torch, no variant is ever loaded.
+
+`attn_zoo.report.export.export` and `attn_zoo.report.compare.compare` have modules of their own. The rest is imported on first use, because pandas and matplotlib take a second to start.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attn_zoo.report.analysis import analyse
+    from attn_zoo.report.load import load_runs
+    from attn_zoo.report.readme import write_results_readme
+    from attn_zoo.report.write import print_report, write_report
+
+__all__ = ["analyse", "load_runs", "print_report", "write_report", "write_results_readme"]
+
+_HOME = {
+    "analyse": "analysis",
+    "load_runs": "load",
+    "print_report": "write",
+    "write_report": "write",
+    "write_results_readme": "readme",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,84 @@
+"""Everything computed once from the records, for tables, figures and pages alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from attn_zoo.report.accuracy import AccuracyGroup, make_accuracy_groups
+from attn_zoo.report.fits import Crossing, Growth, crossings, growth
+from attn_zoo.report.load import Results, read_results
+from attn_zoo.report.series import Panel, make_panels
+
+__all__ = ["Analysis", "PanelAnalysis", "analyse"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PanelAnalysis:
+    """One panel with its fits.
+
+    Args:
+        panel: the curves.
+        time: growth of time, by label.
+        memory: growth of peak memory, by label.
+        crossings: in time, against the fastest exact series (and each exact one).
+        memory_crossings: in peak memory, likewise.
+    """
+
+    panel: Panel
+    time: dict[str, Growth]
+    memory: dict[str, Growth]
+    crossings: tuple[Crossing, ...]
+    memory_crossings: tuple[Crossing, ...]
+
+    def crossing(self, label: str) -> Crossing | None:
+        """Return where `label` gets faster than the fastest exact series, if both were measured."""
+        return next((one for one in self.crossings if one.is_fastest and one.label == label), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Analysis:
+    """All results, grouped and fitted.
+
+    Args:
+        results: the records.
+        panels: scaling.
+        accuracy: training.
+        labels: of everything, sorted: the position decides colour, marker and line style in every figure.
+    """
+
+    results: Results
+    panels: tuple[PanelAnalysis, ...]
+    accuracy: tuple[AccuracyGroup, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Names of the runs."""
+        return ", ".join(dict.fromkeys(run.name for run in self.results.runs))
+
+
+def analyse(dirs: Iterable[str | Path]) -> Analysis:
+    """Read results folders and compute all fits.
+
+    Raises:
+        ConfigError: a directory is not a results folder.
+    """
+    results = read_results(dirs)
+    panels = tuple(
+        PanelAnalysis(
+            panel=panel,
+            time={series.label: growth(series, "time") for series in panel.series},
+            memory={series.label: growth(series, "peak_bytes") for series in panel.series},
+            crossings=tuple(crossings(panel, "time")),
+            memory_crossings=tuple(crossings(panel, "peak_bytes")),
+        )
+        for panel in make_panels(results)
+    )
+    return Analysis(
+        results=results,
+        panels=panels,
+        accuracy=tuple(make_accuracy_groups(results)),
+        labels=tuple(sorted(set(results.frame["label"]), key=lambda label: (str(label).casefold(), label))),
+    )

@@ -1,0 +1,70 @@
+"""What the numbers say, in sentences a newcomer can read. Every number in them comes from the records."""
+
+from __future__ import annotations
+
+from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.analysis import Analysis, PanelAnalysis
+from attn_zoo.report.growth_tables import crossing_text
+from attn_zoo.report.units import human_length, human_ms
+
+__all__ = ["EXPLANATION", "findings"]
+
+EXPLANATION = (
+    "Exact attention compares every token with every other one, so twice the length costs four times the time: "
+    "quadratic, a line of slope 2 on these log-log figures. Linear variants compare each token with a fixed number of "
+    "others or of summaries, so twice the length costs twice the time: slope 1, dearer for short sequences and cheaper "
+    "beyond a crossover length."
+)
+
+MOST = 6
+"""Variants named in one sentence; the tables have the rest."""
+
+
+def findings(analysis: Analysis) -> list[str]:
+    """Return one sentence or two for each panel and accuracy group, and how many cells gave no measurement."""
+    found = [text for one in analysis.panels if (text := _panel(one))]
+    found += [text for group in analysis.accuracy if (text := _accuracy(group))]
+    frame = analysis.results.frame
+    missing = int((frame["status"] != "ok").sum())
+    if not len(frame):
+        found.append("No cell has been run yet.")
+    elif missing:
+        found.append(f"{missing} of {len(frame)} cells gave no measurement; the reasons are below.")
+    return found
+
+
+def _panel(one: PanelAnalysis) -> str:
+    measured = [series for series in one.panel.series if series.points]
+    if not measured:
+        return ""
+    longest = max(series.lengths[-1] for series in measured)
+    last = [series for series in measured if series.lengths[-1] == longest]
+    fastest = min(last, key=lambda series: series.points[-1].median_ms)
+    capital = one.panel.title[0].upper() + one.panel.title[1:]
+    said = [
+        f"at {human_length(longest)} tokens the fastest is {fastest.label} ({human_ms(fastest.points[-1].median_ms)})"
+    ]
+    grown = [found for found in one.time.values() if found.exponent is not None]
+    if grown:
+        powers = [f"{found.label} as N^{found.exponent.value:.2f}" for found in grown[:MOST] if found.exponent]
+        said.append(f"time grows with {', '.join(powers)}")
+    crossings = [found for found in one.crossings if found.is_fastest][:MOST]
+    if crossings and one.panel.baseline is not None:
+        wins = [f"{found.label} {crossing_text(found)}" for found in crossings]
+        said.append(f"faster than {one.panel.baseline.label}: {', '.join(wins)}")
+    return f"{capital}: {'; '.join(said)}."
+
+
+def _accuracy(group: AccuracyGroup) -> str:
+    scored = [score for score in group.scores if score.mean is not None]
+    if not scored:
+        return ""
+    is_fraction = group.metric.endswith("accuracy")
+
+    def show(value: float) -> str:
+        return f"{100 * value:.1f} %" if is_fraction else f"{value:.3g}"
+
+    scores = sorted(scored, key=lambda score: -(score.mean or 0.0))
+    means = [f"{score.label} {show(score.mean or 0.0)} (n={len(score.values)})" for score in scores[:MOST]]
+    floor = f"; the best trivial model scores {show(max(group.floors.values()))}" if group.floors else ""
+    return f"{group.metric.capitalize()} on {group.title}: {', '.join(means)}{floor}."

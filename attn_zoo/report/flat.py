@@ -1,0 +1,120 @@
+"""The columns of an export and of everything the report computes from: one row per observation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from attn_zoo.records import Memory, Record, Timing
+
+__all__ = ["COLUMNS", "INTEGER_COLUMNS", "NUMBER_COLUMNS", "TEXT_COLUMNS", "flat_row"]
+
+_TIMING = tuple(field.name for field in fields(Timing) if field.name not in {"samples_ms", "flags"})
+_MEMORY = tuple(field.name for field in fields(Memory))
+_SCORE = (
+    "metric",
+    "value",
+    "validation",
+    "num_examples",
+    "chance",
+    "best_step",
+    "num_steps",
+    "train_flops",
+    "train_s",
+    "tokens_per_s",
+)
+
+COLUMNS: tuple[str, ...] = (
+    *("variant", "label", "kind", "seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device"),
+    *("pass", "scope", "is_causal", "has_padding", "dropout_p", "status", "reason", *_TIMING, *_MEMORY),
+    *("flops", "counted_flops", "energy_joules", "kernel", "is_simulated", "num_params", "task", "level", *_SCORE),
+    *("floors", "seed", "threads", "protocol", "overrides", "protocol_version", "options", "variant_digest"),
+    *("data_digest", "environment", "run", "key", "started", "duration_s", "isolation", "attempt", "exit_code"),
+    *("gate", "flags", "num_samples", "samples_ms", "correct"),
+)
+"""Every column, in the order of the export. Units are in the suffixes; what was not measured is empty."""
+
+INTEGER_COLUMNS: tuple[str, ...] = (
+    *("seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "seed", "threads", "protocol_version"),
+    *(*_MEMORY, "flops", "counted_flops", "num_params", "num_warmup", "inner_loops", "num_examples", "best_step"),
+    *("num_steps", "attempt", "exit_code", "num_samples"),
+)
+
+NUMBER_COLUMNS: tuple[str, ...] = (
+    *("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms", "process_cpu_ms", "energy_joules", "dropout_p"),
+    *("value", "validation", "chance", "train_flops", "train_s", "tokens_per_s", "duration_s"),
+)
+
+TEXT_COLUMNS: tuple[str, ...] = ("pass", "scope", "task", "level", "metric", "protocol", "timer")
+
+_FROM_CELL = (
+    "variant",
+    "kind",
+    "seq_len",
+    "batch_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "dtype",
+    "device",
+    "scope",
+    "is_causal",
+    "has_padding",
+    "dropout_p",
+    "task",
+    "level",
+    "seed",
+    "threads",
+    "protocol",
+    "protocol_version",
+    "variant_digest",
+    "data_digest",
+    "key",
+)
+_FROM_RECORD = (
+    "status",
+    "reason",
+    "flops",
+    "counted_flops",
+    "energy_joules",
+    "is_simulated",
+    "started",
+    "duration_s",
+    "isolation",
+    "attempt",
+    "exit_code",
+)
+
+
+def flat_row(record: Record, run: str, environment: str) -> dict[str, Any]:
+    """Return `record` as one flat row; nested values become JSON text or lists joined by ` + `.
+
+    Args:
+        record: what became of one cell.
+        run: name of the run it belongs to.
+        environment: digest of the machine it ran (or would have run) on.
+    """
+    cell, timing, memory, score = record.cell, record.timing, record.memory, record.score
+    row: dict[str, Any] = {name: getattr(cell, name) for name in _FROM_CELL}
+    row |= {name: getattr(record, name) for name in _FROM_RECORD}
+    row |= {name: getattr(timing, name, None) for name in _TIMING}
+    row |= {name: getattr(memory, name, None) for name in _MEMORY}
+    row |= {name: getattr(score, name, None) for name in _SCORE}
+    row |= {
+        "label": cell.label or cell.variant,
+        "pass": cell.pass_,
+        "kernel": " + ".join(record.kernels),
+        "num_params": record.num_params if score is None else score.num_params,
+        "floors": json.dumps(score.floors, sort_keys=True) if score else "",
+        "options": json.dumps(cell.options, sort_keys=True),
+        "overrides": json.dumps(cell.overrides, sort_keys=True),
+        "environment": environment,
+        "run": run,
+        "gate": " + ".join(record.gate),
+        "flags": " + ".join(timing.flags) if timing else "",
+        "num_samples": len(timing.samples_ms) if timing else None,
+        "samples_ms": list(timing.samples_ms) if timing else [],
+        "correct": score.correct if score else "",
+    }
+    return row

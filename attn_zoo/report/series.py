@@ -1,0 +1,262 @@
+"""Group scaling rows into panels (one figure each) and series (one curve each)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from attn_zoo.report.load import Claim, Results
+from attn_zoo.report.units import slug
+from attn_zoo.statistics import median_interval, quartiles
+
+__all__ = ["PASS_TITLES", "Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels"]
+
+PASS_TITLES: Mapping[str, str] = {
+    "infer": "forward, no graph kept",
+    "fwd": "forward",
+    "bwd": "backward",
+    "fwd_bwd": "forward + backward",
+}
+
+_SCOPES = {"attention": "attention only", "mixer": "mixer with projections"}
+
+PANEL_FIELDS = (
+    *("environment", "device", "dtype", "pass", "scope", "is_causal", "has_padding", "dropout_p", "batch_size"),
+    *("num_heads", "num_kv_heads", "head_dim", "threads", "protocol_version"),
+)
+"""Everything but variant and length that decides a timing: within one panel only those two differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measured length of one series. Bytes are None where they were not measured."""
+
+    seq_len: int
+    samples_ms: tuple[float, ...]
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    q1_ms: float
+    q3_ms: float
+    peak_bytes: int | None
+    extra_bytes: int | None
+    saved_bytes: int | None
+    flops: int | None
+    kernel: str
+    flags: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One length that gave no measurement, and why."""
+
+    seq_len: int
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One curve: a label over lengths, ascending."""
+
+    label: str
+    variant: str
+    points: tuple[Point, ...]
+    failures: tuple[Failure, ...]
+    claim: Claim | None
+    is_simulated: bool
+
+    @property
+    def lengths(self) -> list[int]:
+        """Measured lengths in tokens."""
+        return [point.seq_len for point in self.points]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the variant claims to equal softmax attention."""
+        return self.claim is not None and self.claim.is_exact
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """Series that differ in nothing but the mechanism.
+
+    Args:
+        title: what is timed, such as `"forward + backward"`.
+        subtitle: everything else that all series share.
+        name: for file names; unique among the panels of one report.
+        series: ordered by label.
+        baseline: at each length the fastest exact series, or None where the run has none.
+    """
+
+    title: str
+    subtitle: str
+    name: str
+    series: tuple[Series, ...]
+    baseline: Series | None
+
+
+def make_panels(results: Results) -> list[Panel]:
+    """Return the panels of all scaling rows, in a stable order."""
+    frame = results.frame
+    rows = frame[(frame["kind"] == "scaling") & frame["seq_len"].notna()]
+    groups = list(rows.groupby(list(PANEL_FIELDS), dropna=False, sort=True))
+    order = list(PASS_TITLES)
+    groups.sort(key=lambda item: (str(item[0][1]), order.index(item[0][3]) if item[0][3] in order else len(order)))
+    settings = [dict(zip(PANEL_FIELDS, key, strict=True)) for key, _ in groups]
+    varying = {name for name in PANEL_FIELDS if len({str(setting[name]) for setting in settings}) > 1}
+    panels: list[Panel] = []
+    names: set[str] = set()
+    for setting, (_, group) in zip(settings, groups, strict=True):
+        name = _unique(_panel_name(setting, varying), names)
+        panels.append(_panel(setting, group, name, results, varying))
+    return panels
+
+
+def _panel(setting: dict[str, Any], rows: pd.DataFrame, name: str, results: Results, varying: set[str]) -> Panel:
+    series = []
+    for label, group in rows.groupby("label", sort=True):
+        points, failures = [], []
+        for seq_len, same in group.groupby("seq_len", sort=True):
+            good = same[(same["status"] == "ok") & same["median_ms"].notna()]
+            if len(good):
+                points.append(_point(int(str(seq_len)), good))
+            else:
+                last = same.iloc[-1]
+                failures.append(Failure(seq_len=int(str(seq_len)), status=last["status"], reason=last["reason"]))
+        variant = str(group["variant"].iloc[0])
+        series.append(
+            Series(
+                label=str(label),
+                variant=variant,
+                points=tuple(points),
+                failures=tuple(failures),
+                claim=results.claim(variant),
+                is_simulated=bool(group["is_simulated"].any()),
+            )
+        )
+    return Panel(
+        title=_title(setting, varying),
+        subtitle=_subtitle(setting, results, varying),
+        name=name,
+        series=tuple(series),
+        baseline=fastest_exact(series),
+    )
+
+
+def _point(seq_len: int, rows: pd.DataFrame) -> Point:
+    """Return the one row as it was recorded, or several (seeds, repeated runs) with their samples pooled."""
+    first = rows.iloc[0]
+    samples = tuple(float(sample) for row in rows["samples_ms"] for sample in row)
+    if len(rows) == 1 or not samples:
+        median, low, high, q1, q3 = (float(first[f"{name}_ms"]) for name in ("median", "low", "high", "q1", "q3"))
+    else:
+        (low, high), (q1, median, q3) = median_interval(samples), quartiles(samples)
+    return Point(
+        seq_len=seq_len,
+        samples_ms=samples or (median,),
+        median_ms=median,
+        low_ms=low,
+        high_ms=high,
+        q1_ms=q1,
+        q3_ms=q3,
+        peak_bytes=_largest(rows["peak_bytes"]),
+        extra_bytes=_largest(rows["extra_bytes"]),
+        saved_bytes=_largest(rows["saved_bytes"]),
+        flops=_largest(rows["flops"]),
+        kernel=str(first["kernel"]),
+        flags=" + ".join(sorted({flag for flag in rows["flags"] if flag})),
+    )
+
+
+def _largest(column: pd.Series[Any]) -> int | None:
+    known = column.dropna()
+    return int(known.max()) if len(known) else None
+
+
+def fastest_exact(series: Sequence[Series]) -> Series | None:
+    """Return a series made of the fastest exact point at each length, named after its members; None without any."""
+    exact = [one for one in series if one.is_exact and one.points and not one.is_simulated]
+    if not exact:
+        return None
+    best: dict[int, tuple[Point, str]] = {}
+    for one in exact:
+        for point in one.points:
+            if point.seq_len not in best or point.median_ms < best[point.seq_len][0].median_ms:
+                best[point.seq_len] = (point, one.label)
+    used = list(dict.fromkeys(label for _, label in (best[length] for length in sorted(best))))
+    return Series(
+        label=" / ".join(used),
+        variant=exact[0].variant,
+        points=tuple(best[length][0] for length in sorted(best)),
+        failures=(),
+        claim=exact[0].claim,
+        is_simulated=False,
+    )
+
+
+_WORDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
+    ("dtype", str),
+    ("scope", lambda value: _SCOPES.get(value, value)),
+    ("is_causal", lambda value: "causal" if value else "bidirectional"),
+    ("batch_size", lambda value: f"batch {value}"),
+    ("num_heads", lambda value: f"{value} heads"),
+    ("num_kv_heads", lambda value: f"{value} key/value heads"),
+    ("head_dim", lambda value: f"head size {value}"),
+    ("has_padding", lambda value: "a quarter of every second sequence padded" if value else ""),
+    ("dropout_p", lambda value: f"dropout {value:g}" if value else ""),
+    ("threads", lambda value: f"{value} thread{'s' if value != 1 else ''}"),
+)
+
+
+def _say(setting: Mapping[str, Any], names: set[str]) -> list[str]:
+    said = [say(setting[name]) for name, say in _WORDS if name in names and not _is_missing(setting[name])]
+    return [word for word in said if word]
+
+
+def _subtitle(setting: dict[str, Any], results: Results, varying: set[str]) -> str:
+    """Return machine and every setting."""
+    environment = results.environments.get(setting["environment"])
+    machine = str(setting["device"]).upper()
+    if environment is not None:
+        machine = environment.gpu or machine if setting["device"] == "cuda" else f"{machine} ({environment.cpu})"
+    if "environment" in varying:
+        machine += f" [{setting['environment'] or 'unknown environment'}]"
+    names = {name for name, _ in _WORDS}
+    if setting["num_kv_heads"] == setting["num_heads"]:
+        names.remove("num_kv_heads")
+    return ", ".join([machine, *_say(setting, names)])
+
+
+def _title(setting: dict[str, Any], varying: set[str]) -> str:
+    """Return what is timed, with whatever else tells this panel from the others of the report."""
+    title = PASS_TITLES.get(setting["pass"], setting["pass"] or "unknown pass")
+    extra = _say(setting, varying)
+    if "device" in varying:
+        extra.append(str(setting["device"]).upper())
+    return ", ".join([title, *extra])
+
+
+def _panel_name(setting: dict[str, Any], varying: set[str]) -> str:
+    """Return pass, dtype and device, and whatever else differs between the panels of this report."""
+    parts = [str(setting[name]) for name in ("pass", "dtype", "device")]
+    parts += _say(setting, varying - {"dtype"})
+    if "environment" in varying:
+        parts.append(str(setting["environment"]))
+    return slug(*parts)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value))
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, count = name, 2
+    while candidate in taken:
+        candidate, count = f"{name}-{count}", count + 1
+    taken.add(candidate)
+    return candidate

@@ -1,0 +1,116 @@
+"""How figures look: colours that colour-blind readers can tell apart, with markers and line styles to match.
+
+No pyplot: nothing global is changed, so a program that plots its own things is not disturbed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+
+from attn_zoo.report.units import clean, shorten
+
+__all__ = ["INK", "MUTED", "PALE", "Look", "looks", "new_figure", "plain", "render", "styled"]
+
+INK = "#1f2328"
+MUTED = "#59636e"
+PALE = "#d0d7de"
+
+EXACT_COLOURS = ("#1f2328", "#6e7781", "#4d4d4d")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a")
+"""Okabe and Ito's set without black (exact baselines have it) and yellow (too pale on white), with brown and violet."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
+LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (5, 1.4, 1.2, 1.4)))
+
+_RC: dict[str, Any] = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10,
+    "axes.edgecolor": PALE,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#eaeef2",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "attn-zoo",
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "axes.unicode_minus": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Colour, marker and line of one label in every figure of a report."""
+
+    colour: str
+    marker: str
+    line: str | tuple[int, tuple[float, ...]]
+
+
+def looks(labels: Sequence[str], exact: Sequence[str]) -> dict[str, Look]:
+    """Return one look for each label: exact ones dark, the others coloured; no two alike below 88 of each."""
+    first = [label for label in labels if label in exact]
+    others = [label for label in labels if label not in exact]
+    found = {}
+    for place, label in enumerate((*first, *others)):
+        colours, index = (EXACT_COLOURS, place) if label in exact else (COLOURS, place - len(first))
+        line = LINES[(place + index // len(colours)) % len(LINES)]
+        found[label] = Look(colours[index % len(colours)], MARKERS[place % len(MARKERS)], line)
+    return found
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Apply our settings inside the block only."""
+    with mpl.rc_context(_RC):  # type: ignore[arg-type]  # keys are literals in the stubs
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches with its own canvas."""
+    figure = Figure(figsize=(width, height), dpi=100)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
+    """Return the picture; the same figure gives the same bytes (no date, no random identifiers)."""
+    buffer = io.BytesIO()
+    with styled():
+        if kind == "svg":
+            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        else:
+            figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=1)
+def _known_characters() -> frozenset[int]:
+    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
+
+
+def plain(text: str, width: int = 24) -> str:
+    """Return a name as it may stand in a figure: short, without markup, and only with characters the font has."""
+    known = _known_characters()
+    text = "".join(character if ord(character) in known else "\ufffd" for character in clean(text))
+    return shorten(text, width).replace("$", r"\$")

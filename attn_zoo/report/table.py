@@ -1,0 +1,187 @@
+"""One table, many dresses: the same rows as CSV, Markdown, LaTeX, HTML or terminal text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pandas as pd
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from attn_zoo.report.units import clean, shorten
+
+__all__ = ["Column", "Table", "escape_markdown", "guard_frame", "to_csv", "to_latex", "to_markdown", "to_terminal"]
+
+Row = Mapping[str, Any]
+
+MISSING = "\u2013"  # en dash
+
+_NAME_WIDTH = 24
+_OPTIONAL = 3  # columns of this priority and above go before texts are made brief
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """How people see one column.
+
+    Args:
+        heading: words above it.
+        show: text of one row.
+        brief: shorter text for narrow terminals; None means `show`.
+        sort: what to sort by; None means the text.
+        align: numbers go right.
+        priority: the column with the largest number is left out first where space is short; 0 never is.
+    """
+
+    heading: str
+    show: Callable[[Row], str]
+    brief: Callable[[Row], str] | None = None
+    sort: Callable[[Row], float | str | None] | None = None
+    align: Literal["left", "right"] = "right"
+    priority: float = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Raw rows (for machines) and columns (for people).
+
+    Args:
+        name: file name stem.
+        title: above the table.
+        note: below it: how to read it.
+        columns: for people.
+        rows: raw values with units in their keys; all rows have the same keys.
+        fields: the keys, so that an empty table still has a header.
+    """
+
+    name: str
+    title: str
+    note: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    fields: tuple[str, ...]
+
+    def texts(self) -> list[list[str]]:
+        """Return what people see, row by row."""
+        return [[clean(column.show(row)) or MISSING for column in self.columns] for row in self.rows]
+
+
+def guard_frame(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return `frame` with text that a spreadsheet would run as a formula made harmless by a leading quote."""
+    return frame.map(_guard)
+
+
+_FORMULA = re.compile(r"[\t\r]|\s*[=+\-@]")
+
+
+def _guard(value: Any) -> Any:
+    return "'" + value if isinstance(value, str) and _FORMULA.match(value) else value
+
+
+def to_csv(table: Table) -> str:
+    """Return raw values with a header; numbers keep all digits."""
+    frame = pd.DataFrame([dict(row) for row in table.rows], columns=list(table.fields), dtype=object)
+    return guard_frame(frame).to_csv(index=False, lineterminator="\n")
+
+
+def to_markdown(table: Table) -> str:
+    """Return a GitHub table with its title and note."""
+    lines = [f"### {escape_markdown(table.title)}", ""]
+    if table.rows:
+        headings = [escape_markdown(column.heading) for column in table.columns]
+        lines.append("| " + " | ".join(headings) + " |")
+        lines.append("|" + "|".join("---:" if column.align == "right" else "---" for column in table.columns) + "|")
+        lines += ["| " + " | ".join(escape_markdown(text) for text in row) + " |" for row in table.texts()]
+    else:
+        lines.append("*Nothing to show.*")
+    return "\n".join([*lines, "", *([escape_markdown(table.note), ""] if table.note else [])])
+
+
+def escape_markdown(text: str) -> str:
+    """Escape what would end a cell or start markup; a lone `_` inside a name needs no escape on GitHub."""
+    text = clean(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\|`*\[\]])", r"\\\1", text)
+
+
+_LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\u00d7": r"$\times$",
+    "µ": r"\textmu{}",
+    "\u2013": "--",
+    "…": r"\ldots{}",
+    "²": r"\textsuperscript{2}",
+    "±": r"$\pm$",
+}
+
+
+def to_latex(table: Table) -> str:
+    """Return a `table` environment with rules of the booktabs package."""
+    lines = [r"\begin{table}", f"\\caption{{{_latex(table.title)}}}"]
+    lines.append("\\begin{tabular}{" + "".join(column.align[0] for column in table.columns) + "}")
+    lines.append(r"\toprule")
+    lines.append(" & ".join(_latex(column.heading) for column in table.columns) + r" \\")
+    lines.append(r"\midrule")
+    lines += [" & ".join(_latex(text) for text in row) + r" \\" for row in table.texts()]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in clean(text))
+
+
+def to_terminal(table: Table, console: Console) -> None:
+    """Print the table in the width of `console`: shorter texts first, then fewer columns, never a wrapped line."""
+    console.print(f"[bold]{escape(clean(table.title))}[/bold]", highlight=False)
+    if not table.rows:
+        console.print("  nothing to show", highlight=False)
+        return
+    texts, kept = _fit(table, console.width)
+    out = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for index in kept:
+        out.add_column(escape(table.columns[index].heading), justify=table.columns[index].align, no_wrap=True)
+    for row in texts:
+        out.add_row(*(escape(row[index]) for index in kept))
+    console.print(out, highlight=False)
+    hidden = len(table.columns) - len(kept)
+    left_out = f" {hidden} columns do not fit here; the files have them." if hidden else ""
+    if table.note or left_out:
+        console.print(f"[dim]{escape(clean(table.note))}{left_out}[/dim]", highlight=False)
+
+
+def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
+    """Return the texts to print and the columns that fit: first without the optional columns, then with brief texts."""
+    full = [[shorten(text, _NAME_WIDTH * 2) for text in row] for row in table.texts()]
+    everything = list(range(len(table.columns)))
+    wanted = [index for index in everything if table.columns[index].priority < _OPTIONAL]
+    for kept in (everything, wanted):
+        if _width(table, full, kept) <= width:
+            return full, kept
+    brief = full
+    for longest in (40, 32, _NAME_WIDTH, 18):
+        brief = [
+            [shorten((column.brief or column.show)(row) or MISSING, longest) for column in table.columns]
+            for row in table.rows
+        ]
+        if _width(table, brief, wanted) <= width:
+            return brief, wanted
+    kept = wanted
+    while _width(table, brief, kept) > width:
+        worst = max(kept, key=lambda index: (table.columns[index].priority, index))
+        if table.columns[worst].priority == 0:
+            break
+        kept = [index for index in kept if index != worst]
+    return brief, kept
+
+
+def _width(table: Table, texts: Sequence[Sequence[str]], kept: Sequence[int]) -> int:
+    widths = [max([cell_len(table.columns[index].heading), *(cell_len(row[index]) for row in texts)]) for index in kept]
+    return sum(widths) + 2 * len(kept)

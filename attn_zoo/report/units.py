@@ -1,0 +1,115 @@
+"""Numbers and names for people: durations, bytes, lengths, ratios, and names made safe for terminals and figures."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+__all__ = ["clean", "human_bytes", "human_length", "human_ms", "human_number", "ratio", "shorten", "slug", "time_unit"]
+
+TIMES = "\u00d7"  # multiplication sign
+
+_TIME_STEPS = ((1e-3, "ns", 1e6), (1.0, "µs", 1e3), (1e3, "ms", 1.0), (6e4, "s", 1e-3), (3.6e6, "min", 1 / 6e4))
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def human_number(value: float, digits: int = 3) -> str:
+    """Return `value` with so many significant digits, without an exponent where it stays short.
+
+    >>> human_number(0.123456), human_number(1234.5), human_number(20.0)
+    ('0.123', '1234', '20')
+    """
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    if decimals > 6 or decimals < -5:
+        return f"{value:.{digits - 1}e}"
+    text = f"{value:.{max(decimals, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def human_ms(value_ms: float) -> str:
+    """Return a duration given in milliseconds in the unit that suits it.
+
+    >>> human_ms(0.25), human_ms(12.3456), human_ms(2500), human_ms(90_000)
+    ('250 µs', '12.3 ms', '2.5 s', '1.5 min')
+    """
+    unit, factor = time_unit(value_ms)
+    return f"{human_number(value_ms * factor)} {unit}"
+
+
+def time_unit(value_ms: float) -> tuple[str, float]:
+    """Return the unit that suits a duration in milliseconds, and the factor from milliseconds to it."""
+    for limit, unit, factor in _TIME_STEPS:
+        if abs(value_ms) < limit * (1 - 5e-4):
+            return unit, factor
+    return "h", 1 / 3.6e6
+
+
+def human_bytes(value: float) -> str:
+    """Return a number of bytes with a binary unit.
+
+    >>> human_bytes(512), human_bytes(3 * 2**20), human_bytes(1.5 * 2**30)
+    ('512 B', '3 MiB', '1.5 GiB')
+    """
+    for unit in _BYTE_UNITS[:-1]:
+        if abs(value) < 1023.5:
+            return f"{human_number(value)} {unit}"
+        value /= 1024
+    return f"{human_number(value)} {_BYTE_UNITS[-1]}"
+
+
+def human_length(tokens: float) -> str:
+    """Return a sequence length the way people say it; what is not a round binary number keeps its digits.
+
+    >>> human_length(512), human_length(4096), human_length(2**20), human_length(1000), human_length(2895.3)
+    ('512', '4k', '1M', '1000', '2895')
+    """
+    whole = round(tokens)
+    if whole >= 2**20 and whole % 2**20 == 0:
+        return f"{whole // 2**20}M"
+    if whole >= 1024 and whole % 1024 == 0:
+        return f"{whole // 1024}k"
+    return str(whole)
+
+
+def ratio(value: float) -> str:
+    r"""Return a factor.
+
+    >>> ratio(1.234) == "1.23\u00d7"
+    True
+    """
+    return f"{human_number(value)}{TIMES}"
+
+
+def clean(text: str) -> str:
+    """Return `text` on one line without control, formatting and surrogate characters (terminal escapes included)."""
+    kept = (" " if character in "\t\n\r" else character for character in text)
+    visible = "".join(character for character in kept if unicodedata.category(character) not in {"Cc", "Cf", "Cs"})
+    return " ".join(visible.split())
+
+
+def shorten(text: str, width: int) -> str:
+    """Return `text` on at most `width` characters, with its middle left out.
+
+    >>> shorten("a_very_long_name_of_a_variant", 12)
+    'a_very…riant'
+    """
+    text = clean(text)
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def slug(*parts: str) -> str:
+    """Return a file name stem of lower-case letters, digits, `-` and `_`.
+
+    >>> slug("Time", "fwd+bwd", "CPU")
+    'time-fwd-bwd-cpu'
+    """
+    joined = "-".join(part for part in parts if part).lower()
+    safe = "".join(
+        character if character.isascii() and character.isalnum() else "_-"[character != "_"] for character in joined
+    )
+    return "-".join(piece for piece in safe.split("-") if piece)[:100] or "unnamed"

@@ -1,0 +1,220 @@
+"""How time or memory grows with the sequence length: local slopes and a cost model.
+
+One power law over all lengths misleads: with time = a + bN + cN^2 the constant pulls the slope below its asymptote
+(0.57 on a curve whose asymptote is 2). So we report slopes between neighbouring lengths, where one can see them still
+rising, and beside them the non-negative cost model that explains them. Neither proves a complexity; the formula does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "CostFit",
+    "Exponent",
+    "LocalSlope",
+    "Samples",
+    "bootstrap_medians",
+    "fit_cost",
+    "fit_exponent",
+    "local_slopes",
+    "log_medians",
+]
+
+NUM_RESAMPLES = 2000
+NOISE_FLOOR = 2e-3
+"""Relative error below which a fit counts as perfect: nothing we time repeats better than that."""
+
+TAILS = (0.025, 0.975)
+"""Of a 95 % interval."""
+
+Samples = Mapping[int, Sequence[float]]
+"""Positive samples of one quantity by sequence length."""
+
+Term = Literal["constant", "linear", "quadratic"]
+
+
+def bootstrap_medians(
+    samples: NDArray[np.float64], rng: np.random.Generator, num_resamples: int = NUM_RESAMPLES
+) -> NDArray[np.float64]:
+    """Return the medians of `num_resamples` resamples with replacement."""
+    picks = rng.integers(0, samples.size, size=(num_resamples, samples.size))
+    medians: NDArray[np.float64] = np.median(samples[picks], axis=1)
+    return medians
+
+
+def log_medians(samples: Samples, seed: int) -> tuple[list[int], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the ascending lengths, log medians [lengths], and resampled log medians [resamples, lengths]."""
+    lengths = sorted(samples)
+    columns = []
+    for length in lengths:
+        array = np.sort(np.asarray(samples[length], dtype=np.float64))
+        if length < 1 or array.size == 0 or not (np.isfinite(array).all() and (array > 0).all()):
+            raise ValueError(
+                f"length {length}: expected a positive length with positive, finite samples; got {array.tolist()}"
+            )
+        # A generator per length, so that a longer run gives the lengths it shares with a shorter one the same slopes.
+        columns.append(bootstrap_medians(array, np.random.default_rng((seed, length))))
+    medians = np.array([np.median(np.asarray(samples[length], dtype=np.float64)) for length in lengths])
+    return lengths, np.log(medians), np.log(np.stack(columns, axis=1)) if columns else np.empty((0, 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSlope:
+    """Log-log slope between two neighbouring lengths, with its 95 % interval."""
+
+    low_len: int
+    high_len: int
+    slope: float
+    ci_low: float
+    ci_high: float
+
+
+def local_slopes(samples_by_length: Samples, seed: int = 0) -> list[LocalSlope]:
+    """Return the slope of log median against log length between each two neighbours, shortest first.
+
+    Args:
+        samples_by_length: positive samples of one quantity, by sequence length; batch size must be the same for all.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: a length or sample is not positive and finite.
+
+    >>> [round(s.slope, 3) for s in local_slopes({256: [1.0], 512: [2.0], 1024: [8.0]})]
+    [1.0, 2.0]
+    """
+    lengths, logs, resampled = log_medians(samples_by_length, seed)
+    slopes = []
+    for index, (low_len, high_len) in enumerate(pairwise(lengths)):
+        step = np.log(high_len / low_len)
+        low, high = np.quantile((resampled[:, index + 1] - resampled[:, index]) / step, TAILS)
+        slope = float((logs[index + 1] - logs[index]) / step)
+        slopes.append(
+            LocalSlope(low_len=low_len, high_len=high_len, slope=slope, ci_low=float(low), ci_high=float(high))
+        )
+    return slopes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exponent:
+    """Slope of one straight line through several lengths on log-log axes, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    lengths: tuple[int, ...]
+
+
+def fit_exponent(samples_by_length: Samples, from_len: int | None = None, seed: int = 0) -> Exponent:
+    """Fit one exponent by least squares of log median on log length.
+
+    The interval covers the spread of the samples only: where the true curve bends it is too narrow, so look at
+    `local_slopes` too.
+
+    Args:
+        samples_by_length: as in `local_slopes`.
+        from_len: shortest length used; None takes the top decade (lengths above a tenth of the longest).
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: fewer than two lengths are left.
+    """
+    longest = max(samples_by_length, default=0)
+    used = {n: s for n, s in samples_by_length.items() if (n >= from_len if from_len is not None else 10 * n > longest)}
+    if len(used) < 2:
+        raise ValueError(f"expected at least two lengths from {from_len or longest / 10:g} up; got {sorted(used)}")
+    lengths, logs, resampled = log_medians(used, seed)
+    centred = np.log(lengths) - np.log(lengths).mean()
+    weights = centred / (centred @ centred)
+    low, high = np.quantile(resampled @ weights, TAILS)
+    return Exponent(value=float(logs @ weights), low=float(low), high=float(high), lengths=tuple(lengths))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostFit:
+    """Cost = a + b N + c N^2 with non-negative coefficients; a term that is not needed is exactly zero.
+
+    Args:
+        a: constant: launches, set-up.
+        b: per token.
+        c: per pair of tokens.
+        relative_rms: root mean square of (model / measured - 1): how well it describes the data.
+        aicc: corrected Akaike criterion of the chosen form; smaller is better, on the same data only.
+        lengths: fitted, ascending.
+    """
+
+    a: float
+    b: float
+    c: float
+    relative_rms: float
+    aicc: float
+    lengths: tuple[int, ...]
+
+    def predict(self, length: float) -> float:
+        """Return the modelled cost at `length`."""
+        return self.a + self.b * length + self.c * length**2
+
+    def dominant(self, length: float) -> Term:
+        """Return the name of the largest term at `length`."""
+        parts: dict[Term, float] = {"constant": self.a, "linear": self.b * length, "quadratic": self.c * length**2}
+        return max(parts, key=lambda term: parts[term])
+
+    def local_exponent(self, length: float) -> float:
+        """Return d log(cost) / d log(N) at `length`: between 0 and 2."""
+        return (self.b * length + 2.0 * self.c * length**2) / self.predict(length)
+
+    @property
+    def exponent(self) -> float:
+        """Modelled local exponent at the longest fitted length."""
+        return self.local_exponent(self.lengths[-1])
+
+
+def fit_cost(lengths: Sequence[int], values: Sequence[float]) -> CostFit:
+    """Fit a + bN + cN^2, non-negative, with weights 1/value^2, and keep only the terms the data ask for.
+
+    All seven sub-forms are tried. One whose best coefficients are not all positive is dropped: its non-negative optimum
+    is a smaller form that is tried too. Among the rest AICc decides; with n lengths it admits at most n - 2 terms, so
+    three lengths can only tell which single term fits best.
+
+    Args:
+        lengths: sequence lengths, distinct.
+        values: medians, positive, in any unit.
+
+    Raises:
+        ValueError: fewer than three lengths, or a value is not positive and finite.
+
+    >>> fit = fit_cost([512, 1024, 2048, 4096, 8192], [2 + 1e-6 * n * n for n in (512, 1024, 2048, 4096, 8192)])
+    >>> f"{fit.a:.3f} {fit.b:.3f} {fit.c:.1e} {fit.dominant(8192)}"
+    '2.000 0.000 1.0e-06 quadratic'
+    """
+    if len(lengths) != len(values) or len(set(lengths)) < max(3, len(lengths)):
+        raise ValueError(f"expected at least three distinct lengths and a value for each; got {list(lengths)}")
+    order = np.argsort(lengths)
+    n, t = np.asarray(lengths, dtype=np.float64)[order], np.asarray(values, dtype=np.float64)[order]
+    if n[0] < 1 or not (np.isfinite(t).all() and (t > 0).all()):
+        raise ValueError(f"expected positive lengths and positive, finite values; got {list(values)}")
+    count, longest = len(n), n[-1]
+    # Relative lengths keep the columns of one size; dividing by t turns weights 1/t^2 into plain squares.
+    columns = np.stack([(n / longest) ** power / t for power in range(3)], axis=1)
+    best: tuple[float, float, NDArray[np.float64]] | None = None
+    for size in range(1, min(3, count - 2) + 1):
+        for terms in combinations(range(3), size):
+            solved = np.linalg.lstsq(columns[:, terms], np.ones(count))[0]
+            if (solved <= 0).any():
+                continue
+            mean_square = float(np.mean((columns[:, terms] @ solved - 1.0) ** 2))
+            score = count * np.log(max(mean_square, NOISE_FLOOR**2)) + 2 * size
+            score += 2 * size * (size + 1) / (count - size - 1)
+            if best is None or score < best[0]:
+                full = np.zeros(3)
+                full[list(terms)] = solved
+                best = (float(score), mean_square, full)
+    assert best is not None  # a single positive column always has a positive coefficient
+    a, b, c = (float(value / longest**power) for power, value in enumerate(best[2]))
+    return CostFit(a=a, b=b, c=c, relative_rms=best[1] ** 0.5, aicc=best[0], lengths=tuple(int(x) for x in n))

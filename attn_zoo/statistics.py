@@ -1,0 +1,248 @@
+"""What samples allow us to say: medians and means with intervals, and comparisons of two models or two curves.
+
+Intervals are 95 % unless asked otherwise. Everything random is seeded, so that a report made twice is the same twice.
+How one quantity grows with the sequence length is in `attn_zoo.scaling_fit`, whose results are offered here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from attn_zoo.scaling_fit import (
+    TAILS,
+    CostFit,
+    Exponent,
+    LocalSlope,
+    Samples,
+    bootstrap_medians,
+    fit_cost,
+    fit_exponent,
+    local_slopes,
+    log_medians,
+)
+
+__all__ = [
+    "CostFit",
+    "Crossover",
+    "Exponent",
+    "LocalSlope",
+    "PairedDifference",
+    "crossover",
+    "fit_cost",
+    "fit_exponent",
+    "local_slopes",
+    "mean_interval",
+    "median_interval",
+    "paired_difference",
+    "quartiles",
+]
+
+
+def _finite(values: Sequence[float], minimum: int, what: str) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size < minimum or not np.isfinite(array).all():
+        raise ValueError(f"{what}: expected at least {minimum} finite number(s); got {list(values)!r}")
+    return array
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Return lower quartile, median and upper quartile, by linear interpolation.
+
+    Raises:
+        ValueError: there is no sample, or one is not finite.
+
+    >>> quartiles([4.0, 1.0, 3.0, 2.0, 5.0])
+    (2.0, 3.0, 4.0)
+    """
+    low, middle, high = np.quantile(_finite(samples, 1, "samples"), [0.25, 0.5, 0.75])
+    return float(low), float(middle), float(high)
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the median.
+
+    Identical samples give an interval of width zero, and so does a single one, of which nothing more can be said: show
+    the number of samples beside the interval. With fewer than about six samples it is little more than their range.
+
+    Args:
+        samples: in any order; the result does not depend on it.
+        confidence: probability the interval is meant to cover.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: there is no sample, or one is not finite, or `confidence` is not between 0 and 1.
+    """
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
+    ordered = np.sort(_finite(samples, 1, "samples"))
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(bootstrap_medians(ordered, np.random.default_rng(seed)), [tail, 1.0 - tail])
+    return float(low), float(high)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Return Student's t-interval of the mean: the honest one for a few seeds, where a bootstrap is too narrow.
+
+    Returns:
+        Low and high, or None for a single value, whose spread is unknown.
+
+    Raises:
+        ValueError: there is no value, or one is not finite, or `confidence` is not between 0 and 1.
+
+    >>> low, high = mean_interval([0.359, 0.361, 0.367])
+    >>> f"{low:.3f} {high:.3f}"
+    '0.352 0.373'
+    """
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
+    array = _finite(values, 1, "values")
+    if array.size == 1:
+        return None
+    quantile = special.stdtrit(array.size - 1, 0.5 + confidence / 2.0)
+    half = float(quantile) * float(array.std(ddof=1)) / array.size**0.5
+    return float(array.mean()) - half, float(array.mean()) + half
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairedDifference:
+    """Two models on the same examples.
+
+    Args:
+        difference: accuracy of the first minus accuracy of the second.
+        low: lower end of the 95 % interval of the difference.
+        high: upper end.
+        p_value: probability of a split at least as uneven among the examples on which they differ, were both equally
+            good (exact McNemar test, two-sided).
+        num_only_a: examples that only the first got right.
+        num_only_b: examples that only the second got right.
+        num_examples: compared.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    num_only_a: int
+    num_only_b: int
+    num_examples: int
+
+
+def paired_difference(correct_a: str | Sequence[int], correct_b: str | Sequence[int]) -> PairedDifference:
+    """Compare per-example correctness of two models on one test set.
+
+    Pairing removes the difficulty of the examples from the comparison: what both get right or both get wrong says
+    nothing about which is better. The interval is Agresti and Min's (2005, "Simple improved confidence intervals for
+    comparing matched proportions"): Wald's after adding half an example to each of the four kinds.
+
+    Args:
+        correct_a: 1 or 0 for each example, or the same as a string of digits (`records.Score.correct`).
+        correct_b: likewise, for the same examples in the same order.
+
+    Raises:
+        ValueError: the two are of different length, empty, or hold anything but 0 and 1.
+
+    >>> result = paired_difference("1111100000", "1111000000")
+    >>> result.difference, result.num_only_a, result.p_value
+    (0.1, 1, 1.0)
+    """
+    first, second = ([int(mark) for mark in marks] for marks in (correct_a, correct_b))
+    if len(first) != len(second) or not first:
+        raise ValueError(f"expected the same, non-zero number of examples; got {len(first)} and {len(second)}")
+    if not {*first, *second} <= {0, 1}:
+        raise ValueError(f"expected only 0 and 1 as marks; got {sorted({*first, *second})}")
+    count = len(first)
+    only_a = sum(a > b for a, b in zip(first, second, strict=True))
+    only_b = sum(b > a for a, b in zip(first, second, strict=True))
+    differing = only_a + only_b
+    p_value = min(1.0, 2.0 * float(special.bdtr(min(only_a, only_b), differing, 0.5))) if differing else 1.0
+    padded, shift = count + 2.0, (only_a - only_b) / (count + 2.0)
+    half = float(special.ndtri(0.975)) * ((differing + 1.0) / padded - shift**2) ** 0.5 / padded**0.5
+    return PairedDifference(
+        difference=(only_a - only_b) / count,
+        low=max(-1.0, shift - half),
+        high=min(1.0, shift + half),
+        p_value=p_value,
+        num_only_a=only_a,
+        num_only_b=only_b,
+        num_examples=count,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossover:
+    """Where one curve gets below another for good.
+
+    Args:
+        kind: `"crosses"`; `"always_faster"`: below at every length both were measured at; `"never_in_range"`: not below
+            at the longest.
+        length: estimated crossing, in tokens; None unless it crosses in range.
+        low: lower end of the 95 % interval; None where it lies below the shortest length, or for no crossing at all.
+        high: upper end; None where it lies beyond the longest length.
+        support: fraction of the bootstrap resamples of the same kind.
+        lengths: that both have, ascending.
+    """
+
+    kind: Literal["crosses", "always_faster", "never_in_range"]
+    length: float | None
+    low: float | None
+    high: float | None
+    support: float
+    lengths: tuple[int, ...]
+
+
+def _last_crossing(log_lengths: NDArray[np.float64], gap: NDArray[np.float64]) -> float:
+    """Return the log length at which `gap` turns negative for good; -inf if it always is, +inf if not at the end."""
+    gap = np.where(np.abs(gap) < 1e-9, 0.0, gap)  # equal up to rounding is not cheaper
+    above = np.flatnonzero(gap >= 0)
+    if above.size == 0:
+        return -np.inf
+    left = int(above[-1])
+    if left == gap.size - 1:
+        return np.inf
+    share = gap[left] / (gap[left] - gap[left + 1])
+    return float(log_lengths[left] + share * (log_lengths[left + 1] - log_lengths[left]))
+
+
+def crossover(samples_x: Samples, samples_baseline: Samples, seed: int = 0) -> Crossover:
+    """Find the length from which x costs less than the baseline, and keeps costing less up to the longest length.
+
+    The log ratio of medians is interpolated linearly in log length. Curves that cross several times count by the last
+    crossing from dearer to cheaper. The interval comes from resampling both curves.
+
+    Args:
+        samples_x: samples by length.
+        samples_baseline: likewise; only lengths that both have are used.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: no length in common, or a sample is not positive and finite.
+
+    >>> crossover({256: [4.0], 1024: [16.0]}, {256: [1.0], 1024: [64.0]}).length
+    512.0
+    """
+    common = sorted(set(samples_x) & set(samples_baseline))
+    if not common:
+        raise ValueError(f"expected a length in common; got {sorted(samples_x)} and {sorted(samples_baseline)}")
+    _, logs_x, resampled_x = log_medians({n: samples_x[n] for n in common}, seed)
+    _, logs_baseline, resampled_baseline = log_medians({n: samples_baseline[n] for n in common}, seed + 1)
+    log_lengths = np.log(common)
+    point = _last_crossing(log_lengths, logs_x - logs_baseline)
+    drawn = np.array([_last_crossing(log_lengths, gap) for gap in resampled_x - resampled_baseline])
+    # method="lower": interpolating between a finite crossing and an infinite one has no meaning.
+    low, high = np.quantile(drawn, TAILS, method="lower")
+    is_crossing = bool(np.isfinite(point))
+    same = np.isfinite(drawn) if is_crossing else drawn == point
+    return Crossover(
+        kind="crosses" if is_crossing else ("always_faster" if point < 0 else "never_in_range"),
+        length=round(float(np.exp(point)), 6) if is_crossing else None,
+        low=float(np.exp(low)) if np.isfinite(low) else None,
+        high=float(np.exp(high)) if np.isfinite(high) else None,
+        support=float(same.mean()),
+        lengths=tuple(common),
+    )

@@ -1,0 +1,63 @@
+"""A cache of generated data: tensors in one file, written whole or not at all, never pickled.
+
+It lies in `ATTN_ZOO_CACHE`, or else where the platform keeps caches. A cache that cannot be read or written costs
+time, nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+__all__ = ["cache_dir", "cached_tensors"]
+
+
+def cache_dir() -> Path:
+    """Return the folder for caches; it need not exist."""
+    if given := os.environ.get("ATTN_ZOO_CACHE"):
+        return Path(given)
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "attn_zoo"
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(descriptor)
+    try:
+        save_file(tensors, name)
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+def cached_tensors(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return `make()`, or what it returned the last time.
+
+    Args:
+        name: of the file below the cache folder; must change whenever `make` would return something else.
+        make: returns contiguous tensors by name.
+    """
+    path = cache_dir() / f"{name}.safetensors"
+    # A missing file, one cut short by a full disk, or a folder that may not be read: make the data again.
+    with contextlib.suppress(OSError, SafetensorError):
+        return load_file(path)
+    tensors = make()
+    with contextlib.suppress(OSError, SafetensorError):
+        _write(path, tensors)
+    return tensors

@@ -1,0 +1,146 @@
+"""Checkpoints: one safetensors file with the tensors, and the numbers as JSON in its header. Never pickled.
+
+One file, so that weights and numbers cannot belong to different steps; written to a temporary file, synced and renamed,
+so that a kill at any moment leaves the old or the new one. Random states are not stored: all draws are functions of
+seed and step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from attn_zoo.errors import StoreError
+
+__all__ = ["Checkpoint", "Numbers", "load_checkpoint", "save_checkpoint"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Numbers:
+    """Where a run stands.
+
+    Args:
+        step: updates done.
+        best: validation value of the selected weights; negative before the first evaluation.
+        best_loss: their validation loss.
+        best_step: after which update they were taken.
+        num_tokens: trained on, padding excluded.
+        train_s: seconds of training.
+        train_flops: so far.
+        kernels: paths that ran.
+        curve: evaluations so far.
+    """
+
+    step: int = 0
+    best: float = -1.0
+    best_loss: float = 0.0
+    best_step: int = 0
+    num_tokens: int = 0
+    train_s: float = 0.0
+    train_flops: float | None = 0.0
+    kernels: list[str] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What an interrupted run continues from; all tensors on CPU.
+
+    Args:
+        numbers: where it stands.
+        weights: of the model.
+        best_weights: the selected ones.
+        optimizer: its state by parameter index and name.
+    """
+
+    numbers: Numbers
+    weights: dict[str, Tensor]
+    best_weights: dict[str, Tensor]
+    optimizer: dict[int, dict[str, Tensor]]
+
+
+def save_checkpoint(
+    path: Path,
+    identity: str,
+    numbers: Numbers,
+    model: nn.Module,
+    best_weights: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Write everything a run needs to continue.
+
+    Args:
+        path: of the file; its folder is made.
+        identity: of the run: whatever must be equal for continuing to make sense.
+        numbers: where it stands.
+        model: gives the weights.
+        best_weights: the selected ones.
+        optimizer: gives its state, which must be tensors.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    tensors = {f"weights/{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors |= {f"best/{name}": tensor for name, tensor in best_weights.items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{name}": tensor for name, tensor in state.items()}
+    # Copies: safetensors refuses tensors that share memory, and weights may be tied.
+    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    header = {"identity": identity, "numbers": json.dumps(asdict(numbers))}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(descriptor)
+        try:
+            save_file(copies, temporary, metadata=header)
+            with Path(temporary).open("rb") as file:
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{path}: cannot write the checkpoint ({error})") from error
+
+
+def load_checkpoint(path: Path, identity: str) -> Checkpoint | None:
+    """Return the checkpoint, or None where there is none for this run.
+
+    A file that is damaged or belongs to another run (an older protocol, other data) is set aside as `*.unusable`: the
+    run then starts from its beginning, which costs time but never a wrong result.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            header: dict[str, str] = file.metadata() or {}
+            if header.get("identity") == identity:
+                numbers = Numbers(**json.loads(header["numbers"]))
+                return _sorted_out(numbers, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError):
+        pass
+    with contextlib.suppress(OSError):
+        path.replace(path.with_name(f"{path.name}.unusable"))
+    return None
+
+
+def _sorted_out(numbers: Numbers, tensors: dict[str, Tensor]) -> Checkpoint:
+    groups: dict[str, Any] = {"weights": {}, "best": {}}
+    optimizer: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        group, _, rest = name.partition("/")
+        if group == "optimizer":
+            index, _, field_name = rest.partition("/")
+            optimizer.setdefault(int(index), {})[field_name] = tensor
+        else:
+            groups[group][rest] = tensor
+    return Checkpoint(numbers, groups["weights"], groups["best"], optimizer)

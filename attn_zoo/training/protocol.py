@@ -1,0 +1,196 @@
+"""Protocols: everything besides variant, task and seed that decides a score, as frozen data with a name.
+
+Scores are comparable only under one protocol. What a task sets differently (published settings differ by task) stands
+in the task's `settings`; what a matrix sets differently in the cell's `overrides`. The precision is the cell's `dtype`.
+`attn_zoo.records.PROTOCOL_VERSION` enters every cell's key: raise it when a protocol here changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal
+
+from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.model import ModelConfig
+from attn_zoo.model.config import Activation, NormKind, PoolingKind, PositionKind
+from attn_zoo.registry import make_config
+from attn_zoo.training.schedule import ScheduleKind
+
+__all__ = ["PROTOCOLS", "Protocol", "resolve_protocol"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Protocol:
+    """Model, optimiser, schedule and evaluation of a training run.
+
+    Args:
+        name: what matrices call it.
+        deviations: how it differs from the published set-up it follows, one sentence each.
+        num_layers: blocks.
+        embed_dim: E.
+        num_heads: H.
+        ffn_dim: width inside the feed-forward network.
+        position: how positions are represented.
+        norm: normalisation.
+        norm_order: before or after each sublayer.
+        activation: of the feed-forward network.
+        pooling: mean over unpadded positions, or CLS.
+        dropout_p: on attention weights.
+        resid_dropout_p: on embeddings and on what each sublayer adds.
+        betas: of Adam.
+        eps: of Adam.
+        weight_decay: decoupled (AdamW), on matrices; biases, norms and embeddings have none.
+        base_lr: multiplied by the schedule.
+        schedule: see `attn_zoo.training.schedule`.
+        warmup_steps: W.
+        num_steps: updates.
+        batch_size: examples per update.
+        clip_norm: largest global norm of the gradient; 0 does not clip.
+        eval_every: updates between validations; the last update is followed by one too.
+        eval_batch_size: examples per evaluation batch.
+        pad_multiple: a batch is padded to its longest example, rounded up to a multiple of this.
+        is_full_length: pad every batch to the task's maximum instead.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    name: str
+    deviations: tuple[str, ...] = ()
+    num_layers: int = 2
+    embed_dim: int = 64
+    num_heads: int = 2
+    ffn_dim: int = 128
+    position: PositionKind = "learned"
+    norm: NormKind = "layer_norm"
+    norm_order: Literal["pre", "post"] = "pre"
+    activation: Activation = "gelu"
+    pooling: PoolingKind = "mean"
+    dropout_p: float = 0.0
+    resid_dropout_p: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    base_lr: float
+    schedule: ScheduleKind
+    warmup_steps: int
+    num_steps: int
+    batch_size: int = 32
+    clip_norm: float = 0.0
+    eval_every: int
+    eval_batch_size: int = 64
+    pad_multiple: int = 16
+    is_full_length: bool = False
+
+    def __post_init__(self) -> None:
+        positive = ("num_steps", "batch_size", "eval_every", "eval_batch_size", "pad_multiple", "base_lr")
+        problems = [(n, f"expected more than 0; got {getattr(self, n)}") for n in positive if getattr(self, n) <= 0]
+        not_negative = ("warmup_steps", "clip_norm", "weight_decay")
+        problems += [(n, f"expected 0 or more; got {getattr(self, n)}") for n in not_negative if getattr(self, n) < 0]
+        if problems:
+            raise ConfigError(f"protocol {self.name}", problems)
+
+    def model_config(
+        self, *, variant: str, options: dict[str, Any], vocab_size: int, max_seq_len: int, seed: int
+    ) -> ModelConfig:
+        """Return the model of this protocol around a variant."""
+        shared = {item.name for item in fields(ModelConfig)} & {item.name for item in fields(Protocol)}
+        return ModelConfig(
+            variant=variant,
+            options=options,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+            seed=seed,
+            **{name: getattr(self, name) for name in sorted(shared)},
+        )
+
+
+PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
+    {
+        protocol.name: protocol
+        for protocol in (
+            Protocol(
+                name="cpu-small",
+                base_lr=1e-3,
+                schedule="cosine",
+                warmup_steps=100,
+                num_steps=3_000,
+                batch_size=64,
+                weight_decay=0.01,
+                clip_norm=1.0,
+                eval_every=250,
+                eval_batch_size=250,
+            ),
+            Protocol(
+                name="lra-small",
+                deviations=(
+                    "mean pooling runs over unpadded positions; the published code divides by the padded length",
+                    "batches are padded to their longest example; the published code pads to the next power of two",
+                    "the cell's dtype decides the precision; the published code uses float16 autocast",
+                    "the last partial batch of an evaluation counts; the published code drops it",
+                ),
+                dropout_p=0.1,
+                resid_dropout_p=0.1,
+                eps=1e-6,
+                base_lr=1e-4,
+                schedule="linear",
+                warmup_steps=1_000,
+                num_steps=5_000,
+                eval_every=50,
+            ),
+            Protocol(
+                name="lra-original",
+                deviations=(
+                    "embeddings, biases and norms are not decayed; the published optimiser decays every weight",
+                    "initialisation is the one shared by all our models",
+                    "the last partial batch of an evaluation counts; the published code drops it",
+                ),
+                num_layers=4,
+                embed_dim=512,
+                num_heads=8,
+                ffn_dim=1_024,
+                position="sinusoidal",
+                pooling="cls",
+                dropout_p=0.1,
+                resid_dropout_p=0.1,
+                betas=(0.9, 0.98),
+                eps=1e-9,
+                weight_decay=0.1,
+                base_lr=0.05,
+                schedule="rsqrt",
+                warmup_steps=1_000,
+                num_steps=5_000,
+                eval_every=200,
+                is_full_length=True,
+            ),
+        )
+    }
+)
+"""`cpu-small` ends within minutes on two cores. `lra-small` is the set-up of most later work (mlpen/Nystromformer,
+LRA/code/lra_config.py). `lra-original` is the release of Long Range Arena (lra_benchmarks/*/configs)."""
+
+
+def resolve_protocol(
+    name: str, *, task_settings: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+) -> Protocol:
+    """Return the protocol `name` with what a task and then a matrix set differently.
+
+    Args:
+        name: one of `PROTOCOLS`.
+        task_settings: the task's `settings` for this protocol.
+        overrides: the cell's.
+
+    Raises:
+        UnknownNameError: no such protocol.
+        ConfigError: an override is unknown or has an impossible value; all problems at once.
+    """
+    if name not in PROTOCOLS:
+        raise UnknownNameError("protocol", name, list(PROTOCOLS), f"there are {', '.join(PROTOCOLS)}")
+    overrides = dict(overrides or {})
+    fixed = [(key, "is not a setting: it names the protocol") for key in ("name", "deviations") if key in overrides]
+    if fixed:
+        raise ConfigError(f"overrides of {name}", fixed)
+    settings = {**asdict(PROTOCOLS[name]), **(task_settings or {}), **overrides}
+    return make_config(Protocol, settings, f"overrides of {name}")

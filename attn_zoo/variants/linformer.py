@@ -1,0 +1,294 @@
+"""Linformer: keys and values are compressed along the sequence to k rows before softmax attention.
+
+Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity", arXiv 2006.04768, equation 7:
+    head_i = softmax(Q_i (E_i^T K_i)^T / sqrt(D)) (F_i^T V_i),   Q_i = X W_i^Q, K_i = X W_i^K, V_i = X W_i^V
+Symbols: the paper's n is S (key_len, at most N = max_seq_len), k is `proj_len`, its k x n matrices are our E^T and F^T.
+Cost: time O(B H (L + S) k D), memory beyond inputs and outputs O(S k + B H k D): linear, as k is a constant. A k that
+grows with S (k = S / ratio) would be quadratic with a small constant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, MultiHeadMixer
+from attn_zoo.attention.masks import blank_padding, masked_softmax, score_bias, zero_padded_rows
+from attn_zoo.attention.oracle import expand_kv_heads
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.kernels.compress import Short, compress, fit_rows
+from attn_zoo.kernels.sdpa import exact_attention
+from attn_zoo.kernels.windows import pool_windows, window_counts, window_matrix
+from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
+from attn_zoo.registry import VariantConfig, register_attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinformerConfig(VariantConfig):
+    """The paper's choices.
+
+    Args:
+        proj_len: k, rows after compression, or one k for each layer ("nonuniform projected dimension", section 4). No
+            more than `max_seq_len` rows are made: they would cost and add nothing.
+        sharing: `"none"`, E and F for each head; `"headwise"`, one E and one F for all heads of a layer; `"key_value"`,
+            E = F as well; `"layerwise"`, one matrix for all layers, heads, keys and values.
+        projection: `"linear"`, learned matrices; `"mean_pool"` or `"conv"` (kernel and stride ceil(max_seq_len / k)).
+        layout: `"project_first"`, E^T (X W + b), as equation 7 is written; `"compress_first"`, (E^T X) W + (sum E) b,
+            as in the authors' code, exact where heads share E and keys are not rotated; `"auto"`, the latter if exact.
+        short: rows of E for n < max_seq_len unpadded positions. `"slice"`: the first, as in the authors' code.
+            `"slice_renormalise"`: times sqrt(max_seq_len / n), which keeps the variance of independent tokens.
+            `"interpolate"`: resampled to n rows, times max_seq_len / n, which keeps the sum over equal tokens.
+    """
+
+    proj_len: int | tuple[int, ...] = 256
+    sharing: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
+    projection: Literal["linear", "mean_pool", "conv"] = "linear"
+    layout: Literal["auto", "project_first", "compress_first"] = "auto"
+    short: Short = "slice"
+
+    def __post_init__(self) -> None:
+        ranks = self.ranks
+        if not ranks or min(ranks) < 1:
+            raise ValueError(f"proj_len: expected at least 1, or one such number for each layer; got {self.proj_len!r}")
+        if self.sharing == "layerwise" and len(set(ranks)) > 1:
+            raise ValueError(f"proj_len: all layers share one matrix, so one rank; got {self.proj_len!r}")
+        if self.projection == "mean_pool" and self.sharing != "headwise":
+            raise ValueError(f"sharing: mean_pool has no weights to share; leave it out; got {self.sharing!r}")
+        if self.projection != "linear" and self.short != "slice":
+            raise ValueError(f"short: windows of {self.projection} have one width at any length; got {self.short!r}")
+
+    @classmethod
+    def check_options(cls) -> tuple[dict[str, Any], ...]:
+        """Return each way of sharing, projecting and shortening at least once."""
+        small: dict[str, Any] = {"proj_len": 12}
+        return (
+            small,
+            small | {"sharing": "none", "short": "interpolate"},
+            small | {"sharing": "key_value", "layout": "project_first", "short": "slice_renormalise"},
+            small | {"sharing": "layerwise", "layout": "compress_first"},
+            small | {"projection": "mean_pool"},
+            small | {"projection": "conv", "sharing": "none"},
+        )
+
+    @classmethod
+    def budgets(cls, seq_len: int) -> tuple[dict[str, Any], ...]:
+        """Return finer and finer pooling; the last pools nothing. A learned E is exact only where it learns to be."""
+        pooling = {"projection": "mean_pool", "sharing": "headwise", "short": "slice"}
+        return tuple(pooling | {"proj_len": max(1, seq_len // part)} for part in (8, 2, 1))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank k of each layer, or one k for all."""
+        return self.proj_len if isinstance(self.proj_len, tuple) else (self.proj_len,)
+
+
+def linformer_flops(shape: Shape) -> int:
+    """Count the compression of keys and values and both products of the attention; k is the mean over layers."""
+    config = shape.config or LinformerConfig()
+    ranks = [min(rank, shape.key_len) for rank in config.ranks]
+    if config.projection != "linear":  # as many as there are windows
+        ranks = [-(-shape.key_len // -(-shape.key_len // rank)) for rank in ranks]
+    rank = sum(ranks) / len(ranks)
+    compression = shape.num_kv_heads * shape.key_len * (rank if config.projection == "linear" else 1)
+    attention = shape.num_heads * shape.query_len * rank
+    return round(4 * shape.batch_size * shape.head_dim * (compression + attention))
+
+
+def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> AbstractMixer:
+    """Return the mixer in the layout that `config` asks for; both have the same parameters under the same names.
+
+    Raises:
+        UnsupportedError: compress-first is asked for where it is not exact.
+    """
+    why_not = None
+    if config.sharing == "none":
+        why_not = "each head has a matrix of its own, so there is no one E^T X for all"
+    elif build.position == "rotary":
+        why_not = "rotation acts on projected keys position by position, before they are mixed"
+    if config.layout == "compress_first" and why_not:
+        raise UnsupportedError("layout", f"linformer: compress_first is not exact here: {why_not}")
+    attention = LinformerAttention(replace(config, layout="project_first"), build)
+    is_plain = config.layout == "project_first" or why_not is not None
+    mixer = MultiHeadMixer(attention) if is_plain else CompressFirstMixer(attention)
+    mixer.config = config
+    return mixer
+
+
+@register_attention(
+    "linformer",
+    config=LinformerConfig,
+    capabilities=Capabilities(
+        bidirectional=True,
+        causal=False,
+        cross_attention=True,
+        key_padding_mask=True,
+        grouped_query=True,
+        why={
+            "causal": "each compressed key mixes all positions",
+            "decode": "a new position changes every compressed key",
+            "positions": "a bias by distance needs keys with a position, and a compressed key has none",
+        },
+    ),
+    complexity=Complexity(
+        time="B H (L + S) k D",
+        memory="S k + B H k D",
+        time_exponent=1,
+        memory_exponent=1,
+        sequential_ops="1",
+        max_path="1",
+        flops=linformer_flops,
+    ),
+    reference=Reference(
+        title="Linformer: Self-Attention with Linear Complexity",
+        authors="Wang et al.",
+        year=2020,
+        url="https://arxiv.org/abs/2006.04768",
+        equation="7",
+        code="https://github.com/facebookresearch/fairseq/tree/main/examples/linformer",
+        deviations=(
+            "Padded positions count for nothing in what is compressed; the authors' code lets them in.",
+            "Lengths below the maximum: slicing E is the authors' rule, the other two are ours; the paper is silent.",
+            "conv is one filter over a window, the same for all channels; the paper gives kernel and stride only.",
+            "Windows have ceil(N / k) positions, so there may be fewer than k; one that holds only padding is masked.",
+            "Not in the paper: grouped heads, cross-attention, rotary positions (keys are mixed after rotation).",
+        ),
+    ),
+    mixer=make_linformer_mixer,
+)
+class LinformerAttention(AbstractAttention):
+    """Attention to compressed keys and values.
+
+    Args:
+        config: the variant's options.
+        build: sizes; `build.shared` holds the matrix of layerwise sharing.
+
+    Raises:
+        ConfigError: as many ranks as layers are needed, and another number is given.
+        UnsupportedError: compress-first is asked of projected heads.
+    """
+
+    def __init__(self, config: LinformerConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        if config.layout == "compress_first":
+            raise UnsupportedError("layout", "linformer: projected heads cannot be compressed first: use build_mixer")
+        ranks, layer = config.ranks, build.layer_index
+        if isinstance(config.proj_len, tuple) and (len(ranks) != build.num_layers or layer >= len(ranks)):
+            problem = f"expected one rank for each of {build.num_layers} layers; got {len(ranks)} at layer {layer}"
+            raise ConfigError("linformer", [("proj_len", problem)])
+        self.proj_len = min(ranks[layer if len(ranks) > 1 else 0], build.max_seq_len)
+        self.width = -(-build.max_seq_len // self.proj_len)  # of a window
+        self.compress_key: nn.Parameter | None = None
+        self.compress_value: nn.Parameter | None = None  # None: that of the keys
+        if config.sharing == "layerwise":  # the first layer to come makes it
+            place = f"linformer {config.projection} {build.max_seq_len} to {self.proj_len}"
+            if place not in build.shared:
+                build.shared[place] = self._new_weight()
+            self.compress_key = build.shared[place]
+        elif config.projection != "mean_pool":
+            self.compress_key = self._new_weight()
+            self.compress_value = self._new_weight() if config.sharing != "key_value" else None
+
+    def _new_weight(self) -> nn.Parameter:
+        """Draw E `[G or 1, N, k]` or filters `[G or 1, width]`, so that compressed rows have about a token's variance.
+
+        E as in the authors' code: Xavier uniform of gain 1 / sqrt(2), variance 1 / (N + k). The paper gives none.
+        """
+        is_linear = self.config.projection == "linear"
+        sizes = (self.build.max_seq_len, self.proj_len) if is_linear else (self.width,)
+        heads = self.build.num_kv_heads if self.config.sharing == "none" else 1
+        return nn.Parameter(torch.empty(heads, *sizes).uniform_(-1, 1) * (3.0 / sum(sizes)) ** 0.5)
+
+    @property
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """E and F, the same tensor twice where keys and values share it; None for pooling."""
+        return self.compress_key, self.compress_key if self.compress_value is None else self.compress_value
+
+    def compress(self, tokens: Tensor, weight: Tensor | None, key_padding_mask: Tensor | None) -> Tensor:
+        """Compress `[B, G, S, D]` to `[B, G, k, D]` by one of `weights`; padded positions count for nothing."""
+        weight = None if weight is None else weight.to(tokens.dtype)
+        if weight is None or self.config.projection == "conv":
+            return pool_windows(tokens, self.width, weight, key_padding_mask=key_padding_mask)
+        rows, gain = fit_rows(weight, tokens.shape[2], self.config.short, key_padding_mask=key_padding_mask)
+        compressed = compress(tokens, rows, key_padding_mask=key_padding_mask)
+        return compressed if gain is None else compressed * gain.to(tokens.dtype)
+
+    def dense_matrix(self, weight: Tensor | None, key_len: int, mask: Tensor | None, like: Tensor) -> Tensor:
+        """Return the `[B or 1, G or 1, S, k]` that `compress` amounts to, zero in padded rows: for the reference."""
+        weight = None if weight is None else weight.to(like.dtype)
+        if weight is None or self.config.projection == "conv":
+            return window_matrix(key_len, self.width, weight, key_padding_mask=mask, like=like)
+        rows, gain = fit_rows(weight, key_len, self.config.short, key_padding_mask=mask)
+        rows = rows if gain is None else rows * gain.to(like.dtype)
+        return rows if mask is None else rows.masked_fill(mask[:, None, :, None], 0.0)
+
+    def _empty_rows(self, mask: Tensor | None) -> Tensor | None:
+        """Return bool `[B, k]`, True = windows with padding only, which are no keys, or None where there are none.
+
+        A learned matrix mixes every position into every row, so there no row is hidden.
+        """
+        if mask is None or self.config.projection == "linear":
+            return None
+        return window_counts(mask.shape[1], self.width, key_padding_mask=mask, device=mask.device) == 0
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        matrices = zip((key, value), self.weights, strict=True)
+        key, value = (self.compress(tokens, weight, key_padding_mask) for tokens, weight in matrices)
+        return self.attend(query, key, value, key_padding_mask)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """Attend from `[B, H, L, D]` to compressed `[B, G, k, D]`; the mask is that of the positions, `[B, S]`."""
+        empty = self._empty_rows(key_padding_mask)
+        sized = partial(score_bias, query_len=query.shape[2], key_len=key.shape[2], device=query.device)
+        output = exact_attention(
+            query,
+            key,
+            value,
+            bias_rows=partial(sized, key_padding_mask=empty),
+            key_padding_mask=empty,
+            dropout_p=self.build.dropout_p if self.training else 0.0,
+        )
+        return zero_padded_rows(output, key_padding_mask)
+
+    def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Compute equation 7 with dense matrices."""
+        key, value = (blank_padding(x, key_padding_mask) for x in (key, value))
+        e, f = (self.dense_matrix(weight, key.shape[2], key_padding_mask, key) for weight in self.weights)
+        key, value = e.mT @ key, f.mT @ value  # [B, G, k, D]
+        key, value = (expand_kv_heads(x, query.shape[1]) for x in (key, value))
+        scores = query @ key.mT / query.shape[-1] ** 0.5  # [B, H, L, k]
+        empty = self._empty_rows(key_padding_mask)
+        weights = masked_softmax(scores, None if empty is None else ~empty[:, None, None, :])
+        return zero_padded_rows(weights @ value, key_padding_mask)
+
+
+class CompressFirstMixer(MultiHeadMixer):
+    """The multi-head mixer with keys and values projected after compression: E^T (X W + b) = (E^T X) W + (sum E) b.
+
+    Two of the four projections then act on k rows, not on S, and X is compressed once where E = F. `reference` and the
+    decoding of cross-attention project first, with equal results.
+    """
+
+    attention: LinformerAttention
+
+    def forward(
+        self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """Mix positions; shapes as in `AbstractMixer.forward`."""
+        tokens = (hidden if context is None else context)[:, None]  # [B, 1, S, E]: one head as wide as the model
+        ones = tokens.new_ones(*tokens.shape[:3], 1)
+        e, f = self.attention.weights
+        rows_e, sum_e = (self.attention.compress(x, e, key_padding_mask) for x in (tokens, ones))
+        rows_f, sum_f = rows_e, sum_e
+        if f is not e:
+            rows_f, sum_f = (self.attention.compress(x, f, key_padding_mask) for x in (tokens, ones))
+        build = self.build
+        key = linear(rows_e, self.key_proj.weight) + sum_e * self.key_proj.bias  # [B, 1, k, G D]
+        value = linear(rows_f, self.value_proj.weight) + sum_f * self.value_proj.bias
+        key, value = (x[:, 0].unflatten(-1, (build.num_kv_heads, -1)).transpose(1, 2) for x in (key, value))
+        query = self._heads(hidden, self.query_proj, build.num_heads)
+        return self._merge(self.attention.attend(query, key, value, key_padding_mask))

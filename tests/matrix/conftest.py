@@ -1,0 +1,55 @@
+"""Small plans over misbehaving variants, and a fake environment where the real one does not matter."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_zoo.discovery import load_file
+from attn_zoo.matrix.plan import Plan, make_plan
+from attn_zoo.matrix.schema import parse_matrix
+from attn_zoo.records import Environment
+from attn_zoo.registry import variants
+
+VARIANT_FILE = str(Path(__file__).with_name("misbehaving.py"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _misbehaving_variants():
+    variants["full"]  # discover first, so that nothing is registered twice
+    load_file(VARIANT_FILE, None)
+    yield
+    for name in [name for name in variants if name.startswith("fake_")]:
+        variants.remove(name)
+
+
+def make_matrix(names: list[Any], **changes: Any):
+    group = {
+        "variants": names,
+        "seq_len": [16, 256],
+        "num_heads": 1,
+        "head_dim": 8,
+        "device": "cpu",
+        "threads": 1,
+        "budget_s": 0.02,
+        "timeout_s": 30,
+        **changes,
+    }
+    return parse_matrix({"name": "test", "scaling": [group]}, "test.toml")
+
+
+def tiny_plan(names: list[Any], **changes: Any) -> Plan:
+    return make_plan(make_matrix(names, **changes), variant_files=[VARIANT_FILE])
+
+
+def environment(**changes: Any) -> Environment:
+    base: dict[str, Any] = {
+        "host": "0123456789ab",
+        "platform": "Linux",
+        "cpu": "Test",
+        "num_cores": 2,
+        "memory_bytes": 2**34,
+        "threads": 2,
+        "versions": {"torch": "2.13.0"},
+    }
+    return Environment(**{**base, **changes})

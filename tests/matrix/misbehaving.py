@@ -1,0 +1,178 @@
+"""Variants that misbehave on purpose, loaded by `--variant-file`. Up to 200 tokens, so in the gate, all are exact."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import AbstractAttention, BuildContext
+from attn_zoo.attention.oracle import attention_weights
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.metadata import Capabilities, Complexity, Reference
+from attn_zoo.registry import register_attention
+
+GATE_LEN = 200
+
+
+def register(name: str, capabilities: Capabilities | None = None):
+    """Register under `name` with harmless claims."""
+    return register_attention(
+        name,
+        capabilities=capabilities
+        or Capabilities(bidirectional=True, causal=True, cross_attention=True, key_padding_mask=True, is_exact=True),
+        complexity=Complexity(
+            time="B H L S D", memory="B H L S", time_exponent=2, memory_exponent=2, sequential_ops="1", max_path="1"
+        ),
+        reference=Reference(title="Misbehaviour", authors="Tests", year=2026, url="https://example.org"),
+    )
+
+
+class Plain(AbstractAttention):
+    """Plain softmax attention that calls `misbehave` on long inputs."""
+
+    def misbehave(self) -> None:
+        """Do nothing."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        if query.shape[-2] > GATE_LEN:
+            self.misbehave()
+        weights = attention_weights(query, key, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask)
+        if key_padding_mask is not None:
+            value = value.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+        return torch.dropout(weights, self.build.dropout_p, self.training) @ value
+
+
+@register("fake_ok")
+class Fine(Plain):
+    """Never misbehaves."""
+
+
+@register("fake_segfault")
+class Segfault(Plain):
+    """Reads address 0."""
+
+    def misbehave(self) -> None:
+        print("about to read address 0", flush=True)
+        ctypes.string_at(0)
+
+
+@register("fake_abort")
+class Abort(Plain):
+    """Aborts as a failed assertion in C would."""
+
+    def misbehave(self) -> None:
+        os.abort()
+
+
+@register("fake_hang")
+class Hang(Plain):
+    """Ignores the polite signal, leaves a child behind, and sleeps."""
+
+    def misbehave(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork() == 0:
+            time.sleep(120)
+            os._exit(0)
+        time.sleep(120)
+
+
+@register("fake_exit")
+class Exit(Plain):
+    """Calls sys.exit."""
+
+    def misbehave(self) -> None:
+        sys.exit(3)
+
+
+@register("fake_hard_exit")
+class HardExit(Plain):
+    """Ends the process as if all were well."""
+
+    def misbehave(self) -> None:
+        os._exit(0)
+
+
+@register("fake_memory_error")
+class MemoryFailure(Plain):
+    """Asks the host for more memory than there is."""
+
+    def misbehave(self) -> None:
+        torch.ones(2**42)
+
+
+@register("fake_device_memory")
+class DeviceMemory(Plain):
+    """Raises what CUDA's allocator raises."""
+
+    def misbehave(self) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+@register("fake_killed")
+class Killed(Plain):
+    """Is killed from outside, small as it is."""
+
+    def misbehave(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register("fake_bug")
+class Bug(Plain):
+    """Raises an ordinary exception with control characters in it."""
+
+    def misbehave(self) -> None:
+        raise KeyError("\x1b[31mscores")
+
+
+@register("fake_nan")
+class NotANumber(Plain):
+    """Returns NaN, always: the gate must see it."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        return query * float("nan")
+
+
+@register("fake_slow")
+class Slow(Plain):
+    """Takes half a second."""
+
+    def misbehave(self) -> None:
+        time.sleep(0.5)
+
+
+@register("fake_loud")
+class Loud(Plain):
+    """Writes to the standard streams and reads from them, which must not disturb the supervisor."""
+
+    def misbehave(self) -> None:
+        print('{"event": "done", "record": {}}', flush=True)
+        os.write(1, b"not json\n")
+        assert sys.stdin.read() == ""
+
+
+@register("fake_picky")
+class Picky(Plain):
+    """Refuses long sequences when it is built."""
+
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        if build.max_seq_len > GATE_LEN:
+            raise UnsupportedError("max_seq_len", f"at most {GATE_LEN} tokens")
+        super().__init__(config, build)
+
+
+@register("fake_bad_constructor")
+class BadConstructor(Plain):
+    """Aborts when it is built."""
+
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        os.abort()
+
+
+@register("fake_modest", Capabilities(bidirectional=True, causal=False, cross_attention=False, key_padding_mask=False))
+class Modest(Plain):
+    """Declares that it can do little."""

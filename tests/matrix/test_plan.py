@@ -1,0 +1,164 @@
+"""From a matrix to cells: all of them, each once, in order, refused with a reason where a variant says no."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.matrix.plan import make_plan
+from attn_zoo.matrix.schema import parse_matrix
+from attn_zoo.matrix.sources import _digest, source_digest
+from attn_zoo.registry import variants
+from tests.matrix.conftest import VARIANT_FILE, make_matrix, tiny_plan
+
+
+def axis(values):
+    return st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True)
+
+
+GROUP = st.fixed_dictionaries(
+    {
+        "variants": axis(["full", "fake_ok", "fake_modest"]),
+        "seq_len": axis([1, 16, 512, 100_000]),
+        "passes": axis(["fwd", "fwd_bwd"]),
+        "dtypes": axis(["float32", "bfloat16"]),
+        "batch_size": axis([1, 2]),
+        "head_dim": axis([8, 64]),
+        "scope": axis(["attention", "mixer"]),
+        "is_causal": axis([False, True]),
+        "has_padding": axis([False, True]),
+        "dropout_p": axis([0.0, 0.1]),
+        "seeds": axis([0, 1]),
+        "device": st.just("cpu"),
+    }
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(groups=st.lists(GROUP, min_size=1, max_size=2), count=st.integers(1, 4))
+def test_expansion_is_complete_unique_deterministic_and_sharded_without_loss(groups, count):
+    matrix = parse_matrix({"name": "x", "scaling": groups}, "x")
+    plan = make_plan(matrix)
+    keys = [item.cell.key for item in plan.cells]
+    assert len(keys) == len(set(keys)) <= matrix.num_cells
+    if len(groups) == 1:
+        assert len(keys) == matrix.num_cells
+    assert keys == [item.cell.key for item in make_plan(parse_matrix({"name": "x", "scaling": groups}, "y")).cells]
+    lanes = [lane for lane, _ in itertools.groupby(item.cell.lane for item in plan.cells)]
+    assert len(lanes) == len(set(lanes)), "a lane is torn apart"
+    for _, lane in itertools.groupby(plan.cells, key=lambda item: item.cell.lane):
+        lengths = [item.cell.seq_len for item in lane]
+        assert lengths == sorted(lengths)
+    shards = [make_plan(matrix, shard=(index, count)).cells for index in range(1, count + 1)]
+    assert sorted(keys) == sorted(item.cell.key for shard in shards for item in shard)
+
+
+def test_every_field_of_the_matrix_reaches_the_cell():
+    plan = tiny_plan(
+        [{"name": "full", "label": "my full", "options": {}}],
+        seq_len=[32],
+        batch_size=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        dtypes=["float64"],
+        passes=["bwd"],
+        is_causal=True,
+        has_padding=True,
+        dropout_p=0.25,
+        seeds=[5],
+        scope="mixer",
+        isolation="lane",
+        timeout_s=7,
+        budget_s=0.5,
+    )
+    (item,) = plan.cells
+    cell = item.cell
+    assert (cell.label, cell.batch_size, cell.num_heads, cell.num_kv_heads) == ("my full", 3, 4, 2)
+    assert (cell.head_dim, cell.dtype, cell.pass_, cell.seed, cell.scope) == (16, "float64", "bwd", 5, "mixer")
+    assert (cell.is_causal, cell.has_padding, cell.dropout_p, cell.threads) == (True, True, 0.25, 1)
+    assert (item.isolation, item.timeout_s, item.budget_s) == ("lane", 7.0, 0.5)
+    assert cell.id == "my full/scaling/bwd/L32/fp64/mixer/causal/padded/dropout0.25/D16/seed5"
+    assert item.estimate_s is not None
+    assert item.estimate_bytes is not None
+    assert plan.estimate_s == pytest.approx(item.estimate_s)
+
+
+def test_refusals_say_why_and_need_no_worker():
+    plan = tiny_plan(["fake_modest"], seq_len=[16], is_causal=[False, True], has_padding=[False, True])
+    refusals = {(item.cell.is_causal, item.cell.has_padding): item.refusal for item in plan.cells}
+    assert refusals[False, False] is None
+    assert refusals[True, False] == ("causal", "no causal form")
+    assert refusals[False, True] == ("key_padding_mask", "no key_padding_mask")
+    grouped = tiny_plan(["fake_ok"], num_heads=4, num_kv_heads=2, seq_len=[16]).cells[0]
+    assert grouped.refusal is not None
+    assert grouped.refusal[0] == "grouped_query"
+
+
+def test_device_and_additions():
+    matrix = make_matrix(["full"], device="auto")
+    assert {item.cell.device for item in make_plan(matrix, device="cpu").cells} == {"cpu"}
+    added = make_plan(matrix, add_variants=["fake_ok", "full"])
+    assert [item.cell.variant for item in added.cells] == ["full", "full", "fake_ok", "fake_ok"]
+    with pytest.raises(UnknownNameError, match="did you mean 'fake_ok'"):
+        make_plan(matrix, add_variants=["fake_okk"])
+
+
+def test_without_a_gpu_cuda_cells_are_refused_but_not_for_a_cluster(monkeypatch):
+    monkeypatch.setattr("attn_zoo.matrix.plan._has_cuda", lambda: False)
+    matrix = make_matrix(["full"], device="cuda")
+    assert {item.refusal for item in make_plan(matrix).cells} == {("cuda", "no CUDA device here")}
+    assert {item.refusal for item in make_plan(matrix, is_remote=True).cells} == {None}
+
+
+def test_only_keeps_matching_cells():
+    matrix = make_matrix(["full", "fake_ok"])
+    assert {item.cell.id for item in make_plan(matrix, only=["fake_*L16/*"]).cells} == {
+        "fake_ok/scaling/fwd/L16/fp32/D8/seed0"
+    }
+    with pytest.raises(ConfigError, match="no cell matches nothing; a cell's id looks like full/scaling/"):
+        make_plan(matrix, only=["nothing"])
+    with pytest.raises(ConfigError, match=r"expected I/N with 1 <= I <= N; got 3/2"):
+        make_plan(matrix, shard=(3, 2))
+
+
+def test_a_cell_key_depends_on_the_source_and_the_kernels_it_imports(tmp_path, monkeypatch):
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "first.py").write_text("from attn_zoo.kernels import second\n")
+    (kernels / "second.py").write_text("x = 1\n")
+    (kernels / "third.py").write_text("x = 1\n")
+    monkeypatch.setattr("attn_zoo.kernels.__path__", [str(kernels)])
+    source = tmp_path / "variant.py"
+    source.write_text("from attn_zoo.kernels.first import something\n")
+    digests = set()
+    for path, text in (
+        (source, None),
+        (source, "from attn_zoo.kernels.first import something  # edited\n"),
+        (kernels / "second.py", "x = 2\n"),
+    ):
+        if text is not None:
+            path.write_text(text)
+        _digest.cache_clear()
+        digests.add(_digest(source))
+    assert len(digests) == 3
+    (kernels / "third.py").write_text("x = 2\n")
+    _digest.cache_clear()
+    assert _digest(source) in digests, "a kernel that is not imported does not matter"
+    _digest.cache_clear()
+
+
+def test_the_digest_is_in_the_cell():
+    (cell, *_) = (item.cell for item in tiny_plan(["fake_ok"]).cells)
+    assert cell.variant_digest == source_digest(variants["fake_ok"]) != ""
+
+
+def test_probe_asks_constructors_and_survives_what_they_do():
+    matrix = make_matrix(["fake_picky", "full", "fake_bad_constructor"])
+    blind = make_plan(matrix, variant_files=[VARIANT_FILE])
+    assert [item.refusal for item in blind.cells] == [None] * 6, "the plan itself builds nothing"
+    asked = make_plan(matrix, variant_files=[VARIANT_FILE], should_probe=True)
+    refused = {item.cell.id.partition("/fp32")[0]: item.refusal for item in asked.cells if item.refusal}
+    assert refused == {"fake_picky/scaling/fwd/L256": ("max_seq_len", "at most 200 tokens")}

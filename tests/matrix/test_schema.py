@@ -1,0 +1,183 @@
+"""Reading a matrix: what is wrong is said all at once, at its place, with what was expected."""
+
+from pathlib import Path
+
+import pytest
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.matrix.plan import make_plan
+from attn_zoo.matrix.schema import load_matrix, parse_matrix
+
+GOOD = """
+name = "quick"
+[defaults]
+batch_size = 2
+head_dim = [16, 32]
+[[scaling]]
+variants = ["full"]
+seq_len = [16, 32]
+"""
+
+
+def problems_of(text: str, tmp_path: Path) -> str:
+    path = tmp_path / "quick.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_matrix(path)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_defaults_reach_the_groups(tmp_path):
+    path = tmp_path / "quick.toml"
+    path.write_text(GOOD)
+    matrix = load_matrix(path)
+    assert matrix.scaling[0].batch_size == (2,)
+    assert matrix.scaling[0].head_dim == (16, 32)
+    assert matrix.num_cells == 4
+    assert matrix.source == "quick.toml"
+
+
+def test_the_example_of_the_design(tmp_path):
+    text = """
+name = "quick"
+[[scaling]]
+variants = ["full", "linfromer"]
+seq_len = [16]
+dtypes = ["fp32"]
+"""
+    message = problems_of(text, tmp_path)
+    first, *rest = message.splitlines()
+    assert first == "quick.toml: 2 problems"
+    assert any(
+        line.startswith("  scaling[0].variants[1]: unknown variant 'linfromer'; did you mean 'linformer'?  (attn-zoo list")
+        for line in rest
+    )
+    expected = "  scaling[0].dtypes[0]: expected one of float32, bfloat16, float16, float64; got 'fp32'; did you mean"
+    assert any(line.startswith(expected.partition("; did")[0]) for line in rest)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("batch_size = 2", "batchsize = 2", "defaults.batchsize: unknown key; did you mean 'batch_size'?"),
+        ("batch_size = 2", "batch_size = 0", "defaults.batch_size[0]: expected at least 1; got 0"),
+        ("batch_size = 2", "batch_size = 2.0", "defaults.batch_size[0]: expected an integer; got 2.0"),
+        ("batch_size = 2", "batch_size = true", "defaults.batch_size[0]: expected an integer; got True"),
+        ("batch_size = 2", "timeout_s = nan", "defaults.timeout_s: "),
+        ("batch_size = 2", "timeout_s = -1", "defaults.timeout_s: expected more than 0; got -1"),
+        ("batch_size = 2", "dropout_p = 1.0", "defaults.dropout_p[0]: expected less than 1; got 1.0"),
+        ("batch_size = 2", "variants = ['full']", "defaults.variants: unknown key"),
+        ("[16, 32]\n", "[16, 16]\n", "defaults.head_dim: expected each value once; 16 occurs more than once"),
+        ("seq_len = [16, 32]", "seq_len = []", "scaling[0].seq_len: expected at least one value; got none"),
+        ("seq_len = [16, 32]", "seq_len = [16, -1]", "scaling[0].seq_len[1]: expected at least 1; got -1"),
+        ("seq_len = [16, 32]", "seq_len = ['16']", "scaling[0].seq_len[0]: expected an integer; got '16'"),
+        ("seq_len = [16, 32]", "seq_len = 100000000000000000000", "scaling[0].seq_len[0]: expected at most"),
+        ("seq_len = [16, 32]", "", "scaling[0].seq_len: this key is required"),
+        ("seq_len = [16, 32]", "seq_len = 16\npass = 'fwd'", "scaling[0].pass: unknown key; did you mean 'passes'?"),
+        ("seq_len = [16, 32]", "seq_len = 16\npasses = 'fw'", "expected one of infer, fwd, bwd, fwd_bwd; got 'fw'"),
+        ("seq_len = [16, 32]", "seq_len = 16\nnum_kv_heads = 3", "expected a divisor of num_heads = 8; got 3"),
+        ('["full"]', '["ful"]', "scaling[0].variants[0]: unknown variant 'ful'; did you mean 'full'?"),
+        ('["full"]', "[3]", "scaling[0].variants[0]: expected a variant's name or a table"),
+        ('["full"]', "[{name = 'full', opts = {}}]", "scaling[0].variants[0].opts: unknown key"),
+        ('["full"]', "[{name = 'full', options = {nope = 1}}]", "scaling[0].variants[0].options: unknown option 'nope'"),
+        ('["full"]', "[{name = 'full', options = {a = 2020-01-01}}]", "expected a string, number, true or false"),
+        ('["full"]', "['full', {name = 'full', label = 'a/b'}]", "scaling[0].variants[1].label: expected letters"),
+        ("[[scaling]]", "[options.fulll]\n[[scaling]]", "options.fulll: unknown variant 'fulll'"),
+        ("[[scaling]]", "[scaling]", "scaling: expected a list of groups, written [[scaling]]"),
+        ("[[scaling]]", "[[scalings]]", "scalings: unknown key; did you mean 'scaling'?"),
+        ('name = "quick"', "", "name: this key is required"),
+        ('name = "quick"', 'name = "../x"', "name: expected letters"),
+        ('name = "quick"', 'name = "quick"\nsource = "x"', "source: unknown key"),
+        ('name = "quick"', 'name = "quick"\nname = "again"', "not valid TOML"),
+        ('name = "quick"', "name = quick", "not valid TOML"),
+        ('name = "quick"', "\tname = [", "not valid TOML"),
+    ],
+)
+def test_each_mistake_is_named_at_its_place(old, new, expected, tmp_path):
+    assert old in GOOD
+    assert expected in problems_of(GOOD.replace(old, new), tmp_path)
+
+
+def test_all_problems_at_once_and_each_once(tmp_path):
+    text = GOOD.replace("batch_size = 2", "batch_size = -2").replace('["full"]', '["ful"]').replace("32]\n", "'x']\n")
+    message = problems_of(text, tmp_path)
+    lines = message.splitlines()[1:]
+    assert len(lines) == len({line.partition(": ")[0] for line in lines})
+    assert {line.strip().partition(": ")[0] for line in lines} >= {
+        "defaults.batch_size[0]",
+        "scaling[0].variants[0]",
+        "scaling[0].seq_len[1]",
+    }
+
+
+def test_accuracy_groups_are_checked(tmp_path):
+    text = 'name="a"\n[[accuracy]]\nvariants=["full"]\ntask="listop"\nseeds=[-1]'
+    message = problems_of(text, tmp_path)
+    assert "accuracy[0].task: unknown task 'listop'; did you mean 'listops'?" in message
+    assert "accuracy[0].seeds[0]: expected at least 0; got -1" in message
+    text = 'name="a"\n[[accuracy]]\nvariants=["full"]\ntask="listops"\nlevel="shrt"\nprotocol="cpu-smal"\nseq_len=1'
+    message = problems_of(text, tmp_path)
+    assert "accuracy[0].level: unknown level" in message
+    assert "accuracy[0].protocol: unknown protocol 'cpu-smal'; did you mean 'cpu-small'?" in message
+    assert "accuracy[0].seq_len: unknown key" in message
+    text = 'name="a"\n[[accuracy]]\nvariants=["full"]\ntask="listops"\n[accuracy.overrides]\nnum_step=3'
+    assert "accuracy[0].overrides: unknown option 'num_step'; did you mean 'num_steps'?" in problems_of(text, tmp_path)
+
+
+def test_a_thousand_million_cells_are_refused_before_they_are_made(tmp_path):
+    lengths = ", ".join(str(number) for number in range(1, 1001))
+    seeds = ", ".join(str(number) for number in range(1000))
+    text = GOOD.replace("[16, 32]", f"[{lengths}]") + f"seeds = [{seeds}]\n"
+    assert "scaling[0]: expected at most 20,000 cells in all; this group alone has" in problems_of(text, tmp_path)
+
+
+def test_one_label_means_one_thing(tmp_path):
+    text = GOOD.replace('["full"]', '["linformer", {name = "linformer", options = {proj_len = 3}}]')
+    assert "scaling[0].variants[1]: label 'linformer' already means linformer with other" in problems_of(text, tmp_path)
+    fine = text.replace('{name = "linformer",', '{name = "linformer", label = "linformer k=3",')
+    (tmp_path / "fine.toml").write_text(fine)
+    assert [entry.label for entry in load_matrix(tmp_path / "fine.toml").scaling[0].variants] == ["", "linformer k=3"]
+
+
+def test_files_that_are_no_matrix(tmp_path):
+    for path, expected in (
+        (tmp_path, "this is a folder"),
+        (tmp_path / "absent.toml", "no such file"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            load_matrix(path)
+    (tmp_path / "quick.toml").write_text(GOOD)
+    with pytest.raises(ConfigError, match="did you mean 'quick.toml'"):
+        load_matrix(tmp_path / "quik.toml")
+    bad = tmp_path / "bad.toml"
+    bad.write_bytes(b"name = 'a'\nx = '\xff'\n")
+    with pytest.raises(ConfigError, match=r"expected UTF-8 text; byte 16 \(line 2\)"):
+        load_matrix(bad)
+    bad.write_bytes(b"a = " + b"[" * 100_000)
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_matrix(bad)
+    bad.write_bytes(b"a = " + b"1" * 10_000)
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_matrix(bad)
+    bad.write_bytes(b"#" * 2_000_000)
+    with pytest.raises(ConfigError, match="expected at most 1,000,000 bytes"):
+        load_matrix(bad)
+    with pytest.raises(ConfigError, match="at least one group"):
+        parse_matrix({"name": "empty"}, "x")
+
+
+MATRICES = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
+def test_the_matrices_of_this_repository_can_be_planned(path):
+    matrix = load_matrix(path)
+    plan = make_plan(matrix)
+    assert matrix.name == path.stem
+    assert len(plan.cells) == matrix.num_cells
+    assert all(item.refusal is None or item.refusal[0] == "cuda" for item in plan.cells)
+
+
+def test_there_are_matrices():
+    assert {"quick", "scaling-cpu", "scaling-gpu"} <= {path.stem for path in MATRICES}

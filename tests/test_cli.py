@@ -1,0 +1,178 @@
+"""The command line: what a user types, what comes back, and which exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from attn_zoo import cli
+from attn_zoo.registry import variants
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Answer]
+
+
+@pytest.fixture
+def call(capsys, monkeypatch) -> Call:
+    """Run `attn-zoo ARGUMENTS` in this process."""
+
+    def run(*arguments: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["attn-zoo", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return run
+
+
+def test_list_names_every_variant(call):
+    answer = call("list")
+    assert answer.code == 0
+    for name in variants:
+        assert re.search(rf"^{name} ", answer.out, re.MULTILINE)
+
+
+def test_list_as_json_is_machine_readable(call):
+    data = json.loads(call("list", "--json").out)
+    assert {entry["name"] for entry in data["variants"]} == set(variants)
+    assert data["failures"] == []
+
+
+def test_list_tasks(call):
+    assert "listops" in call("list", "tasks").out
+
+
+def test_lists_fit_eighty_columns(call):
+    for arguments in (["list"], ["list", "tasks"], ["show", "linformer"]):
+        assert max(len(line) for line in call(*arguments).out.splitlines() if "http" not in line) <= 80, arguments
+
+
+def test_show_prints_source_claims_capabilities_and_options(call):
+    answer = call("show", "linformer")
+    assert answer.code == 0
+    for text in ("2006.04768", "proj_len", "each compressed key mixes all positions", "N^1"):
+        assert text in answer.out
+
+
+def test_a_typo_is_one_line_with_the_nearest_name(call):
+    answer = call("show", "linfromer")
+    assert answer.code == 2
+    assert answer.out == ""
+    assert answer.err.strip().startswith("unknown variant 'linfromer'; did you mean 'linformer'?")
+    assert len(answer.err.strip().splitlines()) == 1
+
+
+def test_an_unknown_kind_of_list_names_the_kinds(call):
+    answer = call("list", "variant")
+    assert answer.code == 2
+    assert "did you mean 'variants'?" in answer.err
+
+
+@pytest.fixture
+def forget():
+    """Remove from the registry what a test adds."""
+    before = set(variants)
+    yield
+    for name in set(variants) - before:
+        variants.remove(name)
+
+
+@pytest.mark.usefixtures("forget")
+def test_a_new_variant_passes_its_checks_before_it_is_touched(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("new", "my_twist").code == 0
+    path = tmp_path / "my_twist.py"
+    assert "my_twist" in call("list", "--variant-file", str(path)).out
+    answer = call("check", "my_twist")
+    assert answer.code == 0, answer.out
+    assert "0 failed" in answer.out
+
+
+@pytest.mark.usefixtures("forget")
+def test_a_leak_into_the_past_is_named(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call("new", "leaky")
+    path = tmp_path / "leaky.py"
+    path.write_text(path.read_text().replace("is_causal=self.build.is_causal,", "is_causal=False,"))
+    answer = call("check", "leaky", "--variant-file", str(path))
+    assert answer.code == 1
+    assert re.search(r"causality\s+FAILED", answer.out)
+    assert "smallest example" in answer.out
+
+
+@pytest.mark.parametrize("name", ["Full", "with-dash", "class", "1st", "ful l", ""])
+def test_new_refuses_names_that_cannot_be_used(call, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert call("new", name).code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_new_refuses_what_exists(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "already registered" in call("new", "full").err
+    (tmp_path / "mine.py").write_text("keep me")
+    answer = call("new", "mine")
+    assert answer.code == 2
+    assert "exists" in answer.err
+    assert (tmp_path / "mine.py").read_text() == "keep me"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("raise ValueError('broken inside')", "ValueError: broken inside"), ("import sys; sys.exit(3)", "sys.exit(3)")],
+)
+def test_a_broken_variant_file_is_one_message(call, tmp_path, content, expected):
+    path = tmp_path / "broken.py"
+    path.write_text(content)
+    answer = call("list", "--variant-file", str(path))
+    assert answer.code == 2
+    assert expected in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_options_are_given_as_toml(call):
+    assert call("check", "linformer", "-o", "proj_len=8", "--only", "shape_and_dtype").code == 0
+    answer = call("check", "linformer", "-o", "projlen=8", "--only", "shape_and_dtype")
+    assert answer.code == 2
+    assert "did you mean 'proj_len'?" in answer.err
+    assert "expected KEY=VALUE" in call("check", "linformer", "-o", "proj_len").err
+
+
+def test_help_is_fast_enough_to_ask_for():
+    """Asking for help must not import torch: that alone takes a second."""
+    program = """
+import sys
+from attn_zoo import cli
+sys.argv = ["attn-zoo", "--help"]
+try:
+    cli.main()
+finally:
+    print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_module_runs_without_being_installed(tmp_path):
+    root = Path(cli.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "attn_zoo", "list"], capture_output=True, text=True, check=True, cwd=root
+    )
+    assert "full" in done.stdout

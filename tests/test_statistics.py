@@ -1,0 +1,338 @@
+"""Statistics against known truth: coverage of intervals, exponents with traps in them, crossings placed by hand."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attn_zoo.statistics import (
+    crossover,
+    fit_cost,
+    fit_exponent,
+    local_slopes,
+    mean_interval,
+    median_interval,
+    paired_difference,
+    quartiles,
+)
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+positive = st.floats(1e-3, 1e6, allow_nan=False)
+sample_lists = st.lists(positive, min_size=1, max_size=12)
+
+
+def curve(formula, noise=0.0, num=9, lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    return {n: list(formula(n) * (1 + noise * rng.standard_normal(num))) for n in lengths}
+
+
+# Intervals ------------------------------------------------------------------------------------------------------------
+
+
+def test_quartiles_of_known_samples():
+    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+@pytest.mark.parametrize("bad", [[], [1.0, math.nan], [math.inf]])
+@pytest.mark.parametrize("function", [quartiles, median_interval, mean_interval])
+def test_no_sample_or_no_number_is_refused(function, bad):
+    with pytest.raises(ValueError, match="finite number"):
+        function(bad)
+
+
+def test_median_interval_covers_the_true_median_about_as_often_as_it_says():
+    rng = np.random.default_rng(3)
+    hits = 0
+    for _ in range(200):
+        low, high = median_interval(list(rng.lognormal(0.0, 0.3, size=30)))
+        hits += low <= 1.0 <= high
+    assert 180 <= hits <= 199  # 95 % of 200 is 190; the percentile bootstrap of a median is near that
+
+
+@pytest.mark.parametrize("samples", [[3.0], [3.0] * 7])
+def test_identical_samples_give_a_width_of_zero_and_no_nan(samples):
+    assert median_interval(samples) == (3.0, 3.0)
+
+
+def test_a_higher_confidence_is_wider():
+    samples = list(np.random.default_rng(0).normal(10, 1, 25))
+    narrow, wide = median_interval(samples, 0.5), median_interval(samples, 0.99)
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        median_interval(samples, 95)
+
+
+@given(sample_lists, st.randoms(use_true_random=False), st.sampled_from([0.25, 2.0, 1024.0]))
+def test_median_interval_knows_no_order_and_scales(samples, random, factor):
+    low, high = median_interval(samples)
+    shuffled = random.sample(samples, len(samples))
+    assert median_interval(shuffled) == (low, high)
+    assert median_interval([factor * x for x in samples]) == pytest.approx((factor * low, factor * high), rel=1e-12)
+    assert min(samples) <= low <= quartiles(samples)[1] <= high <= max(samples)
+
+
+def test_mean_interval_is_students():
+    # t(0.975, 2) = 4.302653; mean 2, standard error 1/sqrt(3).
+    assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), abs=1e-5)
+    assert mean_interval([2.0, 2.0]) == (2.0, 2.0)
+    assert mean_interval([2.0]) is None
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        mean_interval([1.0, 2.0], confidence=1.0)
+
+
+# Pairs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_p_value_is_the_exact_binomial_one():
+    marks_a, marks_b = "1" * 9 + "0" * 2 + "1" * 20, "0" * 9 + "1" * 2 + "1" * 20
+    result = paired_difference(marks_a, marks_b)
+    exact = 2 * sum(Fraction(comb(11, k), 2**11) for k in range(3))
+    assert result.p_value == pytest.approx(float(exact), rel=1e-12)
+    assert (result.num_only_a, result.num_only_b, result.num_examples) == (9, 2, 31)
+    assert result.difference == pytest.approx(7 / 31)
+    assert result.low < 7 / 31 < result.high
+
+
+def test_equal_models_do_not_differ_and_the_interval_still_has_width():
+    result = paired_difference("1010", [1, 0, 1, 0])
+    assert (result.difference, result.p_value) == (0.0, 1.0)
+    assert result.low == -result.high < 0
+
+
+def test_paired_interval_covers():
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(300):
+        both = rng.random(200)
+        a, b = (both < 0.70).astype(int), ((both < 0.60) | (both > 0.97)).astype(int)  # truth: 0.70 - 0.63 = 0.07
+        result = paired_difference(list(a), list(b))
+        hits += result.low <= 0.07 <= result.high
+    assert hits >= 276  # 92 %
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40))
+def test_swapping_the_models_turns_the_sign(pairs):
+    a, b = ([pair[i] for pair in pairs] for i in (0, 1))
+    one, other = paired_difference(a, b), paired_difference(b, a)
+    assert (one.difference, one.p_value) == (-other.difference, other.p_value)
+    assert (one.low, one.high) == pytest.approx((-other.high, -other.low))
+    assert -1 <= one.low <= one.high <= 1
+
+
+@pytest.mark.parametrize(("a", "b"), [("", ""), ("1", "10"), ("12", "11"), ([0, -1], [0, 1])])
+def test_marks_that_cannot_be_compared_are_refused(a, b):
+    with pytest.raises(ValueError, match="expected"):
+        paired_difference(a, b)
+
+
+# Growth ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 1.5, 2.0])
+def test_pure_powers_are_recovered(power):
+    samples = curve(lambda n: 3.0 * n**power, noise=0.02)
+    assert [(s.low_len, s.high_len) for s in local_slopes(samples)] == list(pairwise(LENGTHS))
+    for slope in local_slopes(samples):
+        assert slope.slope == pytest.approx(power, abs=0.06)
+        assert slope.ci_low <= slope.slope <= slope.ci_high
+    assert fit_exponent(samples, from_len=256).value == pytest.approx(power, abs=0.02)
+
+
+def trap(n):
+    """The constant hides the slope: the curve is quadratic in the end, yet looks sublinear over all lengths."""
+    return 1.0 + 2e-4 * n + 4e-8 * n * n
+
+
+def test_the_trap_of_a_constant_is_seen_through():
+    samples = curve(trap, noise=0.01)
+    assert fit_exponent(samples, from_len=256).value < 0.75  # the naive answer
+    slopes = [s.slope for s in local_slopes(samples)]
+    assert slopes == sorted(slopes)  # still rising: no asymptote reached
+    assert slopes[-1] > 1.05
+    fit = fit_cost(LENGTHS, [trap(n) for n in LENGTHS])
+    assert (fit.a, fit.b, fit.c) == pytest.approx((1.0, 2e-4, 4e-8), rel=1e-6)
+    assert (fit.dominant(256), fit.dominant(8192), fit.dominant(100_000)) == ("constant", "quadratic", "quadratic")
+    assert fit.local_exponent(1_000_000) == pytest.approx(2, abs=0.01)
+    assert fit.exponent == fit.local_exponent(8192)
+
+
+def test_exponent_uses_the_top_decade_by_default():
+    samples = curve(lambda n: 1000 + n**2, lengths=(16, 64, 1024, 4096, 8192))
+    result = fit_exponent(samples)
+    assert result.lengths == (1024, 4096, 8192)
+    assert result.value == pytest.approx(2, abs=0.01)
+
+
+def test_exponent_interval_covers():
+    hits = 0
+    for seed in range(100):
+        result = fit_exponent(curve(lambda n: 2.0 * n, noise=0.1, num=15, seed=seed), from_len=256)
+        hits += result.low <= 1.0 <= result.high
+    assert hits >= 88
+
+
+def test_slopes_of_shared_lengths_do_not_depend_on_longer_ones():
+    samples = curve(lambda n: n**2, noise=0.1)
+    shorter = {n: samples[n] for n in LENGTHS[:3]}
+    assert local_slopes(samples)[:2] == local_slopes(shorter)
+
+
+@given(st.lists(sample_lists, min_size=3, max_size=3), st.sampled_from([0.5, 8.0]))
+@settings(max_examples=30)
+def test_growth_does_not_depend_on_the_unit_nor_on_order(lists, factor):
+    samples = dict(zip((128, 256, 512), lists, strict=True))
+    scaled = {n: [factor * x for x in reversed(samples[n])] for n in reversed(samples)}
+    for one, other in zip(local_slopes(samples), local_slopes(scaled), strict=True):
+        assert (one.slope, one.ci_low, one.ci_high) == pytest.approx(
+            (other.slope, other.ci_low, other.ci_high), abs=1e-9
+        )
+    assert fit_exponent(samples).value == pytest.approx(fit_exponent(scaled).value, abs=1e-9)
+
+
+@pytest.mark.parametrize("bad", [{256: [1.0], 512: []}, {256: [1.0], 512: [0.0]}, {256: [-1.0], 512: [1.0]}])
+def test_samples_without_a_logarithm_are_refused(bad):
+    with pytest.raises(ValueError, match="length"):
+        local_slopes(bad)
+
+
+def test_too_few_lengths():
+    assert local_slopes({256: [1.0]}) == []
+    with pytest.raises(ValueError, match="two lengths"):
+        fit_exponent({256: [1.0]})
+    with pytest.raises(ValueError, match="three distinct"):
+        fit_cost([256, 512], [1.0, 2.0])
+    with pytest.raises(ValueError, match="three distinct"):
+        fit_cost([256, 256, 512], [1.0, 1.0, 2.0])
+    with pytest.raises(ValueError, match="positive"):
+        fit_cost([256, 512, 1024], [1.0, 0.0, 2.0])
+
+
+# The cost model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("true", "terms"),
+    [
+        ((5.0, 0.0, 0.0), "a"),
+        ((0.0, 1e-3, 0.0), "b"),
+        ((0.0, 0.0, 1e-6), "c"),
+        ((2.0, 1e-3, 0.0), "ab"),
+        ((2.0, 0.0, 1e-6), "ac"),
+        ((0.0, 1e-3, 1e-6), "bc"),
+        ((2.0, 1e-2, 3e-6), "abc"),
+    ],
+)
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_the_true_form_is_chosen_and_no_other_term_appears(true, terms, noise):
+    a, b, c = true
+    lengths = [2**k for k in range(6, 15)]
+    rng = np.random.default_rng(7)
+    values = [(a + b * n + c * n * n) * (1 + noise * rng.standard_normal()) for n in lengths]
+    fit = fit_cost(lengths, values)
+    assert "".join(name for name, value in zip("abc", (fit.a, fit.b, fit.c), strict=True) if value) == terms
+    assert (fit.a, fit.b, fit.c) == pytest.approx(true, rel=max(10 * noise, 1e-6))
+    assert fit.relative_rms == pytest.approx(noise, abs=noise + 1e-9)
+
+
+def test_four_lengths_with_noise_do_not_invent_terms():
+    for seed in range(20):
+        values = [v[0] for v in curve(lambda n: 1e-6 * n * n, 0.03, 1, (512, 1024, 2048, 4096), seed).values()]
+        fit = fit_cost((512, 1024, 2048, 4096), values)
+        assert (fit.a, fit.b) == (0.0, 0.0)
+        assert fit.c == pytest.approx(1e-6, rel=0.1)
+
+
+def test_growth_faster_than_quadratic_shows_as_misfit():
+    fit = fit_cost(LENGTHS, [float(n) ** 3 for n in LENGTHS])
+    assert fit.relative_rms > 0.3
+    assert fit.dominant(8192) == "quadratic"
+
+
+@given(
+    st.lists(positive, min_size=6, max_size=6),
+    st.permutations(range(6)),
+    st.sampled_from([1e-3, 64.0]),
+)
+def test_fit_does_not_depend_on_order_or_unit(values, order, factor):
+    fit = fit_cost(LENGTHS, values)
+    other = fit_cost([LENGTHS[i] for i in order], [factor * values[i] for i in order])
+    assert min(fit.a, fit.b, fit.c) >= 0
+    assert fit.relative_rms == pytest.approx(other.relative_rms, rel=1e-6, abs=1e-9)
+    assert other.predict(700) == pytest.approx(factor * fit.predict(700), rel=1e-6)
+    assert 0 <= fit.exponent <= 2
+
+
+# Crossings ------------------------------------------------------------------------------------------------------------
+
+
+def test_crossing_of_a_line_and_a_parabola():
+    # 2000 N = N^2 at N = 2000.
+    result = crossover(curve(lambda n: 2000.0 * n, 0.02), curve(lambda n: 1.0 * n * n, 0.02, seed=1))
+    assert result.kind == "crosses"
+    assert result.length == pytest.approx(2000, rel=0.05)
+    assert result.low is not None
+    assert result.high is not None
+    assert result.low <= 2000 <= result.high
+    assert result.support == 1.0
+    assert result.lengths == LENGTHS
+
+
+def test_never_and_always():
+    slow, fast = curve(lambda n: 2.0 * n), curve(lambda n: 1.0 * n)
+    never, always = crossover(slow, fast), crossover(fast, slow)
+    assert (never.kind, never.length, never.low, never.high) == ("never_in_range", None, None, None)
+    assert (always.kind, always.length, always.low, always.high) == ("always_faster", None, None, None)
+    assert never.support == always.support == 1.0
+    assert crossover(fast, fast).kind == "never_in_range"  # equal is not faster
+
+
+def test_the_last_crossing_counts():
+    ratios = {256: 0.5, 512: 2.0, 1024: 0.5, 2048: 2.0, 4096: 0.5, 8192: 0.4}
+    result = crossover({n: [r] for n, r in ratios.items()}, {n: [1.0] for n in ratios})
+    assert result.length == pytest.approx(2048 * 2**0.5)
+    ends_slower = crossover({n: [1 / r] for n, r in ratios.items()}, {n: [1.0] for n in ratios})
+    assert ends_slower.kind == "never_in_range"
+
+
+def test_an_open_end_is_none():
+    """At the longest length the two are equal within noise, so some resamples never cross."""
+    rng = np.random.default_rng(0)
+    x = {256: [2.0] * 20, 512: list(rng.normal(0.99, 0.1, 20))}
+    result = crossover(x, {256: [1.0], 512: [1.0]})
+    assert result.kind == "crosses"
+    assert result.high is None
+    assert result.low is not None
+    assert 256 < result.low < 512
+    assert 0.5 < result.support < 1.0
+
+
+def test_only_common_lengths_count():
+    result = crossover({128: [9.0], 256: [2.0], 512: [1.0]}, {256: [1.0], 512: [2.0], 1024: [3.0]})
+    assert result.lengths == (256, 512)
+    assert result.length == pytest.approx(256 * 2**0.5)
+    with pytest.raises(ValueError, match="in common"):
+        crossover({128: [1.0]}, {256: [1.0]})
+
+
+@given(st.lists(sample_lists, min_size=4, max_size=4), st.lists(sample_lists, min_size=4, max_size=4))
+@settings(max_examples=50)
+def test_crossover_lies_in_range_and_ignores_the_unit(lists_x, lists_baseline):
+    x, baseline = (dict(zip((64, 128, 256, 512), lists, strict=True)) for lists in (lists_x, lists_baseline))
+    result = crossover(x, baseline)
+    scaled = crossover(
+        {n: [4.0 * v for v in s] for n, s in x.items()}, {n: [4.0 * v for v in s] for n, s in baseline.items()}
+    )
+    assert result.kind == scaled.kind
+    if result.length is not None:
+        assert 64 <= result.length <= 512
+        assert scaled.length == pytest.approx(result.length, rel=1e-5)
+    for end in (result.low, result.high):
+        assert end is None or 64 - 1e-6 <= end <= 512 + 1e-6

@@ -1,0 +1,84 @@
+"""Protocols are frozen data; overrides are checked and explained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.registry import tasks
+from attn_zoo.training import PROTOCOLS, resolve_protocol
+
+
+def test_names_agree_and_nothing_can_be_changed():
+    assert set(PROTOCOLS) == {"cpu-small", "lra-small", "lra-original"}
+    assert all(protocol.name == name for name, protocol in PROTOCOLS.items())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PROTOCOLS["cpu-small"].num_steps = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        PROTOCOLS["new"] = PROTOCOLS["cpu-small"]  # type: ignore[index]
+
+
+def test_overrides_beat_the_task_and_the_task_beats_the_protocol():
+    resolved = resolve_protocol(
+        "cpu-small", task_settings={"batch_size": 3, "num_layers": 5}, overrides={"batch_size": 4, "base_lr": 1}
+    )
+    assert (resolved.batch_size, resolved.num_layers, resolved.base_lr) == (4, 5, 1.0)
+    assert resolved.embed_dim == PROTOCOLS["cpu-small"].embed_dim
+
+
+def test_all_wrong_overrides_are_reported_with_near_matches():
+    with pytest.raises(ConfigError) as caught:
+        resolve_protocol("cpu-small", overrides={"num_step": 3, "batch_size": "8", "norm": "layernorm"})
+    message = str(caught.value)
+    assert "overrides of cpu-small: 3 problems" in message
+    assert "unknown option 'num_step'; did you mean 'num_steps'?" in message
+    assert "batch_size" in message
+    assert "'layer_norm'" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_steps": 0}, "num_steps: expected more than 0; got 0"),
+        ({"clip_norm": -1.0}, "clip_norm: expected 0 or more"),
+        ({"name": "mine"}, "name: is not a setting"),
+    ],
+)
+def test_impossible_overrides_are_named(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_protocol("cpu-small", overrides=overrides)
+
+
+def test_unknown_protocol_names_the_nearest():
+    with pytest.raises(UnknownNameError, match="unknown protocol 'lra-smal'; did you mean 'lra-small'"):
+        resolve_protocol("lra-smal")
+
+
+def test_published_set_ups_of_listops():
+    """Facts: mlpen/Nystromformer LRA/code/lra_config.py; google-research/long-range-arena listops configs."""
+    settings = tasks["listops"].settings
+    small = resolve_protocol("lra-small", task_settings=settings["lra-small"])
+    assert (small.num_layers, small.embed_dim, small.num_heads, small.ffn_dim) == (2, 64, 2, 128)
+    assert (small.num_steps, small.warmup_steps, small.batch_size, small.eval_every) == (5_000, 1_000, 32, 50)
+    assert (small.base_lr, small.schedule, small.eps, small.betas) == (1e-4, "linear", 1e-6, (0.9, 0.999))
+    assert (small.pooling, small.position, small.dropout_p, small.weight_decay) == ("mean", "learned", 0.1, 0.0)
+    original = resolve_protocol("lra-original", task_settings=settings["lra-original"])
+    assert (original.num_layers, original.embed_dim, original.num_heads, original.ffn_dim) == (4, 512, 8, 1_024)
+    assert (original.schedule, original.base_lr, original.warmup_steps) == ("rsqrt", 0.05, 1_000)
+    assert (original.betas, original.eps, original.weight_decay) == ((0.9, 0.98), 1e-9, 0.1)
+    assert (original.pooling, original.position, original.is_full_length) == ("cls", "sinusoidal", True)
+
+
+def test_the_settings_of_every_task_are_valid():
+    for name in tasks:
+        for protocol, settings in tasks[name].settings.items():
+            resolve_protocol(protocol, task_settings=settings)
+
+
+def test_model_config_takes_every_shared_field():
+    protocol = resolve_protocol("cpu-small", overrides={"embed_dim": 24, "num_heads": 3, "norm": "rms_norm"})
+    config = protocol.model_config(variant="full", options={"a": 1}, vocab_size=9, max_seq_len=33, seed=5)
+    assert (config.embed_dim, config.num_heads, config.norm, config.max_seq_len) == (24, 3, "rms_norm", 33)
+    assert (config.variant, config.options, config.vocab_size, config.seed) == ("full", {"a": 1}, 9, 5)
