@@ -68,6 +68,8 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
         else:
             plain_error = largest_error(plain[name], expected) if name in plain else 0.0
             tolerance = working_tolerance(plain_error, scale, dtype)
+            if dtype == torch.float32:  # another order of summation shows here; 16-bit types accumulate in float32
+                tolerance = max(tolerance, rounding(torch.full((1,), scale, dtype=dtype), inputs.key_len))
         if error > tolerance:
             raise Violation(
                 "the fast path differs from the readable reference",

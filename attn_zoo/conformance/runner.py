@@ -170,13 +170,9 @@ def _describe(error: BaseException) -> str:
 
 
 def _strongest(check: Check, found: list[CheckResult]) -> CheckResult:
-    """Return the result that decides, with every message that says the same outcome."""
+    """Return the result that decides; of equal ones the first."""
     if not found:
         return CheckResult(
             check=check.name, outcome="not_applicable", message=f"is about the {check.forms[0]} form only"
         )
-    best = min(found, key=lambda result: _PRECEDENCE.index(result.outcome))
-    if best.is_bad:
-        return best
-    messages = dict.fromkeys(result.message for result in found if result.outcome == best.outcome and result.message)
-    return CheckResult(check=check.name, outcome=best.outcome, message="; ".join(messages))
+    return min(found, key=lambda result: _PRECEDENCE.index(result.outcome))

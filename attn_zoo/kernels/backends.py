@@ -18,7 +18,7 @@ Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "flex", "xforme
 
 
 class BiasRows(Protocol):
-    """Makes what is added to the scaled scores of some query rows: `attention.masks.score_bias` with its sizes bound."""
+    """Makes what is added to the scaled scores of some rows: `attention.masks.score_bias` with its sizes bound."""
 
     def __call__(self, rows: range, *, num_keys: int, dtype: torch.dtype) -> Tensor:
         """Return `[B or 1, H or 1, len(rows) or 1, num_keys]`, minus infinity where a key is hidden."""
@@ -93,7 +93,8 @@ PREFERENCES: tuple[Preference, ...] = (
         device="cpu",
         order=("flash", "math"),
         source="torch 2.13 on CPU: flash serves four dtypes, bool and float masks, forward and backward, in linear "
-        "memory; measured 2 to 6 times faster than math from length 512 up and level below",
+        "memory. Measured on one core, lengths 32 to 2048: forward level with math to 6 times faster, forward and "
+        "backward 1.1 to 4 times faster; only the bfloat16 backward is slower below length 512",
     ),
     Preference(
         device="cuda",
@@ -125,7 +126,9 @@ def _outside_cuda(problem: Problem) -> str | None:
     return None if device == "cuda" else f"it runs on CUDA devices only, and these tensors are on {device}"
 
 
-def _gate(problem: Problem, can_use: Callable[[object, bool], bool], *, is_grouped: bool) -> str | None:
+def _gate(
+    problem: Problem, can_use: Callable[[torch.backends.cuda.SDPAParams, bool], bool], *, is_grouped: bool
+) -> str | None:
     """Ask torch's own gate, so that our rule cannot drift from it; its warnings are the reason."""
     num_rows, num_keys = problem.query.shape[2], problem.key.shape[2]
     mask = None
@@ -161,9 +164,7 @@ def _why_not_efficient(problem: Problem) -> str | None:
 
 def _why_not_cudnn(problem: Problem) -> str | None:
     is_grouped = problem.key.shape[1] != problem.query.shape[1]
-    return _outside_cuda(problem) or _gate(
-        problem, torch.backends.cuda.can_use_cudnn_attention, is_grouped=is_grouped
-    )
+    return _outside_cuda(problem) or _gate(problem, torch.backends.cuda.can_use_cudnn_attention, is_grouped=is_grouped)
 
 
 def _why_not_flex(problem: Problem) -> str | None:

@@ -1,7 +1,8 @@
 """Dense attention on one small piece, forward and backward by hand: the inner step of the block-sparse gather path.
 
     P = exp(scale Q K^T + mask - lse),   out = (P * dropped) V
-    dP = (dO V^T) * dropped,   dS = P * (dP - rowsum(dO * out)),   dQ = scale dS K,   dK = scale dS^T Q,   dV = (P * dropped)^T dO
+    dV = (P * dropped)^T dO,   dP = (dO V^T) * dropped,   dS = P * (dP - rowsum(dO * out))
+    dQ = scale dS K,   dK = scale dS^T Q
 
 (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, appendix B.) On a CPU without dropout PyTorch's fused kernel does
 it, called below autograd because its backward is driven by hand; elsewhere a few matrix products do.
@@ -91,10 +92,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given that of the output; the rest as in `attend`."""
     if is_fused(query, dropout):
-        gradients: tuple[Tensor, Tensor, Tensor] = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=scale
-            )
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=scale
         )
         return gradients
     wide = wide_dtype(query.dtype)

@@ -74,6 +74,8 @@ class _GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, padding, output, lse = ctx.saved_tensors
         plan: _Plan = ctx.plan
+        if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
+            grad_output = grad_output.contiguous()
         pattern, dropout = plan.pattern, plan.dropout(query.device)
         pieces, wide = plan.pieces(query, padding, dropout), wide_dtype(query.dtype)
         grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
@@ -97,7 +99,9 @@ class _GatherAttention(torch.autograd.Function):
                 for total, addend in ((key_sum, key_part), (value_sum, value_part)):
                     if chunk.rows is None:
                         length = pattern.dense_key_len
-                        total.view(group.num_sequences, -1, total.shape[-1] // pattern.block_size)[:, :length] += addend[:, 0]
+                        total.view(group.num_sequences, -1, total.shape[-1] // pattern.block_size)[:, :length] += (
+                            addend[:, 0]
+                        )
                     else:
                         source = pieces.source(group, chunk.rows)
                         total.index_add_(0, source, addend.reshape(len(source), -1).to(wide))
@@ -128,6 +132,8 @@ def gather_attention(
 ) -> Tensor:
     """Compute block-sparse attention by gathering; see `block_sparse_attention` for arguments and result."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # The fused kernel wants features side by side.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
     output: Tensor = _GatherAttention.apply(

@@ -23,9 +23,9 @@ __all__ = ["BlockPattern", "make_pattern"]
 class BlockPattern:
     """Which key blocks each query block sees. Query i stands at key position i + S - L (aligned bottom right).
 
-    Listed row r is query block `num_dense_rows + r`. It sees the key blocks `0 .. num_global - 1` and its entries of the
-    table. Under `is_causal` every row, dense or listed, sees only keys at or before its own position, and the last entry
-    of a listed row is the block it stands in.
+    Listed row r is query block `num_dense_rows + r`. It sees the key blocks `0 .. num_global - 1` and its entries of
+    the table. Under `is_causal` every row, dense or listed, sees only keys at or before its own position, and the last
+    entry of a listed row is the block it stands in.
 
     Args:
         query_len: L, tokens.
@@ -82,13 +82,13 @@ class BlockPattern:
 
     @cached_property
     def is_entry(self) -> Tensor:
-        """bool `[P, R, num_global + W]`: which slots of `table` are entries rather than filling."""
+        """Which slots of `table` are entries rather than filling, bool `[P, R, num_global + W]`."""
         slots = torch.arange(self.table.shape[-1], device=self.table.device)
         return slots < (self.counts + self.num_global)[..., None]
 
     @cached_property
     def is_full_row(self) -> Tensor:
-        """bool `[P, R]` on the CPU: rows without filling and without a ragged block, which need no mask."""
+        """Rows without filling and without a ragged block, which need no mask: bool `[P, R]`, on the CPU."""
         is_full = self.is_entry.all(-1)
         if self.key_len % self.block_size:
             is_full = is_full & (self.table != self.num_key_blocks - 1).all(-1)
@@ -210,7 +210,9 @@ def make_pattern(
     if ((entries[..., 1:] == entries[..., :-1]) & kept[..., 1:]).any():
         raise ValueError("blocks: expected none twice in a row")
     own = np.arange(counts.shape[1]) + num_dense_rows + (key_len - query_len) // block_size
-    if is_causal and not np.array_equal(np.where(kept, entries, -1).max(-1, initial=-1), np.broadcast_to(own, counts.shape)):
+    if is_causal and not np.array_equal(
+        np.where(kept, entries, -1).max(-1, initial=-1), np.broadcast_to(own, counts.shape)
+    ):
         raise ValueError("blocks: under a causal mask each row's last entry must be the block it stands in")
     return BlockPattern(
         query_len=query_len,

@@ -151,8 +151,8 @@ class Pieces:
     def mask(self, group: Group, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
         """Return the additive mask of a piece and which of its queries see nothing, or None where nothing is hidden.
 
-        Most pieces of a bidirectional pattern need neither. Shapes: `[sequences or 1, blocks or 1, size or 1, keys]` and
-        `[sequences, blocks, size or 1, 1]`.
+        Most pieces of a bidirectional pattern need neither. Their shapes are `[sequences or 1, blocks or 1, size or 1,
+        keys]` and `[sequences, blocks, size or 1, 1]`.
         """
         pattern, rows = self.pattern, chunk.rows
         keep: Tensor | None = None  # [batch or 1, heads or 1, blocks or 1, size or 1, keys]

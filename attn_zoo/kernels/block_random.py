@@ -21,7 +21,7 @@ _NUM_ROUNDS = 4  # products of a few random matchings are already close to a uni
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Key blocks that each row may draw: `first <= block < end[row]` without the window `low[row] <= block < high[row]`.
+    """Key blocks that each row may draw: `first <= block < end[row]`, without its window `low[row] <= block < high[row]`.
 
     Args:
         first: lowest block that may be drawn.
@@ -83,9 +83,11 @@ def uniform_blocks(
         candidates: what each of R rows may draw.
 
     Returns:
-        Blocks, int64 `[H, R, num_random]`, of which the first `counts[row]` are drawn; and the counts, int64 `[R]`.
+        Blocks, int64 `[H, R, width]`, of which the first `counts[row]` are drawn; and the counts, int64 `[R]`. The
+        width is `num_random`, or less where no row has so many candidates.
     """
     total = candidates.counts
+    num_random = min(num_random, int(total.max(initial=0)))
     counts = np.minimum(total, num_random)
     rows = len(total)
     ranks = np.full((num_heads, rows, num_random), -1, dtype=np.int64)

@@ -58,7 +58,7 @@ def block_sparse_attention(
 ) -> Tensor:
     """Compute softmax attention over the pairs that `pattern` shows.
 
-    Cost: time O(pairs D), memory beyond inputs and outputs O(B H L) and a buffer of constant size, forward and backward.
+    Cost: time O(pairs D); memory beyond inputs, outputs and gradients O(B H L) and buffers of about one head.
 
     Args:
         query: `[B, H, L, D]`.

@@ -1,7 +1,7 @@
 """Exact attention by torch's FlexAttention, compiled: masks and biases are code inside the kernel, never stored.
 
-Dong et al. 2024, "Flex Attention", arXiv 2412.05496. The block mask is written down directly: building one by evaluating the
-mask costs O(L S). Uncompiled FlexAttention computes the dense scores, so it is never used.
+Dong et al. 2024, "Flex Attention", arXiv 2412.05496. The block mask is written down directly: building one by
+evaluating the mask costs O(L S). Uncompiled FlexAttention computes the dense scores, so it is never used.
 """
 
 from __future__ import annotations
@@ -72,9 +72,13 @@ def _block_mask(
             visible = visible & ~key_padding_mask[batch, key_at]
         return visible
 
+    num_partial, partial_at = _lists(partial)
+    num_full, full_at = _lists(full) if bool(full.any()) else (None, None)
     return BlockMask.from_kv_blocks(
-        *_lists(partial),
-        *(_lists(full) if bool(full.any()) else (None, None)),
+        num_partial,
+        partial_at,
+        num_full,
+        full_at,
         BLOCK_SIZE=BLOCK_SIZE,
         mask_mod=is_visible,
         seq_lengths=(query_len, key_len),

@@ -1,8 +1,8 @@
 """Exact attention by the kernel that was asked for, or by the fastest one that serves the call.
 
-Dao et al. 2022, "FlashAttention", arXiv 2205.14135: softmax can be computed block by block, so that the scores are never
-stored. Every path here is exact; they differ in time, memory and what they accept. `backends.py` has the rule. The chosen
-kernel is pinned, so that torch cannot take another, and noted (`kernels.trace`).
+Dao et al. 2022, "FlashAttention", arXiv 2205.14135: softmax can be computed block by block, so that the scores are
+never stored. Every path here is exact; they differ in time, memory and what they accept. `backends.py` has the rule.
+The chosen kernel is pinned, so that torch cannot take another, and noted (`kernels.trace`).
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _flash_cpu(problem: Problem) -> Tensor:
         if problem.has_bias:
             return _rows("flash", problem)
         return _pinned("flash", problem.query, problem.key, problem.value, is_causal=problem.is_causal)
-    # Causal and padded: the public function refuses a mask together with its causal flag, and would need an [L, S] mask;
-    # the operator behind it takes both.
+    # Causal and padded: the public function refuses a mask together with its causal flag, and would need an [L, S]
+    # mask; the operator behind it takes both.
     note_path("sdpa.flash")
     bias = torch.zeros(padding.shape, dtype=_bias_dtype("flash", problem.query)).masked_fill(padding, float("-inf"))
     query, key, value = _contiguous_rows(problem.query, problem.key, problem.value)
@@ -149,8 +149,8 @@ def _contiguous_rows(*heads: Tensor) -> tuple[Tensor, ...]:
 def _bias_dtype(backend: str, query: Tensor) -> torch.dtype:
     """Return the type a kernel takes a bias in.
 
-    The CPU kernel also takes a float32 bias with a 16-bit query, which keeps large biases exact; with a float64 query it
-    would read it as float64 and give wrong results without an error.
+    The CPU kernel also takes a float32 bias with a 16-bit query, which keeps large biases exact; with a float64 query
+    it would read it as float64 and give wrong results without an error.
     """
     is_cpu_flash = backend == "flash" and query.device.type == "cpu"
     return torch.promote_types(query.dtype, torch.float32) if is_cpu_flash else query.dtype

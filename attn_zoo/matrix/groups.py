@@ -101,6 +101,7 @@ class ScalingGroup(_Group):
         isolation: a process for each cell, or one for all lengths of a lane.
         timeout_s: seconds one cell may take.
         budget_s: seconds of sampling per cell; fewer samples, wider intervals.
+        has_energy: also measure the energy of a call: some seven seconds more per cell, on a GPU that tells.
     """
 
     seq_len: Axis[Length]
@@ -116,6 +117,7 @@ class ScalingGroup(_Group):
     isolation: Literal["cell", "lane"] = "cell"
     timeout_s: Seconds = 600.0
     budget_s: Seconds = 1.0
+    has_energy: bool = False
 
     @property
     def num_cells(self) -> int:

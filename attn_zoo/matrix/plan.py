@@ -37,6 +37,7 @@ class PlannedCell:
         isolation: a process of its own, or one shared with the shorter lengths of its lane.
         timeout_s: seconds it may take.
         budget_s: seconds of sampling.
+        has_energy: measure energy too.
         estimate_s: rough seconds, set-up included; None where nothing is known (training).
         estimate_bytes: rough bytes at the peak; None likewise.
     """
@@ -46,6 +47,7 @@ class PlannedCell:
     isolation: Literal["cell", "lane"] = "cell"
     timeout_s: float = 600.0
     budget_s: float = 1.0
+    has_energy: bool = False
     estimate_s: float | None = None
     estimate_bytes: int | None = None
 
@@ -204,6 +206,7 @@ def _scaling(group: ScalingGroup, common: dict[str, Any]) -> Iterator[PlannedCel
             isolation=group.isolation,
             timeout_s=group.timeout_s,
             budget_s=group.budget_s,
+            has_energy=group.has_energy,
             estimate_s=rough.seconds,
             estimate_bytes=rough.num_bytes,
         )

@@ -32,7 +32,7 @@ def span(seconds: float) -> str:
 def describe(record: Record) -> str:
     """Return one line: what became of a cell."""
     if record.status != "ok":
-        return f"{record.status}: {record.reason}"
+        return f"{record.status}: {' '.join(record.reason.split())}"
     if record.timing is not None:
         timing = record.timing
         text = f"{timing.median_ms:.4g} ms ({timing.q1_ms:.4g} to {timing.q3_ms:.4g})"

@@ -8,10 +8,12 @@ import torch
 
 from attn_zoo.conformance import gate
 from attn_zoo.kernels.trace import recording
-from attn_zoo.matrix.workload import make_workload
+from attn_zoo.matrix.conditions import Conditions
+from attn_zoo.matrix.workload import Workload, make_workload
+from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.flops import count_flops
 from attn_zoo.measure.memory import memory_of_pass
-from attn_zoo.measure.passes import time_pass
+from attn_zoo.measure.passes import clear_grads, make_pass, time_pass
 from attn_zoo.records import Record
 from attn_zoo.registry import variants
 
@@ -21,12 +23,13 @@ COUNT_BELOW_MS = 2_000.0
 """FLOPs are counted by one more forward, where that is cheap; the formula needs none."""
 
 
-def measure_scaling(record: Record, budget_s: float) -> Record:
+def measure_scaling(record: Record, budget_s: float, has_energy: bool = False) -> Record:
     """Return the record with everything that was measured.
 
     Args:
         record: of the cell, otherwise empty.
         budget_s: seconds of sampling.
+        has_energy: also measure energy, where the device tells.
 
     Raises:
         GateError: the variant is not right, so nothing was timed.
@@ -40,18 +43,35 @@ def measure_scaling(record: Record, budget_s: float) -> Record:
     checks = gate(
         cell.variant, cell.options, work.build, dtype=cell.dtype, device=cell.device, seq_len=work.shape.seq_len
     )
-    with recording() as kernels:
+    with recording() as kernels, Conditions(cell.device) as conditions:
         timing = time_pass(work.forward, work.leaves, work.pass_, device=cell.device, budget_s=budget_s)
     memory = memory_of_pass(work.forward, work.leaves, work.pass_, device=cell.device)
+    energy = _energy(work, cell.device) if has_energy else None
     formula = variant.complexity.flops
     return replace(
         record,
         kernels=tuple(kernels),
         is_simulated=variant.capabilities.is_simulated,
         gate=checks,
-        timing=timing,
+        timing=replace(timing, flags=(*timing.flags, *conditions.flags)),
+        clocks_mhz=conditions.clocks_mhz,
+        energy_joules=energy.joules if energy else None,
         memory=memory,
         flops=formula(work.shape) if formula else None,
         counted_flops=count_flops(work.forward) if timing.median_ms < COUNT_BELOW_MS else None,
         num_params=sum(item.numel() for item in work.module.parameters()),
     )
+
+
+def _energy(work: Workload, device: str) -> Energy | None:
+    call, setup = make_pass(work.forward, work.leaves, work.pass_)
+
+    def whole() -> None:
+        if setup is not None:
+            setup()
+        call()
+
+    try:
+        return energy_of_call(whole, device=device)
+    finally:
+        clear_grads(work.leaves)

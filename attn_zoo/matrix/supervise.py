@@ -21,7 +21,7 @@ from attn_zoo.records import Environment, Record, Status
 __all__ = ["Control", "Settings", "run_lane", "skipped"]
 
 _MAX_ATTEMPTS = 2
-_TAIL_BYTES, _TAIL_LINES = 4000, 14
+_TAIL_BYTES, _TAIL_LINES = 8000, 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +127,7 @@ def _run_one(
         request = {
             "cell": cell.to_dict(),
             "budget_s": item.budget_s,
+            "has_energy": item.has_energy,
             "isolation": item.isolation,
             "attempt": attempt,
             "environment": settings.environment,
@@ -196,4 +197,6 @@ def _tail(log: Path) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])
+    start = text.rfind("Fatal Python error")
+    lines = [line for line in text[max(start, 0) :].splitlines() if not line.startswith("Extension modules:")]
+    return "\n".join(lines[:_TAIL_LINES] if start >= 0 else lines[-_TAIL_LINES:])

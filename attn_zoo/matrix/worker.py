@@ -28,6 +28,7 @@ def run_cell(
     cell: Cell,
     *,
     budget_s: float = 1.0,
+    has_energy: bool = False,
     environment: str = "",
     isolation: Literal["cell", "lane"] = "cell",
     attempt: int = 1,
@@ -40,6 +41,7 @@ def run_cell(
     Args:
         cell: what to run. Its variant must be registered.
         budget_s: seconds of sampling in a scaling cell.
+        has_energy: measure energy in a scaling cell.
         environment: digest that the record carries.
         isolation: whether this process ran other cells before.
         attempt: 1 for the first.
@@ -65,7 +67,7 @@ def run_cell(
         if cell.kind == "scaling":
             from attn_zoo.matrix.scaling import measure_scaling
 
-            record = measure_scaling(record, budget_s)
+            record = measure_scaling(record, budget_s, has_energy)
         else:
             from attn_zoo.matrix.accuracy import measure_accuracy
 
@@ -115,6 +117,7 @@ def _answer(request: dict[str, Any]) -> Record:
     return run_cell(
         cell,
         budget_s=request["budget_s"],
+        has_energy=request["has_energy"],
         environment=request["environment"],
         isolation=request["isolation"],
         attempt=request["attempt"],

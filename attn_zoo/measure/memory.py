@@ -1,8 +1,8 @@
 """Bytes that one pass of a computation needs, exactly: what tensors occupy at the peak, and what is kept for backward.
 
-GPU numbers come from torch's caching allocator. On CPU the profiler reports every allocation and release of tensor memory
-with its size, and their running sum is exact, whatever the operating system does. Work space that a library takes from
-`malloc` by itself (a BLAS packing its operands) is no tensor: only the high water of the process shows it.
+GPU numbers come from torch's caching allocator. On CPU the profiler reports every allocation and release of tensor
+memory with its size, and their running sum is exact, whatever the operating system does. Work space that a library
+takes from `malloc` by itself (a BLAS packing its operands) is no tensor: only the high water of the process shows it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.autograd.graph import saved_tensors_hooks
 
-from attn_zoo.measure.passes import clear_grads, grad_like, make_pass
+from attn_zoo.measure.passes import GRAPH_PASSES, clear_grads, grad_like, require_graph, require_leaves
 from attn_zoo.records import Memory, Pass
 
 __all__ = ["SavedTensors", "memory_of_pass"]
 
 BACKWARD_MARK = "attn_zoo: backward starts"
+BACKWARD_PASSES = ("bwd", "fwd_bwd")
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -69,7 +70,7 @@ class SavedTensors:
         self._kept.add(kept)
         return kept
 
-    def __enter__(self) -> SavedTensors:
+    def __enter__(self) -> Self:
         self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
         self._hooks.__enter__()
         return self
@@ -83,11 +84,13 @@ class SavedTensors:
         return sum(_storages(kept.tensor for kept in self._kept).values())
 
 
-def _run(
-    forward: Callable[[], Tensor], seed: Tensor | None, pass_: Pass, between: Callable[[], None]
-) -> tuple[Tensor, int]:
+Between = Callable[[], object]
+_Run = Callable[[Between], tuple[Tensor, int]]
+
+
+def _run(forward: Callable[[], Tensor], seed: Tensor | None, pass_: Pass, between: Between) -> tuple[Tensor, int]:
     """Run the pass once, `between` after its forward; return the output, still alive, and the bytes saved."""
-    with torch.no_grad() if pass_ == "infer" else nullcontext():  # noqa: S105 (a pass is no password)
+    with torch.set_grad_enabled(pass_ in GRAPH_PASSES):
         with SavedTensors() as saved:
             output = forward()
         saved_bytes = saved.num_bytes
@@ -97,12 +100,25 @@ def _run(
     return output, saved_bytes
 
 
+def _warm_up(forward: Callable[[], Tensor], pass_: Pass) -> Tensor | None:
+    """Run the pass once and return the gradient that its backward started from, if it has one."""
+    with torch.set_grad_enabled(pass_ in GRAPH_PASSES):
+        output = forward()
+    if pass_ in GRAPH_PASSES:
+        require_graph(output, pass_)
+    if pass_ not in BACKWARD_PASSES:
+        return None
+    seed = grad_like(output)
+    output.backward(seed)  # type: ignore[no-untyped-call]
+    return seed
+
+
 def _mark() -> None:
     with profiler.record_function(BACKWARD_MARK):
         pass
 
 
-def _cpu_growth(run: Callable[[Callable[[], None]], tuple[Tensor, int]], pass_: Pass) -> tuple[int, Tensor, int]:
+def _cpu_growth(run: _Run, is_backward_alone: bool) -> tuple[int, Tensor, int]:
     """Return how far tensor memory rose above its start, the output, and the bytes saved."""
     with profiler.profile(use_cpu=True, profile_memory=True) as profile:
         output, saved_bytes = run(_mark)
@@ -110,25 +126,17 @@ def _cpu_growth(run: Callable[[Callable[[], None]], tuple[Tensor, int]], pass_: 
     held = peak = 0
     for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
         held += event.nbytes()
-        if pass_ == "bwd" and event.name() == BACKWARD_MARK:  # noqa: S105
-            peak = held
-        peak = max(peak, held)
+        peak = held if is_backward_alone and event.name() == BACKWARD_MARK else max(peak, held)
     return peak, output, saved_bytes
 
 
-def _cuda_growth(
-    run: Callable[[Callable[[], None]], tuple[Tensor, int]], pass_: Pass, device: torch.device
-) -> tuple[int, Tensor, int]:
+def _cuda_growth(run: _Run, is_backward_alone: bool, device: torch.device) -> tuple[int, Tensor, int]:
+    """Return how far allocated memory rose above its start, the output, and the bytes saved."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # so that what is reserved afterwards was reserved for this pass
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-
-    def between() -> None:
-        if pass_ == "bwd":  # noqa: S105
-            torch.cuda.reset_peak_memory_stats(device)
-
-    output, saved_bytes = run(between)
+    output, saved_bytes = run((lambda: torch.cuda.reset_peak_memory_stats(device)) if is_backward_alone else _mark)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before, output, saved_bytes
 
@@ -155,13 +163,12 @@ def _reset_high_water() -> bool:
     return True
 
 
-def _process_growth(call: Callable[[], object], setup: Callable[[], None] | None) -> int | None:
-    if setup is not None:
-        setup()
+def _process_growth(run: _Run, is_backward_alone: bool) -> int | None:
+    """Return how far the process's memory rose above its start, or None where the system does not tell."""
     before = _high_water_bytes() if _reset_high_water() else None
     if before is None:
         return None
-    call()
+    run(_reset_high_water if is_backward_alone else _mark)
     after = _high_water_bytes()
     return None if after is None else max(0, after - before)
 
@@ -201,8 +208,31 @@ def memory_of_pass(
         torch.OutOfMemoryError: the device has too little memory.
     """
     device = torch.device(device)
+    require_leaves(leaves, pass_)
     clear_grads(leaves)
-    call, setup = make_pass(forward, leaves, pass_)  # also refuses what has no gradient
-    has_backward = pass_ in ("bwd", "fwd_bwd")
-    with torch.set_grad_enabled(has_backward):
-        seed = grad_like(forward()) if has_backward else None
+    is_backward_alone = str(pass_) == "bwd"
+    try:
+        run = partial(_run, forward, _warm_up(forward, pass_), pass_)
+        clear_grads(leaves)
+        process_bytes = _process_growth(run, is_backward_alone) if has_process and device.type == "cpu" else None
+        clear_grads(leaves)
+        if device.type == "cuda":
+            growth, output, saved_bytes = _cuda_growth(run, is_backward_alone, device)
+        else:
+            growth, output, saved_bytes = _cpu_growth(run, is_backward_alone)
+        inputs = _storages(leaves)
+        output_bytes = _own_bytes([output], inputs)
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        grad_bytes = _own_bytes(grads, {*inputs, *_storages([output])})
+        input_bytes = sum(inputs.values())
+        return Memory(
+            peak_bytes=input_bytes + growth,
+            extra_bytes=growth - output_bytes - grad_bytes,
+            saved_bytes=saved_bytes,
+            input_bytes=input_bytes,
+            output_bytes=output_bytes,
+            reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+            process_bytes=process_bytes,
+        )
+    finally:
+        clear_grads(leaves)

@@ -20,7 +20,7 @@ from attn_zoo.measure.stopwatch import AbstractStopwatch
 from attn_zoo.measure.timing import time_callable
 from attn_zoo.records import Pass, Timing
 
-__all__ = ["clear_grads", "grad_like", "make_pass", "require_leaves", "time_pass"]
+__all__ = ["clear_grads", "grad_like", "make_pass", "require_graph", "require_leaves", "time_pass"]
 
 GRAD_SEED = 20_170_612
 GRAPH_PASSES = ("fwd", "bwd", "fwd_bwd")
@@ -52,7 +52,12 @@ def require_leaves(leaves: Sequence[Tensor], pass_: str) -> None:
         raise ValueError(f"leaves: pass {pass_!r} needs at least one that requires a gradient")
 
 
-def _require_graph(output: Tensor, pass_: Pass) -> Tensor:
+def require_graph(output: Tensor, pass_: Pass) -> Tensor:
+    """Return `output`.
+
+    Raises:
+        ValueError: it does not require a gradient.
+    """
     if not output.requires_grad:
         raise ValueError(
             f"forward: pass {pass_!r} needs an output that requires a gradient; it is cut off from the leaves"
@@ -92,7 +97,7 @@ def make_pass(
             return forward()
 
     def fwd() -> Tensor:
-        return _require_graph(forward(), pass_)
+        return require_graph(forward(), pass_)
 
     def fwd_bwd() -> Tensor:
         output = fwd()

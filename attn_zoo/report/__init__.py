@@ -1,6 +1,7 @@
 """Tables, figures and pages from results folders. Reads records only: no torch, no variant is ever loaded.
 
-`attn_zoo.report.export.export` and `attn_zoo.report.compare.compare` have modules of their own. The rest is imported on first use, because pandas and matplotlib take a second to start.
+Names are imported on first use, because pandas and matplotlib take a second to start. The functions `export.export` and
+`compare.compare` are named like their modules, so they are reached through them.
 """
 
 from __future__ import annotations

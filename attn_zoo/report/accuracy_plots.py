@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attn_zoo.report.accuracy import AccuracyGroup, LabelScore
+from attn_zoo.report.curves import Picture
 from attn_zoo.report.labels import EndLabel, label_width
-from attn_zoo.report.scaling_plots import Picture
 from attn_zoo.report.statuses import outcome
 from attn_zoo.report.style import INK, MUTED, Look, new_figure, plain, styled
 

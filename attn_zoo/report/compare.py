@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
 from attn_zoo.errors import ConfigError
+from attn_zoo.records import Environment
 from attn_zoo.report.load import Results, read_results
-from attn_zoo.report.series import PANEL_FIELDS
+from attn_zoo.report.wording import PANEL_FIELDS
 
 __all__ = ["compare"]
 
@@ -67,9 +70,9 @@ def _measured(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _verdict(low_a: float, high_a: float, low_b: float, high_b: float) -> str:
-    if pd.isna(low_a):
+    if math.isnan(low_a):
         return "only in b"
-    if pd.isna(low_b):
+    if math.isnan(low_b):
         return "only in a"
     if high_b < low_a:
         return "faster"
@@ -81,11 +84,12 @@ def _environment_differences(a: Results, b: Results) -> str:
     used_a, used_b = (set(results.frame["environment"]) - {""} for results in (a, b))
     if used_a == used_b:
         return ""
-    first, second = (
-        next((known[digest] for digest in sorted(used) if digest in known), None)
-        for used, known in ((used_a, a.environments), (used_b, b.environments))
-    )
+    first, second = _first_known(used_a, a.environments), _first_known(used_b, b.environments)
     if first is None or second is None:
         return "not described in run.json"
     own, other = first.to_dict(), second.to_dict()
     return ", ".join(name for name in own if own[name] != other[name] and name not in {"commit", "is_dirty"})
+
+
+def _first_known(used: set[str], known: Mapping[str, Environment]) -> Environment | None:
+    return next((known[digest] for digest in sorted(used) if digest in known), None)

@@ -22,9 +22,14 @@ __all__ = ["FORMATS", "export"]
 def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
     """Write `dirs` in one format to `out` (replaced if it exists) and return its path.
 
-    `csv`, `jsonl` and `parquet` hold one row per observation (see `attn_zoo.report.flat.COLUMNS`), raw samples
-    included; `markdown` and `latex` hold the tables of the report. In `csv`, text that a spreadsheet would run as a formula
-    gets a leading quote.
+    Args:
+        dirs: results folders.
+        fmt: one of `FORMATS`.
+        out: file to write.
+
+    `csv`, `jsonl` and `parquet` hold one row per observation (see `attn_zoo.report.flat.COLUMNS`) with raw samples;
+    `markdown` and `latex` hold the tables of the report. In `csv`, text that a spreadsheet would run as a formula gets
+    a leading quote.
 
     Raises:
         ConfigError: unknown format, or a directory is not a results folder; nothing is written then.

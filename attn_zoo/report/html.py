@@ -64,7 +64,7 @@ def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[t
             {"digest": digest, "rows": environment_rows(environment)}
             for digest, environment in sorted(analysis.results.environments.items())
         ],
-        runs=[_run(run.name, run.matrix, len(run.records)) for run in analysis.results.runs],
+        runs=[_run(run.name, run.matrices, len(run.records)) for run in analysis.results.runs],
         versions=f"record schema {SCHEMA_VERSION}, measurement protocol {PROTOCOL_VERSION}",
     )
 
@@ -77,9 +77,9 @@ def _data_uri(svg: bytes) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
-def _run(name: str, matrix: Mapping[str, Any], count: int) -> dict[str, Any]:
-    described = clean(str(matrix.get("description") or ""))
-    return {"name": clean(name), "description": described, "count": count}
+def _run(name: str, matrices: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
+    described = " ".join(str(matrix["description"]) for matrix in matrices if matrix.get("description"))
+    return {"name": clean(name), "description": clean(described), "count": count}
 
 
 def _table(table: Table) -> dict[str, Any]:

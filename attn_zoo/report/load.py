@@ -42,7 +42,7 @@ class Run:
 
     Args:
         name: of the run, for people.
-        matrix: the resolved matrix, as stored.
+        matrices: what was run into the folder, resolved, oldest first.
         environments: by digest.
         claims: by variant.
         records: what could be read, ordered by key.
@@ -50,7 +50,7 @@ class Run:
     """
 
     name: str
-    matrix: Mapping[str, Any] = field(default_factory=dict)
+    matrices: tuple[Mapping[str, Any], ...] = ()
     environments: Mapping[str, Environment] = field(default_factory=dict)
     claims: Mapping[str, Claim] = field(default_factory=dict)
     records: tuple[Record, ...] = ()
@@ -134,11 +134,11 @@ def read_run(path: str | Path) -> Run:
             records.append(_read_record(file))
         except StoreError as error:
             warnings.append(f"{path.name}/cells/{file.name} was skipped: {error}")
-    matrix = data.get("matrix")
-    name = data.get("name") or (matrix.get("name") if isinstance(matrix, dict) else None) or path.resolve().name
+    matrices = [matrix for matrix in _listed(data.get("matrices")) if isinstance(matrix, dict)]
+    names = dict.fromkeys(str(matrix["name"]) for matrix in matrices if matrix.get("name"))
     return Run(
-        name=str(name),
-        matrix=matrix if isinstance(matrix, dict) else {},
+        name=" + ".join(names) or path.resolve().name,
+        matrices=tuple(matrices),
         environments=_environments(data.get("environments"), path.name, warnings),
         claims=_claims(data.get("claims"), path.name, warnings),
         records=tuple(records),
@@ -173,6 +173,10 @@ def _read_record(file: Path) -> Record:
     if isinstance(schema, int) and schema > SCHEMA_VERSION:
         raise StoreError(f"it has schema {schema}, this version reads up to {SCHEMA_VERSION}; update attn-zoo")
     return Record.from_dict(data, source="record")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _environments(data: Any, run: str, warnings: list[str]) -> dict[str, Environment]:

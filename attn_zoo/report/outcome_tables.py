@@ -8,10 +8,10 @@ from functools import partial
 from attn_zoo.report.accuracy import AccuracyGroup
 from attn_zoo.report.analysis import Analysis
 from attn_zoo.report.columns import interval_column, number_column, text_column
-from attn_zoo.report.series import PASS_TITLES
 from attn_zoo.report.statuses import outcome
 from attn_zoo.report.table import Column, Table
 from attn_zoo.report.units import human_length, human_number
+from attn_zoo.report.wording import PASS_TITLES
 
 __all__ = ["accuracy_table", "status_table"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from attn_zoo.report.accuracy_plots import accuracy_picture
 from attn_zoo.report.analysis import Analysis
-from attn_zoo.report.scaling_plots import Picture, memory_picture, speed_up_picture, time_picture
+from attn_zoo.report.curves import Picture
+from attn_zoo.report.scaling_plots import memory_picture, speed_up_picture, time_picture
 from attn_zoo.report.style import looks
 
 __all__ = ["Picture", "make_pictures"]

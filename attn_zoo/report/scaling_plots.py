@@ -2,64 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis import PanelAnalysis
 from attn_zoo.report.axes import Frame, Mark, make_frame, reference_slopes, value_axis
+from attn_zoo.report.curves import (
+    Curve,
+    Picture,
+    diamond,
+    draw_crossing,
+    draw_curve,
+    draw_spread,
+    interpolate,
+    make_curves,
+)
 from attn_zoo.report.fits import Growth, Quantity, growth
 from attn_zoo.report.growth_tables import round_length
 from attn_zoo.report.labels import EndLabel, draw_labels
-from attn_zoo.report.series import Point, Series
 from attn_zoo.report.statuses import outcome
 from attn_zoo.report.style import INK, MUTED, Look, plain, styled
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 
-__all__ = ["Picture", "memory_picture", "speed_up_picture", "time_picture"]
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A figure with what a reader who cannot see it needs.
-
-    Args:
-        name: file name stem.
-        title: one line.
-        alt: what it shows, in words and numbers.
-        figure: not yet rendered.
-    """
-
-    name: str
-    title: str
-    alt: str
-    figure: Figure
-
-
-@dataclass(frozen=True, slots=True)
-class _Curve:
-    """One series, reduced to what is drawn."""
-
-    series: Series
-    look: Look
-    points: tuple[tuple[int, float], ...]
+__all__ = ["memory_picture", "speed_up_picture", "time_picture"]
 
 
 def time_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | None:
     """Return median time against length with intervals, slopes, crossings and failures; None without a point."""
-    curves = _curves(one, look_of, lambda point: point.median_ms)
+    curves = make_curves(one, look_of, lambda point: point.median_ms)
     if not curves:
         return None
     labels = [_end(curve, _growth_words(one.time[curve.series.label], _wins(one, curve))) for curve in curves]
     crossings = [found for found in one.crossings if found.is_fastest and found.result and found.result.length]
     legend = [Line2D([], [], color=MUTED, marker="o", ms=4, lw=1.2, label="median, 95 % interval, quartile band")]
     if crossings:
-        legend.append(_diamond(f"crossover with {_baseline_name(one)}"))
+        legend.append(diamond(f"crossover with {_baseline_name(one)}"))
     title = f"Time against sequence length: {one.panel.title}"
     with styled():
         frame = _frame(title, one, labels, look_of, curves, legend)
@@ -67,15 +45,15 @@ def time_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | N
         value_axis(frame.axes, [end for end in ends if end > 0], human_ms, 10)
         reference_slopes(frame.axes, [point for curve in curves for point in curve.points])
         for curve in curves:
-            _draw(frame.axes, curve)
-            _draw_spread(frame.axes, curve)
+            draw_curve(frame.axes, curve)
+            draw_spread(frame.axes, curve)
         for found in crossings:
             curve = next(curve for curve in curves if curve.series.label == found.label)
             assert found.result is not None
             assert found.result.length is not None
-            height = _interpolate(curve.points, found.result.length)
+            height = interpolate(curve.points, found.result.length)
             interval = (found.result.low, found.result.high)
-            _draw_crossing(frame.axes, found.result.length, height, interval, curve.look.colour)
+            draw_crossing(frame.axes, found.result.length, height, interval, curve.look.colour)
         draw_labels(frame.axes, labels, is_below_strip=frame.has_strip)
     alt = _alt(title, one, curves, human_ms, one.time)
     return Picture(f"time-{one.panel.name}", title, alt, frame.figure)
@@ -83,7 +61,7 @@ def time_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | N
 
 def memory_picture(one: PanelAnalysis, look_of: Mapping[str, Look], quantity: Quantity) -> Picture | None:
     """Return peak, extra or saved bytes against length; None where they were not measured."""
-    curves = _curves(one, look_of, lambda point: float(getattr(point, quantity) or 0))
+    curves = make_curves(one, look_of, lambda point: float(getattr(point, quantity) or 0))
     if not curves:
         return None
     grown = {curve.series.label: growth(curve.series, quantity) for curve in curves}
@@ -101,7 +79,7 @@ def memory_picture(one: PanelAnalysis, look_of: Mapping[str, Look], quantity: Qu
         value_axis(frame.axes, [value for _, value in points], human_bytes, 2)
         reference_slopes(frame.axes, points)
         for curve in curves:
-            _draw(frame.axes, curve)
+            draw_curve(frame.axes, curve)
         draw_labels(frame.axes, labels, is_below_strip=frame.has_strip)
     name = f"memory-{quantity.removesuffix('_bytes')}-{one.panel.name}"
     return Picture(name, title, _alt(title, one, curves, human_bytes, grown), frame.figure)
@@ -112,7 +90,7 @@ def speed_up_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture
     if one.panel.baseline is None:
         return None
     exact = {point.seq_len: point for point in one.panel.baseline.points}
-    every = _curves(
+    every = make_curves(
         one, look_of, lambda point: exact[point.seq_len].median_ms / point.median_ms if point.seq_len in exact else 0.0
     )
     curves = [
@@ -137,7 +115,7 @@ def speed_up_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture
         value_axis(frame.axes, [*(value for curve in curves for _, value in curve.points), 1.0], ratio, 2)
         frame.axes.axhline(1.0, color=INK, lw=1.0, zorder=1)
         for curve in curves:
-            _draw(frame.axes, curve)
+            draw_curve(frame.axes, curve)
             for point in curve.series.points:
                 other = exact.get(point.seq_len)
                 if other is not None and point.high_ms > 0 and point.low_ms > 0:
@@ -148,17 +126,8 @@ def speed_up_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture
     return Picture(f"speedup-{one.panel.name}", title, alt, frame.figure)
 
 
-def _ones(curve: _Curve) -> int:
+def _ones(curve: Curve) -> int:
     return sum(abs(value - 1) < 1e-12 for _, value in curve.points)
-
-
-def _curves(one: PanelAnalysis, look_of: Mapping[str, Look], value: Callable[[Point], float]) -> list[_Curve]:
-    curves = []
-    for series in one.panel.series:
-        points = tuple((point.seq_len, value(point)) for point in series.points if value(point) > 0)
-        if points:
-            curves.append(_Curve(series, look_of[series.label], points))
-    return curves
 
 
 def _frame(
@@ -166,7 +135,7 @@ def _frame(
     one: PanelAnalysis,
     labels: Sequence[EndLabel],
     look_of: Mapping[str, Look],
-    curves: Sequence[_Curve],
+    curves: Sequence[Curve],
     legend: Sequence[Line2D],
 ) -> Frame:
     failed = [failure.seq_len for series in one.panel.series for failure in series.failures]
@@ -187,58 +156,7 @@ def _frame(
     return make_frame(plain(title, 78), plain(one.panel.subtitle, 300), labels, marks, lengths, legend)
 
 
-def _draw(axes: Axes, curve: _Curve) -> None:
-    x, y = zip(*curve.points, strict=True)
-    look = curve.look
-    is_open = curve.series.is_simulated
-    axes.plot(
-        x,
-        y,
-        color=look.colour,
-        ls=look.line,
-        lw=1.9,
-        marker=look.marker,
-        ms=5.5,
-        mec=look.colour if is_open else "white",
-        mfc="white" if is_open else look.colour,
-        mew=1.2 if is_open else 0.7,
-        zorder=3,
-    )
-
-
-def _draw_spread(axes: Axes, curve: _Curve) -> None:
-    points = curve.series.points
-    x = [point.seq_len for point in points]
-    low, high = ([max(getattr(point, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
-    axes.fill_between(x, low, high, color=curve.look.colour, alpha=0.15, lw=0, zorder=1.5)
-    for point in points:
-        axes.plot(
-            [point.seq_len] * 2, [max(point.low_ms, 1e-12), point.high_ms], color=curve.look.colour, lw=1.6, zorder=2
-        )
-
-
-def _draw_crossing(
-    axes: Axes, length: float, height: float, interval: tuple[float | None, float | None], colour: str
-) -> None:
-    left, right = axes.get_xlim()
-    axes.plot([interval[0] or left, interval[1] or right], [height] * 2, color=colour, lw=1.2, zorder=4, scalex=False)
-    axes.plot([length], [height], marker="D", ms=8, mfc="white", mec=colour, mew=1.6, zorder=5)
-
-
-def _interpolate(points: Sequence[tuple[int, float]], length: float) -> float:
-    """Return the value on the line through the points on log-log axes."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= length <= x1:
-            share = math.log(length / x0) / math.log(x1 / x0)
-            return math.exp(math.log(y0) + share * math.log(y1 / y0))
-    return points[0][1] if length < points[0][0] else points[-1][1]
-
-
-def _diamond(words: str) -> Line2D:
-    return Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words)
-
-
-def _end(curve: _Curve, detail: str) -> EndLabel:
+def _end(curve: Curve, detail: str) -> EndLabel:
     length, value = curve.points[-1]
     name = plain(curve.series.label) + (" (simulated)" if curve.series.is_simulated else "")
     return EndLabel(name, detail, curve.look.colour, length, value)
@@ -255,7 +173,7 @@ def _growth_words(found: Growth, wins: str) -> str:
     return ", ".join([*parts, *_listed(wins)])
 
 
-def _wins(one: PanelAnalysis, curve: _Curve) -> str:
+def _wins(one: PanelAnalysis, curve: Curve) -> str:
     found = one.crossing(curve.series.label)
     if found is None or found.result is None:
         return ""
@@ -275,7 +193,7 @@ def _baseline_name(one: PanelAnalysis) -> str:
 def _alt(
     title: str,
     one: PanelAnalysis,
-    curves: Sequence[_Curve],
+    curves: Sequence[Curve],
     show: Callable[[float], str],
     grown: Mapping[str, Growth],
 ) -> str:

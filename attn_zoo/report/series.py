@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from attn_zoo.report.load import Claim, Results
-from attn_zoo.report.units import slug
+from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 from attn_zoo.statistics import median_interval, quartiles
 
-__all__ = ["PASS_TITLES", "Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels"]
-
-PASS_TITLES: Mapping[str, str] = {
-    "infer": "forward, no graph kept",
-    "fwd": "forward",
-    "bwd": "backward",
-    "fwd_bwd": "forward + backward",
-}
-
-_SCOPES = {"attention": "attention only", "mixer": "mixer with projections"}
-
-PANEL_FIELDS = (
-    *("environment", "device", "dtype", "pass", "scope", "is_causal", "has_padding", "dropout_p", "batch_size"),
-    *("num_heads", "num_kv_heads", "head_dim", "threads", "protocol_version"),
-)
-"""Everything but variant and length that decides a timing: within one panel only those two differ."""
+__all__ = ["Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +96,7 @@ def make_panels(results: Results) -> list[Panel]:
     panels: list[Panel] = []
     names: set[str] = set()
     for setting, (_, group) in zip(settings, groups, strict=True):
-        name = _unique(_panel_name(setting, varying), names)
+        name = _unique(panel_name(setting, varying), names)
         panels.append(_panel(setting, group, name, results, varying))
     return panels
 
@@ -140,8 +124,8 @@ def _panel(setting: dict[str, Any], rows: pd.DataFrame, name: str, results: Resu
             )
         )
     return Panel(
-        title=_title(setting, varying),
-        subtitle=_subtitle(setting, results, varying),
+        title=panel_title(setting, varying),
+        subtitle=panel_subtitle(setting, results, varying),
         name=name,
         series=tuple(series),
         baseline=fastest_exact(series),
@@ -197,61 +181,6 @@ def fastest_exact(series: Sequence[Series]) -> Series | None:
         claim=exact[0].claim,
         is_simulated=False,
     )
-
-
-_WORDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
-    ("dtype", str),
-    ("scope", lambda value: _SCOPES.get(value, value)),
-    ("is_causal", lambda value: "causal" if value else "bidirectional"),
-    ("batch_size", lambda value: f"batch {value}"),
-    ("num_heads", lambda value: f"{value} heads"),
-    ("num_kv_heads", lambda value: f"{value} key/value heads"),
-    ("head_dim", lambda value: f"head size {value}"),
-    ("has_padding", lambda value: "a quarter of every second sequence padded" if value else ""),
-    ("dropout_p", lambda value: f"dropout {value:g}" if value else ""),
-    ("threads", lambda value: f"{value} thread{'s' if value != 1 else ''}"),
-)
-
-
-def _say(setting: Mapping[str, Any], names: set[str]) -> list[str]:
-    said = [say(setting[name]) for name, say in _WORDS if name in names and not _is_missing(setting[name])]
-    return [word for word in said if word]
-
-
-def _subtitle(setting: dict[str, Any], results: Results, varying: set[str]) -> str:
-    """Return machine and every setting."""
-    environment = results.environments.get(setting["environment"])
-    machine = str(setting["device"]).upper()
-    if environment is not None:
-        machine = environment.gpu or machine if setting["device"] == "cuda" else f"{machine} ({environment.cpu})"
-    if "environment" in varying:
-        machine += f" [{setting['environment'] or 'unknown environment'}]"
-    names = {name for name, _ in _WORDS}
-    if setting["num_kv_heads"] == setting["num_heads"]:
-        names.remove("num_kv_heads")
-    return ", ".join([machine, *_say(setting, names)])
-
-
-def _title(setting: dict[str, Any], varying: set[str]) -> str:
-    """Return what is timed, with whatever else tells this panel from the others of the report."""
-    title = PASS_TITLES.get(setting["pass"], setting["pass"] or "unknown pass")
-    extra = _say(setting, varying)
-    if "device" in varying:
-        extra.append(str(setting["device"]).upper())
-    return ", ".join([title, *extra])
-
-
-def _panel_name(setting: dict[str, Any], varying: set[str]) -> str:
-    """Return pass, dtype and device, and whatever else differs between the panels of this report."""
-    parts = [str(setting[name]) for name in ("pass", "dtype", "device")]
-    parts += _say(setting, varying - {"dtype"})
-    if "environment" in varying:
-        parts.append(str(setting["environment"]))
-    return slug(*parts)
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value))
 
 
 def _unique(name: str, taken: set[str]) -> str:

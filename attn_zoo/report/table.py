@@ -152,9 +152,10 @@ def to_terminal(table: Table, console: Console) -> None:
         out.add_row(*(escape(row[index]) for index in kept))
     console.print(out, highlight=False)
     hidden = len(table.columns) - len(kept)
-    left_out = f" {hidden} columns do not fit here; the files have them." if hidden else ""
-    if table.note or left_out:
-        console.print(f"[dim]{escape(clean(table.note))}{left_out}[/dim]", highlight=False)
+    left_out = f"Columns left out here: {hidden}; the files have them." if hidden else ""
+    below = " ".join(part for part in (clean(table.note), left_out) if part)
+    if below:
+        console.print(f"[dim]{escape(below)}[/dim]", highlight=False)
 
 
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:

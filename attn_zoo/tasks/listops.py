@@ -114,7 +114,7 @@ class ListOps(AbstractTask):
     levels: ClassVar[Mapping[str, ListOpsLevel]] = MappingProxyType(
         {
             "short": ListOpsLevel(
-                grammar=Grammar(max_depth=4, max_args=5, min_len=9, max_len=128),
+                grammar=Grammar(max_depth=4, max_args=5, min_len=9, max_len=64),
                 num_train=40_000,
                 num_validation=1_000,
                 num_test=2_000,

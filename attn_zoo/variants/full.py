@@ -2,7 +2,8 @@
 
 Vaswani et al. 2017, "Attention Is All You Need", arXiv 1706.03762, equation 1.
     out = softmax(Q K^T / sqrt(D)) V
-The paper's d_k is our head_dim D. With ALiBi (Press et al. 2022, arXiv 2108.12409) -slope_h |i - j| is added to the scores.
+The paper's d_k is our head_dim D. With ALiBi (Press et al. 2022, arXiv 2108.12409) -slope_h |i - j| is added to the
+scores.
 Cost: time O(B H L S D); memory O(B H L S) as written, O(B H L) beyond inputs and outputs by the fused kernels
 (Dao et al. 2022, arXiv 2205.14135), which never store the scores.
 """
@@ -32,9 +33,9 @@ class FullConfig(VariantConfig):
     """Which kernel computes it; the result is the same.
 
     Args:
-        backend: `"auto"` takes the fastest exact kernel for the device, dtype and shape (`attn_zoo.kernels.backends` has
-            the rule); `"math"` is the equation as written, with dense scores; the others are kernels of torch, and of
-            xformers. A named kernel runs or is refused: nothing takes its place.
+        backend: `"auto"` takes the fastest exact kernel for the device, dtype and shape (`attn_zoo.kernels.backends`
+            has the rule); `"math"` is the equation as written, with dense scores; the others are kernels of torch, and
+            of xformers. A named kernel runs or is refused: nothing takes its place.
     """
 
     backend: Backend = "auto"

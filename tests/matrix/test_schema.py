@@ -50,7 +50,9 @@ dtypes = ["fp32"]
     first, *rest = message.splitlines()
     assert first == "quick.toml: 2 problems"
     assert any(
-        line.startswith("  scaling[0].variants[1]: unknown variant 'linfromer'; did you mean 'linformer'?  (attn-zoo list")
+        line.startswith(
+            "  scaling[0].variants[1]: unknown variant 'linfromer'; did you mean 'linformer'?  (attn-zoo list"
+        )
         for line in rest
     )
     expected = "  scaling[0].dtypes[0]: expected one of float32, bfloat16, float16, float64; got 'fp32'; did you mean"
@@ -80,7 +82,11 @@ dtypes = ["fp32"]
         ('["full"]', '["ful"]', "scaling[0].variants[0]: unknown variant 'ful'; did you mean 'full'?"),
         ('["full"]', "[3]", "scaling[0].variants[0]: expected a variant's name or a table"),
         ('["full"]', "[{name = 'full', opts = {}}]", "scaling[0].variants[0].opts: unknown key"),
-        ('["full"]', "[{name = 'full', options = {nope = 1}}]", "scaling[0].variants[0].options: unknown option 'nope'"),
+        (
+            '["full"]',
+            "[{name = 'full', options = {nope = 1}}]",
+            "scaling[0].variants[0].options: unknown option 'nope'",
+        ),
         ('["full"]', "[{name = 'full', options = {a = 2020-01-01}}]", "expected a string, number, true or false"),
         ('["full"]', "['full', {name = 'full', label = 'a/b'}]", "scaling[0].variants[1].label: expected letters"),
         ("[[scaling]]", "[options.fulll]\n[[scaling]]", "options.fulll: unknown variant 'fulll'"),

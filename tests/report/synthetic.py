@@ -76,8 +76,16 @@ def scaling(
     inputs = 3 * 8 * seq_len * 64 * 4
     extra = 8 * seq_len**2 * 4 if quadratic_memory else 8 * seq_len * 256 * 4
     fields: dict[str, Any] = {
-        "kind": "scaling", "variant": variant, "pass_": "fwd", "seq_len": seq_len, "batch_size": 1,
-        "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "scope": "attention", "threads": 2,
+        "kind": "scaling",
+        "variant": variant,
+        "pass_": "fwd",
+        "seq_len": seq_len,
+        "batch_size": 1,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 64,
+        "scope": "attention",
+        "threads": 2,
     }
     is_ok = status == "ok"
     return Record(
@@ -95,7 +103,11 @@ def scaling(
 def accuracy(variant: str, seed: int, value: float | None, *, status: Status = "ok", **cell: Any) -> Record:
     """Return one record of a training run."""
     fields: dict[str, Any] = {
-        "kind": "accuracy", "variant": variant, "seed": seed, "task": "listops", "level": "short",
+        "kind": "accuracy",
+        "variant": variant,
+        "seed": seed,
+        "task": "listops",
+        "level": "short",
         "protocol": "cpu-small",
     }
     score = None
@@ -162,8 +174,10 @@ def write_run(
     cells = path / "cells"
     cells.mkdir(parents=True)
     head = {
-        "name": name,
-        "matrix": {"name": name},
+        "schema": 1,
+        "created": "2026-01-01T00:00:00+00:00",
+        "version": "0.1.0",
+        "matrices": [{"name": name}],
         "environments": {environment.digest: environment.to_dict()},
         "claims": CLAIMS if claims is None else claims,
         **extra,

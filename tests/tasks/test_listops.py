@@ -14,7 +14,7 @@ import torch
 
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.registry import tasks
-from attn_zoo.tasks import AbstractTask
+from attn_zoo.tasks import AbstractTask, SplitName
 from attn_zoo.tasks import listops as listops_module
 from attn_zoo.tasks.cache import cache_dir, cached_tensors
 from attn_zoo.tasks.floors import lookup_floor, majority_floor
@@ -25,7 +25,7 @@ from attn_zoo.tasks.listops_text import write_tsv
 TINY = ListOpsLevel(
     grammar=Grammar(max_depth=4, max_args=4, min_len=3, max_len=40), num_train=900, num_validation=60, num_test=80
 )
-SPLITS = ("train", "validation", "test")
+SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 
 
 @pytest.fixture
@@ -152,7 +152,12 @@ def test_large_levels_are_cached_and_the_cache_is_only_a_cache(with_level, monke
     (path,) = cache_dir().iterdir()
     assert ListOps.digest("tiny") in path.name
     calls = []
-    monkeypatch.setattr(listops_module, "generate_splits", lambda level: calls.append(level) or generate_splits(level))
+
+    def counted(level):
+        calls.append(level)
+        return generate_splits(level)
+
+    monkeypatch.setattr(listops_module, "generate_splits", counted)
     assert torch.equal(ListOps("tiny").split("train").tokens, first.tokens)
     assert not calls
     path.write_bytes(path.read_bytes()[:100])  # cut short
@@ -173,7 +178,9 @@ def test_published_files_are_read_from_data_dir(tmp_path, with_level):
     drawn = generate_splits(TINY)
     folder = tmp_path / "data" / "listops-1000"
     folder.mkdir(parents=True)
-    for name, file in ListOps.levels["lra_release"].files.items():
+    files = ListOps.levels["lra_release"].files
+    assert files is not None
+    for name, file in files.items():
         rows = [drawn[name].example(index).tokens.tolist() for index in range(len(drawn[name]))]
         write_tsv(folder / file, rows, drawn[name].labels.tolist())
     task = ListOps("lra_release", data_dir=tmp_path / "data")

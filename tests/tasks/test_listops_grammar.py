@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,18 +34,18 @@ def recursive(words: list[str]) -> tuple[int, list[str]]:
     while rest[0] != "]":
         value, rest = recursive(rest)
         arguments.append(value)
-    result = {
-        "[MIN": min,
-        "[MAX": max,
-        "[MED": lambda xs: int(statistics.median(xs)),
-        "[SM": lambda xs: sum(xs) % 10,
-    }[head](arguments)
-    return result, rest[1:]
+    results = {
+        "[MIN": min(arguments),
+        "[MAX": max(arguments),
+        "[MED": int(statistics.median(arguments)),
+        "[SM": sum(arguments) % 10,
+    }
+    return results[head], rest[1:]
 
 
 def by_stack(source: str) -> int:
     """Value of a published text by a stack machine: each ( a b ) applies a to b, at last to the bracket."""
-    stack: list = []
+    stack: list[Any] = []
     for word in source.split():
         if word == ")":
             argument, function = stack.pop(), stack.pop()
@@ -68,7 +69,7 @@ def by_stack(source: str) -> int:
         else:
             stack.append(int(word) if word.isdigit() else word)
     (value,) = stack
-    return value
+    return int(value)
 
 
 @pytest.mark.parametrize("grammar", [Grammar(), SHALLOW], ids=["lra", "shallow"])

@@ -12,9 +12,7 @@ WARMUP, STEPS, DIM, BASE = 10, 110, 64, 0.5
 
 
 def rate(kind, step, warmup_steps=WARMUP, num_steps=STEPS):
-    return learning_rate(
-        kind, step, base_lr=BASE, warmup_steps=warmup_steps, num_steps=num_steps, embed_dim=DIM
-    )
+    return learning_rate(kind, step, base_lr=BASE, warmup_steps=warmup_steps, num_steps=num_steps, embed_dim=DIM)
 
 
 @pytest.mark.parametrize("step", [1, 5, 10, 11, 60, 110])

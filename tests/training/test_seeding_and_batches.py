@@ -45,7 +45,7 @@ def test_order_depends_on_the_seed_only():
 def test_streams_are_distinct_and_pinned():
     seeds = [derive_seed(s, stream, i) for s in (0, 1) for stream in ("init", "data", "dropout") for i in (0, 1)]
     assert len(set(seeds)) == len(seeds)
-    assert derive_seed(0, "init") == 0
+    assert derive_seed(0, "init") == 2061300717
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
@@ -53,7 +53,13 @@ def test_all_global_generators_are_seeded():
     draws = []
     for _ in range(2):
         seed_everything(5)
-        draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        draws.append(
+            (
+                random.random(),
+                float(np.random.rand()),  # noqa: NPY002
+                float(torch.rand(())),
+            )
+        )
     assert draws[0] == draws[1]
 
 

@@ -1,0 +1,72 @@
+"""What else went on while a cell was timed: other work on the host, GPU clocks. Doubt becomes a flag on the timing."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from attn_zoo.measure.energy import Clocks, clocks, num_other_processes
+
+__all__ = ["Conditions"]
+
+BUSY_FRAC = 0.10
+"""Of all processors, taken by other processes."""
+
+SLOW_CLOCK_FRAC = 0.75
+"""A GPU clock that falls below this part of what it was has changed during the timing."""
+
+SHORTEST_S = 0.2
+"""Processor times move in steps of 10 ms: over less than this they say nothing."""
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+@dataclass
+class Conditions:
+    """Watches the block it surrounds. Costs a few reads before and after, nothing in between.
+
+    Args:
+        device: `"cpu"` or `"cuda"`.
+    """
+
+    device: str
+    clocks_mhz: tuple[float, ...] = ()
+    flags: tuple[str, ...] = ()
+    _before: Clocks | None = field(default=None, repr=False)
+    _wall_s: float = 0.0
+    _own_s: float = 0.0
+    _all_s: float = 0.0
+
+    def __enter__(self) -> Conditions:
+        self._before = clocks(self.device)
+        self._wall_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        wall_s = time.monotonic() - self._wall_s
+        others_s = (_busy_s() - self._all_s) - (time.process_time() - self._own_s)
+        after = clocks(self.device)
+        flags = []
+        if wall_s >= SHORTEST_S and others_s > BUSY_FRAC * wall_s * (os.cpu_count() or 1):
+            flags.append("loaded_host")
+        if self._before is not None and after is not None:
+            flags += self._gpu_flags(self._before, after)
+        self.flags = tuple(flags)
+
+    def _gpu_flags(self, before: Clocks, after: Clocks) -> list[str]:
+        flags = ["throttled"] if before.throttles or after.throttles else []
+        if before.sm_mhz is not None and after.sm_mhz is not None:
+            self.clocks_mhz = (before.sm_mhz, after.sm_mhz)
+            # Up is a GPU that woke from idling, which warm-up is for; down is not.
+            if after.sm_mhz < SLOW_CLOCK_FRAC * before.sm_mhz:
+                flags.append("clock_changed")
+        # The process that supervises this one may hold the device open too.
+        if (num_other_processes(self.device) or 0) > 1:
+            flags.append("other_gpu_process")
+        return flags

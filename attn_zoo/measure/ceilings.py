@@ -1,0 +1,150 @@
+"""What the machine could do: measured ceilings for the roofline, and data-sheet peaks that nothing true exceeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from attn_zoo.measure.timing import time_callable
+
+__all__ = ["Ceilings", "Peak", "exceeds_physical", "measure_ceilings", "peak_of", "roofline_frac"]
+
+_MATMUL_DIM = {"cpu": 1024, "cuda": 8192}
+_COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+
+GUARDED_BYTES = 256 * 2**20
+"""Smaller transfers may stay in a cache, and are not held against the bandwidth of the memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceilings:
+    """Measured on this machine, in this run, on random data.
+
+    Args:
+        matmul_flops_per_s: of a large matrix product, a multiply-add being two.
+        copy_bytes_per_s: of a copy, read and written bytes both counted.
+    """
+
+    matmul_flops_per_s: float
+    copy_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """From the maker's data sheet, dense. float32 counts as TF32, so that the figure is an upper bound either way.
+
+    Args:
+        flops_per_s: by dtype name.
+        bytes_per_s: of the memory.
+    """
+
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+
+
+def _peak(half: float, tf32: float, double: float, bytes_per_s: float) -> Peak:
+    rates = {"bfloat16": half, "float16": half, "float32": tf32, "float64": double}
+    return Peak(flops_per_s=MappingProxyType(rates), bytes_per_s=bytes_per_s)
+
+
+# The first name that occurs in the device's name counts, so the narrower ones come first.
+_PEAKS: tuple[tuple[str, Peak], ...] = (
+    ("H200", _peak(989.5e12, 494.7e12, 67e12, 4.8e12)),
+    ("H100 PCIe", _peak(756e12, 378e12, 51e12, 2.0e12)),
+    ("H100 NVL", _peak(835e12, 417e12, 60e12, 3.9e12)),
+    ("H100", _peak(989.5e12, 494.7e12, 67e12, 3.35e12)),
+    ("A100-PCIE-40GB", _peak(312e12, 156e12, 19.5e12, 1.555e12)),
+    ("A100-SXM4-40GB", _peak(312e12, 156e12, 19.5e12, 1.555e12)),
+    ("A100", _peak(312e12, 156e12, 19.5e12, 2.039e12)),
+)
+
+
+def peak_of(device_name: str | None) -> Peak | None:
+    """Return the data-sheet peak of a GPU by the name its driver gives, or None for one we have no sheet of."""
+    return next((peak for name, peak in _PEAKS if device_name is not None and name in device_name), None)
+
+
+def _best_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Return the fastest sample: a ceiling is what the machine can do, not what it usually does."""
+    timing = time_callable(call, device=device, budget_s=budget_s, min_samples=3, min_sample_ms=0.0, flush_cache=False)
+    return min(timing.samples_ms) * 1e-3
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> float:
+    dim = _MATMUL_DIM[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(dim, dim, generator=generator, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    return 2.0 * dim**3 / _best_s(lambda: torch.mm(left, right, out=product), device, budget_s)
+
+
+def _copy_rate(device: torch.device, budget_s: float) -> float:
+    num_bytes = _COPY_BYTES[device.type]
+    source = torch.randn(num_bytes // 4, generator=torch.Generator(device).manual_seed(0), device=device)
+    target = torch.empty_like(source)
+    return 2.0 * num_bytes / _best_s(lambda: target.copy_(source), device, budget_s)
+
+
+def measure_ceilings(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, budget_s: float = 0.3
+) -> Ceilings:
+    """Measure a large matrix product and a large copy on random data, with the threads torch uses now.
+
+    Zeros would flatter a GPU: fewer bits switch, so that it clocks higher.
+
+    Args:
+        device: CPU or CUDA.
+        dtype: of the product.
+        budget_s: for each of the two.
+    """
+    device = torch.device(device)
+    return Ceilings(
+        matmul_flops_per_s=_matmul_rate(device, dtype, budget_s), copy_bytes_per_s=_copy_rate(device, budget_s)
+    )
+
+
+def roofline_frac(flops: float, num_bytes: float, seconds: float, ceilings: Ceilings) -> float:
+    """Return the shortest time the ceilings allow, as a fraction of the time it took: 1 is the roof.
+
+    Args:
+        flops: useful operations.
+        num_bytes: that must move: inputs read once, outputs written once.
+        seconds: measured.
+        ceilings: of the same machine and run.
+
+    >>> roofline_frac(2e9, 1e6, 0.1, Ceilings(matmul_flops_per_s=1e11, copy_bytes_per_s=1e10))
+    0.2
+    """
+    if seconds <= 0:
+        raise ValueError(f"seconds: expected a positive number; got {seconds!r}")
+    floor_s = max(flops / ceilings.matmul_flops_per_s, num_bytes / ceilings.copy_bytes_per_s)
+    return floor_s / seconds
+
+
+def exceeds_physical(
+    device_name: str | None, dtype: str, seconds: float, *, flops: float | None = None, num_bytes: float | None = None
+) -> str | None:
+    """Return one sentence if a measurement is faster than the hardware can be, and hence wrong; else None.
+
+    Args:
+        device_name: as the driver gives it; one without a data sheet here is never accused.
+        dtype: name of the floating-point type.
+        seconds: measured.
+        flops: operations really done: for a sparse mechanism not those of the dense one.
+        num_bytes: that must have moved.
+    """
+    peak = peak_of(device_name)
+    if peak is None:
+        return None
+    limit = peak.flops_per_s.get(dtype)
+    if flops is not None and limit is not None and flops > limit * seconds:
+        return (
+            f"{flops / seconds / 1e12:.0f} TFLOP/s is above the peak of {device_name} ({limit / 1e12:.0f} in {dtype})"
+        )
+    if num_bytes is not None and num_bytes >= GUARDED_BYTES and num_bytes > peak.bytes_per_s * seconds:
+        rate = num_bytes / seconds / 1e12
+        return f"{rate:.1f} TB/s is above the memory bandwidth of {device_name} ({peak.bytes_per_s / 1e12:.2f})"
+    return None

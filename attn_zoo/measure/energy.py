@@ -1,0 +1,225 @@
+"""Energy, clocks and neighbours of an NVIDIA GPU through NVML. Everything is None where NVML cannot be read.
+
+The energy counter moves every 20 to 100 ms and the power sensor of recent GPUs looks only part of the time
+(arXiv 2312.02741), so a window must last seconds and be repeated at shifted phases. Settings are never changed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["Clocks", "Energy", "clocks", "driver_version", "energy_of_call", "num_other_processes"]
+
+BATCH_S = 0.02
+"""Calls queued between two looks at the clock take about this long."""
+
+PHASE_S = 0.033
+"""Each window is longer than the one before by a third of the counter's slowest period."""
+
+_THROTTLES = {
+    0x4: "power_cap",
+    0x8: "hw_slowdown",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "power_brake",
+}
+"""Bits of NVML's clock event reasons that mean the GPU runs slower than it could. Idling is none of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clocks:
+    """State of the GPU at one moment; None where NVML does not tell.
+
+    Args:
+        sm_mhz: of the multiprocessors.
+        memory_mhz: of the memory.
+        temperature_c: of the chip.
+        power_w: drawn.
+        throttles: why it is slowed down, if it is.
+    """
+
+    sm_mhz: float | None
+    memory_mhz: float | None
+    temperature_c: float | None
+    power_w: float | None
+    throttles: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Energy:
+    """Of one call, gross: idling included.
+
+    Args:
+        joules: median over the windows.
+        low_joules: smallest window.
+        high_joules: largest window.
+        watts: mean power while running.
+        idle_watts: drawn just before, or None.
+        num_calls: in all windows together.
+    """
+
+    joules: float
+    low_joules: float
+    high_joules: float
+    watts: float
+    idle_watts: float | None
+    num_calls: int
+
+
+def _nvml() -> ModuleType | None:
+    """Return NVML's module, initialised (which may be done again and again), or None."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except Exception:  # the module has one error class per version; none of them may stop a measurement
+        return None
+    return pynvml  # type: ignore[no-any-return]
+
+
+def _handle(nvml: Any, device: torch.device | str) -> Any | None:
+    """Return NVML's handle for torch's device. By its UUID: the two number the devices differently."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception:
+        return None
+
+
+def _read(query: Callable[[], Any]) -> Any | None:
+    """Return what NVML says, or None where this GPU or this user may not ask."""
+    try:
+        return query()
+    except Exception:
+        return None
+
+
+def _connect(device: torch.device | str) -> tuple[Any, Any] | None:
+    nvml = _nvml()
+    handle = None if nvml is None else _handle(nvml, device)
+    return None if handle is None else (nvml, handle)
+
+
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, or None."""
+    nvml = _nvml()
+    version = None if nvml is None else _read(nvml.nvmlSystemGetDriverVersion)
+    return version.decode() if isinstance(version, bytes) else version
+
+
+def _power_w(nvml: Any, handle: Any) -> float | None:
+    milliwatts = _read(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    return None if milliwatts is None else 1e-3 * milliwatts
+
+
+def _throttle_bits(nvml: Any, handle: Any) -> int:
+    for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
+        query = getattr(nvml, name, None)  # renamed in NVML 12
+        bits = None if query is None else _read(partial(query, handle))
+        if bits is not None:
+            return int(bits)
+    return 0
+
+
+def clocks(device: torch.device | str) -> Clocks | None:
+    """Return clocks, temperature, power and throttling of `device` now, or None where NVML cannot be read."""
+    connection = _connect(device)
+    if connection is None:
+        return None
+    nvml, handle = connection
+    bits = _throttle_bits(nvml, handle)
+    return Clocks(
+        sm_mhz=_read(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        memory_mhz=_read(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))),
+        temperature_c=_read(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+        power_w=_power_w(nvml, handle),
+        throttles=tuple(name for bit, name in _THROTTLES.items() if bits & bit),
+    )
+
+
+def num_other_processes(device: torch.device | str) -> int | None:
+    """Return how many other processes compute on `device`, or None where NVML cannot be read.
+
+    In a container NVML may know this process by another number; then one of those listed is taken to be this one.
+    """
+    connection = _connect(device)
+    if connection is None:
+        return None
+    nvml, handle = connection
+    running = _read(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    if running is None:
+        return None
+    numbers = {process.pid for process in running}
+    is_ours_hidden = os.getpid() not in numbers and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return max(0, len(numbers - {os.getpid()}) - is_ours_hidden)
+
+
+def energy_of_call(
+    call: Callable[[], object],
+    *,
+    device: torch.device | str,
+    window_s: float = 2.0,
+    num_windows: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Energy | None:
+    """Return the energy of one call from NVML's counter, or None where it cannot be read.
+
+    The call is repeated for `num_windows` windows of at least `window_s`; their lengths differ by a third of the
+    counter's slowest period, so that errors at the edges do not repeat.
+
+    Args:
+        call: to measure, warmed up.
+        device: a CUDA device.
+        window_s: shortest window; below a second the counter is too coarse.
+        num_windows: at least one.
+        clock: seconds.
+    """
+    connection = _connect(device)
+    if connection is None:
+        return None
+    nvml, handle = connection
+
+    def counter_mj() -> int | None:
+        return _read(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
+    def repeat(count: int) -> None:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize(device)  # else the host would queue calls long past the window
+
+    idle_watts = _power_w(nvml, handle)
+    started = clock()
+    repeat(1)
+    per_batch = max(1, int(BATCH_S / max(clock() - started, 1e-6)))
+    windows: list[tuple[int, float, int]] = []
+    for window in range(num_windows):
+        before, started, num_calls = counter_mj(), clock(), 0
+        while num_calls == 0 or clock() - started < window_s + PHASE_S * window:
+            repeat(per_batch)
+            num_calls += per_batch
+        after, elapsed_s = counter_mj(), clock() - started
+        if before is None or after is None or after <= before:
+            return None
+        windows.append((after - before, elapsed_s, num_calls))
+    joules = [1e-3 * millijoules / num_calls for millijoules, _, num_calls in windows]
+    return Energy(
+        joules=statistics.median(joules),
+        low_joules=min(joules),
+        high_joules=max(joules),
+        watts=1e-3 * sum(part[0] for part in windows) / sum(part[1] for part in windows),
+        idle_watts=idle_watts,
+        num_calls=sum(part[2] for part in windows),
+    )

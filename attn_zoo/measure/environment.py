@@ -1,0 +1,148 @@
+"""The machine and software of a run: what decides whether two results may be compared, and nothing about a person.
+
+No path, user or host name leaves this file; the host name is hashed so that equal machines can be told apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+
+from attn_zoo.records import Environment
+
+__all__ = ["PACKAGES", "capture_environment"]
+
+PACKAGES = (
+    "attn-zoo",
+    "torch",
+    "numpy",
+    "scipy",
+    "pandas",
+    "triton",
+    "xformers",
+    "flash-attn",
+    "flash-linear-attention",
+    "datasets",
+    "ray",
+)
+"""Whose versions are recorded where they are installed. Looked up in the metadata: nothing is imported."""
+
+_VARIABLES = frozenset(
+    {"OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"}
+)
+_PREFIXES = ("MKL_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "ATTN_ZOO_", "MALLOC_", "NVIDIA_TF32_")
+_MAX_VALUE_LEN = 100
+_GIT_TIMEOUT_S = 5.0
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _driver() -> str | None:
+    """Return the version of the NVIDIA driver, from the kernel module or else from NVML."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        words = []
+    numbers = [word for word in words if word[0].isdigit() and "." in word]
+    if numbers:
+        return numbers[0]
+    from attn_zoo.measure.energy import driver_version
+
+    return driver_version()
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    versions["torch"] = str(torch.__version__)  # with the local part, which tells a CPU build from a CUDA one
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+    if cudnn is not None:
+        versions["cudnn"] = str(cudnn)
+    return versions
+
+
+def _git(folder: Path, *command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *command], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _commit(folder: Path) -> tuple[str, bool]:
+    """Return the commit of the sources in `folder` and whether they differ from it.
+
+    An installed copy may lie inside somebody else's checkout (a virtual environment in a project): only sources that
+    git tracks have a commit.
+    """
+    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return "", False
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return "", False
+    return commit, bool(_git(folder, "status", "--porcelain", "--", "."))
+
+
+def _is_path_like(value: str) -> bool:
+    return "/" in value or "\\" in value or value.startswith("~")
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables on the allow-list, without values that look like paths or are long."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name in _VARIABLES or name.startswith(_PREFIXES))
+        and not _is_path_like(value)
+        and len(value) <= _MAX_VALUE_LEN
+    }
+
+
+def capture_environment() -> Environment:
+    """Describe this machine and the software in this process. Takes a fraction of a second; call it once for a run."""
+    commit, is_dirty = _commit(Path(__file__).resolve().parent.parent)
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return Environment(
+        host=hashlib.sha256(platform.node().encode()).hexdigest()[:12],
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=_cpu_name(),
+        num_cores=_num_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        threads=torch.get_num_threads(),
+        gpu=None if gpu is None else gpu.name,
+        gpu_memory_bytes=None if gpu is None else gpu.total_memory,
+        driver=None if gpu is None else _driver(),
+        versions=_versions(),
+        commit=commit,
+        is_dirty=is_dirty,
+        variables=_variables(os.environ),
+    )

@@ -1,0 +1,155 @@
+"""Broken variants that say something about themselves which is not so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.attention.decode import KVCache
+from attn_zoo.kernels.trace import note_path
+from attn_zoo.metadata import Shape
+from attn_zoo.registry import VariantConfig
+from tests.conformance.broken import Broken, Softmax, constant_flops, quadratic_flops
+
+
+class WrongScaleInFloat32(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(1.001 * query if query.dtype == torch.float32 else query, key, value, mask)
+
+    def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        return Softmax.attend(self, query, key, value, key_padding_mask)
+
+
+class WrongScale(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(1.001 * query, key, value, mask)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowConfig(VariantConfig):
+    window_size: int = 4
+
+    @classmethod
+    def budgets(cls, seq_len: int) -> tuple[dict[str, Any], ...]:
+        return ({"window_size": seq_len // 2}, {"window_size": seq_len})
+
+
+class MissesOneKeyForEver(Softmax):
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        distance = torch.arange(query.shape[-2])[:, None] - torch.arange(key.shape[-2])
+        window_size: int = min(self.config.window_size, max(key.shape[-2] - 1, 1))
+        return distance.abs() < window_size
+
+
+class ForgetsOldTokens(Softmax):
+    window_size = 4
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> KVCache:
+        return KVCache.empty(batch_size, self.build.num_kv_heads, self.build.head_dim, device=device, dtype=dtype)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
+        state = state.append(key, value)
+        keys, values = state.keys[:, :, -self.window_size :], state.values[:, :, -self.window_size :]
+        return (query @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1) @ values, state
+
+
+class SoundDecode(ForgetsOldTokens):
+    window_size = 10**6
+
+
+class DecodesUndeclared(SoundDecode):
+    pass
+
+
+class ClaimsHalfTheState(SoundDecode):
+    pass
+
+
+class RecurrentStateGrows(SoundDecode):
+    pass
+
+
+class DeclaresDecodeOnly(Softmax):
+    pass
+
+
+def half_state_bytes(shape: Shape, itemsize: int) -> int:
+    return shape.batch_size * shape.num_kv_heads * shape.key_len * shape.head_dim * itemsize
+
+
+class IgnoresAlibi(Softmax):
+    pass
+
+
+class AcceptsAnyLength(Softmax):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendConfig(VariantConfig):
+    backend: Literal["auto", "math", "flash"] = "auto"
+
+
+class RunsAnotherBackend(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        note_path("sdpa.math")
+        return super().attend(query, key, value, mask)
+
+
+class HidesItsBackend(Softmax):
+    pass
+
+
+class AlternatesPaths(Softmax):
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.num_calls = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        self.num_calls += 1
+        note_path(f"path_{self.num_calls % 2}")
+        return super().attend(query, key, value, mask)
+
+
+class ConstantFlops(Softmax):
+    pass
+
+
+class QuadraticButClaimsLinear(Softmax):
+    pass
+
+
+DECODE = {"causal": True, "decode": "kv_cache"}
+
+CLAIMS = (
+    Broken(cls=WrongScaleInFloat32, check="matches_reference"),
+    Broken(cls=WrongScale, check="matches_oracle", capabilities={"is_exact": True}),
+    Broken(cls=MissesOneKeyForEver, check="converges", config=WindowConfig),
+    Broken(cls=ForgetsOldTokens, check="decode", capabilities=DECODE),
+    Broken(cls=DeclaresDecodeOnly, check="decode", also=frozenset({"decode_state_bytes"}), capabilities=DECODE),
+    Broken(
+        cls=ClaimsHalfTheState,
+        check="decode_state_bytes",
+        capabilities=DECODE,
+        complexity={"state_bytes": half_state_bytes},
+    ),
+    Broken(cls=RecurrentStateGrows, check="decode_state_bytes", capabilities={**DECODE, "decode": "recurrent"}),
+    Broken(cls=DecodesUndeclared, check="refusals", also=frozenset({"decode"})),
+    Broken(cls=AcceptsAnyLength, check="refusals", capabilities={"variable_seq_len": False}),
+    Broken(cls=IgnoresAlibi, check="positions", capabilities={"positions": ("none", "alibi")}),
+    Broken(cls=RunsAnotherBackend, check="path_ran", config=BackendConfig),
+    Broken(cls=HidesItsBackend, check="path_ran", config=BackendConfig),
+    Broken(cls=AlternatesPaths, check="path_ran"),
+    Broken(cls=ConstantFlops, check="flops_formula", complexity={"flops": constant_flops}),
+    Broken(
+        cls=QuadraticButClaimsLinear,
+        check="flops_formula",
+        complexity={"flops": quadratic_flops, "time_exponent": 1},
+    ),
+)

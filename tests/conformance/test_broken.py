@@ -1,0 +1,43 @@
+"""Every check catches its broken variants by name, and nothing else is blamed."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_zoo.conformance import CHECKS, run_checks
+from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, registered
+from tests.conformance.broken_claims import CLAIMS, DECODE, SoundDecode
+from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
+
+BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS)
+SOUND = (
+    Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
+    Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
+    Broken(cls=SoundDecode, check="", capabilities=DECODE),
+    Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
+)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
+def test_is_caught_by_name(broken: Broken) -> None:
+    with registered(broken) as name:
+        failed = {result.check: result for result in run_checks(name) if result.is_bad}
+    assert broken.check in failed, f"{name} was not caught; failed: {sorted(failed)}"
+    if "*" not in broken.also:
+        surplus = {check: result for check, result in failed.items() if check not in {broken.check, *broken.also}}
+        assert not surplus
+
+
+@pytest.mark.parametrize("sound", SOUND, ids=lambda sound: sound.name)
+def test_the_same_variant_without_the_twist_passes(sound: Broken) -> None:
+    with registered(sound) as name:
+        assert [result for result in run_checks(name) if result.is_bad] == []
+
+
+def test_every_check_has_a_broken_variant() -> None:
+    assert {broken.check for broken in BROKEN} == {check.name for check in CHECKS}
+
+
+def test_names_are_unique() -> None:
+    assert len({broken.name for broken in BROKEN}) == len(BROKEN)
+    assert len({check.name for check in CHECKS}) == len(CHECKS)

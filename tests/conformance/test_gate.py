@@ -1,0 +1,97 @@
+"""The gate: quick, in the working dtype and the cell's own context, and it stops what is wrong."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import attn_zoo
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance import GATE_CHECKS, gate
+from attn_zoo.errors import ConfigError, GateError, UnknownNameError, UnsupportedError
+from tests.conformance.broken import Broken, Softmax, registered
+from tests.conformance.broken_claims import WrongScaleInFloat32
+from tests.conformance.broken_dependence import CAUSAL, MASKED, LeaksByNormalising, MixesBatch, ReadsPadding
+
+HALF = {"dtypes": ("float32", "bfloat16")}
+
+
+def build(*, is_causal: bool = False, max_seq_len: int = 256) -> BuildContext:
+    return BuildContext(embed_dim=32, num_heads=2, max_seq_len=max_seq_len, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", attn_zoo.list_variants())
+def test_lets_sound_variants_pass(name: str, dtype: str) -> None:
+    capabilities = attn_zoo.describe(name).capabilities
+    for is_causal in [False, True] if capabilities.causal else [False]:
+        held = gate(name, {}, build(is_causal=is_causal), dtype=dtype, seq_len=256)
+        assert {"shape_and_dtype", "batch_invariance"} <= set(held) <= set(GATE_CHECKS)
+        assert ("causality" in held) == is_causal
+        assert ("padding_content" in held) == capabilities.key_padding_mask
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("broken", "is_causal"),
+    [
+        (Broken(cls=LeaksByNormalising, check="causality", capabilities={**CAUSAL, **HALF}), True),
+        (Broken(cls=ReadsPadding, check="padding_content", capabilities={**MASKED, **HALF}), False),
+        (Broken(cls=MixesBatch, check="batch_invariance", capabilities=HALF), False),
+    ],
+    ids=lambda value: getattr(value, "check", None),
+)
+def test_stops_broken_variants_by_name(broken: Broken, is_causal: bool, dtype: str) -> None:
+    with registered(broken) as name, pytest.raises(GateError) as raised:
+        gate(name, {}, build(is_causal=is_causal), dtype=dtype, seq_len=256)
+    assert raised.value.check == broken.check
+    assert dtype in str(raised.value)
+    assert name in str(raised.value)
+
+
+def test_works_in_the_dtype_of_the_cell() -> None:
+    with registered(Broken(cls=WrongScaleInFloat32, check="")) as name:
+        gate(name, {}, build(), dtype="float64", seq_len=64)
+        with pytest.raises(GateError, match="matches_reference"):
+            gate(name, {}, build(), dtype="float32", seq_len=64)
+
+
+def test_refusals_are_not_failures() -> None:
+    with registered(Broken(cls=Softmax, check="")) as name:
+        with pytest.raises(UnsupportedError, match="no causal form"):
+            gate(name, {}, build(is_causal=True), seq_len=64)
+        with pytest.raises(UnsupportedError, match="float16"):
+            gate(name, {}, build(), dtype="float16", seq_len=64)
+        with pytest.raises(ConfigError, match="unknown option"):
+            gate(name, {"window_size": 3}, build(), seq_len=64)
+        with pytest.raises(ValueError, match="max_seq_len"):
+            gate(name, {}, build(max_seq_len=64), seq_len=65)
+    with pytest.raises(UnknownNameError):
+        gate(name, {}, build(), seq_len=64)
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 8])
+def test_short_cells_are_gated_too(seq_len: int) -> None:
+    with registered(Broken(cls=Softmax, check="", capabilities={**CAUSAL, **MASKED})) as name:
+        assert "causality" in gate(name, {}, build(is_causal=True, max_seq_len=8), seq_len=seq_len) or seq_len == 1
+
+
+def test_is_quick_for_a_long_cell() -> None:
+    context = BuildContext(embed_dim=512, num_heads=8, max_seq_len=32768)
+    with registered(Broken(cls=Softmax, check="", capabilities=MASKED)) as name:
+        started = time.process_time()
+        gate(name, {}, context, seq_len=32768)
+        # Work on the processor, so that a busy machine does not fail the test; all threads count.
+        assert time.process_time() - started < 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", attn_zoo.list_variants())
+def test_on_a_gpu(name: str, dtype: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    context = BuildContext(embed_dim=256, num_heads=4, max_seq_len=512)
+    assert "shape_and_dtype" in gate(name, {}, context, dtype=dtype, device="cuda", seq_len=512)

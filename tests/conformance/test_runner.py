@@ -1,0 +1,127 @@
+"""What `run_checks` gives back: outcomes, messages, minimal examples; and what it never loses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance import CHECKS, CheckResult, exit_code, run_checks
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
+from attn_zoo.registry import VariantConfig
+from tests.conformance.broken import Broken, Softmax, registered
+from tests.conformance.broken_dependence import CAUSAL, LeaksOneFutureToken
+
+
+class RaisesAtLengthThree(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if query.shape[-2] == 3:
+            raise KeyError("three\nlines\nof text")
+        return super().attend(query, key, value, mask)
+
+
+class RefusesWhatItDeclares(Softmax):
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        if build.is_causal:
+            raise UnsupportedError("causal", "not today")
+
+
+class RunsOutOfMemory(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        raise torch.OutOfMemoryError("no room for 3 GiB")
+
+
+class TwoOptionSets(VariantConfig):
+    @classmethod
+    def check_options(cls) -> tuple[dict[str, Any], ...]:
+        return ({}, {"no_such": 1})
+
+
+def only(name: str, check: str) -> CheckResult:
+    (result,) = run_checks(name, checks=[check])
+    return result
+
+
+def test_the_example_is_the_smallest_and_says_where() -> None:
+    with registered(Broken(cls=LeaksOneFutureToken, check="causality", capabilities=CAUSAL)) as name:
+        result = only(name, "causality")
+    assert result.outcome == "failed"
+    assert "future token" in result.message
+    # The leak is from token 4 to output 3, so that five tokens are needed to see it.
+    assert result.example.startswith("attention form, causal, B=1 H=2 L=5 ")
+    assert "output 3 changed by" in result.example
+    assert "token 4 (the future)" in result.example
+
+
+def test_an_exception_is_a_failure_with_type_message_and_place() -> None:
+    with registered(Broken(cls=RaisesAtLengthThree, check="")) as name:
+        result = only(name, "batch_invariance")
+    assert result.outcome == "failed"
+    assert result.message.startswith("KeyError: ")
+    assert "three" in result.message
+    assert "test_runner.py:" in result.message
+
+
+def test_running_out_of_memory_is_an_error_not_a_failure() -> None:
+    with registered(Broken(cls=RunsOutOfMemory, check="")) as name:
+        result = only(name, "shape_and_dtype")
+    assert result.outcome == "error"
+    assert "no room" in result.message
+    assert exit_code([result]) == 1
+
+
+def test_a_declared_yes_that_is_refused_is_a_failure() -> None:
+    with registered(Broken(cls=RefusesWhatItDeclares, check="", capabilities=CAUSAL)) as name:
+        result = only(name, "causality")
+        assert result.outcome == "failed"
+        assert "causal" in result.message
+        # Options given by the user may narrow what a variant can do.
+        (narrowed,) = run_checks(name, {}, checks=["causality"])
+    assert narrowed.outcome == "refused"
+    assert narrowed.message == "not today"
+
+
+def test_a_declared_no_is_refused_with_the_reason() -> None:
+    with registered(Broken(cls=Softmax, check="")) as name:
+        results = {result.check: result for result in run_checks(name)}
+    assert [result.check for result in results.values()] == [check.name for check in CHECKS]
+    for check in ("causality", "cross_attention", "grouped_query", "decode", "dropout", "positions", "refusals"):
+        assert results[check].outcome == "refused", results[check]
+        assert results[check].message
+    assert "no causal form" in results["causality"].message
+    assert results["converges"].outcome == "not_applicable"
+    assert exit_code(results.values()) == 0
+
+
+def test_unknown_names_say_near_matches() -> None:
+    with registered(Broken(cls=Softmax, check="")) as name:
+        with pytest.raises(UnknownNameError, match="did you mean 'causality'"):
+            run_checks(name, checks=["casuality"])
+        with pytest.raises(ConfigError, match="backend"):
+            run_checks(name, {"backend": "fast"})
+    with pytest.raises(UnknownNameError, match="unknown variant"):
+        run_checks(name)
+
+
+def test_check_options_that_do_not_exist_are_the_authors_error() -> None:
+    with registered(Broken(cls=Softmax, check="", config=TwoOptionSets)) as name, pytest.raises(ConfigError):
+        run_checks(name, checks=["causality"])
+
+
+def test_running_checks_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with registered(Broken(cls=Softmax, check="")) as name:
+        run_checks(name, checks=["dropout", "batch_invariance", "same_seed_same_output"])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_every_check_says_what_it_promises() -> None:
+    for check in CHECKS:
+        assert check.summary
+        assert not check.summary.endswith(".")
+        assert check.summary[0].islower() or check.summary[0].isdigit() or check.summary.startswith("FLOPs")

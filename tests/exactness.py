@@ -1,0 +1,30 @@
+"""How exact a result must be: at most twice the error of the plain computation in the same dtype, plus rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def worst(actual: Tensor, exact: Tensor) -> float:
+    """Return the largest absolute error; a NaN is infinitely wrong."""
+    return float((actual.detach().double() - exact.detach().double()).abs().nan_to_num(nan=float("inf")).max())
+
+
+def assert_exact(actual: Tensor, plain: Tensor, exact: Tensor, what: str = "output") -> None:
+    """Compare a fast path with the float64 oracle.
+
+    Args:
+        actual: of the fast path.
+        plain: the oracle's equation in the dtype of `actual`.
+        exact: of the oracle in float64.
+        what: for the message.
+    """
+    # Sums in another order differ by rounding that grows with the root of the number of terms; 16-bit types are summed
+    # in float32, so that only the last few roundings count.
+    eps = torch.finfo(actual.dtype).eps
+    growth = 4.0 if eps > 1e-4 else 4.0 + 2.0 * max(actual.shape[-2:]) ** 0.5
+    rounding = growth * eps * float(exact.detach().abs().max().clamp(min=1.0))
+    allowed = 2 * worst(plain, exact) + rounding
+    error = worst(actual, exact)
+    assert error <= allowed, f"{what}: error {error:.3g} > {allowed:.3g}"

@@ -1,0 +1,128 @@
+"""Every way a cell can end, in real processes: a named outcome, a reason, and the next cell is not disturbed."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from attn_zoo.matrix.runner import run
+from attn_zoo.matrix.store import Store
+from tests.matrix.conftest import tiny_plan
+
+NAMES = [
+    "fake_segfault",
+    "fake_abort",
+    "fake_hang",
+    "fake_exit",
+    "fake_hard_exit",
+    "fake_memory_error",
+    "fake_device_memory",
+    "fake_killed",
+    "fake_bug",
+    "fake_nan",
+    "fake_picky",
+    "fake_loud",
+]
+STATUS = {
+    "fake_segfault": ("crashed", "SIGSEGV", -signal.SIGSEGV),
+    "fake_abort": ("crashed", "SIGABRT", -signal.SIGABRT),
+    "fake_hang": ("timeout", "stopped after its limit of 3 s", -signal.SIGKILL),
+    "fake_exit": ("error", "called sys.exit(3)", None),
+    "fake_hard_exit": ("crashed", "exit code 0 and no result", 0),
+    "fake_memory_error": ("oom_host", "an allocation of 16384.00 GiB failed", None),
+    "fake_device_memory": ("oom_device", "Tried to allocate 20.00 GiB", None),
+    "fake_killed": ("crashed", "SIGKILL (2 attempts)", -signal.SIGKILL),
+    "fake_bug": ("error", "KeyError", None),
+    "fake_nan": ("gate_failed", "not finite", None),
+    "fake_picky": ("unsupported", "at most 200 tokens", None),
+    "fake_loud": ("ok", "", None),
+}
+
+
+def descendants():
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """All misbehaving variants in one run: a length at which they behave, then one at which they do not."""
+    store = Store(tmp_path_factory.mktemp("failures") / "run")
+    before = set(descendants())
+    summary = run(tiny_plan(NAMES, isolation="lane", timeout_s=3, seq_len=[16, 256]), store)
+    time.sleep(0.3)
+    return store, summary, [process for process in descendants() if process not in before]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_failure_has_its_name_and_reason(name, outcome):
+    store, _, _ = outcome
+    status, reason, code = STATUS[name]
+    record = next(item for item in store.records() if item.cell.variant == name and item.cell.seq_len == 256)
+    assert (record.status, record.exit_code) == (status, code)
+    assert reason in record.reason
+    assert (record.timing is None) == (status != "ok")
+    assert json.loads(record.to_json())["status"] == status
+
+
+def test_the_next_cell_is_ok_each_time(outcome):
+    store, summary, _ = outcome
+    short = {item.cell.variant: item.status for item in store.records() if item.cell.seq_len == 16}
+    assert short == {name: "gate_failed" if name == "fake_nan" else "ok" for name in NAMES}
+    assert summary.exit_code == 1
+    assert summary.new == 2 * len(NAMES)
+    assert summary.left == ()
+
+
+def test_records_say_what_was_measured_and_how(outcome):
+    store, _, _ = outcome
+    record = next(item for item in store.records() if item.status == "ok")
+    assert record.timing is not None
+    assert record.timing.median_ms > 0
+    assert len(record.timing.samples_ms) >= 5
+    assert record.memory is not None
+    assert "matches_oracle" in record.gate
+    assert record.isolation == "lane"
+    assert record.environment in store.info().environments
+    assert record.duration_s > 0
+    assert record.started.startswith("20")
+
+
+def test_crashes_keep_the_stack_of_the_variant(outcome):
+    store, _, _ = outcome
+    record = next(item for item in store.records() if item.status == "crashed" and "SEGV" in item.reason)
+    assert "misbehaving.py" in record.trace
+    assert "about to read address 0" in store.log(record.cell.key).read_text()
+    bug = next(item for item in store.records() if item.cell.variant == "fake_bug" and item.status == "error")
+    assert "in misbehave" in bug.trace
+
+
+def test_killed_cells_are_tried_twice_and_others_once(outcome):
+    store, _, _ = outcome
+    attempts = {item.cell.variant: item.attempt for item in store.records() if item.cell.seq_len == 256}
+    assert attempts.pop("fake_killed") == 2
+    assert set(attempts.values()) == {1}
+
+
+def test_nothing_is_left_running(outcome):
+    _, _, orphans = outcome
+    assert [process.pid for process in orphans] == []
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        line = " ".join(process.info["cmdline"] or [])
+        assert not (f"attn_zoo.matrix.worker {os.getpid()}" in line), "a worker or its child outlived the run"
+
+
+def test_longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out(tmp_path):
+    plan = tiny_plan(["fake_device_memory", "fake_hang"], isolation="lane", timeout_s=2, seq_len=[256, 300, 400])
+    store = Store(tmp_path / "run")
+    run(plan, store)
+    by_cell = {(item.cell.variant, item.cell.seq_len): item for item in store.records()}
+    assert by_cell["fake_device_memory", 256].status == "oom_device"
+    for length in (300, 400):
+        skipped = by_cell["fake_device_memory", length]
+        assert skipped.status == "skipped_after_oom"
+        assert skipped.reason == "not started: length 256 of the lane ended in oom_device"
+        assert by_cell["fake_hang", length].reason == "not started: length 256 of the lane timed out"
+        assert by_cell["fake_hang", length].status == "timeout"

@@ -1,0 +1,271 @@
+"""Running a plan: resume, stale and retried records, time limit, Ctrl-C, environments. A fake engine, so no processes."""
+
+import io
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from attn_zoo.errors import StoreError
+from attn_zoo.matrix.plan import make_plan
+from attn_zoo.matrix.progress import LiveProgress, PlainProgress, make_progress, span
+from attn_zoo.matrix.runner import run, standing
+from attn_zoo.matrix.store import Store
+from attn_zoo.records import Memory, Record, Score, Timing
+from tests.matrix.conftest import environment, make_matrix, tiny_plan
+
+
+def timing(seq_len: int) -> Timing:
+    ms = float(seq_len)
+    return Timing(
+        samples_ms=(ms,),
+        median_ms=ms,
+        q1_ms=ms,
+        q3_ms=ms,
+        low_ms=ms,
+        high_ms=ms,
+        first_ms=ms,
+        num_warmup=1,
+        inner_loops=1,
+        timer="perf_counter",
+    )
+
+
+class FakeEngine:
+    """Answers at once: status by length, or a function called before each cell."""
+
+    is_remote = False
+
+    def __init__(self, before=None, statuses=None, duration_s=1.0):
+        self.before, self.statuses, self.duration_s = before, statuses or {}, duration_s
+        self.started, self.lanes, self.logs = [], [], []
+
+    def run(self, lanes, settings, control):
+        self.lanes, self.settings = lanes, settings
+        for items, _ in lanes:
+            for item in items:
+                if not control.may_start(item):
+                    continue
+                control.started(item)
+                self.started.append(item.cell.id)
+                if self.before:
+                    self.before(item)
+                if control.should_stop():
+                    continue
+                status = self.statuses.get(item.cell.seq_len, "ok")
+                record = Record(cell=item.cell, status=status, environment=settings.environment)
+                control.finished(replace(record, duration_s=self.duration_s, timing=timing(item.cell.seq_len)))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setattr("attn_zoo.measure.environment.capture_environment", environment)
+
+
+def test_resume_runs_only_what_is_missing(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run")
+    first = FakeEngine()
+    assert run(make_plan(plan.matrix, only=["*L16/*"]), store, engine=first).counts == {"ok": 1}
+    second = FakeEngine()
+    summary = run(plan, store, engine=second)
+    assert [name.split("/")[3] for name in second.started] == ["L32", "L64"]
+    assert (summary.counts, summary.new, summary.left, summary.exit_code) == ({"ok": 3}, 2, (), 0)
+    (lane,) = second.lanes
+    assert [record.cell.seq_len for record in lane[1]] == [16], "the lane's earlier records reach the engine"
+    third = FakeEngine()
+    assert run(plan, store, engine=third).new == 0
+    assert third.started == []
+
+
+def test_refused_cells_become_records_without_a_worker(tmp_path):
+    plan, engine = tiny_plan(["fake_modest"], seq_len=[16], is_causal=[True, False]), FakeEngine()
+    summary = run(plan, Store(tmp_path / "run"), engine=engine)
+    assert summary.counts == {"unsupported": 1, "ok": 1}
+    assert summary.exit_code == 0
+    assert len(engine.started) == 1
+    refused = next(item for item in Store(tmp_path / "run").records() if item.status == "unsupported")
+    assert refused.reason == "no causal form"
+    assert refused.environment == environment().digest
+
+
+def test_retry_runs_only_the_named_statuses_again(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run")
+    summary = run(plan, store, engine=FakeEngine(statuses={32: "timeout", 64: "crashed"}))
+    assert summary.exit_code == 1
+    again = FakeEngine()
+    summary = run(plan, store, engine=again, retry_statuses=["timeout"])
+    assert [name.split("/")[3] for name in again.started] == ["L32"]
+    assert summary.counts == {"ok": 2, "crashed": 1}
+    assert len(list((store.folder / "replaced").iterdir())) == 1
+
+
+def test_records_of_changed_sources_are_stale_and_of_other_matrices_other(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16]), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine())
+    changed = replace(
+        plan, cells=tuple(replace(item, cell=replace(item.cell, variant_digest="1")) for item in plan.cells)
+    )
+    found = standing(changed, store.records())
+    assert [record.cell.seq_len for record in found.stale] == [16]
+    assert len(found.left) == 1
+    assert found.done == found.other == ()
+    elsewhere = standing(tiny_plan(["full"], seq_len=[16]), store.records())
+    assert len(elsewhere.other) == 1
+    engine = FakeEngine()
+    assert run(changed, store, engine=engine).counts == {"ok": 1}
+    assert len(store.records()) == 2, "the stale record is kept"
+
+
+def test_time_limit_leaves_what_would_not_fit_and_says_so(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("attn_zoo.matrix.runner.time.monotonic", lambda: clock[0])
+
+    def pass_time(item):
+        clock[0] += 10.0
+
+    plan = tiny_plan(["fake_ok", "full"], seq_len=[16, 32, 64, 128], timeout_s=600)
+    engine = FakeEngine(before=pass_time, duration_s=10.0)
+    summary = run(plan, Store(tmp_path / "run"), engine=engine, time_limit_min=0.75)
+    # 16 takes 10 s, so 32 is expected to take 40 s by its claimed exponent and does not fit into 45 s.
+    assert engine.started == ["fake_ok/scaling/fwd/L16/fp32/D8/seed0", "full/scaling/fwd/L16/fp32/D8/seed0"]
+    assert summary.stopped == "time limit"
+    assert [item.cell.seq_len for item in summary.left] == [32, 64, 128, 32, 64, 128]
+    assert summary.exit_code == 0
+    rest = run(plan, Store(tmp_path / "run"), engine=FakeEngine())
+    assert rest.counts == {"ok": 8}
+    assert rest.stopped is None
+
+
+def test_a_cell_that_exceeds_the_time_limit_is_stopped_without_a_record(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("attn_zoo.matrix.runner.time.monotonic", lambda: clock[0])
+    engine = FakeEngine(before=lambda item: clock.__setitem__(0, 100.0))
+    summary = run(tiny_plan(["fake_ok"]), Store(tmp_path / "run"), engine=engine, time_limit_min=1)
+    assert (summary.new, len(summary.left), summary.stopped) == (0, 2, "time limit")
+
+
+def test_ctrl_c_once_ends_after_the_running_cell(tmp_path):
+    stream = io.StringIO()
+    engine = FakeEngine(before=lambda item: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    plan = tiny_plan(["fake_ok"], seq_len=[16, 32, 64])
+    summary = run(plan, Store(tmp_path / "run"), engine=engine, progress=PlainProgress(stream))
+    assert len(engine.started) == 1
+    assert (summary.new, len(summary.left), summary.exit_code) == (1, 2, 130)
+    assert "The same command goes on from here" in stream.getvalue()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_twice_ends_at_once(tmp_path):
+    def twice(item):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    summary = run(tiny_plan(["fake_ok"]), Store(tmp_path / "run"), engine=FakeEngine(before=twice))
+    assert (summary.new, len(summary.left), summary.exit_code) == (0, 2, 130)
+
+
+def test_another_environment_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32]), Store(tmp_path / "run")
+    run(make_plan(plan.matrix, only=["*L16/*"]), store, engine=FakeEngine())
+    monkeypatch.setattr("attn_zoo.measure.environment.capture_environment", lambda: environment(threads=1))
+    engine = FakeEngine()
+    with pytest.raises(StoreError, match="another environment"):
+        run(plan, store, engine=engine)
+    assert engine.started == []
+    run(plan, store, engine=engine, allow_mixed_env=True)
+    assert {record.environment for record in store.records()} == set(store.info().environments)
+    assert len(store.info().environments) == 2
+
+
+def test_a_failing_disk_stops_the_run_and_keeps_what_there_was(tmp_path, monkeypatch):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run")
+
+    def fill(item):
+        if item.cell.seq_len == 32:
+            monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left")))
+
+    with pytest.raises(StoreError, match="cannot be written") as caught:
+        run(plan, store, engine=FakeEngine(before=fill))
+    assert caught.value.exit_code == 4
+    monkeypatch.undo()
+    assert [record.cell.seq_len for record in store.records()] == [16]
+
+
+class TestProgress:
+    def records(self):
+        (item,) = tiny_plan(["fake_ok"], seq_len=[16]).cells
+        base = Record(cell=item.cell, status="ok", duration_s=61.0)
+        score = Score(
+            metric="accuracy",
+            value=0.5,
+            validation=0.5,
+            num_examples=2,
+            chance=0.1,
+            best_step=1,
+            num_steps=1,
+            num_params=1,
+            train_s=1.0,
+            tokens_per_s=1.0,
+        )
+        return item, [
+            replace(base, timing=timing(16), memory=Memory(peak_bytes=2**20)),
+            replace(base, score=score),
+            replace(base, status="error", reason="\x1b[31mred\nalert"),
+        ]
+
+    def test_plain_lines_without_a_terminal(self):
+        stream = io.StringIO()
+        progress = make_progress(stream)
+        assert type(progress) is PlainProgress
+        item, records = self.records()
+        progress.begin(3, 0)
+        for record in records:
+            progress.started(item, 10.0)
+            progress.tick()
+            progress.finished(record)
+        progress.end()
+        lines = stream.getvalue().splitlines()
+        assert lines[0] == "3 cells"
+        assert lines[1] == "[1/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  16 ms (16 to 16), peak 1 MiB  [1 min 01 s]"
+        assert "accuracy 0.500 (guessing: 0.100)" in lines[2]
+        assert "error: ?[31mred" in lines[3], "control characters of foreign text are not shown"
+        assert "\x1b" not in stream.getvalue()
+
+    def test_one_live_line_on_a_terminal(self, monkeypatch):
+        class Terminal(io.StringIO):
+            def isatty(self):
+                return True
+
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        progress = make_progress(Terminal())
+        assert isinstance(progress, LiveProgress)
+        item, records = self.records()
+        progress.begin(3, 1)
+        progress.started(item, 125.0)
+        progress.tick()
+        progress.finished(records[0])
+        progress.say("careful")
+        progress.end()
+        text = progress.stream.getvalue()
+        assert "[2/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  0.0 s, about 2 min 05 s left in all" in text
+        assert "careful" in text
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert type(make_progress(Terminal())) is PlainProgress
+
+    def test_spans(self):
+        assert [span(value) for value in (0, 9.94, 59, 60, 3599, 7322)] == [
+            "0.0 s",
+            "9.9 s",
+            "59 s",
+            "1 min 00 s",
+            "59 min 59 s",
+            "2 h 02 min",
+        ]
+
+
+def test_a_matrix_of_refusals_only_needs_no_engine(tmp_path):
+    plan = make_plan(make_matrix(["fake_modest"], is_causal=True))
+    assert run(plan, Store(tmp_path / "run"), engine=FakeEngine()).counts == {"unsupported": 2}

@@ -1,0 +1,310 @@
+"""The results folder: whole files or none, foreign things set aside or refused, one writer at a time."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attn_zoo.errors import StoreError
+from attn_zoo.matrix.files import FolderError, write_whole
+from attn_zoo.matrix.store import Store
+from attn_zoo.records import SCHEMA_VERSION, Cell, Record
+from tests.matrix.conftest import environment
+
+MATRIX = {"name": "test"}
+
+
+def record(seq_len: int = 16, **changes) -> Record:
+    cell = Cell(kind="scaling", variant="full", pass_="fwd", seq_len=seq_len)
+    return replace(Record(cell=cell, status="ok"), **changes)
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    store = Store(tmp_path / "run")
+    with store.writing(MATRIX, environment()):
+        store.write(record(16))
+        store.write(record(32))
+    return store
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_what_is_written_is_read_again(store):
+    assert sorted(item.cell.seq_len for item in store.records()) == [16, 32]
+    info = store.info()
+    assert info.matrices == (MATRIX,)
+    assert list(info.environments) == [environment().digest]
+    assert info.schema == SCHEMA_VERSION
+    assert not list(store.folder.rglob("*.tmp"))
+
+
+def test_making_the_object_and_looking_at_nothing_writes_nothing(tmp_path):
+    store = Store(tmp_path / "absent")
+    store.check()
+    assert store.records() == []
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FolderError, match="not a results folder"):
+        store.info()
+
+
+def test_nothing_is_overwritten_and_retry_keeps_the_old_record(store):
+    with pytest.raises(StoreError, match="nothing is overwritten"):
+        store.write(record(16, status="error"))
+    key = record(16).cell.key
+    for number in (1, 2):
+        store.retire(key)
+        assert (store.folder / "replaced" / f"{key}-{number}.json").is_file()
+        store.write(record(16))
+
+
+def test_foreign_folders_and_files_are_refused_untouched(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    before = snapshot(tmp_path)
+    with pytest.raises(FolderError, match=r"not a results folder: it has no run.json but holds thesis.tex") as caught:
+        Store(tmp_path).writing(MATRIX, environment()).__enter__()
+    assert caught.value.exit_code == 2
+    with pytest.raises(FolderError, match="there is a file of this name"):
+        Store(tmp_path / "thesis.tex").writing(MATRIX, environment()).__enter__()
+    with pytest.raises(FolderError, match="cannot be written: Not a directory"):
+        Store(tmp_path / "thesis.tex" / "run").writing(MATRIX, environment()).__enter__()
+    assert snapshot(tmp_path) == before
+
+
+def test_a_read_only_disk_is_named(tmp_path, monkeypatch):
+    def refuse(self, mode=0o777, parents=False, exist_ok=False):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(FolderError, match="run: cannot be written: Read-only file system") as caught:
+        Store(tmp_path / "run").writing(MATRIX, environment()).__enter__()
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(FolderError, match="cannot be written: Permission denied"):
+        Store(tmp_path / "run").writing(MATRIX, environment()).__enter__()
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(store):
+    code = f"""
+        import resource
+        from attn_zoo.errors import StoreError
+        from attn_zoo.matrix.files import write_whole
+        from pathlib import Path
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            write_whole(Path({str(store.folder)!r}) / "cells" / "big.json", "x" * 5000)
+        except StoreError as error:
+            print(error)
+    """
+    before = snapshot(store.folder)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("big.json: cannot be written: File too large")
+    assert snapshot(store.folder) == before
+
+
+@pytest.mark.parametrize("step", ["tempfile.mkstemp", "os.fsync", "pathlib.Path.chmod", "pathlib.Path.replace"])
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_at_every_step_of_a_write_the_file_is_the_old_or_the_new_one(step, how, tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text("old")
+    code = f"""
+        import errno, os, pathlib, tempfile
+        from attn_zoo.errors import StoreError
+        from attn_zoo.matrix.files import write_whole
+        def broken(*args, **kwargs):
+            if {how == "dies"}:
+                os.kill(os.getpid(), 9)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        {step} = broken
+        try:
+            write_whole(pathlib.Path({str(path)!r}), "new")
+        except StoreError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert path.read_text() == "old"
+    if how == "dies":
+        assert done.returncode == -9
+    else:
+        assert "cannot be written: No space left on device" in done.stdout
+        assert [item.name for item in tmp_path.iterdir()] == ["record.json"], "a temporary file was left behind"
+
+
+def test_left_overs_of_a_killed_write_are_removed_by_the_next_run(store):
+    left_over = store.folder / "cells" / ".abc.json-123.tmp"
+    left_over.write_text("{")
+    assert len(store.records()) == 2
+    with store.writing(MATRIX, environment()) as scan:
+        assert scan.problems == {}
+    assert not left_over.exists()
+
+
+def spoil_truncate(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def spoil_empty(path):
+    path.write_bytes(b"")
+
+
+def spoil_nul(path):
+    path.write_bytes(b"\0" * 500)
+
+
+def spoil_list(path):
+    path.write_text("[1, 2]")
+
+
+def spoil_field(path):
+    data = json.loads(path.read_text())
+    data["surprise"] = 1
+    path.write_text(json.dumps(data))
+
+
+def spoil_nan(path):
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "duration_s": float("nan")}))
+
+
+def spoil_cell(path):
+    data = json.loads(path.read_text())
+    data["cell"]["seq_len"] = 99
+    path.write_text(json.dumps(data))
+
+
+def spoil_name(path):
+    path.rename(path.with_name("notes.txt"))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [spoil_truncate, spoil_empty, spoil_nul, spoil_list, spoil_field, spoil_nan, spoil_cell, spoil_name],
+    ids=lambda spoil: spoil.__name__,
+)
+def test_what_is_no_record_goes_to_quarantine_with_its_reason(spoil, store):
+    path = store.folder / "cells" / f"{record(16).cell.key}.json"
+    spoil(path)
+    assert [item.cell.seq_len for item in store.records()] == [32], "reading alone moves nothing and still works"
+    with store.writing(MATRIX, environment()) as scan:
+        assert len(scan.problems) == 1
+        assert [item.cell.seq_len for item in scan.records.values()] == [32]
+    reasons = list((store.folder / "quarantine").glob("*.reason"))
+    assert len(reasons) == 1
+    assert len(reasons[0].read_text()) > 10
+    assert reasons[0].with_suffix("").is_file()
+    assert not path.exists()
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_damage_to_a_record_makes_reading_fail_or_lie(data, store):
+    path = store.folder / "cells" / f"{record(16).cell.key}.json"
+    good = record(16).to_json().encode()
+    position = data.draw(st.integers(0, len(good) - 1))
+    path.write_bytes(good[:position] + bytes([data.draw(st.integers(0, 255))]) + good[position + 1 :])
+    try:
+        found = store.scan().records.get(record(16).cell.key)
+    except FolderError as error:
+        assert "newer" in str(error)  # the byte was the schema's
+    else:
+        assert found is None or found.cell == record(16).cell
+
+
+def test_newer_schemas_are_refused_with_advice(store):
+    path = store.folder / "cells" / f"{record(16).cell.key}.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "schema": SCHEMA_VERSION + 1, "invention": True}))
+    with pytest.raises(StoreError, match="written by a newer attn_zoo .* update attn_zoo"):
+        store.scan()
+    assert path.exists()
+    info = store.folder / "run.json"
+    info.write_text(json.dumps({**json.loads(info.read_text()), "schema": 99}))
+    with pytest.raises(StoreError, match="schema 99"):
+        store.check()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"schema": 1}', '{"schema": "1"}', '{"schema":1,"environments":3}']
+)
+def test_a_damaged_run_json_is_named(text, store):
+    (store.folder / "run.json").write_text(text)
+    with pytest.raises(FolderError, match=r"run\.json: "):
+        store.writing(MATRIX, environment()).__enter__()
+
+
+def test_environments_do_not_mix_unless_asked(store):
+    other = environment(threads=1, versions={"torch": "2.14.0"})
+    with pytest.raises(FolderError, match=r"threads: then 2, now 1; versions.torch: then 2.13.0, now 2.14.0"):
+        store.writing(MATRIX, other).__enter__()
+    assert list(store.info().environments) == [environment().digest]
+    with store.writing(MATRIX, other, allow_mixed_env=True):
+        pass
+    assert set(store.info().environments) == {environment().digest, other.digest}
+    with store.writing(MATRIX, environment(commit="abc", is_dirty=True)):
+        pass  # another commit is not another environment: sources are in the keys
+
+
+def test_matrices_are_kept_once_each(store):
+    for matrix in (MATRIX, {"name": "second"}, MATRIX):
+        with store.writing(matrix, environment()):
+            pass
+    assert [item["name"] for item in store.info().matrices] == ["test", "second"]
+
+
+def test_a_second_writer_is_told_who_is_there(store):
+    with store.writing(MATRIX, environment()):
+        with pytest.raises(FolderError, match=rf"in use by another run: process {os.getpid()} since 20") as caught:
+            store.writing(MATRIX, environment()).__enter__()
+        assert caught.value.exit_code == 2
+        with pytest.raises(FolderError, match="in use"):
+            store.writing(MATRIX, environment(), shard=(1, 2)).__enter__()
+    with store.writing(MATRIX, environment()):
+        pass
+
+
+def test_shards_share_a_folder_but_not_with_themselves(store):
+    with store.writing(MATRIX, environment(), shard=(1, 2)), store.writing(MATRIX, environment(), shard=(2, 2)):
+        with pytest.raises(FolderError, match="in use by another run: process"):
+            store.writing(MATRIX, environment(), shard=(2, 2)).__enter__()
+        with pytest.raises(FolderError, match="in use"):
+            store.writing(MATRIX, environment()).__enter__()
+
+
+def test_the_lock_of_a_killed_holder_is_free(store):
+    code = f"""
+        import os
+        from attn_zoo.matrix.store import Store
+        from tests.matrix.conftest import environment
+        held = Store({str(store.folder)!r}).writing({MATRIX!r}, environment())
+        held.__enter__()
+        os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=Path(__file__).parents[2], capture_output=True, check=False
+    )
+    assert done.returncode == -9, done.stderr.decode()
+    assert str(os.getpid()) not in (store.folder / ".lock").read_text()
+    with store.writing(MATRIX, environment()) as scan:
+        assert len(scan.records) == 2
+
+
+def test_write_whole_replaces(tmp_path):
+    write_whole(tmp_path / "a", "1")
+    write_whole(tmp_path / "a", "2")
+    assert (tmp_path / "a").read_text() == "2"
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
