@@ -12,6 +12,7 @@ from attn_zoo.errors import AttnZooError
 
 if TYPE_CHECKING:
     from attn_zoo.matrix.plan import Plan
+    from attn_zoo.matrix.runner import Engine
     from attn_zoo.matrix.store import Store
 
 __all__ = ["app", "main"]
@@ -261,7 +262,6 @@ def _run(
     from attn_zoo.console import print_summary
     from attn_zoo.errors import UnknownNameError
     from attn_zoo.matrix import runner
-    from attn_zoo.matrix.engines import make_engine
     from attn_zoo.matrix.progress import make_progress
     from attn_zoo.matrix.store import Store
     from attn_zoo.records import STATUSES
@@ -272,7 +272,7 @@ def _run(
     summary = runner.run(
         planned,
         Store(folder),
-        engine=make_engine(engine, address),
+        engine=_engine(engine, address),
         time_limit_min=time_limit,
         retry_statuses=retry or (),
         progress=make_progress(),
@@ -281,6 +281,19 @@ def _run(
     )
     print_summary(summary)
     raise typer.Exit(summary.exit_code)
+
+
+def _engine(name: str, address: str) -> Engine:
+    from attn_zoo.errors import UnknownNameError
+    from attn_zoo.matrix.engines.local import LocalEngine
+
+    if name == "ray":
+        from attn_zoo.matrix.engines.ray import RayEngine
+
+        return RayEngine(address=address)
+    if name != "local":
+        raise UnknownNameError("engine", name, ["local", "ray"])
+    return LocalEngine()
 
 
 def _stored_plan(store: Store, files: list[Path] | None, data_dir: Path | None = None) -> Plan:

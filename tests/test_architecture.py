@@ -161,9 +161,9 @@ def _public_objects() -> list[tuple[str, object]]:
 def test_every_public_name_has_a_docstring():
     missing = []
     for name, thing in _public_objects():
-        if inspect.ismodule(thing) or inspect.isclass(thing) or inspect.isroutine(thing):
-            if not inspect.getdoc(thing):
-                missing.append(name)
+        has_docs = inspect.ismodule(thing) or inspect.isclass(thing) or inspect.isroutine(thing)
+        if has_docs and not inspect.getdoc(thing):
+            missing.append(name)
         if inspect.isclass(thing) and thing.__module__.startswith("attn_zoo"):
             members = [(key, value) for key, value in vars(thing).items() if not key.startswith("_")]
             missing += [

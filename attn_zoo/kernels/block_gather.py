@@ -44,9 +44,7 @@ class _Plan:
 
 class _GatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, plan: _Plan
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, plan: _Plan) -> Tensor:
         pattern, dropout = plan.pattern, plan.dropout(query.device)
         note_path("block_sparse.gather" if is_fused(query, dropout) else "block_sparse.gather_unfused")
         pieces = plan.pieces(query, padding, dropout)
@@ -71,7 +69,7 @@ class _GatherAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, padding, output, lse = ctx.saved_tensors
         plan: _Plan = ctx.plan
         if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded

@@ -45,7 +45,8 @@ class Group:
         missing = -part.shape[1] % size
         if missing:
             part = pad(part, (0, 0) * (part.dim() - 2) + (0, missing))
-        return part.unflatten(1, (-1, size))
+        blocks: Tensor = part.unflatten(1, (-1, size))
+        return blocks
 
     def write(self, tensor: Tensor, start: int, blocks: Tensor) -> None:
         """Write `[sequences, blocks, size, ...]` to the tokens from `start` on; what is beyond the end is dropped."""

@@ -21,7 +21,7 @@ _NUM_ROUNDS = 4  # products of a few random matchings are already close to a uni
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Key blocks that each row may draw: `first <= block < end[row]`, without its window `low[row] <= block < high[row]`.
+    """Key blocks that each row may draw: `first <= block < end[row]`, but not its window from low to high.
 
     Args:
         first: lowest block that may be drawn.
@@ -68,7 +68,8 @@ def counter_bits(key: Sequence[int], counters: NDArray[np.uint64]) -> NDArray[np
 
 def _below(bits: NDArray[np.uint64], bound: NDArray[np.int64]) -> NDArray[np.int64]:
     """Scale 64 random bits to `0 .. bound - 1`; the bias is below bound / 2^32."""
-    return (((bits >> np.uint64(32)) * bound.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
+    scaled = ((bits >> np.uint64(32)) * bound.astype(np.uint64)) >> np.uint64(32)
+    return np.asarray(scaled, dtype=np.int64)
 
 
 def uniform_blocks(

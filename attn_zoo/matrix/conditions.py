@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from typing import Self
 
 import psutil
 
@@ -43,7 +44,7 @@ class Conditions:
     _own_s: float = 0.0
     _all_s: float = 0.0
 
-    def __enter__(self) -> Conditions:
+    def __enter__(self) -> Self:
         self._before = clocks(self.device)
         self._wall_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
         return self

@@ -58,9 +58,22 @@ def measure_scaling(record: Record, budget_s: float, has_energy: bool = False) -
         energy_joules=energy.joules if energy else None,
         memory=memory,
         flops=formula(work.shape) if formula else None,
-        counted_flops=count_flops(work.forward) if timing.median_ms < COUNT_BELOW_MS else None,
+        counted_flops=_counted_flops(work) if timing.median_ms < COUNT_BELOW_MS else None,
         num_params=sum(item.numel() for item in work.module.parameters()),
     )
+
+
+def _counted_flops(work: Workload) -> int | None:
+    """Count one forward without a graph: with one, torch's counter loads its compiler first, which takes seconds."""
+    leaves = [leaf for leaf in work.leaves if leaf.requires_grad]
+    try:
+        for leaf in leaves:
+            leaf.requires_grad_(False)
+        with torch.no_grad():
+            return count_flops(work.forward)
+    finally:
+        for leaf in leaves:
+            leaf.requires_grad_(True)
 
 
 def _energy(work: Workload, device: str) -> Energy | None:

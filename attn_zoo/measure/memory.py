@@ -66,7 +66,7 @@ class SavedTensors:
         self._hooks: Any = None
 
     def _pack(self, tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor)
+        kept = _Kept(tensor.detach())  # a tensor that knows its graph would keep that graph, and itself, alive for ever
         self._kept.add(kept)
         return kept
 

@@ -95,7 +95,7 @@ def _take_samples(
     minimum, maximum = num_range
     spent = sum(sample.wall_s for sample in samples)
     while len(samples) < maximum:
-        num_affordable = math.floor((budget_s - spent) / expected_s)
+        num_affordable = math.floor((budget_s - spent) / expected_s + 1e-6)  # sums of times are rounded
         count = min(watch.batch_size, maximum - len(samples), max(num_affordable, minimum - len(samples)))
         if count < 1:
             return

@@ -161,7 +161,7 @@ def bigbird_bytes(shape: Shape, itemsize: int) -> int:
             "Global blocks in mode itc are the first g; the authors' code takes the first and the last block.",
             "The window is clipped at both ends of the sequence; the paper's figure of rolled blocks wraps around.",
             "Random blocks never repeat a window or global block, and are the same in training and in evaluation.",
-            "Mode etc learns keys and values of the extra tokens in each layer, so nothing they gather reaches the next.",
+            "Mode etc learns keys and values of extra tokens in each layer; nothing they gather reaches the next one.",
             "Mode etc as in the paper, with tokens that live through all layers: put them first and use mode itc.",
             "The causal form is ours, the paper has an encoder only: window and global parts are cut to j <= i.",
             "In the causal form random blocks are drawn from the past.",

@@ -29,7 +29,7 @@ NAMES = [
 STATUS = {
     "fake_segfault": ("crashed", "SIGSEGV", -signal.SIGSEGV),
     "fake_abort": ("crashed", "SIGABRT", -signal.SIGABRT),
-    "fake_hang": ("timeout", "stopped after its limit of 3 s", -signal.SIGKILL),
+    "fake_hang": ("timeout", "stopped after its limit of 6 s", -signal.SIGKILL),
     "fake_exit": ("error", "called sys.exit(3)", None),
     "fake_hard_exit": ("crashed", "exit code 0 and no result", 0),
     "fake_memory_error": ("oom_host", "an allocation of 16384.00 GiB failed", None),
@@ -51,7 +51,9 @@ def outcome(tmp_path_factory):
     """All misbehaving variants in one run: a length at which they behave, then one at which they do not."""
     store = Store(tmp_path_factory.mktemp("failures") / "run")
     before = set(descendants())
-    summary = run(tiny_plan(NAMES, isolation="lane", timeout_s=3, seq_len=[16, 256]), store)
+    patient = [name for name in NAMES if name != "fake_hang"]
+    run(tiny_plan(["fake_hang"], isolation="lane", timeout_s=6), store)
+    summary = run(tiny_plan(patient, isolation="lane", timeout_s=120), store)
     time.sleep(0.3)
     return store, summary, [process for process in descendants() if process not in before]
 
@@ -72,7 +74,7 @@ def test_the_next_cell_is_ok_each_time(outcome):
     short = {item.cell.variant: item.status for item in store.records() if item.cell.seq_len == 16}
     assert short == {name: "gate_failed" if name == "fake_nan" else "ok" for name in NAMES}
     assert summary.exit_code == 1
-    assert summary.new == 2 * len(NAMES)
+    assert summary.new == 2 * (len(NAMES) - 1)
     assert summary.left == ()
 
 
@@ -111,11 +113,11 @@ def test_nothing_is_left_running(outcome):
     assert [process.pid for process in orphans] == []
     for process in psutil.process_iter(["cmdline", "ppid"]):
         line = " ".join(process.info["cmdline"] or [])
-        assert not (f"attn_zoo.matrix.worker {os.getpid()}" in line), "a worker or its child outlived the run"
+        assert f"attn_zoo.matrix.worker {os.getpid()}" not in line, "a worker or its child outlived the run"
 
 
 def test_longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out(tmp_path):
-    plan = tiny_plan(["fake_device_memory", "fake_hang"], isolation="lane", timeout_s=2, seq_len=[256, 300, 400])
+    plan = tiny_plan(["fake_device_memory", "fake_hang"], isolation="lane", timeout_s=5, seq_len=[256, 300, 400])
     store = Store(tmp_path / "run")
     run(plan, store)
     by_cell = {(item.cell.variant, item.cell.seq_len): item for item in store.records()}

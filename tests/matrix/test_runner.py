@@ -1,4 +1,4 @@
-"""Running a plan: resume, stale and retried records, time limit, Ctrl-C, environments. A fake engine, so no processes."""
+"""Running a plan: resume, stale and retried records, time limit, Ctrl-C, environments; with an engine that fakes."""
 
 import io
 import os
@@ -240,7 +240,8 @@ class TestProgress:
 
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.delenv("NO_COLOR", raising=False)
-        progress = make_progress(Terminal())
+        stream = Terminal()
+        progress = make_progress(stream)
         assert isinstance(progress, LiveProgress)
         item, records = self.records()
         progress.begin(3, 1)
@@ -249,7 +250,7 @@ class TestProgress:
         progress.finished(records[0])
         progress.say("careful")
         progress.end()
-        text = progress.stream.getvalue()
+        text = stream.getvalue()
         assert "[2/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  0.0 s, about 2 min 05 s left in all" in text
         assert "careful" in text
         monkeypatch.setenv("NO_COLOR", "1")

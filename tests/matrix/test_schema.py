@@ -154,7 +154,7 @@ def test_files_that_are_no_matrix(tmp_path):
         with pytest.raises(ConfigError, match=expected):
             load_matrix(path)
     (tmp_path / "quick.toml").write_text(GOOD)
-    with pytest.raises(ConfigError, match="did you mean 'quick.toml'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'quick\.toml'"):
         load_matrix(tmp_path / "quik.toml")
     bad = tmp_path / "bad.toml"
     bad.write_bytes(b"name = 'a'\nx = '\xff'\n")

@@ -5,6 +5,7 @@ import hashlib
 import html
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_headings_are_nested_and_tables_have_header_cells(page):
     levels = [int(tag[1]) for tag, _ in found if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
-    assert all(after - before <= 1 for before, after in zip(levels[:-1], levels[1:], strict=True))
+    assert all(after - before <= 1 for before, after in pairwise(levels))
     assert all(attributes.get("scope") in {"col", "row"} for tag, attributes in found if tag == "th")
 
 

@@ -154,7 +154,8 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(is_causal, positio
     assert not output[2].any()
     if is_causal:  # the first keys of the first sequence are padding, so its first queries see nothing
         assert not output[0, :, :3].any()
-    assert output[0, :, 3:].any(-1).all()
+    if not dropout_p:
+        assert output[0, :, 3:].any(-1).all()
     for grad in torch.autograd.grad(output.sum(), tensors):
         assert grad.isfinite().all()
 
@@ -219,7 +220,7 @@ def test_gradients_through_dropout_are_those_of_the_weights_that_were_kept(is_ca
         torch.manual_seed(3)
         return attention(*tensors, key_padding_mask=mask)
 
-    assert torch.autograd.gradcheck(attend, tensors)
+    assert torch.autograd.gradcheck(attend, tensors, fast_mode=True)
 
 
 # --- decoding ---

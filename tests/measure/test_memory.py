@@ -1,0 +1,185 @@
+"""Memory of computations whose bytes can be counted by hand."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attn_zoo.measure import memory
+from attn_zoo.measure.memory import SavedTensors, memory_of_pass
+from attn_zoo.records import Memory, Pass
+
+N = 128
+UNIT = 4 * N * N  # bytes of one float32 matrix
+PASSES: tuple[Pass, ...] = ("infer", "fwd", "bwd", "fwd_bwd")
+
+
+@pytest.fixture
+def x():
+    return torch.rand(N, N, requires_grad=True)
+
+
+def units(measured: Memory) -> dict[str, float | None]:
+    fields = ("peak_bytes", "extra_bytes", "saved_bytes", "input_bytes", "output_bytes")
+    return {
+        name.removesuffix("_bytes"): None if getattr(measured, name) is None else getattr(measured, name) / UNIT
+        for name in fields
+    }
+
+
+def test_a_product_needs_its_operands_and_its_result():
+    a, b = (torch.rand(N, N, requires_grad=True) for _ in range(2))
+    expected = {
+        "infer": {"peak": 3, "extra": 0, "saved": 0, "input": 2, "output": 1},
+        "fwd": {"peak": 3, "extra": 0, "saved": 2, "input": 2, "output": 1},
+        "bwd": {"peak": 5, "extra": 0, "saved": 2, "input": 2, "output": 1},
+        "fwd_bwd": {"peak": 5, "extra": 0, "saved": 2, "input": 2, "output": 1},
+    }
+    for pass_ in PASSES:
+        assert units(memory_of_pass(lambda: a @ b, [a, b], pass_)) == expected[pass_], pass_
+
+
+def test_a_chain_keeps_what_backward_reads(x):
+    """exp saves its result; between the two products one temporary gradient lives."""
+    expected = {
+        "infer": {"peak": 3, "extra": 1, "saved": 0, "input": 1, "output": 1},
+        "fwd": {"peak": 3, "extra": 1, "saved": 2, "input": 1, "output": 1},
+        "bwd": {"peak": 5, "extra": 2, "saved": 2, "input": 1, "output": 1},
+        "fwd_bwd": {"peak": 5, "extra": 2, "saved": 2, "input": 1, "output": 1},
+    }
+    for pass_ in PASSES:
+        assert units(memory_of_pass(lambda: x.exp().exp(), [x], pass_)) == expected[pass_], pass_
+
+
+@pytest.mark.parametrize("num_elements", [1, 1000, 3_000_000])
+def test_a_temporary_of_known_size_is_extra(x, num_elements):
+    def forward() -> Tensor:
+        temporary = torch.empty(num_elements, dtype=torch.uint8)
+        result = x.neg()
+        del temporary
+        return result
+
+    measured = memory_of_pass(forward, [x], "infer")
+    assert measured.extra_bytes == num_elements
+    assert measured.peak_bytes == 2 * UNIT + num_elements
+
+
+def test_a_temporary_that_is_gone_before_the_peak_costs_nothing(x):
+    def forward() -> Tensor:
+        temporary = torch.empty(UNIT, dtype=torch.uint8)
+        del temporary
+        return x.neg()
+
+    assert memory_of_pass(forward, [x], "infer").extra_bytes == 0
+
+
+def test_backward_alone_does_not_count_the_temporaries_of_forward(x):
+    def forward() -> Tensor:
+        temporary = torch.empty(10 * UNIT, dtype=torch.uint8)
+        result = x.neg()
+        del temporary
+        return result
+
+    assert units(memory_of_pass(forward, [x], "bwd")) == {"peak": 3, "extra": 0, "saved": 0, "input": 1, "output": 1}
+    assert units(memory_of_pass(forward, [x], "fwd_bwd"))["extra"] == 9  # the gradient comes after it
+
+
+def test_attention_by_hand_saves_its_square_and_checkpointing_does_not():
+    q = torch.rand(1, 1, 256, 8, requires_grad=True)
+
+    def dense() -> Tensor:
+        return torch.softmax(q @ q.mT, -1) @ q
+
+    plain = memory_of_pass(dense, [q], "fwd")
+    square, small = 4 * 256 * 256, 4 * 256 * 8
+    assert plain.saved_bytes == square + small  # softmax's result, twice, counts once
+    recomputed = memory_of_pass(lambda: checkpoint(dense, use_reentrant=False), [q], "fwd")
+    assert recomputed.saved_bytes is not None
+    assert recomputed.saved_bytes <= small
+
+
+def test_custom_functions_are_seen_and_dead_graphs_are_not(x):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:
+            ctx.save_for_backward(value, value.clone())
+            return value * value
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            value, _ = ctx.saved_tensors
+            result: Tensor = 2 * value * grad
+            return result
+
+    with SavedTensors() as saved:
+        output = Square.apply(x)
+        x.exp()  # saved and dropped at once
+    assert saved.num_bytes == 2 * UNIT
+    output.backward(torch.ones_like(x))
+    assert torch.equal(torch.as_tensor(x.grad), 2 * x)
+    assert saved.num_bytes == 0  # backward freed them
+
+
+def test_views_and_shared_storages_count_once(x):
+    whole = torch.rand(2, N, N, requires_grad=True)
+    measured = memory_of_pass(lambda: whole.view(-1), [whole, whole], "fwd")
+    assert (measured.input_bytes, measured.output_bytes, measured.extra_bytes) == (2 * UNIT, 0, 0)
+    sliced = memory_of_pass(lambda: torch.cat([x, x])[:N], [x], "infer")
+    assert (sliced.output_bytes, sliced.extra_bytes) == (UNIT, UNIT)  # half of what is held is no output
+
+
+def test_what_is_made_once_and_kept_does_not_count(x):
+    cache: list[Tensor] = []
+
+    def forward() -> Tensor:
+        if not cache:
+            cache.append(torch.ones(5 * N, N))
+        return x * cache[0][:N]
+
+    assert memory_of_pass(forward, [x], "infer").extra_bytes == 0
+
+
+def test_gradients_are_none_afterwards_even_after_an_error(x):
+    memory_of_pass(lambda: x * 2, [x], "fwd_bwd")
+    assert x.grad is None
+    x.grad = torch.ones_like(x)
+    with pytest.raises(ValueError, match="cut off"):
+        memory_of_pass(lambda: x.detach(), [x], "bwd")
+    assert x.grad is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_high_water_of_the_process_follows_a_large_temporary(x):
+    def forward() -> Tensor:
+        return x * torch.ones(16 * 2**20)[0]
+
+    measured = memory_of_pass(forward, [x], "infer")
+    if measured.process_bytes is None:
+        pytest.skip("this system does not let a process reset its high-water mark")
+    assert 60 * 2**20 < measured.process_bytes < 90 * 2**20
+    assert memory_of_pass(forward, [x], "infer", has_process=False).process_bytes is None
+
+
+def test_no_high_water_where_the_system_does_not_tell(x, monkeypatch):
+    monkeypatch.setattr(memory, "_reset_high_water", lambda: False)
+    assert memory_of_pass(lambda: x * 2, [x], "infer").process_bytes is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_agrees_with_the_count_by_hand():
+    x = torch.rand(1024, 1024, device="cuda", requires_grad=True)
+    unit = 4 * 1024 * 1024
+    measured = memory_of_pass(lambda: x.exp().exp(), [x], "fwd_bwd", device="cuda")
+    assert (measured.input_bytes, measured.output_bytes, measured.saved_bytes) == (unit, unit, 2 * unit)
+    assert measured.peak_bytes == 5 * unit
+    assert measured.extra_bytes == 2 * unit
+    assert measured.process_bytes is None
+    assert measured.reserved_bytes is not None
+    assert measured.reserved_bytes >= 5 * unit
+    assert memory_of_pass(lambda: x.exp().exp(), [x], "bwd", device="cuda").peak_bytes == 5 * unit

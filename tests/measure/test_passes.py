@@ -1,0 +1,116 @@
+"""What each pass times, with a clock that moves inside forward and backward; and that gradients start from None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_zoo.measure.passes import grad_like, make_pass, time_pass
+from tests.measure.fake_clock import FakeClock
+
+FORWARD_MS, BACKWARD_MS = 10.0, 30.0
+
+
+class Costly:
+    """Doubles x; forward and backward move the clock and leave notes."""
+
+    def __init__(self) -> None:
+        self.clock = clock = FakeClock()
+        self.notes: list[str] = []
+        self.x = torch.ones(3, requires_grad=True)
+        notes, x = self.notes, self.x
+
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, value: Tensor) -> Tensor:
+                clock.spend(FORWARD_MS)
+                notes.append("forward with graph" if value.requires_grad and torch.is_grad_enabled() else "forward")
+                return 2 * value
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                clock.spend(BACKWARD_MS)
+                notes.append("backward" if x.grad is None else "backward onto an old gradient")
+                assert torch.equal(grad, grad_like(grad))
+                return 2 * grad
+
+        self._double = Double
+
+    def forward(self) -> Tensor:
+        result: Tensor = self._double.apply(self.x)
+        return result
+
+
+@pytest.mark.parametrize(("pass_", "expected_ms"), [("infer", 10.0), ("fwd", 10.0), ("bwd", 30.0), ("fwd_bwd", 40.0)])
+def test_each_pass_times_its_own_part(pass_, expected_ms):
+    costly = Costly()
+    timing = time_pass(costly.forward, [costly.x], pass_, budget_s=0.2, stopwatch=costly.clock.stopwatch())
+    assert timing.samples_ms == pytest.approx([expected_ms] * len(timing.samples_ms))
+    assert timing.first_ms == pytest.approx(expected_ms)
+    num_calls = timing.num_warmup + len(timing.samples_ms) * timing.inner_loops
+    expected_notes = {
+        "infer": {"forward": num_calls},
+        "fwd": {"forward": num_calls},
+        "bwd": {"forward": 1, "backward": num_calls},
+        "fwd_bwd": {"forward": num_calls, "backward": num_calls},
+    }[pass_]
+    seen = [note.removesuffix(" with graph") for note in costly.notes]
+    assert {note: seen.count(note) for note in seen} == expected_notes
+    assert costly.x.grad is None
+
+
+def test_infer_builds_no_graph_and_the_others_do():
+    x = torch.ones(2, requires_grad=True)
+    for pass_, has_graph in (("infer", False), ("fwd", True), ("fwd_bwd", True)):
+        call, _ = make_pass(lambda: x * x, [x], pass_)  # type: ignore[arg-type]
+        output = call()
+        assert isinstance(output, Tensor)
+        assert output.requires_grad is has_graph
+        assert not output.is_inference()  # what a module caches must stay usable for training
+
+
+def test_gradients_are_cleared_between_calls_not_added():
+    x = torch.ones(2, requires_grad=True)
+    call, setup = make_pass(lambda: 3 * x, [x], "fwd_bwd")
+    assert setup is not None
+    for _ in range(3):
+        setup()
+        assert x.grad is None
+        call()
+        assert torch.equal(torch.as_tensor(x.grad), 3 * grad_like(x))
+
+
+def test_grad_like_is_the_same_noise_every_time():
+    like = torch.zeros(1000, dtype=torch.bfloat16)
+    noise = grad_like(like)
+    assert torch.equal(noise, grad_like(like))
+    assert noise.dtype == torch.bfloat16
+    assert 0.9 < noise.float().std() < 1.1
+
+
+def test_gradients_are_cleared_after_an_error():
+    x = torch.ones(2, requires_grad=True)
+    x.grad = torch.ones(2)
+
+    def broken() -> Tensor:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        time_pass(broken, [x], "fwd_bwd")
+    assert x.grad is None
+
+
+def test_what_has_no_gradient_is_refused():
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="at least one that requires"):
+        time_pass(lambda: x, [torch.ones(2)], "bwd")
+    with pytest.raises(ValueError, match="cut off"):
+        time_pass(lambda: x.detach() * 2, [x], "fwd")
+    with pytest.raises(ValueError, match="not results"):
+        time_pass(lambda: x, [x * 2], "fwd")
+    with pytest.raises(ValueError, match="expected one of infer, fwd, bwd, fwd_bwd; got 'backward'"):
+        time_pass(lambda: x, [x], "backward")  # type: ignore[arg-type]
+    assert time_pass(lambda: torch.ones(2), [torch.ones(2)], "infer", budget_s=0.01).median_ms > 0

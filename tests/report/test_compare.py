@@ -1,0 +1,71 @@
+"""Two runs side by side: a verdict only where the intervals separate."""
+
+from dataclasses import replace
+
+import pytest
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.report.compare import compare
+from tests.report.synthetic import MACHINE, scaling, write_run
+
+
+def verdicts(tmp_path, records_a, records_b, **more):
+    a, b = write_run(tmp_path / "a", records_a), write_run(tmp_path / "b", records_b)
+    return compare(a, b, **more).set_index(["label", "seq_len"])
+
+
+def test_faster_slower_same_and_missing(tmp_path):
+    found = verdicts(
+        tmp_path,
+        [scaling("v", 512, 10.0), scaling("v", 1024, 10.0), scaling("v", 2048, 10.0), scaling("v", 4096, 10.0)],
+        [scaling("v", 512, 8.0), scaling("v", 1024, 12.0), scaling("v", 2048, 10.001), scaling("w", 512, 1.0)],
+    )
+    expected = {512: "faster", 1024: "slower", 2048: "same", 4096: "only in a"}
+    assert {length: found.loc[("v", length), "verdict"] for length in expected} == expected
+    assert found.loc[("w", 512), "verdict"] == "only in b"
+    row = found.loc[("v", 512)]
+    assert row["ratio"] == pytest.approx(0.8, rel=0.01)
+    assert row["ratio_low"] < row["ratio"] < row["ratio_high"] < 1
+
+
+def test_touching_intervals_are_the_same(tmp_path):
+    found = verdicts(tmp_path, [scaling("v", 512, 10.0, spread=0.3)], [scaling("v", 512, 10.3, spread=0.3)])
+    assert found.iloc[0]["verdict"] == "same"
+    assert found.iloc[0]["ratio_low"] < 1 < found.iloc[0]["ratio_high"]
+
+
+def test_a_new_version_of_the_source_is_compared_with_the_old(tmp_path):
+    old, new = scaling("v", 512, 10.0, variant_digest="old"), scaling("v", 512, 5.0, variant_digest="new")
+    assert verdicts(tmp_path, [old], [new]).iloc[0]["verdict"] == "faster"
+
+
+def test_failed_cells_and_other_settings_do_not_pair_up(tmp_path):
+    found = verdicts(
+        tmp_path,
+        [scaling("v", 512, 10.0, pass_="fwd")],
+        [scaling("v", 512, 10.0, pass_="fwd_bwd"), scaling("v", 1024, status="timeout", reason="60 s")],
+    )
+    assert sorted(found["verdict"]) == ["only in a", "only in b"]
+
+
+def test_another_environment_is_refused_unless_allowed(tmp_path):
+    other = replace(MACHINE, cpu="Other CPU", commit="ffff")
+    a = write_run(tmp_path / "a", [scaling("v", 512, 10.0)])
+    b = write_run(tmp_path / "b", [replace(scaling("v", 512, 5.0), environment=other.digest)], environment=other)
+    with pytest.raises(ConfigError, match=r"differ in environment \(cpu\)"):
+        compare(a, b)
+    assert compare(a, b, allow_other_environment=True).iloc[0]["verdict"] == "faster"
+
+
+def test_another_commit_on_the_same_machine_is_fine(tmp_path):
+    newer = replace(MACHINE, commit="ffff", is_dirty=True)
+    a = write_run(tmp_path / "a", [scaling("v", 512, 10.0)])
+    b = write_run(tmp_path / "b", [scaling("v", 512, 10.0)], environment=newer)
+    assert compare(a, b).iloc[0]["verdict"] == "same"
+
+
+def test_empty_runs_and_no_results_folder(tmp_path):
+    a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [])
+    assert len(compare(a, b)) == 0
+    with pytest.raises(ConfigError, match="not a results folder"):
+        compare(a, tmp_path)
