@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attn_zoo import cli_results
 from attn_zoo.errors import AttnZooError
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default what the matrix says.")]
 MatrixFile = Annotated[Path, typer.Argument(help="TOML file, see benchmarks/.", show_default=False)]
 Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
-Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.")]
 
 
 def _load(files: list[Path] | None) -> None:
@@ -363,3 +363,6 @@ def docs(path: Path = Path("README.md")) -> None:
     from attn_zoo.docs import update_readme
 
     out.print(f"{path}: {'was current' if update_readme(path) else 'updated'}")
+
+
+cli_results.register(app)

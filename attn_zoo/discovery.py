@@ -9,19 +9,26 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.registry import LoadFailure
+from attn_zoo.registry import LoadFailure, tasks, variants
 
 __all__ = ["IMPORT_TIMEOUT_S", "discover", "load_file"]
 
 IMPORT_TIMEOUT_S = 60.0
+
+_TRIAL = "ATTN_ZOO_IMPORT_TRIAL"
+"""Set in the child process that tries an import, so that a module which itself asks for the variants starts no more."""
+
+_END_OF_TRIAL = "attn_zoo: the import returned or raised"
 
 
 def _reason(error: BaseException) -> str:
@@ -32,9 +39,22 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
 
 
+@contextmanager
+def _all_or_nothing() -> Iterator[None]:
+    """Forget what the block registered when it fails: half a provider is none."""
+    before = variants.names, tasks.names
+    try:
+        yield
+    except BaseException:
+        variants.keep_only(before[0])
+        tasks.keep_only(before[1])
+        raise
+
+
 def _guarded(provider: str, load: Callable[[], object]) -> list[LoadFailure]:
     try:
-        load()
+        with _all_or_nothing():
+            load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plug-in may even call sys.exit: none of it may take the others down
@@ -43,23 +63,35 @@ def _guarded(provider: str, load: Callable[[], object]) -> list[LoadFailure]:
 
 
 def _probe(argument: str, code: str, timeout_s: float) -> str | None:
-    """Run `code` in a child process; return why it failed or None. Only hangs and hard crashes matter here."""
+    """Run `code` in a child process; return why it must not run here, or None.
+
+    An exception is no reason: it can be caught here too. A hang, a crash or an exit without an exception would take
+    this process with it.
+    """
+    if _TRIAL in os.environ:
+        return None
+    trial = f"import sys\ntry:\n    {code}\nexcept BaseException:\n    pass\nprint({_END_OF_TRIAL!r}, flush=True)"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, argument], capture_output=True, timeout=timeout_s, check=False
+            [sys.executable, "-c", trial, argument],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            env={**os.environ, _TRIAL: "1"},
         )
     except subprocess.TimeoutExpired:
         return f"did not finish importing within {timeout_s:g} s"
+    if _END_OF_TRIAL.encode() in done.stdout:
+        return None
     if done.returncode < 0:
         return f"import killed by signal {-done.returncode}"
-    return None
+    return f"ended the process at import, with exit code {done.returncode}"
 
 
 def _load_entry_point(entry: EntryPoint, timeout_s: float) -> list[LoadFailure]:
     provider = f"{entry.dist.name} ({entry.value})" if entry.dist else entry.value
-    hang = _probe(
-        entry.value.partition(":")[0], "import importlib, sys; importlib.import_module(sys.argv[1])", timeout_s
-    )
+    hang = _probe(entry.value.partition(":")[0], "import importlib; importlib.import_module(sys.argv[1])", timeout_s)
     if hang:
         return [LoadFailure(provider=provider, reason=hang)]
     return _guarded(provider, entry.load)
@@ -102,7 +134,7 @@ def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> N
     name = f"attn_zoo_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return
-    hang = timeout_s and _probe(str(path), "import runpy, sys; runpy.run_path(sys.argv[1])", timeout_s)
+    hang = timeout_s and _probe(str(path), "import runpy; runpy.run_path(sys.argv[1])", timeout_s)
     if hang:
         raise ConfigError(str(path), [("", hang)])
     spec = importlib.util.spec_from_file_location(name, path)
@@ -111,11 +143,10 @@ def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> N
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
+        with _all_or_nothing():
+            spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, ConfigError):
+        if isinstance(error, (KeyboardInterrupt, ConfigError)):
             raise
         raise ConfigError(str(path), [("", f"cannot be imported: {_reason(error)}")]) from error

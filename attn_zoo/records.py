@@ -151,6 +151,10 @@ class Cell(_Json):
     data_digest: str = ""
     protocol_version: int = PROTOCOL_VERSION
 
+    def __post_init__(self) -> None:
+        # Equal cells must have equal keys, and 0 == 0.0 while their JSON differs.
+        object.__setattr__(self, "dropout_p", float(self.dropout_p))
+
     @property
     def key(self) -> str:
         """First 20 hexadecimal digits of the SHA-256 of all fields: the name of the cell's record."""

@@ -139,7 +139,21 @@ class Registry(Generic[_Entry]):
     def _load(self) -> None:
         if not self._is_discovered:
             self._is_discovered = True  # set first: a module being discovered may look names up itself
-            self.failures.extend(self.discover())
+            try:
+                self.failures.extend(self.discover())
+            except BaseException:
+                self._is_discovered = False  # the next look-up must fail as loudly, not find an empty registry
+                raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what is registered by now, without discovering more."""
+        return tuple(self._entries)
+
+    def keep_only(self, names: tuple[str, ...]) -> None:
+        """Forget everything but `names`."""
+        for name in set(self._entries) - set(names):
+            del self._entries[name], self._providers[name]
 
     def add(self, name: str, entry: _Entry, provider: str) -> None:
         """Register `entry`; a name that is taken is an error that names both providers."""
@@ -305,7 +319,7 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
     shape: dict[str, Any] = {item.name: (hints[item.name], _default(item)) for item in fields(config)}  # type: ignore[arg-type]
     model = create_model(config.__name__, __config__=ConfigDict(extra="forbid", strict=True), **shape)
     # TOML has no tuples, and configs are frozen.
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    given = {name: _frozen(value) for name, value in options.items()}
     try:
         checked = model.model_validate(given)
         return config(**{name: getattr(checked, name) for name in given})
@@ -321,6 +335,10 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         raise ConfigError(source, problems) from None
     except ValueError as error:  # from the config's own __post_init__
         raise ConfigError(source, [("", str(error))]) from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def _default(item: Field[Any]) -> Any:

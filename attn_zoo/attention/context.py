@@ -50,6 +50,21 @@ class BuildContext:
     shared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        sizes = (
+            "embed_dim",
+            "num_heads",
+            "max_seq_len",
+            "num_layers",
+            "num_kv_heads",
+            "head_dim",
+            "layer_index",
+            "seed",
+        )
+        wrong = [name for name in sizes if type(getattr(self, name)) is not int]
+        if wrong:
+            raise ConfigError(
+                "BuildContext", [(name, f"expected an integer; got {getattr(self, name)!r}") for name in wrong]
+            )
         problems = [
             (name, f"expected at least {least}; got {getattr(self, name)}")
             for least, names in (

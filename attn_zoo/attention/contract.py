@@ -41,9 +41,10 @@ def _expect(is_fine: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_padding(mask: Tensor | None, batch_size: int, key_len: int) -> None:
+def _check_padding(mask: Tensor | None, batch_size: int, key_len: int, device: torch.device) -> None:
     if mask is None:
         return
+    _expect(mask.device == device, f"key_padding_mask: expected on {device}, as the keys; got {mask.device}")
     _expect(mask.dtype == torch.bool, f"key_padding_mask: expected bool, True = padding; got {mask.dtype}")
     _expect(
         tuple(mask.shape) == (batch_size, key_len),
@@ -117,6 +118,9 @@ class AbstractAttention(_Bound, ABC):
             UnsupportedError: the variant refuses the mask, the lengths or the dtype.
         """
         build = self.build
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            _expect(tensor.dim() == 4, f"{name}: expected [B, heads, length, D]; got {list(tensor.shape)}")
+            _expect(tensor.shape[2] > 0, f"{name}: expected at least one token; got {list(tensor.shape)}")
         batch_size, query_len, key_len = query.shape[0], query.shape[-2], key.shape[-2]
         for name, tensor, heads, length in (
             ("query", query, build.num_heads, query_len),
@@ -133,7 +137,7 @@ class AbstractAttention(_Bound, ABC):
                 f"{name}: expected dtype and device of query ({query.dtype}, {query.device}); "
                 f"got {tensor.dtype}, {tensor.device}",
             )
-        _check_padding(key_padding_mask, batch_size, key_len)
+        _check_padding(key_padding_mask, batch_size, key_len, key.device)
         _expect(
             max(query_len, key_len) <= build.max_seq_len,
             f"expected at most max_seq_len = {build.max_seq_len} tokens; got {max(query_len, key_len)}",
@@ -236,7 +240,7 @@ class AbstractMixer(_Bound, ABC):
             keys.dim() == 3 and keys.shape[0] == hidden.shape[0] and keys.shape[2] == build.embed_dim,
             f"context: expected [B, S, E] = [{hidden.shape[0]}, S, {build.embed_dim}]; got {list(keys.shape)}",
         )
-        _check_padding(key_padding_mask, hidden.shape[0], keys.shape[1])
+        _check_padding(key_padding_mask, hidden.shape[0], keys.shape[1], keys.device)
         longest = max(hidden.shape[1], keys.shape[1])
         _expect(
             longest <= build.max_seq_len, f"expected at most max_seq_len = {build.max_seq_len} tokens; got {longest}"

@@ -39,7 +39,20 @@ class KVCache:
         return cls(buffer, buffer.clone())
 
     def append(self, key: Tensor, value: Tensor) -> KVCache:
-        """Return the cache with `[B, G, n, D]` more positions. The old one must not be used any more."""
+        """Return the cache with `[B, G, n, D]` more positions. The old one must not be used any more.
+
+        Raises:
+            ValueError: shape, dtype or device is not that of the cache.
+        """
+        for name, new in (("key", key), ("value", value)):
+            expected = (*self.key.shape[:2], key.shape[2], self.key.shape[3])
+            if tuple(new.shape) != expected:
+                raise ValueError(f"{name}: expected [B, G, n, D] = {list(expected)}; got {list(new.shape)}")
+            if (new.dtype, new.device) != (self.key.dtype, self.key.device):
+                raise ValueError(
+                    f"{name}: expected dtype and device of the cache ({self.key.dtype}, {self.key.device}); "
+                    f"got {new.dtype}, {new.device}: give them to init_state"
+                )
         length = self.length + key.shape[2]
         key_buffer, value_buffer = self.key, self.value
         if length > self.key.shape[2]:

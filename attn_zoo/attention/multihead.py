@@ -105,10 +105,12 @@ class MultiHeadMixer(AbstractMixer):
         Any variant that can attend across can decode across: one query at a time needs no state but the context's
         keys and values.
         """
+        dtype = self.key_proj.weight.dtype if dtype is None else dtype
         if not self.build.is_cross:
             return MixerState(self.attention.init_state(batch_size, device=device, dtype=dtype))
-        if context is None:
-            raise ValueError("context: expected [B, S, E] to decode in cross-attention; got none")
+        if context is None or context.shape[0] != batch_size:
+            got = "none" if context is None else list(context.shape)
+            raise ValueError(f"context: expected [B, S, E] with B = {batch_size} to decode across; got {got}")
         _, key, value = self._project(context[:, :1], context)
         return MixerState(None, key=key, value=value, key_padding_mask=key_padding_mask)
 
@@ -116,6 +118,8 @@ class MultiHeadMixer(AbstractMixer):
         """Mix one new position `[B, 1, E]`; return its output and the new state."""
         if not self.build.is_cross:
             self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
+        if hidden.dim() != 3 or hidden.shape[1] != 1:
+            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         if state.key is not None and state.value is not None:
             query = self._heads(hidden, self.query_proj, self.build.num_heads)
             if self.build.position == "rotary":

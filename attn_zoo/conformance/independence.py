@@ -16,6 +16,7 @@ from attn_zoo.conformance.tolerance import largest, largest_error, rounding, sam
 __all__ = ["CHECKS"]
 
 MAX_POSITIONS = 16  # per call; shorter sequences are tried at every position
+FEW_POSITIONS = 6  # in the gate
 
 
 def _batch_invariance(subject: Subject) -> Finding:
@@ -93,11 +94,11 @@ def _expect_permutation(module: Module, inputs: Inputs) -> None:
         )
 
 
-def _positions(length: int) -> list[int]:
-    """Return positions to disturb: all of a short sequence, else the ends and some between."""
-    if length <= MAX_POSITIONS:
+def _positions(length: int, count: int) -> list[int]:
+    """Return `count` positions to disturb: all of a short sequence, else the ends and some between."""
+    if length <= count:
         return list(range(length))
-    inner = torch.randperm(length - 4, generator=torch.Generator().manual_seed(0))[: MAX_POSITIONS - 4] + 2
+    inner = torch.randperm(length - 4, generator=torch.Generator().manual_seed(0))[: count - 4] + 2
     return sorted({0, 1, length - 2, length - 1, *inner.tolist()})
 
 
@@ -119,7 +120,8 @@ def _causality(subject: Subject) -> Finding:
 def _expect_causal(module: Module, subject: Subject, build: BuildContext, length: int, offset: int) -> None:
     """Check one length: query i may see keys up to i + offset, where offset = S - L."""
     single = subject.inputs(build, length, key_len=length + offset, batch_size=1)
-    positions = [position for position in _positions(length + offset) if position > offset]
+    count = FEW_POSITIONS if subject.is_fixed else MAX_POSITIONS
+    positions = [position for position in _positions(length + offset, count) if position > offset]
     if not positions:
         return
     # Entry 0 stays as it is; entry n has token positions[n - 1] changed. One call shows every leak.

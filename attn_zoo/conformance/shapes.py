@@ -222,7 +222,7 @@ CHECKS = (
         summary="one head, one batch entry, three of them: same mathematics",
         run=_batch_and_head_sizes,
     ),
-    Check(name="cross_attention", summary="L != S works, or is refused as declared", run=_cross_attention),
+    Check(name="cross_attention", summary="other key lengths work, or are refused as declared", run=_cross_attention),
     Check(
         name="grouped_query",
         summary="fewer key/value heads work like repeated ones, or are refused",

@@ -108,6 +108,7 @@ class Subject:
         dtypes: names of the types to check, widest first.
         lengths: sequence lengths to try, shortest first, so that the first failure is the smallest.
         device: to run on.
+        span_len: one more length for a comparison of outputs only, long enough that a sparse pattern is sparse; 0: none.
         is_fixed: check only the context in `build` (the gate), not every direction the variant declares.
         may_refuse: an `UnsupportedError` is an answer, because the options may narrow what the variant can do.
     """
@@ -119,6 +120,7 @@ class Subject:
     dtypes: tuple[torch.dtype, ...]
     lengths: tuple[int, ...]
     device: str = "cpu"
+    span_len: int = 0
     is_fixed: bool = False
     may_refuse: bool = False
     _modules: dict[tuple[BuildContext, torch.dtype], Module] = field(default_factory=dict, compare=False)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 __all__ = ["largest", "largest_error", "rounding", "same_shape_tolerance", "working_tolerance"]
 
+HALF_EPS = 1e-4  # between float16 and float32
+
 
 def largest(tensor: Tensor) -> float:
     """Return the largest absolute value, 0 for an empty tensor."""
@@ -35,16 +37,18 @@ def rounding(expected: Tensor, num_terms: int, dtype: torch.dtype | None = None)
     Half-precision types accumulate in float32, so that only the last roundings count.
     """
     eps = torch.finfo(expected.dtype if dtype is None else dtype).eps
-    growth = 8.0 if eps > 1e-4 else 8.0 + 8.0 * num_terms**0.5
+    growth = 8.0 if eps > HALF_EPS else 8.0 + 8.0 * num_terms**0.5
     return eps * growth * largest(expected)
 
 
-def working_tolerance(plain_error: float, scale: float, dtype: torch.dtype) -> float:
+def working_tolerance(plain_error: float, scale: float, num_terms: int, dtype: torch.dtype) -> float:
     """Return the tolerance of a fast path in a working dtype.
 
     Args:
         plain_error: largest error of the readable reference in the same dtype, against itself in float64.
         scale: largest value of the true result.
+        num_terms: length of the sums, which may run in another order.
         dtype: working type.
     """
-    return 2 * plain_error + 2 * torch.finfo(dtype).eps * scale
+    eps = torch.finfo(dtype).eps
+    return 2 * plain_error + eps * scale * (2.0 if eps > HALF_EPS else 8.0 + 8.0 * num_terms**0.5)

@@ -38,7 +38,8 @@ class Candidates:
     @property
     def counts(self) -> NDArray[np.int64]:
         """How many blocks each row may draw, int64 `[R]`."""
-        return self.low - self.first + np.maximum(self.end - self.high, 0)
+        counts: NDArray[np.int64] = self.low - self.first + np.maximum(self.end - self.high, 0)
+        return counts
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -51,7 +52,7 @@ def counter_bits(key: Sequence[int], counters: NDArray[np.uint64]) -> NDArray[np
     """Return 64 random bits for each counter in the stream named by `key`.
 
     Args:
-        key: non-negative integers; every change of one gives an unrelated stream. For `(seed,)` the stream is
+        key: non-negative integers below 2^64; every change of one gives an unrelated stream. For `(seed,)` it is
             SplitMix64's own for that seed.
         counters: uint64 of any shape; 0 is the first number of the stream.
 
@@ -61,7 +62,8 @@ def counter_bits(key: Sequence[int], counters: NDArray[np.uint64]) -> NDArray[np
     state = key[0] & _LOW_64
     for word in key[1:]:
         start = np.array([(state + _GOLDEN) & _LOW_64], dtype=np.uint64)
-        state = (int(_mix(start)[0]) + word * _GOLDEN) & _LOW_64
+        # Mixed again after the word goes in: streams of neighbouring words must not be shifts of one another.
+        state = int(_mix(np.array([int(_mix(start)[0]) ^ (word & _LOW_64)], dtype=np.uint64))[0])
     steps = (counters + np.uint64(1)) * np.uint64(_GOLDEN)
     return _mix(steps + np.array([state], dtype=np.uint64)).reshape(counters.shape)
 
@@ -69,7 +71,8 @@ def counter_bits(key: Sequence[int], counters: NDArray[np.uint64]) -> NDArray[np
 def _below(bits: NDArray[np.uint64], bound: NDArray[np.int64]) -> NDArray[np.int64]:
     """Scale 64 random bits to `0 .. bound - 1`; the bias is below bound / 2^32."""
     scaled = ((bits >> np.uint64(32)) * bound.astype(np.uint64)) >> np.uint64(32)
-    return np.asarray(scaled, dtype=np.int64)
+    blocks: NDArray[np.int64] = scaled.astype(np.int64)
+    return blocks
 
 
 def uniform_blocks(

@@ -138,7 +138,7 @@ def weights_with_dropout(
             scores = scores + bias
         weights = scores.softmax(-1)
         is_dropped = _draw(weights.shape, 1.0 - keep_p, seed + rows.start, weights.device)
-        output = (weights.masked_fill(is_dropped, 0.0) @ value.to(wide) / keep_p).to(query.dtype)
+        output: Tensor = (weights.masked_fill(is_dropped, 0.0) @ value.to(wide) / keep_p).to(query.dtype)
     return output if is_empty is None else output.masked_fill(is_empty, 0.0)
 
 

@@ -121,6 +121,8 @@ def attend(
         return score - slopes[head] * (query_at + offset - key_at).abs()
 
     note_path("flex")
+    if not torch.is_grad_enabled():  # the CPU kernel refuses leaves of a graph even where none is recorded
+        query, key, value = query.detach(), key.detach(), value.detach()
     mask = _block_mask(query_len, key_len, is_causal, key_padding_mask, query.device)
     try:
         with torch._dynamo.config.patch(recompile_limit=MAX_LENGTHS):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,8 @@ class PlannedCell:
         timeout_s: seconds it may take.
         budget_s: seconds of sampling.
         has_energy: measure energy too.
+        has_count: count FLOPs too. One length checks the formula, and the counter takes seconds to load, so isolated
+            cells leave it to the shortest of their lane.
         estimate_s: rough seconds, set-up included; None where nothing is known (training).
         estimate_bytes: rough bytes at the peak; None likewise.
     """
@@ -48,6 +50,7 @@ class PlannedCell:
     timeout_s: float = 600.0
     budget_s: float = 1.0
     has_energy: bool = False
+    has_count: bool = True
     estimate_s: float | None = None
     estimate_bytes: int | None = None
 
@@ -112,7 +115,7 @@ def make_plan(
     lanes: dict[str, dict[str, PlannedCell]] = {}
     for item in _expand(matrix, device, auto, has_cuda, data_dir):
         lanes.setdefault(item.cell.lane, {}).setdefault(item.cell.key, item)
-    ordered = [sorted(lane.values(), key=lambda item: item.cell.seq_len or 0) for lane in lanes.values()]
+    ordered = [_ascending(lane.values()) for lane in lanes.values()]
     if shard is not None:
         index, count = shard
         if not 1 <= index <= count:
@@ -132,6 +135,11 @@ def make_plan(
     return Plan(
         matrix=matrix, cells=tuple(cells), device=device or auto, shard=shard, variant_files=tuple(variant_files)
     )
+
+
+def _ascending(lane: Iterable[PlannedCell]) -> list[PlannedCell]:
+    items = sorted(lane, key=lambda item: item.cell.seq_len or 0)
+    return [replace(item, has_count=index == 0 or item.isolation == "lane") for index, item in enumerate(items)]
 
 
 def _has_cuda() -> bool:

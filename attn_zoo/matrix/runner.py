@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from attn_zoo.matrix.claims import claims_of
 from attn_zoo.matrix.engines.local import LocalEngine
 from attn_zoo.matrix.estimate import scaled_seconds
 from attn_zoo.matrix.plan import Plan, PlannedCell
@@ -218,7 +219,13 @@ def run(
     progress = progress or SilentProgress()
     environment = capture_environment()
     matrix = plan.matrix.model_dump(mode="json")
-    with store.writing(matrix, environment, allow_mixed_env=allow_mixed_env, shard=plan.shard) as scan:
+    with store.writing(
+        matrix,
+        environment,
+        allow_mixed_env=allow_mixed_env,
+        shard=plan.shard,
+        claims=claims_of({item.cell.variant for item in plan.cells}),
+    ) as scan:
         if scan.problems:
             progress.say(f"{len(scan.problems)} files were no records and are now in {store.folder / 'quarantine'}")
         records = dict(scan.records)

@@ -23,13 +23,14 @@ COUNT_BELOW_MS = 2_000.0
 """FLOPs are counted by one more forward, where that is cheap; the formula needs none."""
 
 
-def measure_scaling(record: Record, budget_s: float, has_energy: bool = False) -> Record:
+def measure_scaling(record: Record, budget_s: float, *, has_energy: bool = False, has_count: bool = True) -> Record:
     """Return the record with everything that was measured.
 
     Args:
         record: of the cell, otherwise empty.
         budget_s: seconds of sampling.
         has_energy: also measure energy, where the device tells.
+        has_count: also count FLOPs, where that is cheap.
 
     Raises:
         GateError: the variant is not right, so nothing was timed.
@@ -58,13 +59,13 @@ def measure_scaling(record: Record, budget_s: float, has_energy: bool = False) -
         energy_joules=energy.joules if energy else None,
         memory=memory,
         flops=formula(work.shape) if formula else None,
-        counted_flops=_counted_flops(work) if timing.median_ms < COUNT_BELOW_MS else None,
+        counted_flops=_counted_flops(work) if has_count and timing.median_ms < COUNT_BELOW_MS else None,
         num_params=sum(item.numel() for item in work.module.parameters()),
     )
 
 
 def _counted_flops(work: Workload) -> int | None:
-    """Count one forward without a graph: with one, torch's counter loads its compiler first, which takes seconds."""
+    """Count one forward without a graph, so that the count needs no more memory than the timing did."""
     leaves = [leaf for leaf in work.leaves if leaf.requires_grad]
     try:
         for leaf in leaves:

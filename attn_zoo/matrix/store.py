@@ -37,6 +37,7 @@ class RunInfo:
         version: of attn_zoo that created it.
         matrices: every matrix that was run into the folder, resolved, oldest first.
         environments: by digest.
+        claims: by variant, what it says of its cost and exactness; reports print it without loading the variant.
     """
 
     schema: int = SCHEMA_VERSION
@@ -44,6 +45,7 @@ class RunInfo:
     version: str = ""
     matrices: tuple[dict[str, Any], ...] = ()
     environments: dict[str, Environment] = field(default_factory=dict)
+    claims: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +124,7 @@ class Store:
                 version=data["version"],
                 matrices=tuple(data["matrices"]),
                 environments=environments,
+                claims=dict(data.get("claims") or {}),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise FolderError(f"{self._info}: damaged: {type(error).__name__} {error}") from None
@@ -159,6 +162,7 @@ class Store:
         *,
         allow_mixed_env: bool = False,
         shard: tuple[int, int] | None = None,
+        claims: Mapping[str, dict[str, Any]] | None = None,
     ) -> Iterator[Scan]:
         """Hold the folder for one run: create or resume it, put what is no record into quarantine, yield the records.
 
@@ -175,7 +179,7 @@ class Store:
             raise FolderError(f"{self.folder}: cannot be written: {error.strerror}") from None
         with hold_lock(self.folder, shard):
             with hold_lock(self.folder, None, name=".lock-info", wait=True):
-                self._enter(matrix, environment, allow_mixed_env)
+                self._enter(matrix, environment, allow_mixed_env, claims or {})
             if shard is None:  # nobody else writes: what a killed run left half-written is nobody's
                 for path in self._cells.glob(".*.tmp"):
                     path.unlink(missing_ok=True)
@@ -184,7 +188,13 @@ class Store:
                 self._quarantine(name, reason)
             yield scan
 
-    def _enter(self, matrix: Mapping[str, Any], environment: Environment, allow_mixed_env: bool) -> None:
+    def _enter(
+        self,
+        matrix: Mapping[str, Any],
+        environment: Environment,
+        allow_mixed_env: bool,
+        claims: Mapping[str, dict[str, Any]],
+    ) -> None:
         """Note the matrix and the environment in `run.json`."""
         if self.exists:
             info = self.info()
@@ -205,6 +215,7 @@ class Store:
             "version": info.version,
             "matrices": list(matrices),
             "environments": {digest: item.to_dict() for digest, item in environments.items()},
+            "claims": {**info.claims, **claims},
         }
         write_whole(self._info, json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
 
@@ -212,7 +223,7 @@ class Store:
         """Note one more environment: that of another machine of a cluster."""
         with hold_lock(self.folder, None, name=".lock-info", wait=True):
             info = self.info()
-            self._enter(info.matrices[-1], environment, allow_mixed_env=True)
+            self._enter(info.matrices[-1], environment, allow_mixed_env=True, claims={})
 
     def write(self, record: Record) -> None:
         """Store a record, once and for all.

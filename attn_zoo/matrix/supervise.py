@@ -128,6 +128,7 @@ def _run_one(
             "cell": cell.to_dict(),
             "budget_s": item.budget_s,
             "has_energy": item.has_energy,
+            "has_count": item.has_count,
             "isolation": item.isolation,
             "attempt": attempt,
             "environment": settings.environment,

@@ -29,6 +29,7 @@ def run_cell(
     *,
     budget_s: float = 1.0,
     has_energy: bool = False,
+    has_count: bool = True,
     environment: str = "",
     isolation: Literal["cell", "lane"] = "cell",
     attempt: int = 1,
@@ -42,6 +43,7 @@ def run_cell(
         cell: what to run. Its variant must be registered.
         budget_s: seconds of sampling in a scaling cell.
         has_energy: measure energy in a scaling cell.
+        has_count: count FLOPs in a scaling cell.
         environment: digest that the record carries.
         isolation: whether this process ran other cells before.
         attempt: 1 for the first.
@@ -67,7 +69,7 @@ def run_cell(
         if cell.kind == "scaling":
             from attn_zoo.matrix.scaling import measure_scaling
 
-            record = measure_scaling(record, budget_s, has_energy)
+            record = measure_scaling(record, budget_s, has_energy=has_energy, has_count=has_count)
         else:
             from attn_zoo.matrix.accuracy import measure_accuracy
 
@@ -118,6 +120,7 @@ def _answer(request: dict[str, Any]) -> Record:
         cell,
         budget_s=request["budget_s"],
         has_energy=request["has_energy"],
+        has_count=request["has_count"],
         environment=request["environment"],
         isolation=request["isolation"],
         attempt=request["attempt"],

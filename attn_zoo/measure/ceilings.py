@@ -115,8 +115,8 @@ def roofline_frac(flops: float, num_bytes: float, seconds: float, ceilings: Ceil
         seconds: measured.
         ceilings: of the same machine and run.
 
-    >>> roofline_frac(2e9, 1e6, 0.1, Ceilings(matmul_flops_per_s=1e11, copy_bytes_per_s=1e10))
-    0.2
+    >>> roofline_frac(2e9, 1e6, 0.04, Ceilings(matmul_flops_per_s=1e11, copy_bytes_per_s=1e10))
+    0.5
     """
     if seconds <= 0:
         raise ValueError(f"seconds: expected a positive number; got {seconds!r}")

@@ -19,7 +19,7 @@ MIN_WARMUP_CALLS = 3
 MIN_WARMUP_S = 0.025
 MAX_WARMUP_CALLS = 10_000
 STEADY_RATIO = 1.25
-"""Warm-up is over when a call takes at most this times the fastest warm-up call."""
+"""Warm-up is over when neither of the last two calls takes more than this times the fastest."""
 
 LONG_SAMPLES = 2
 """Samples of a call that alone exceeds the budget: two, so that there is a spread at all."""
@@ -56,7 +56,8 @@ def _warm_up(watch: AbstractStopwatch, call: Call, setup: Call | None, warm_s: l
     """Append calls to `warm_s` until they are steady or the budget is spent; return whether they are."""
     spent, fastest = sum(warm_s), min(warm_s, default=math.inf)
     while True:
-        is_steady = bool(warm_s) and warm_s[-1] <= STEADY_RATIO * fastest
+        last_two = warm_s[-2:]
+        is_steady = len(last_two) == 2 and max(last_two) <= STEADY_RATIO * min(last_two[0], fastest)
         if is_steady and len(warm_s) >= MIN_WARMUP_CALLS - 1 and spent >= MIN_WARMUP_S:
             return True
         if spent >= budget_s or len(warm_s) >= MAX_WARMUP_CALLS:
@@ -157,8 +158,8 @@ def time_callable(
     """Time `call` and return raw samples with their summary.
 
     The first call is reported apart (`first_ms`: compilation, autotuning, page faults). Warm-up goes on for at least
-    three calls and 25 ms, until a call is no longer much slower than the fastest, and at most for `budget_s`. On CPU a
-    sample holds as many calls as fill `min_sample_ms`; on GPU it is one call between two events after the cache was
+    three calls and 25 ms, until two calls in a row are about as fast as the fastest, and at most for `budget_s`. On CPU
+    a sample holds as many calls as fill `min_sample_ms`; on GPU it is one call between two events after the cache was
     emptied. The garbage collector is off while a sample runs.
 
     A call that alone exceeds the budget is called three times in all: the first, and two samples.
@@ -166,7 +167,7 @@ def time_callable(
     Flags, in `Timing.flags`:
 
     * `few_samples`: fewer than `min_samples`, because one call exceeds the budget;
-    * `unsteady_warmup`: warm-up used its budget and the last call was still much slower than the fastest;
+    * `unsteady_warmup`: warm-up used its budget and the last calls still differed much from the fastest;
     * `unstable`: the quartiles are more than 10 % of the median apart;
     * `outliers`: a sample is more than 50 % off the median;
     * `too_short`: a sample is below a hundred times the timer's resolution, or (on CPU) half of `min_sample_ms`;

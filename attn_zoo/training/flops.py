@@ -1,7 +1,8 @@
 """Floating-point operations of a training run, counted as it runs.
 
 Forward = the variant's own formula in every layer, plus 2 x inputs x outputs for every linear map outside it. Backward
-counts twice the forward. Norms, activations and embeddings are left out.
+counts twice the forward. Norms, activations and embeddings are left out, and so is a linear map of which a mixer takes
+the weights without calling it (a compress-first layout applies its key and value maps to the few compressed rows).
 """
 
 from __future__ import annotations

@@ -181,6 +181,8 @@ class FullAttention(AbstractAttention):
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
         """Attend from one new position to all in the cache; it may hold `max_seq_len` positions."""
+        if query.shape[2] != 1:
+            raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
         if state.length >= self.build.max_seq_len:
             raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this is one more")
         state = state.append(key, value)

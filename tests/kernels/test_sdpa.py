@@ -20,6 +20,7 @@ from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
 
 H, D = 2, 16
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def draw(query_len, key_len=None, *, dtype=torch.float32, num_kv_heads=H, device="cpu", grad=True):
@@ -142,7 +143,12 @@ def test_math_is_really_dense_and_flash_is_not():
     sizes = {}
     for backend in ("math", "flash"):
         saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: (saved.append(x.numel()), x)[1], lambda x: x):
+
+        def note(tensor, saved=saved):
+            saved.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             attend(*draw(64), backend=backend)
         sizes[backend] = max(saved)
     assert sizes == {"math": 2 * H * 64 * 64, "flash": 2 * H * 64 * D}
@@ -262,7 +268,9 @@ def test_no_path_of_auto_stores_the_scores(monkeypatch, key_len, arguments):
 # --- FlexAttention ---
 
 
-@pytest.mark.parametrize(("query_len", "key_len"), [(1, 1), (128, 128), (130, 130), (300, 300), (200, 333), (256, 1000)])
+@pytest.mark.parametrize(
+    ("query_len", "key_len"), [(1, 1), (128, 128), (130, 130), (300, 300), (200, 333), (256, 1000)]
+)
 def test_block_lists_say_what_the_causal_mask_says(query_len, key_len):
     partial_blocks, full_blocks = exact_flex.causal_blocks(query_len, key_len)
     keep = causal_keep(query_len, key_len)
@@ -297,6 +305,7 @@ def test_compiled_flex_equals_the_oracle_on_cpu():
 
 
 @pytest.mark.gpu
+@NEEDS_GPU
 @pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "cudnn", "flex", "xformers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
@@ -314,8 +323,9 @@ def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
                 try:
                     with recording() as paths:
                         output = attend(*tensors, backend=backend, **arguments)
-                except UnsupportedError as refusal:
-                    assert backend not in ("auto", "math"), refusal
+                except UnsupportedError:
+                    if backend in ("auto", "math"):  # these serve everything
+                        raise
                     continue
                 served += 1
                 assert backend == "auto" or any(backend in path for path in paths)
@@ -324,10 +334,11 @@ def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
                 grads = [torch.autograd.grad(x.sum(), tensors) for x in (output, plain, exact)]
                 for actual, roughly, true in zip(*grads, strict=True):
                     assert_exact(actual, roughly, true, what=f"{backend} {arguments}: gradient")
-    assert served or backend in ("flash", "cudnn", "flex", "xformers", "efficient")
+    assert served or backend not in ("auto", "math")
 
 
 @pytest.mark.gpu
+@NEEDS_GPU
 def test_auto_on_gpu_takes_a_fused_kernel_in_half_precision():
     tensors = draw(256, dtype=torch.bfloat16, device="cuda")
     for arguments in ({}, {"is_causal": True}, {"dropout_p": 0.125}, {"key_padding_mask": half_padded(256, "cuda")}):

@@ -44,7 +44,7 @@ def test_a_product_needs_its_operands_and_its_result():
         assert units(memory_of_pass(lambda: a @ b, [a, b], pass_)) == expected[pass_], pass_
 
 
-def test_a_chain_keeps_what_backward_reads(x):
+def test_a_chain_keeps_what_backward_reads(x: Tensor) -> None:
     """exp saves its result; between the two products one temporary gradient lives."""
     expected = {
         "infer": {"peak": 3, "extra": 1, "saved": 0, "input": 1, "output": 1},
@@ -57,7 +57,7 @@ def test_a_chain_keeps_what_backward_reads(x):
 
 
 @pytest.mark.parametrize("num_elements", [1, 1000, 3_000_000])
-def test_a_temporary_of_known_size_is_extra(x, num_elements):
+def test_a_temporary_of_known_size_is_extra(x: Tensor, num_elements: int) -> None:
     def forward() -> Tensor:
         temporary = torch.empty(num_elements, dtype=torch.uint8)
         result = x.neg()
@@ -69,7 +69,7 @@ def test_a_temporary_of_known_size_is_extra(x, num_elements):
     assert measured.peak_bytes == 2 * UNIT + num_elements
 
 
-def test_a_temporary_that_is_gone_before_the_peak_costs_nothing(x):
+def test_a_temporary_that_is_gone_before_the_peak_costs_nothing(x: Tensor) -> None:
     def forward() -> Tensor:
         temporary = torch.empty(UNIT, dtype=torch.uint8)
         del temporary
@@ -78,7 +78,7 @@ def test_a_temporary_that_is_gone_before_the_peak_costs_nothing(x):
     assert memory_of_pass(forward, [x], "infer").extra_bytes == 0
 
 
-def test_backward_alone_does_not_count_the_temporaries_of_forward(x):
+def test_backward_alone_does_not_count_the_temporaries_of_forward(x: Tensor) -> None:
     def forward() -> Tensor:
         temporary = torch.empty(10 * UNIT, dtype=torch.uint8)
         result = x.neg()
@@ -103,7 +103,7 @@ def test_attention_by_hand_saves_its_square_and_checkpointing_does_not():
     assert recomputed.saved_bytes <= small
 
 
-def test_custom_functions_are_seen_and_dead_graphs_are_not(x):
+def test_custom_functions_are_seen_and_dead_graphs_are_not(x: Tensor) -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def test_custom_functions_are_seen_and_dead_graphs_are_not(x):
     assert saved.num_bytes == 0  # backward freed them
 
 
-def test_views_and_shared_storages_count_once(x):
+def test_views_and_shared_storages_count_once(x: Tensor) -> None:
     whole = torch.rand(2, N, N, requires_grad=True)
     measured = memory_of_pass(lambda: whole.view(-1), [whole, whole], "fwd")
     assert (measured.input_bytes, measured.output_bytes, measured.extra_bytes) == (2 * UNIT, 0, 0)
@@ -133,7 +133,7 @@ def test_views_and_shared_storages_count_once(x):
     assert (sliced.output_bytes, sliced.extra_bytes) == (UNIT, UNIT)  # half of what is held is no output
 
 
-def test_what_is_made_once_and_kept_does_not_count(x):
+def test_what_is_made_once_and_kept_does_not_count(x: Tensor) -> None:
     cache: list[Tensor] = []
 
     def forward() -> Tensor:
@@ -144,7 +144,7 @@ def test_what_is_made_once_and_kept_does_not_count(x):
     assert memory_of_pass(forward, [x], "infer").extra_bytes == 0
 
 
-def test_gradients_are_none_afterwards_even_after_an_error(x):
+def test_gradients_are_none_afterwards_even_after_an_error(x: Tensor) -> None:
     memory_of_pass(lambda: x * 2, [x], "fwd_bwd")
     assert x.grad is None
     x.grad = torch.ones_like(x)
@@ -154,7 +154,7 @@ def test_gradients_are_none_afterwards_even_after_an_error(x):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_high_water_of_the_process_follows_a_large_temporary(x):
+def test_high_water_of_the_process_follows_a_large_temporary(x: Tensor) -> None:
     def forward() -> Tensor:
         return x * torch.ones(16 * 2**20)[0]
 
@@ -165,7 +165,7 @@ def test_high_water_of_the_process_follows_a_large_temporary(x):
     assert memory_of_pass(forward, [x], "infer", has_process=False).process_bytes is None
 
 
-def test_no_high_water_where_the_system_does_not_tell(x, monkeypatch):
+def test_no_high_water_where_the_system_does_not_tell(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_reset_high_water", lambda: False)
     assert memory_of_pass(lambda: x * 2, [x], "infer").process_bytes is None
 

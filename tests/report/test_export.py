@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 
 import pandas as pd
 import pytest
@@ -99,4 +98,4 @@ def test_what_cannot_be_written_is_one_message_and_leaves_the_old_file(run, tmp_
     with pytest.raises(StoreError, match="cannot be written"):
         export([run], "csv", tmp_path / "folder")
     assert (tmp_path / "file").read_text() == "old"
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 
 from attn_zoo.tasks.listops_grammar import CLOSE, DIGIT, OPERATORS, VOCAB_SIZE, Bits, Grammar, Trees, draw_trees
 from attn_zoo.tasks.listops_text import show_tokens, source_text
+from tests.tasks.evaluators import by_stack, recursive
 
 NUM_ROOTS = 65_536
 SHALLOW = Grammar(max_depth=4, max_args=6, min_len=3, max_len=200)
@@ -23,53 +22,6 @@ def lra_trees() -> Trees:
 
 def rows_of(trees: Trees) -> list[list[int]]:
     return [row.tolist() for row in np.split(trees.tokens, np.cumsum(trees.lengths)[:-1])]
-
-
-def recursive(words: list[str]) -> tuple[int, list[str]]:
-    """Value of the first expression and what follows it; the median by the definition of the standard library."""
-    head, rest = words[0], words[1:]
-    if not head.startswith("["):
-        return int(head), rest
-    arguments = []
-    while rest[0] != "]":
-        value, rest = recursive(rest)
-        arguments.append(value)
-    results = {
-        "[MIN": min(arguments),
-        "[MAX": max(arguments),
-        "[MED": int(statistics.median(arguments)),
-        "[SM": sum(arguments) % 10,
-    }
-    return results[head], rest[1:]
-
-
-def by_stack(source: str) -> int:
-    """Value of a published text by a stack machine: each ( a b ) applies a to b, at last to the bracket."""
-    stack: list[Any] = []
-    for word in source.split():
-        if word == ")":
-            argument, function = stack.pop(), stack.pop()
-            assert stack.pop() == "("
-            if argument != "]":
-                stack.append((function[0], [*function[1], argument]))
-                continue
-            name, arguments = function
-            ordered = sorted(arguments)
-            middle = len(ordered) // 2
-            if name == "[MIN":
-                stack.append(ordered[0])
-            elif name == "[MAX":
-                stack.append(ordered[-1])
-            elif name == "[SM":
-                stack.append(sum(ordered) % 10)
-            else:
-                stack.append(ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) // 2)
-        elif word.startswith("["):
-            stack.append((word, []))
-        else:
-            stack.append(int(word) if word.isdigit() else word)
-    (value,) = stack
-    return int(value)
 
 
 @pytest.mark.parametrize("grammar", [Grammar(), SHALLOW], ids=["lra", "shallow"])

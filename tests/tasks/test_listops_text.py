@@ -8,10 +8,33 @@ import pytest
 from attn_zoo.errors import ConfigError
 from attn_zoo.tasks.listops_grammar import CLOSE, DIGIT, OPERATORS, Bits, Grammar, draw_trees
 from attn_zoo.tasks.listops_text import read_tsv, show_tokens, source_text, tokens_of, write_tsv
+from tests.tasks.evaluators import by_stack, recursive
 
 MAX, SM = OPERATORS["[MAX"], OPERATORS["[SM"]
 NESTED = [MAX, DIGIT + 2, SM, DIGIT + 9, DIGIT + 3, CLOSE, DIGIT, CLOSE]
 NESTED_SOURCE = "( ( ( ( [MAX 2 ) ( ( ( [SM 9 ) 3 ) ] ) ) 0 ) ] )"
+
+
+# Rows of a file in the published format that others generated (BalloutAI/Fine-tuning-with-Explanation, basic_test.tsv).
+PUBLISHED = (
+    (
+        "( ( ( ( ( ( ( ( ( [MAX ( ( ( [MED 7 ) 6 ) ] ) ) 0 ) 6 ) 4 ) 7 ) 1 ) 2 ) "
+        "( ( ( ( ( ( ( ( [MED 8 ) 6 ) 4 ) 2 ) 0 ) 4 ) 4 ) ] ) ) ] )\t7"
+    ),
+    (
+        "( ( ( ( [MED ( ( ( ( ( ( ( [SM ( ( ( [MED 6 ) 6 ) ] ) ) 7 ) 6 ) 0 ) "
+        "( ( ( [MIN 0 ) ( ( ( ( [MIN 8 ) 0 ) 7 ) ] ) ) ] ) ) 4 ) ] ) ) 5 ) 2 ) ] )\t3"
+    ),
+)
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_rows_of_others_are_read_written_and_evaluated_alike(row):
+    source, target = row.split("\t")
+    tokens = tokens_of(source.encode())
+    assert source_text(tokens) == source
+    assert recursive(show_tokens(tokens).split()) == (int(target), [])
+    assert by_stack(source) == int(target)
 
 
 def test_nested_expression_in_all_three_forms():

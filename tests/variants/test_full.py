@@ -22,7 +22,9 @@ CPU_BACKENDS = ("auto", "math", "flash")
 PAST = pytest.mark.parametrize("is_causal", [False, True], ids=["both_ways", "causal"])
 
 
-def make(*, is_causal=False, num_kv_heads=H, position="none", is_cross=False, dropout_p=0.0, max_seq_len=256, **options):
+def make(
+    *, is_causal=False, num_kv_heads=H, position="none", is_cross=False, dropout_p=0.0, max_seq_len=256, **options
+):
     build = BuildContext(
         embed_dim=H * D,
         num_heads=H,
@@ -60,8 +62,9 @@ def bias_of(attention, query_len, key_len, dtype=torch.float64):
     return alibi_bias(H, query_len, key_len, dtype=dtype) if is_alibi else None
 
 
-def plain(attention, query, key, value, mask):
+def plain(attention, tensors, mask):
     """The oracle's equation in the dtype of the query."""
+    query, key, value = tensors
     bias = bias_of(attention, query.shape[2], key.shape[2], query.dtype)
     weights = attention_weights(query, key, is_causal=attention.build.is_causal, key_padding_mask=mask, bias=bias)
     return weights @ value.repeat_interleave(H // value.shape[1], dim=1)
@@ -92,7 +95,7 @@ def test_every_kind_of_call_equals_the_oracle(dtype, backend):
         exact = softmax_attention(
             *tensors, is_causal=is_causal, key_padding_mask=mask, bias=bias_of(attention, query_len, key_len)
         )
-        outputs = attention(*tensors, key_padding_mask=mask), plain(attention, *tensors, mask), exact
+        outputs = attention(*tensors, key_padding_mask=mask), plain(attention, tensors, mask), exact
         case = f"L={query_len} S={key_len} causal={is_causal} G={num_kv_heads} padded={has_padding} {position}"
         assert outputs[0].dtype == dtype
         assert_exact(*outputs, what=case)
@@ -266,7 +269,7 @@ def test_impossible_requests_fail_when_it_is_built():
     assert refusal.value.capability == "positions"
     with pytest.raises(UnsupportedError, match="no attention dropout"):
         make(backend="flex", dropout_p=0.1)
-    with pytest.raises(ConfigError, match="backend.*'flush'"):
+    with pytest.raises(ConfigError, match=r"backend.*'flush'"):
         make(backend="flush")
 
 

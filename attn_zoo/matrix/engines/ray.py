@@ -171,7 +171,7 @@ class RayEngine:
 
 
 def _plain(item: PlannedCell) -> dict[str, Any]:
-    names = ("refusal", "isolation", "timeout_s", "budget_s", "has_energy", "estimate_s", "estimate_bytes")
+    names = ("refusal", "isolation", "timeout_s", "budget_s", "has_energy", "has_count", "estimate_s", "estimate_bytes")
     return {"cell": item.cell.to_dict(), **{name: getattr(item, name) for name in names}}
 
 

@@ -1,0 +1,155 @@
+"""The commands that read results, data and the machine; `attn_zoo.cli` adds them to the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["data", "register"]
+
+Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
+
+data = typer.Typer(help="Show the data of tasks.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for command in (report, compare, export, doctor):
+        app.command()(command)
+    app.add_typer(data, name="data")
+
+
+def report(
+    folders: Folders,
+    out: Annotated[Path | None, typer.Option(help="Where to write; by default into the (first) folder.")] = None,
+    readme: Annotated[bool, typer.Option(help="Also write README.md into the folder.")] = False,
+) -> None:
+    """Write tables, figures and one self-contained report.html; print the tables."""
+    from attn_zoo.console import out as console
+    from attn_zoo.errors import ConfigError
+    from attn_zoo.report import analyse, print_report, write_results_readme
+    from attn_zoo.report.write import write_analysis
+
+    if readme and (len(folders) > 1 or out is not None):
+        raise ConfigError(
+            "--readme", [("", "expected one results folder and no --out: it describes the folder itself")]
+        )
+    analysis = analyse(folders)
+    paths = write_analysis(analysis, out or folders[0])
+    if readme:
+        paths.append(write_results_readme(folders[0]))
+    print_report(analysis, console)
+    console.print()
+    console.print(f"wrote {len(paths)} files; open {paths[0]}", markup=False, soft_wrap=True)
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="Results folder, the reference.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="Results folder, the candidate.", show_default=False)],
+    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower.")] = False,
+    allow_other_env: Annotated[bool, typer.Option(help="Compare across machines or versions all the same.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two runs cell by cell; a verdict only where the intervals separate."""
+    from attn_zoo.console import out as console
+    from attn_zoo.console import print_json, print_table
+    from attn_zoo.report.compare import compare as compare_runs
+
+    frame = compare_runs(before, after, allow_other_environment=allow_other_env)
+    if as_json:
+        print_json(frame.astype(object).where(frame.notna(), None).to_dict(orient="records"))
+    else:
+        rows = [
+            (f"{row.label} {row.pass_name} L{row.seq_len} {row.dtype}", f"{row.ratio:.3f}", row.verdict)
+            for row in frame.rename(columns={"pass": "pass_name"}).itertuples()
+        ]
+        print_table("Time of the second over the first", ("cell", "ratio", "verdict"), rows, right=("ratio",))
+    slower = int((frame["verdict"] == "slower").sum())
+    if not as_json:
+        console.print(f"{len(frame)} cells, {slower} slower, {int((frame['verdict'] == 'faster').sum())} faster")
+    raise typer.Exit(3 if fail and slower else 0)
+
+
+def export(
+    folders: Folders,
+    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
+    fmt: Annotated[str, typer.Option("--format", help="csv, jsonl, parquet, markdown or latex")] = "csv",
+) -> None:
+    """Write all observations as one flat file, one row each."""
+    from attn_zoo.console import out as console
+    from attn_zoo.report.export import export as export_runs
+
+    path = export_runs(folders, fmt, out)
+    console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what works on this machine and, where something does not, why. Every kernel is tried."""
+    import torch
+
+    from attn_zoo.console import out as console
+    from attn_zoo.console import print_json, print_table
+    from attn_zoo.doctor import diagnose_backends, diagnose_packages
+    from attn_zoo.measure.environment import capture_environment
+    from attn_zoo.registry import tasks, variants
+
+    environment = capture_environment()
+    packages = diagnose_packages()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    backends = {device: diagnose_backends(device) for device in devices}
+    failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
+    if as_json:
+        found = {"environment": environment.to_dict(), "packages": packages, "backends": backends, "failures": failures}
+        print_json(found)
+        return
+    gpu = environment.gpu or "no GPU that torch can use"
+    console.print(
+        f"{environment.cpu}, {environment.num_cores} cores, {environment.memory_bytes / 2**30:.0f} GiB; {gpu}"
+    )
+    print_table("\nPackages", ("package", "version", "for"), packages)
+    for device, rows in backends.items():
+        print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
+    if failures:
+        print_table("\nCould not be loaded", ("provider", "reason"), failures)
+
+
+@data.command("list")
+def data_list(as_json: Json = False) -> None:
+    """List tasks and their levels."""
+    from attn_zoo.console import print_json, print_table
+    from attn_zoo.registry import tasks
+
+    rows = [(name, ", ".join(tasks[name].levels)) for name in tasks]
+    if as_json:
+        print_json({name: list(tasks[name].levels) for name in tasks})
+    else:
+        print_table("", ("task", "levels"), rows)
+
+
+@data.command("show")
+def data_show(
+    task: str,
+    level: Annotated[str | None, typer.Option(help="Difficulty; by default the first.")] = None,
+    split: Annotated[str, typer.Option(help="train, validation or test")] = "test",
+    count: Annotated[int, typer.Option(min=1, help="How many examples.")] = 3,
+    data_dir: DataDir = None,
+) -> None:
+    """Print examples as a person reads them."""
+    from typing import cast, get_args
+
+    from attn_zoo.console import out as console
+    from attn_zoo.errors import UnknownNameError
+    from attn_zoo.registry import tasks
+    from attn_zoo.tasks.contract import SplitName
+
+    if split not in get_args(SplitName):
+        raise UnknownNameError("split", split, get_args(SplitName))
+    made = tasks[task](level or next(iter(tasks[task].levels)), data_dir=data_dir)
+    examples = made.split(cast(SplitName, split))
+    console.print(f"{task}, level {made.level}, {split}: {len(examples)} examples, {made.spec}", soft_wrap=True)
+    for index in range(min(count, len(examples))):
+        console.print(f"{index}: {made.show(examples.example(index))}", markup=False, soft_wrap=True)

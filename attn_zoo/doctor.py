@@ -1,0 +1,66 @@
+"""`attn-zoo doctor`: what works on this machine and, where something does not, why. Everything is really tried."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+from attn_zoo.attention import BuildContext, build_attention
+from attn_zoo.errors import AttnZooError
+from attn_zoo.kernels.trace import recording
+from attn_zoo.registry import Variant, variants
+
+__all__ = ["backends_of", "diagnose_backends", "diagnose_packages"]
+
+_PACKAGES = {
+    "torch": "everything",
+    "datasets": "tasks that read external data (extra lra)",
+    "xformers": "one more exact kernel, on GPUs (extra xformers)",
+    "ray": "runs on a cluster (extra ray)",
+    "triton": "compiled kernels on GPUs",
+    "nvidia-ml-py": "energy and clocks of GPUs (extra gpu)",
+}
+
+
+def diagnose_packages() -> list[tuple[str, str, str]]:
+    """Return (package, version or "absent", what it is for)."""
+    rows = []
+    for name, purpose in _PACKAGES.items():
+        try:
+            rows.append((name, version(name), purpose))
+        except PackageNotFoundError:
+            rows.append((name, "absent", purpose))
+    return rows
+
+
+def backends_of(variant: Variant) -> tuple[str, ...]:
+    """Return the values of the variant's option `backend`, or nothing where it has none."""
+    hint = get_type_hints(variant.config).get("backend")
+    return tuple(get_args(hint)) if get_origin(hint) is Literal else ()
+
+
+def diagnose_backends(device: str) -> list[tuple[str, str, str]]:
+    """Try every backend of every variant on a small call, forward only.
+
+    Args:
+        device: `"cpu"` or `"cuda"`.
+
+    Returns:
+        (variant, backend, the path that ran or the reason why none did).
+    """
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=128)
+    heads = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    rows = []
+    for name in variants:
+        for backend in backends_of(variants[name]):
+            try:
+                attention = build_attention(name, build, backend=backend).to(device, dtype).eval()
+                with torch.no_grad(), recording() as paths:
+                    attention(heads, heads, heads)
+                rows.append((name, backend, "works: " + ", ".join(paths)))
+            except AttnZooError as error:
+                rows.append((name, backend, f"no: {error}"))
+    return rows

@@ -1,0 +1,67 @@
+"""Rooflines by arithmetic, and the guard against measurements faster than the hardware."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_zoo.measure import ceilings
+from attn_zoo.measure.ceilings import Ceilings, exceeds_physical, measure_ceilings, peak_of, roofline_frac
+
+ROOF = Ceilings(matmul_flops_per_s=100.0, copy_bytes_per_s=10.0)
+
+
+def test_the_larger_of_the_two_floors_is_the_roof():
+    assert roofline_frac(200.0, 1.0, 4.0, ROOF) == 0.5  # compute bound: 2 s
+    assert roofline_frac(1.0, 30.0, 4.0, ROOF) == 0.75  # memory bound: 3 s
+    with pytest.raises(ValueError, match="positive"):
+        roofline_frac(1.0, 1.0, 0.0, ROOF)
+
+
+def test_known_devices_have_a_peak_and_others_none():
+    h200 = peak_of("NVIDIA H200")
+    h100 = peak_of("NVIDIA H100 80GB HBM3")
+    assert h200 is not None
+    assert h100 is not None
+    assert h200.bytes_per_s > h100.bytes_per_s
+    assert h200.flops_per_s["bfloat16"] == pytest.approx(989.5e12)
+    pcie = peak_of("NVIDIA H100 PCIe")
+    assert pcie is not None
+    assert pcie.flops_per_s["bfloat16"] < h100.flops_per_s["bfloat16"]
+    assert peak_of("NVIDIA A100-SXM4-80GB") is not None
+    assert peak_of("NVIDIA GeForce RTX 2070") is None
+    assert peak_of(None) is None
+
+
+def test_the_guard_accuses_only_the_impossible():
+    name = "NVIDIA H200"
+    assert exceeds_physical(name, "bfloat16", 1e-3, flops=900e9) is None
+    message = exceeds_physical(name, "bfloat16", 1e-3, flops=1100e9)
+    assert message == "1100 TFLOP/s is above the peak of NVIDIA H200 (990 in bfloat16)"
+    assert exceeds_physical(name, "float32", 1e-3, flops=600e9) is not None
+    assert exceeds_physical(name, "float8", 1e-3, flops=1e15) is None  # no figure, no verdict
+    assert exceeds_physical(name, "bfloat16", 1e-4, num_bytes=4.7e8) is None
+    assert exceeds_physical(name, "bfloat16", 1e-4, num_bytes=5.0e8) == (
+        "5.0 TB/s is above the memory bandwidth of NVIDIA H200 (4.80)"
+    )
+    assert exceeds_physical(name, "bfloat16", 1e-6, num_bytes=6.0e6) is None  # may come from a cache
+    assert exceeds_physical("some CPU", "float32", 1e-9, flops=1e15, num_bytes=1e15) is None
+
+
+def test_measured_ceilings_are_within_what_computers_do(monkeypatch):
+    monkeypatch.setitem(ceilings._MATMUL_DIM, "cpu", 256)
+    monkeypatch.setitem(ceilings._COPY_BYTES, "cpu", 4 * 2**20)
+    measured = measure_ceilings("cpu", torch.float32, budget_s=0.02)
+    assert 1e8 < measured.matmul_flops_per_s < 1e14
+    assert 1e8 < measured.copy_bytes_per_s < 1e13
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_ceilings_stay_below_the_data_sheet():
+    measured = measure_ceilings("cuda", torch.bfloat16)
+    peak = peak_of(torch.cuda.get_device_name())
+    if peak is None:
+        pytest.skip("no data sheet of this GPU")
+    assert 0.3 < measured.matmul_flops_per_s / peak.flops_per_s["bfloat16"] < 1
+    assert 0.3 < measured.copy_bytes_per_s / peak.bytes_per_s < 1

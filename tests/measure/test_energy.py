@@ -1,0 +1,150 @@
+"""NVML through a stand-in: known energy, and every way in which it can refuse."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_zoo.measure.energy import clocks, driver_version, energy_of_call, num_other_processes
+
+UUID = "0000-1111"
+
+
+class NVMLError(Exception):
+    pass
+
+
+class FakeNvml:
+    """A GPU that idles at 70 W and draws 300 W while `now_s` advances."""
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.pids = [os.getpid()]
+        self.refused: set[str] = set()
+
+    def _answer(self, name: str, value: Any) -> Any:
+        if name in self.refused:
+            raise NVMLError(name)
+        return value
+
+    def nvmlInit(self) -> None:
+        self._answer("init", None)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        assert uuid == f"GPU-{UUID}"
+        return str(self._answer("handle", "handle"))
+
+    def nvmlSystemGetDriverVersion(self) -> Any:
+        return self._answer("driver", b"580.1")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> Any:
+        return self._answer("energy", round(1000 * 300 * self.now_s))
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> Any:
+        return self._answer("power", 70_000)
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> Any:
+        return self._answer("clock", {1: 1980, 2: 3201}[kind])
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> Any:
+        return self._answer("temperature", 45)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> Any:
+        return self._answer("throttle", 0x1 | 0x4 | 0x40)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> Any:
+        return self._answer("processes", [SimpleNamespace(pid=pid) for pid in self.pids])
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
+    return fake
+
+
+def energy(nvml: FakeNvml, seconds: float = 0.01) -> Any:
+    def call() -> None:
+        nvml.now_s += seconds
+
+    return energy_of_call(call, device="cuda", window_s=0.5, clock=lambda: nvml.now_s)
+
+
+def test_energy_of_a_call_is_power_times_time(nvml):
+    measured = energy(nvml, 0.01)
+    assert measured.joules == pytest.approx(3.0, rel=1e-3)
+    assert measured.low_joules == pytest.approx(measured.high_joules, rel=1e-3)
+    assert measured.watts == pytest.approx(300.0, rel=1e-3)
+    assert measured.idle_watts == 70.0
+    assert measured.num_calls >= 3 * 50
+
+
+def test_a_call_longer_than_the_window_is_made_once_per_window(nvml):
+    measured = energy(nvml, 4.0)
+    assert measured.num_calls == 3
+    assert measured.joules == pytest.approx(1200.0)
+
+
+def test_clocks_and_throttling(nvml):
+    state = clocks("cuda")
+    assert state is not None
+    assert (state.sm_mhz, state.memory_mhz, state.temperature_c, state.power_w) == (1980.0, 3201.0, 45.0, 70.0)
+    assert state.throttles == ("power_cap", "hw_thermal")
+
+
+def test_what_nvml_refuses_is_none_and_the_rest_stays(nvml):
+    nvml.refused = {"energy", "clock", "throttle", "processes", "driver"}
+    assert energy(nvml) is None
+    state = clocks("cuda")
+    assert state is not None
+    assert (state.sm_mhz, state.temperature_c, state.throttles) == (None, 45.0, ())
+    assert num_other_processes("cuda") is None
+    assert driver_version() is None
+
+
+@pytest.mark.parametrize("broken", ["init", "handle"])
+def test_no_connection_no_numbers(nvml, broken):
+    nvml.refused = {broken}
+    assert energy(nvml) is None
+    assert clocks("cuda") is None
+    assert num_other_processes("cuda") is None
+
+
+def test_a_counter_that_stands_still_gives_no_energy(nvml):
+    ticks = iter(range(10_000))
+    assert energy_of_call(lambda: None, device="cuda", clock=lambda: float(next(ticks))) is None
+
+
+def test_without_the_package_or_on_cpu_there_is_nothing(nvml, monkeypatch):
+    assert clocks("cpu") is None
+    assert energy_of_call(lambda: None, device="cpu") is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # import raises ImportError
+    assert clocks("cuda") is None
+    assert driver_version() is None
+
+
+def test_other_processes_are_counted_in_and_out_of_containers(nvml):
+    assert num_other_processes("cuda") == 0
+    nvml.pids = [os.getpid(), 7_777_777]
+    assert num_other_processes("cuda") == 1
+    nvml.pids = [7_777_777, 8_888_888]  # a container: this process goes by a number it does not know
+    assert num_other_processes("cuda") == 1
+    nvml.pids = []
+    assert num_other_processes("cuda") == 0
+
+
+def test_driver_version_may_be_bytes_or_text(nvml):
+    assert driver_version() == "580.1"
+    nvml.nvmlSystemGetDriverVersion = lambda: "590.2"
+    assert driver_version() == "590.2"

@@ -1,0 +1,100 @@
+"""What is recorded of the machine, and above all what is not."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from attn_zoo.measure import environment
+from attn_zoo.measure.environment import capture_environment
+from attn_zoo.records import Environment
+
+
+def test_a_capture_is_quick_complete_and_storable():
+    started = time.perf_counter()
+    captured = capture_environment()
+    assert time.perf_counter() - started < 10  # a fraction of a second on an idle machine
+    assert captured.cpu
+    assert captured.num_cores >= 1
+    assert captured.memory_bytes > 2**28
+    assert captured.threads >= 1
+    assert captured.versions["python"] == platform.python_version()
+    assert {"torch", "numpy", "scipy"} <= set(captured.versions)
+    assert Environment.from_dict(captured.to_dict()) == captured
+    assert capture_environment().digest == captured.digest
+
+
+def test_nothing_leads_to_a_person_or_a_place(monkeypatch):
+    monkeypatch.setenv("ATTN_ZOO_DATA", str(Path.home() / "data"))
+    monkeypatch.setenv("PYTORCH_KERNEL_CACHE_PATH", "/somewhere")
+    monkeypatch.setenv("SECRET_TOKEN", "abc")
+    text = capture_environment().to_json()
+    assert platform.node() not in text.replace(platform.release(), "")
+    assert getpass.getuser() not in text
+    assert str(Path.home()) not in text
+    assert "somewhere" not in text
+    assert "SECRET" not in text
+
+
+def test_variables_come_from_an_allow_list_without_paths():
+    environ = {
+        "OMP_NUM_THREADS": "2",
+        "MKL_NUM_THREADS": "2",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TRITON_CACHE_DIR": "/tmp/cache",
+        "ATTN_ZOO_FILE": "C:\\data",
+        "ATTN_ZOO_HOME": "~",
+        "MKL_LONG": "x" * 1000,
+        "HOME": "here",
+        "PATH": "there",
+    }
+    assert environment._variables(environ) == {
+        "OMP_NUM_THREADS": "2",
+        "MKL_NUM_THREADS": "2",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    def git(*command: str) -> None:
+        identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *command], check=True, capture_output=True)
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    git("init")
+    git("add", "package")
+    git("commit", "-m", "first", "--no-verify")
+    return package
+
+
+def test_commit_and_changes_of_tracked_sources(checkout):
+    commit, is_dirty = environment._commit(checkout)
+    assert len(commit) == 40
+    assert not is_dirty
+    (checkout.parent / "elsewhere.txt").write_text("x")  # outside the package: does not change what runs
+    assert environment._commit(checkout) == (commit, False)
+    (checkout / "__init__.py").write_text("changed")
+    assert environment._commit(checkout) == (commit, True)
+
+
+def test_an_installed_copy_inside_a_checkout_has_no_commit(checkout):
+    installed = checkout.parent / "site-packages"
+    installed.mkdir()
+    (installed / "__init__.py").write_text("")
+    assert environment._commit(installed) == ("", False)
+
+
+def test_no_git_no_commit(tmp_path, monkeypatch):
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert environment._commit(tmp_path) == ("", False)
+    monkeypatch.setenv("PATH", "")
+    assert environment._commit(tmp_path) == ("", False)

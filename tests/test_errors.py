@@ -1,0 +1,71 @@
+"""Errors teach: expected, got, near matches; they survive a trip between processes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_zoo.errors import (
+    AttnZooError,
+    ConfigError,
+    GateError,
+    StoreError,
+    UnknownNameError,
+    UnsupportedError,
+    near_matches,
+    suggestion,
+)
+
+
+def test_unknown_names_name_their_nearest_match_and_where_all_are():
+    error = UnknownNameError("variant", "linfromer", ["full", "linformer", "bigbird"], "attn-zoo list shows all 3")
+    assert str(error) == "unknown variant 'linfromer'; did you mean 'linformer'?  (attn-zoo list shows all 3)"
+    assert error.matches == ["linformer"]
+    assert str(UnknownNameError("task", "zzz", ["listops"])) == "unknown task 'zzz'"
+
+
+def test_near_matches_ignore_case_and_keep_the_spelling():
+    assert near_matches("LINFORMER", ["Linformer", "full"]) == ["Linformer"]
+    assert suggestion("bigbrid", ["full", "bigbird"]) == "; did you mean 'bigbird'?"
+    assert suggestion("zzzz", ["full"]) == ""
+
+
+@given(st.text(), st.lists(st.text(), max_size=8))
+def test_near_matches_come_from_what_is_known(name, known):
+    assert set(near_matches(name, known)) <= set(known)
+
+
+def test_config_errors_tell_all_problems_at_once():
+    error = ConfigError("quick.toml", [("scaling[0].dtypes[0]", "got 'fp32'"), ("", "no tasks")])
+    assert str(error) == "quick.toml: 2 problems\n  scaling[0].dtypes[0]: got 'fp32'\n  no tasks"
+    assert str(ConfigError("a.toml", [("name", "is missing")])) == "a.toml: name: is missing"
+    assert str(ConfigError("a.toml", [("", "is empty")])) == "a.toml: is empty"
+
+
+def test_exit_codes_and_families():
+    codes = {AttnZooError: 2, ConfigError: 2, UnsupportedError: 2, UnknownNameError: 2, GateError: 1, StoreError: 4}
+    for kind, code in codes.items():
+        assert issubclass(kind, AttnZooError)
+        assert kind.exit_code == code
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttnZooError("a"),
+        UnsupportedError("causal", "no causal form"),
+        UnknownNameError("variant", "ful", ["full"], "see the list"),
+        ConfigError("a.toml", [("x", "is wrong"), ("y", "too")]),
+        GateError("future", "output 3 depends on key 4"),
+        StoreError("disk is full"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_a_trip_between_processes(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)

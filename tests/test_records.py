@@ -1,0 +1,226 @@
+"""Records: JSON and back without loss, strict in what is read, keys that stand for everything that decides a result."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from attn_zoo.errors import StoreError
+from attn_zoo.records import STATUSES, Cell, Environment, Memory, Record, Score, Status, Timing
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+words = st.text(max_size=8)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | finite | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+options = st.dictionaries(words, json_values, max_size=3)
+counts = st.none() | st.integers(0, 2**62)
+
+cells = st.builds(
+    Cell,
+    kind=st.sampled_from(["scaling", "accuracy"]),
+    variant=words,
+    label=words,
+    options=options,
+    batch_size=counts,
+    seq_len=counts,
+    pass_=st.sampled_from([None, "infer", "fwd", "bwd", "fwd_bwd"]),
+    scope=st.sampled_from([None, "attention", "mixer"]),
+    is_causal=st.booleans(),
+    dropout_p=st.floats(0, 1),
+    overrides=options,
+)
+timings = st.builds(
+    Timing,
+    samples_ms=st.lists(finite, max_size=4).map(tuple),
+    median_ms=finite,
+    q1_ms=finite,
+    q3_ms=finite,
+    low_ms=finite,
+    high_ms=finite,
+    first_ms=finite,
+    num_warmup=st.integers(0, 9),
+    inner_loops=st.integers(1, 9),
+    timer=words,
+    process_cpu_ms=st.none() | finite,
+    flags=st.lists(words, max_size=2).map(tuple),
+)
+scores = st.builds(
+    Score,
+    metric=words,
+    value=finite,
+    validation=finite,
+    num_examples=st.integers(0, 9),
+    chance=finite,
+    floors=st.dictionaries(words, finite, max_size=2),
+    best_step=st.integers(0, 9),
+    num_steps=st.integers(0, 9),
+    num_params=st.integers(0, 9),
+    train_flops=st.none() | finite,
+    train_s=finite,
+    tokens_per_s=finite,
+    curve=st.lists(st.dictionaries(words, finite, max_size=2), max_size=2).map(tuple),
+)
+records = st.builds(
+    Record,
+    cell=cells,
+    status=st.sampled_from(STATUSES),
+    reason=words,
+    kernels=st.lists(words, max_size=2).map(tuple),
+    exit_code=st.none() | st.integers(-64, 255),
+    flops=counts,
+    timing=st.none() | timings,
+    memory=st.none() | st.builds(Memory, peak_bytes=counts, saved_bytes=counts),
+    score=st.none() | scores,
+    trace=words,
+)
+environments = st.builds(
+    Environment,
+    host=words,
+    platform=words,
+    cpu=words,
+    num_cores=st.integers(1, 9),
+    memory_bytes=st.integers(1, 2**50),
+    threads=st.integers(1, 9),
+    versions=st.dictionaries(words, words, max_size=3),
+    commit=words,
+    is_dirty=st.booleans(),
+)
+
+CELL = Cell(kind="scaling", variant="full", seq_len=512, batch_size=1, pass_="fwd", options={"a": 1, "b": [1, 2]})
+RECORD = Record(cell=CELL, status="ok")
+
+
+@given(st.one_of(records, environments))
+def test_json_and_back_is_the_same(record):
+    text = record.to_json()
+    assert type(record).from_dict(json.loads(text)) == record
+    assert type(record).from_dict(json.loads(text)).to_json() == text
+
+
+@given(st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_numbers_that_are_not_finite_are_refused_in_both_directions(number):
+    timing = TypeAdapter(Timing).validate_python(
+        {name: 1.0 for name in ("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms")}
+        | {"samples_ms": (1.0,), "num_warmup": 1, "inner_loops": 1, "timer": "perf_counter"}
+    )
+    for wrong in (
+        replace(RECORD, timing=replace(timing, median_ms=number)),
+        replace(RECORD, timing=replace(timing, samples_ms=(1.0, number))),
+        replace(RECORD, cell=replace(CELL, options={"eps": number})),
+    ):
+        with pytest.raises(StoreError, match="finite"):
+            wrong.to_json()
+    data = replace(RECORD, timing=replace(timing, median_ms=number)).to_dict()
+    with pytest.raises(StoreError, match=r"timing\.median_ms"):
+        Record.from_dict(data)
+
+
+def test_a_cell_that_holds_nan_has_no_key():
+    with pytest.raises(StoreError, match="finite"):
+        _ = replace(CELL, options={"eps": math.nan}).key
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"speed": 3}, "speed"),
+        ({"status": "fine"}, "status"),
+        ({"cell": {"kind": "scaling"}}, "cell.variant"),
+        ({"flops": "many"}, "flops"),
+        ({"kernels": "sdpa"}, "kernels"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_path(change, where):
+    with pytest.raises(StoreError, match=f"cells/1.json: {where}: ") as refusal:
+        Record.from_dict({**RECORD.to_dict(), **change}, "cells/1.json")
+    assert "problem" in str(refusal.value)
+
+
+def test_a_missing_field_is_refused():
+    data = RECORD.to_dict()
+    del data["status"]
+    with pytest.raises(StoreError, match="Record: status: Field required"):
+        Record.from_dict(data)
+
+
+# --- keys ---
+
+
+@given(cells)
+def test_equal_cells_have_equal_keys_after_a_trip_through_json(cell):
+    copy = Cell.from_dict(json.loads(cell.to_json()))
+    assert copy == cell
+    assert copy.key == cell.key
+    assert copy.lane == cell.lane
+    reordered = replace(cell, options=dict(reversed(cell.options.items())))
+    assert reordered.key == cell.key
+
+
+def another(hint: Any, value: object) -> object:
+    """Return a value of the field's type that differs from `value`."""
+    candidates: list[object] = ["x", 7, 0.5, not value, {"x": 1}, "mixer", "bwd", "accuracy"]
+    for candidate in candidates:
+        try:
+            TypeAdapter(hint).validate_python(candidate, strict=True)
+        except ValueError:
+            continue
+        if candidate != value:
+            return candidate
+    raise AssertionError(f"no other value for {hint}")
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(Cell)])
+def test_any_changed_field_changes_the_key(name):
+    changed = replace(CELL, **{name: another(get_type_hints(Cell)[name], getattr(CELL, name))})
+    assert changed != CELL
+    assert changed.key != CELL.key
+    assert (changed.lane == CELL.lane) == (name == "seq_len"), "cells of one lane differ in length only"
+
+
+def test_equal_numbers_of_another_type_give_the_same_key():
+    assert replace(CELL, dropout_p=0) == CELL
+    assert replace(CELL, dropout_p=0).key == CELL.key
+
+
+def test_keys_are_the_same_in_every_process():
+    code = (
+        "from attn_zoo.records import Cell; print(Cell(kind='scaling', variant='full', seq_len=512, batch_size=1,"
+        " pass_='fwd', options={'b': [1, 2], 'a': 1}).key)"
+    )
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        )
+        assert done.stdout.strip() == CELL.key
+    assert len(CELL.key) == 20
+
+
+def test_ids_are_readable():
+    assert replace(CELL, dtype="bfloat16").id == "full/scaling/fwd/L512/bf16/seed0"
+    named = replace(CELL, label="mine", scope="mixer", is_causal=True, has_padding=True, dropout_p=0.1, head_dim=32)
+    assert named.id == "mine/scaling/fwd/L512/fp32/mixer/causal/padded/dropout0.1/D32/seed0"
+    accuracy = Cell(kind="accuracy", variant="full", task="listops", level="short", protocol="cpu-small", seed=2)
+    assert accuracy.id == "full/accuracy/listops/short/cpu-small/seed2"
+
+
+def test_an_environments_digest_forgets_the_commit_only():
+    environment = Environment(host="h", platform="p", cpu="c", num_cores=2, memory_bytes=1, threads=2)
+    assert replace(environment, commit="abc", is_dirty=True).digest == environment.digest
+    assert replace(environment, threads=1).digest != environment.digest
+
+
+def test_statuses_are_those_of_the_type():
+    assert set(STATUSES) == set(Status.__args__)  # type: ignore[attr-defined]
+    assert "skipped_after_oom" in STATUSES
