@@ -34,6 +34,17 @@ class AttnZooError(Exception):
 
     exit_code = 2
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are rebuilt from their message alone, which is not what our constructors take; workers send errors
+        # between processes.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[AttnZooError], args: tuple[object, ...], state: dict[str, object]) -> AttnZooError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class UnsupportedError(AttnZooError):
     """A variant, task or machine cannot do what was asked. Raised before any work is done, never worked around.
@@ -47,9 +58,6 @@ class UnsupportedError(AttnZooError):
         super().__init__(reason)
         self.capability = capability
         self.reason = reason
-
-    def __reduce__(self) -> tuple[type[UnsupportedError], tuple[str, str]]:
-        return (type(self), (self.capability, self.reason))
 
 
 class UnknownNameError(AttnZooError):

@@ -158,7 +158,10 @@ class Cell(_Json):
     @property
     def key(self) -> str:
         """First 20 hexadecimal digits of the SHA-256 of all fields: the name of the cell's record."""
-        text = json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+        try:
+            text = json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+        except ValueError as error:
+            raise StoreError(f"Cell: only finite numbers can be stored ({error})") from error
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
     @property

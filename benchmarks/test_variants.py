@@ -19,7 +19,7 @@ from attn_zoo.kernels.trace import recording
 
 SEQ_LENS = (1024, 4096)
 PASSES = ("forward", "forward+backward")
-SAMPLING_S = 1.5
+SAMPLING_S = 1.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 30
 
 

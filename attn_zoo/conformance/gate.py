@@ -43,6 +43,7 @@ def gate(
     dtype: str = "float32",
     device: str = "cpu",
     seq_len: int,
+    form: Form | None = None,
 ) -> tuple[str, ...]:
     """Check a variant as a cell is about to use it; return the names of the checks that had something to check.
 
@@ -53,6 +54,7 @@ def gate(
         dtype: working type of the cell.
         device: of the cell.
         seq_len: of the cell; the gate itself uses at most 709 tokens, or one multiple of the variant more.
+        form: `"attention"` or `"mixer"`, whichever the cell calls; None means every form the variant wrote itself.
 
     Raises:
         GateError: a check failed; the message has the smallest example found.
@@ -72,18 +74,20 @@ def gate(
     multiple = variant.capabilities.seq_len_multiple
     short, long, span = (min(-(-length // multiple) * multiple, seq_len) for length in (SHORT_LEN, LONG_LEN, SPAN_LEN))
     forms: list[Form] = [] if variant.attention is None else ["attention"]
-    if variant.mixer is not None:  # the shared mixer around an attention adds nothing of its own
+    if form is not None:
+        forms = [form]
+    elif variant.mixer is not None:  # the shared mixer around an attention adds nothing of its own
         forms.append("mixer")
     # Parameters may grow with the longest length: a gate must not cost more for a longer cell.
     build = replace(build, max_seq_len=min(build.max_seq_len, span))
-    key = (variant.attention, variant.mixer, config_digest(config), build, dtype, device, short, long, span)
+    key = (variant.attention, variant.mixer, config_digest(config), build, dtype, device, short, long, span, *forms)
     if key in _held:
         return _held[key]
     held: dict[str, None] = {}
-    for form in forms:
+    for each in forms:
         subject = Subject(
             variant=variant,
-            form=form,
+            form=each,
             options=options,
             build=build,
             dtypes=(getattr(torch, dtype),),
@@ -94,7 +98,7 @@ def gate(
             may_refuse=True,
         )
         for check in find_checks(GATE_CHECKS):
-            if form not in check.forms:
+            if each not in check.forms:
                 continue
             result = run_one(check, subject)
             if result.is_bad:

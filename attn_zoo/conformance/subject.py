@@ -108,7 +108,7 @@ class Subject:
         dtypes: names of the types to check, widest first.
         lengths: sequence lengths to try, shortest first, so that the first failure is the smallest.
         device: to run on.
-        span_len: one more length for a comparison of outputs only, long enough that a sparse pattern is sparse; 0: none.
+        span_len: one more length, for outputs only, at which a sparse pattern is sparse; 0 means none.
         is_fixed: check only the context in `build` (the gate), not every direction the variant declares.
         may_refuse: an `UnsupportedError` is an answer, because the options may narrow what the variant can do.
     """
@@ -159,7 +159,9 @@ class Subject:
 
     def masks(self, key_len: int) -> tuple[MaskKind, ...]:
         """Return the kinds of padding to try with `key_len` keys."""
-        return ("none", "end", "scattered") if self.capabilities.key_padding_mask and key_len > 1 else ("none",)
+        if not self.capabilities.key_padding_mask or key_len == 1:
+            return ("none",)
+        return ("none", "scattered") if self.is_fixed else ("none", "end", "scattered")
 
     def make(
         self,

@@ -40,18 +40,18 @@ class Group:
         return self.shape[0] * self.shape[1]
 
     def read(self, tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
-        """Return tokens start .. stop - 1 as blocks `[sequences, blocks, size, ...]`; a ragged end is filled with 0."""
+        """Return tokens start .. stop - 1 as blocks `[sequences * blocks, size, ...]`; a ragged end is filled with 0."""
         part = tensor[self.batch, self.head, start:stop].flatten(0, 1)
         missing = -part.shape[1] % size
         if missing:
             part = pad(part, (0, 0) * (part.dim() - 2) + (0, missing))
-        blocks: Tensor = part.unflatten(1, (-1, size))
-        return blocks
+        return part.reshape(-1, size, *part.shape[2:])
 
     def write(self, tensor: Tensor, start: int, blocks: Tensor) -> None:
-        """Write `[sequences, blocks, size, ...]` to the tokens from `start` on; what is beyond the end is dropped."""
-        target = tensor[self.batch, self.head, start : start + blocks.shape[1] * blocks.shape[2]]
-        target.copy_(blocks.flatten(1, 2)[:, : target.shape[2]].unflatten(0, self.shape))
+        """Write `[sequences * blocks, size, ...]` to the tokens from `start` on; what is beyond the end is dropped."""
+        tokens = blocks.reshape(*self.shape, -1, *blocks.shape[2:])
+        target = tensor[self.batch, self.head, start : start + tokens.shape[2]]
+        target.copy_(tokens[:, :, : target.shape[2]])
 
     def read_keys(self, tensor: Tensor, num_blocks: int, size: int, padding: Tensor | None) -> Tensor:
         """Return keys or values as rows that can be gathered, `[sequences * num_blocks, size * D]`.
@@ -111,8 +111,10 @@ class Pieces:
         row_bytes = max(1, pattern.table.shape[-1] * size * token_bytes)
         self._dense_end = min(pattern.num_dense_rows * size, pattern.query_len)
         dense_bytes = pattern.dense_key_len * token_bytes if self._dense_end else 0
-        self._num_rows = max(1, budget // row_bytes)
-        self._num_sequences = max(1, budget // max(row_bytes * pattern.num_rows, dense_bytes, 1))
+        # Dense rows of one sequence keep one thread busy in backward, so there are as many sequences as threads.
+        least = torch.get_num_threads() if dense_bytes and device.type == "cpu" else 1
+        self._num_sequences = max(least, budget // max(row_bytes * pattern.num_rows, dense_bytes, 1))
+        self._num_rows = max(1, budget // (row_bytes * self._num_sequences))
         self._dense_step = max(1, self._dense_end)
         if has_scores or slopes is not None:
             self._dense_step = min(self._dense_step, max(1, 4 * budget // (self._num_sequences * pattern.key_len)))
@@ -138,33 +140,41 @@ class Pieces:
             first = self._dense_end + row * size
             yield Chunk(first, min(first + step * size, pattern.query_len), size, rows)
 
-    def source(self, group: Group, rows: slice) -> Tensor:
-        """Return the rows of `Group.read_keys` that the chunk gathers, int64 `[sequences * rows * K]`."""
-        table = self._table(group)[:, rows]
-        first = torch.arange(group.num_sequences, device=table.device) * self.pattern.num_key_blocks
-        table = table.expand(group.shape[1], -1, -1).repeat(group.shape[0], 1, 1)
-        return (table + first[:, None, None]).flatten()
+    def source(self, group: Group, chunk: Chunk) -> Tensor | None:
+        """Return the rows of `Group.read_keys` that a chunk gathers, int64 `[sequences * blocks * K]`.
 
-    def _table(self, group: Group) -> Tensor:
-        table = self.pattern.table
-        return table if table.shape[0] == 1 else table[group.head]
+        None stands for the leading keys of each sequence, which dense rows see in place.
+        """
+        if chunk.rows is None:
+            return None
+        table = self._table(self.pattern.table, group, chunk.rows)
+        if group.num_sequences == 1:
+            return table.flatten()
+        first = torch.arange(group.num_sequences, device=table.device) * self.pattern.num_key_blocks
+        return (table + first.view(*group.shape, 1, 1)).flatten()
+
+    @staticmethod
+    def _table(table: Tensor, group: Group, rows: slice) -> Tensor:
+        return table[:, rows] if table.shape[0] == 1 else table[group.head, rows]
 
     def mask(self, group: Group, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
         """Return the additive mask of a piece and which of its queries see nothing, or None where nothing is hidden.
 
-        Most pieces of a bidirectional pattern need neither. Their shapes are `[sequences or 1, blocks or 1, size or 1,
-        keys]` and `[sequences, blocks, size or 1, 1]`.
+        Most pieces of a bidirectional pattern need neither. Their shapes are `[sequences * blocks or 1, size or 1,
+        keys]` and `[sequences * blocks, size or 1, 1]`.
         """
         pattern, rows = self.pattern, chunk.rows
+        is_full = rows is None or bool(self._table(pattern.is_full_row, group, rows).all())
+        if is_full and self.padding is None and self.slopes is None and not pattern.is_causal:
+            return None, None
         keep: Tensor | None = None  # [batch or 1, heads or 1, blocks or 1, size or 1, keys]
         if rows is None:
             positions = torch.arange(pattern.dense_key_len, dtype=torch.int32, device=self._within.device)[None, None]
         else:
-            heads = slice(0, 1) if pattern.table.shape[0] == 1 else group.head
-            table = pattern.table[heads, rows].int()
+            table = self._table(pattern.table, group, rows).int()
             positions = (table[..., None] * pattern.block_size + self._within).flatten(-2)  # [heads or 1, blocks, keys]
-            if not pattern.is_full_row[heads, rows].all():
-                is_entry = pattern.is_entry[heads, rows].repeat_interleave(pattern.block_size, -1)
+            if not is_full:
+                is_entry = self._table(pattern.is_entry, group, rows).repeat_interleave(pattern.block_size, -1)
                 keep = (is_entry & (positions < pattern.key_len))[None, :, :, None]
         if self.padding is not None:
             is_key = self._is_key[group.batch][:, positions.long()][:, :, :, None]
@@ -184,23 +194,24 @@ class Pieces:
             if self.slopes is not None:
                 slopes = self.slopes[group.head, None, None, None].to(self._wide)
                 bias = -slopes * distance.abs().to(self._wide)
-        if keep is None and bias is None:
-            return None, None
         is_dead: Tensor | None = None
         if self.padding is not None and keep is not None:
             is_dead = ~keep.any(-1, keepdim=True)
             keep = keep | is_dead  # what such a query gets is zeroed afterwards
-            is_dead = self._by_sequence(is_dead, group)
+            is_dead = self._by_block(is_dead, group)
         if bias is None:
             bias = torch.zeros((), dtype=self._wide, device=positions.device)
         elif bias.dim() == 4:
             bias = bias[None]
         mask = bias if keep is None else torch.where(keep, bias, float("-inf"))
-        return self._by_sequence(mask, group), is_dead
+        return self._by_block(mask, group), is_dead
 
     @staticmethod
-    def _by_sequence(mask: Tensor, group: Group) -> Tensor:
-        """Turn `[batch or 1, heads or 1, ...]` into `[sequences or 1, ...]`."""
-        if mask.shape[0] == mask.shape[1] == 1:
-            return mask[0]
-        return mask.expand(*group.shape, *mask.shape[2:]).flatten(0, 1)
+    def _by_block(mask: Tensor, group: Group) -> Tensor:
+        """Turn `[batch or 1, heads or 1, blocks or 1, ...]` into `[sequences * blocks or 1, ...]`.
+
+        One block stands for all only where one mask does: masks of dense rows have one block anyway.
+        """
+        if mask.shape[:3] == (1, 1, 1):
+            return mask[0, 0]
+        return mask.expand(*group.shape, *mask.shape[2:]).flatten(0, 2)

@@ -153,8 +153,8 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     highest = torch.stack([lse.detach() for _, lse in parts]).amax(0)
     highest = highest.masked_fill(highest.isneginf(), 0.0)
     shares = [(lse - highest).exp()[..., None] for _, lse in parts]
-    total = torch.stack(shares).sum(0).clamp_min(torch.finfo(torch.float32).tiny)
-    merged = sum(share / total * out.float() for share, (out, _) in zip(shares, parts, strict=True))
+    total = torch.stack(shares).sum(0).clamp_min(torch.finfo(highest.dtype).tiny)
+    merged = sum(share / total * out.to(share.dtype) for share, (out, _) in zip(shares, parts, strict=True))
     return torch.as_tensor(merged).to(parts[0][0].dtype)
 
 

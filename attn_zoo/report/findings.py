@@ -46,8 +46,8 @@ def _panel(one: PanelAnalysis) -> str:
     ]
     grown = [found for found in one.time.values() if found.exponent is not None]
     if grown:
-        powers = [f"{found.label} as N^{found.exponent.value:.2f}" for found in grown[:MOST] if found.exponent]
-        said.append(f"time grows with {', '.join(powers)}")
+        powers = [f"{found.exponent.value:.2f} ({found.label})" for found in grown[:MOST] if found.exponent]
+        said.append(f"time grows as N^k with k = {', '.join(powers)}")
     crossings = [found for found in one.crossings if found.is_fastest][:MOST]
     if crossings and one.panel.baseline is not None:
         wins = [f"{found.label} {crossing_text(found)}" for found in crossings]

@@ -34,7 +34,7 @@ def exponent_table(analysis: Analysis) -> Table:
         columns=(
             text_column("variant", "variant", priority=0),
             text_column("of", "quantity", priority=0),
-            text_column("pass", "panel", priority=3),
+            text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
             interval_column("exponent", "exponent", slope, priority=0),
             number_column("claimed", "claimed_exponent", "{:g}".format),
             interval_column("last slope", "last_slope", slope, priority=4),
@@ -49,17 +49,18 @@ def exponent_table(analysis: Analysis) -> Table:
 def _growth_row(found: Growth) -> dict[str, Any]:
     exponent, fit = found.exponent, found.fit
     last = found.slopes[-1]
+    has_spread = found.quantity == "time"  # bytes do not vary between repetitions
     used = exponent.lengths if exponent else ()
     return {
         "variant": found.label,
         "quantity": {"time": "time", "peak_bytes": "memory"}[found.quantity],
         "exponent": exponent.value if exponent else None,
-        "exponent_low": exponent.low if exponent else None,
-        "exponent_high": exponent.high if exponent else None,
+        "exponent_low": exponent.low if exponent and has_spread else None,
+        "exponent_high": exponent.high if exponent and has_spread else None,
         "claimed_exponent": found.claimed,
         "last_slope": last.slope,
-        "last_slope_low": last.ci_low,
-        "last_slope_high": last.ci_high,
+        "last_slope_low": last.ci_low if has_spread else None,
+        "last_slope_high": last.ci_high if has_spread else None,
         "reading": found.verdict,
         "lengths": f"{human_length(used[0])} to {human_length(used[-1])}" if used else "",
         "fit_a": fit.a if fit else None,
@@ -88,6 +89,13 @@ def round_length(tokens: float) -> str:
     return f"{round(tokens / 10**digits) * 10**digits:,}"
 
 
+_CHEAPER = (
+    "The length from which a variant costs less than the fastest exact kernel of the same run and stays "
+    "cheaper; interval: 95 %, from resampling both. Not up to N is a result."
+)
+_NO_BASELINE = "Nothing to compare: it takes an exact variant and another one, both measured in the same run."
+
+
 def crossover_table(analysis: Analysis) -> Table:
     """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
     rows = []
@@ -113,14 +121,11 @@ def crossover_table(analysis: Analysis) -> Table:
     return Table(
         name="crossovers",
         title="Cheaper than exact attention",
-        note=(
-            "The length from which a variant costs less than the fastest exact kernel of the same run and stays "
-            "cheaper; interval: 95 %, from resampling both. Not up to N is a result."
-        ),
+        note=_CHEAPER if rows else _NO_BASELINE,
         columns=(
             text_column("variant", "variant", priority=0),
             text_column("of", "quantity", priority=1),
-            text_column("pass", "panel", priority=2),
+            text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
             Column(heading="cheaper", show=lambda row: row["words"], sort=_crossing_rank, align="left", priority=0),
             Column(heading="interval", show=_crossing_interval, align="left", priority=3),
             text_column("than", "against", priority=4),

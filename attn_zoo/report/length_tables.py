@@ -121,7 +121,7 @@ def measurement_table(analysis: Analysis) -> Table:
         ),
         columns=(
             text_column("variant", "variant", priority=0),
-            text_column("pass", "pass", priority=2),
+            text_column("pass", "pass", priority=0 if len(analysis.panels) > 1 else 5),
             number_column("length", "seq_len", human_length, priority=0),
             Column(heading="time", show=_row_time, brief=_row_brief, sort=lambda row: row["median_ms"], priority=0),
             number_column("speed-up", "speed_up", ratio, priority=3),

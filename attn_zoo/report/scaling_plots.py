@@ -41,9 +41,15 @@ def time_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | N
     title = f"Time against sequence length: {one.panel.title}"
     with styled():
         frame = _frame(title, one, labels, look_of, curves, legend)
-        ends = [end for curve in curves for point in curve.series.points for end in (point.low_ms, point.high_ms)]
-        value_axis(frame.axes, [end for end in ends if end > 0], human_ms, 10)
-        reference_slopes(frame.axes, [point for curve in curves for point in curve.points])
+        ends = [
+            (point.seq_len, end)
+            for curve in curves
+            for point in curve.series.points
+            for end in (point.median_ms, point.low_ms, point.high_ms, point.q1_ms, point.q3_ms)
+            if end > 0
+        ]
+        value_axis(frame.axes, [end for _, end in ends], human_ms, 10)
+        reference_slopes(frame.axes, ends)
         for curve in curves:
             draw_curve(frame.axes, curve)
             draw_spread(frame.axes, curve)

@@ -99,7 +99,7 @@ def to_markdown(table: Table) -> str:
         lines.append("|" + "|".join("---:" if column.align == "right" else "---" for column in table.columns) + "|")
         lines += ["| " + " | ".join(escape_markdown(text) for text in row) + " |" for row in table.texts()]
     else:
-        lines.append("*Nothing to show.*")
+        return "\n".join([*lines, escape_markdown(table.note) or "Nothing to show.", ""])
     return "\n".join([*lines, "", *([escape_markdown(table.note), ""] if table.note else [])])
 
 
@@ -142,7 +142,7 @@ def to_terminal(table: Table, console: Console) -> None:
     """Print the table in the width of `console`: shorter texts first, then fewer columns, never a wrapped line."""
     console.print(f"[bold]{escape(clean(table.title))}[/bold]", highlight=False)
     if not table.rows:
-        console.print("  nothing to show", highlight=False)
+        console.print(escape(clean(table.note)) or "Nothing to show.", highlight=False)
         return
     texts, kept = _fit(table, console.width)
     out = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)

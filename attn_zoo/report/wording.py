@@ -34,7 +34,7 @@ _WORDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("scope", lambda value: _SCOPES.get(value, value)),
     ("is_causal", lambda value: "causal" if value else "bidirectional"),
     ("batch_size", lambda value: f"batch {value}"),
-    ("num_heads", lambda value: f"{value} heads"),
+    ("num_heads", lambda value: f"{value} head{'s' if value != 1 else ''}"),
     ("num_kv_heads", lambda value: f"{value} key/value heads"),
     ("head_dim", lambda value: f"head size {value}"),
     ("has_padding", lambda value: "a quarter of every second sequence padded" if value else ""),

@@ -118,6 +118,9 @@ def load_checkpoint(path: Path, identity: str) -> Checkpoint | None:
     A file that is damaged or belongs to another run (an older protocol, other data) is set aside as `*.unusable`: the
     run then starts from its beginning, which costs time but never a wrong result.
     """
+    for left in path.parent.glob(f".{path.name}.*"):  # by a kill in the middle of writing
+        with contextlib.suppress(OSError):
+            left.unlink()
     if not path.is_file():
         return None
     try:

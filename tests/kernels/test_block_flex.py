@@ -1,7 +1,7 @@
 """The FlexAttention path: its block masks say the pattern, both ways, and its three parts add up to it.
 
-Without a GPU the compiled kernel is replaced by a plain one that reads nothing but the block mask's lists, as the kernel
-does. With one, the real path is compared with dense attention, forward and backward.
+Without a GPU the compiled kernel is replaced by a plain one that reads nothing but the block mask's lists, as the
+kernel does. With one, the real path is compared with dense attention, forward and backward.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_parts_add_up(
     with recording() as paths:
         output = run(inputs)
     assert paths == ["block_sparse.flex"]
-    torch.testing.assert_close(output, dense_attention(inputs, pattern, padding, slopes), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output, dense_attention(inputs, pattern, padding, slopes), rtol=1e-12, atol=1e-12)
 
 
 def test_merged_parts_have_the_right_gradient(monkeypatch: pytest.MonkeyPatch):
@@ -161,7 +161,7 @@ def test_merged_parts_have_the_right_gradient(monkeypatch: pytest.MonkeyPatch):
 
     expected = value_and_gradients(lambda x: dense_attention(x, pattern), inputs)
     for found, wanted in zip(value_and_gradients(run, inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu

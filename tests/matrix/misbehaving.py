@@ -139,10 +139,10 @@ class NotANumber(Plain):
 
 @register("fake_slow")
 class Slow(Plain):
-    """Takes half a second."""
+    """Takes a tenth of a second."""
 
     def misbehave(self) -> None:
-        time.sleep(0.5)
+        time.sleep(0.1)
 
 
 @register("fake_loud")

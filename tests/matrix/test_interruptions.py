@@ -39,11 +39,23 @@ RUN = """
 """
 
 
-def start_runner(folder: Path, name: str = "fake_slow") -> subprocess.Popen:
-    code = textwrap.dedent(RUN.format(lengths=", ".join(map(str, LENGTHS))))
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(folder), name], cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True
-    )
+@pytest.fixture
+def start_runner():
+    """Start runners, and end those that a failing test leaves behind."""
+    runners: list[subprocess.Popen[bytes]] = []
+
+    def start(folder: Path, name: str = "fake_slow") -> subprocess.Popen[bytes]:
+        code = textwrap.dedent(RUN.format(lengths=", ".join(map(str, LENGTHS))))
+        runner = subprocess.Popen(
+            [sys.executable, "-c", code, str(folder), name], cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True
+        )
+        runners.append(runner)
+        return runner
+
+    yield start
+    for runner in runners:
+        runner.kill()
+        runner.communicate()
 
 
 def plan_of(name: str = "fake_slow"):
@@ -68,17 +80,15 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def kill_and_resume(folder: Path, delays_s: list[float]) -> None:
+def kill_and_resume(start_runner, folder: Path, delays_s: list[float]) -> None:
     known: dict[str, bytes] = {}
     for delay_s in delays_s:
         runner = start_runner(folder)
-        assert runner.stderr is not None
         wait_for(lambda runner=runner: runner.poll() is not None or len(records_on_disk(folder)) > len(known))
         time.sleep(delay_s)
         workers = psutil.Process(runner.pid).children(recursive=True) if runner.poll() is None else []
         runner.kill()
         runner.wait()
-        runner.stderr.close()
         wait_for(lambda workers=workers: all(is_gone(worker) for worker in workers), 10)
         found = records_on_disk(folder)
         for name, content in found.items():
@@ -97,17 +107,17 @@ def kill_and_resume(folder: Path, delays_s: list[float]) -> None:
     assert not list(folder.rglob("*.tmp"))
 
 
-def test_kill_9_loses_at_most_the_running_cell(tmp_path):
-    kill_and_resume(tmp_path / "run", [0.0, 0.3])
+def test_kill_9_loses_at_most_the_running_cell(tmp_path, start_runner):
+    kill_and_resume(start_runner, tmp_path / "run", [0.0, 0.3])
 
 
 @pytest.mark.slow
-def test_kill_9_at_many_moments_loses_at_most_the_running_cell(tmp_path):
+def test_kill_9_at_many_moments_loses_at_most_the_running_cell(tmp_path, start_runner):
     for index in range(8):
-        kill_and_resume(tmp_path / f"run{index}", [0.01 * index, 0.05 + 0.1 * index])
+        kill_and_resume(start_runner, tmp_path / f"run{index}", [0.01 * index, 0.05 + 0.1 * index])
 
 
-def test_ctrl_c_once_finishes_the_running_cell_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_once_finishes_the_running_cell_and_says_how_to_go_on(tmp_path, start_runner):
     folder = tmp_path / "run"
     runner = start_runner(folder)
     wait_for(lambda: len(records_on_disk(folder)) >= 1)
@@ -122,7 +132,7 @@ def test_ctrl_c_once_finishes_the_running_cell_and_says_how_to_go_on(tmp_path):
     assert all(Record.from_dict(json.loads(content)).status == "ok" for content in found.values())
 
 
-def test_ctrl_c_twice_ends_at_once_without_half_a_record(tmp_path):
+def test_ctrl_c_twice_ends_at_once_without_half_a_record(tmp_path, start_runner):
     folder = tmp_path / "run"
     runner = start_runner(folder, "fake_hang")  # hangs from 256 tokens on
     wait_for(lambda: len(records_on_disk(folder)) == 4)
@@ -139,7 +149,7 @@ def test_ctrl_c_twice_ends_at_once_without_half_a_record(tmp_path):
     wait_for(lambda: all(is_gone(worker) for worker in workers), 10)
 
 
-def test_a_second_runner_is_refused_and_the_first_not_disturbed(tmp_path):
+def test_a_second_runner_is_refused_and_the_first_not_disturbed(tmp_path, start_runner):
     folder = tmp_path / "run"
     first = start_runner(folder)
     wait_for(lambda: len(records_on_disk(folder)) >= 1)

@@ -91,7 +91,7 @@ def test_csv_holds_raw_numbers_and_guards_text(nasty_tables):
 def test_an_empty_table_still_has_a_header(tmp_path):
     for table in make_tables(analyse([write_run(tmp_path / "run", [])])):
         assert to_csv(table).strip()
-        assert "Nothing to show" in to_markdown(table)
+        assert not [line for line in to_markdown(table).splitlines() if line.startswith("|")]
 
 
 @given(st.text(max_size=20))

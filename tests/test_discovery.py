@@ -1,0 +1,180 @@
+"""Discovery: other packages' entry points and plain files. Whatever one of them does, the others still work."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from attn_zoo import build_attention, load_file
+from attn_zoo.attention import BuildContext
+from attn_zoo.discovery import discover
+from attn_zoo.errors import ConfigError
+from attn_zoo.registry import tasks, variants
+
+VARIANT = """
+import attn_zoo
+from attn_zoo import AbstractAttention, Capabilities, Complexity, Reference, register_attention
+
+@register_attention(
+    "{name}",
+    capabilities=Capabilities(bidirectional=True, causal=False, cross_attention=False, key_padding_mask=False),
+    complexity=Complexity(time="L", memory="L", time_exponent=1, memory_exponent=1, sequential_ops="1", max_path="1"),
+    reference=Reference(title="t", authors="a", year=2020, url="https://example.org"),
+)
+class Values(AbstractAttention):
+    def forward(self, query, key, value, *, key_padding_mask=None):
+        return value
+"""
+
+
+# Imports no torch, so that a trial takes less than a second.
+TASK = """
+from attn_zoo.registry import register_task
+
+@register_task("{name}")
+class Task:
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Leave registry and modules as they were."""
+    before, modules = (tuple(variants), tuple(tasks)), set(sys.modules)
+    yield
+    variants.keep_only(before[0])
+    tasks.keep_only(before[1])
+    for name in set(sys.modules) - modules:
+        if name.startswith(("zoo_plugin", "attn_zoo_file_")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Return a function that installs packages, each with its entry point, into a site directory of its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def install(**sources):
+        for name, source in sources.items():
+            (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+            info = tmp_path / f"{name}-1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            (info / "entry_points.txt").write_text(f"[attn_zoo.variants]\n{name} = {name}\n")
+
+    return install
+
+
+def reasons_by_package(failures):
+    return {failure.provider.partition(" ")[0]: failure.reason for failure in failures}
+
+
+def test_a_bad_package_is_listed_with_its_reason_and_the_others_work(site):
+    site(
+        zoo_plugin_good=VARIANT.format(name="plugin_good"),
+        zoo_plugin_raises="raise ValueError('first line\\nsecond line')",
+        zoo_plugin_exits="import sys; sys.exit('no licence')",
+        zoo_plugin_ends="import os; os._exit(3)",
+        zoo_plugin_crashes="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        zoo_plugin_halfway=TASK.format(name="plugin_half") + "\nraise ImportError('something is missing')",
+        zoo_plugin_taken=VARIANT.format(name="full"),
+        zoo_plugin_asks="import attn_zoo; attn_zoo.list_variants()\n" + VARIANT.format(name="plugin_asks"),
+    )
+    list(variants)
+    failures = discover("attn_zoo.variants")
+    assert reasons_by_package(failures) == {
+        "zoo_plugin_raises": "ValueError: first line",
+        "zoo_plugin_exits": "called sys.exit('no licence') at import",
+        "zoo_plugin_ends": "ended the process at import, with exit code 3",
+        "zoo_plugin_crashes": "import killed by signal 11",
+        "zoo_plugin_halfway": "ImportError: something is missing",
+        "zoo_plugin_taken": "ConfigError: zoo_plugin_taken: variant 'full' is already registered by attn_zoo; "
+        "choose another name",
+    }
+    assert {"full", "plugin_good", "plugin_asks"} <= set(variants)
+    assert "plugin_half" not in tasks, "half a provider is none"
+    assert variants["plugin_good"].provider == "zoo_plugin_good"
+    attention = build_attention("plugin_good", BuildContext(embed_dim=4, num_heads=1, max_seq_len=4))
+    assert type(attention).__name__ == "Values"
+
+
+def test_a_package_that_hangs_is_given_up(site):
+    site(zoo_plugin_hangs="while True: pass")
+    (failure,) = discover("attn_zoo.variants", timeout_s=1)
+    assert failure.provider == "zoo_plugin_hangs (zoo_plugin_hangs)"
+    assert failure.reason == "did not finish importing within 1 s"
+    assert "full" in variants
+
+
+def test_a_package_that_waits_for_input_does_not_wait(site):
+    site(zoo_plugin_reads="input()")
+    (failure,) = discover("attn_zoo.variants", timeout_s=30)
+    assert failure.reason.startswith(("EOFError", "OSError"))
+
+
+# --- plain files ---
+
+
+def test_a_file_registers_its_variant_once(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(VARIANT.format(name="from_file"))
+    load_file(path)
+    load_file(str(path))
+    assert variants["from_file"].provider == "mine.py"
+    assert variants["from_file"].source == str(path)
+
+
+def test_files_of_one_name_do_not_shadow_each_other(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(TASK.format(name=f"from_{folder}"))
+        load_file(tmp_path / folder / "mine.py")
+    assert {"from_a", "from_b"} <= set(tasks)
+
+
+@pytest.mark.parametrize("name", ["none.py", "folder.py", "notes.txt"])
+def test_what_is_no_python_file_is_refused(tmp_path, name):
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match="expected a Python file"):
+        load_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def (:", "SyntaxError: invalid syntax"),
+        ("import sys; sys.exit()", "called sys.exit"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import os; os._exit(0)", "ended the process at import, with exit code 0"),
+    ],
+)
+def test_a_bad_file_is_one_clear_error_and_can_be_mended(tmp_path, source, reason):
+    path = tmp_path / "mine.py"
+    path.write_text(TASK.format(name="mended") + f"\n{source}")
+    with pytest.raises(ConfigError) as refusal:
+        load_file(path)
+    assert str(refusal.value).startswith(str(path))
+    assert reason in str(refusal.value)
+    assert "mended" not in tasks
+    path.write_text(TASK.format(name="mended"))
+    load_file(path)
+    assert "mended" in tasks
+
+
+def test_a_file_that_hangs_is_given_up(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text("while True: pass")
+    with pytest.raises(ConfigError, match="did not finish importing within 1 s"):
+        load_file(path, timeout_s=1)
+
+
+def test_a_taken_name_in_a_file_names_both(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(VARIANT.format(name="full"))
+    with pytest.raises(ConfigError, match=r"mine\.py: variant 'full' is already registered by attn_zoo"):
+        load_file(path)

@@ -1,0 +1,209 @@
+"""The registry: names, duplicates, wrong classes, and configs checked with all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from attn_zoo import AbstractAttention, AbstractMixer, Capabilities, Complexity, ConfigError, Reference, VariantConfig
+from attn_zoo.errors import UnknownNameError
+from attn_zoo.registry import (
+    LoadFailure,
+    Registry,
+    make_config,
+    register_attention,
+    register_mixer,
+    register_task,
+    tasks,
+    variants,
+)
+
+CARD = {
+    "capabilities": Capabilities(bidirectional=True, causal=True, cross_attention=True, key_padding_mask=True),
+    "complexity": Complexity(
+        time="1", memory="1", time_exponent=0, memory_exponent=0, sequential_ops="1", max_path="1"
+    ),
+    "reference": Reference(title="t", authors="a", year=2020, url="https://example.org"),
+}
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Leave the registry as it was."""
+    before = tuple(variants), tuple(tasks)
+    yield
+    variants.keep_only(before[0])
+    tasks.keep_only(before[1])
+
+
+class Copying(AbstractAttention):
+    def forward(self, query, key, value, *, key_padding_mask=None):
+        return query
+
+
+def new_registry(failures=()):
+    calls = []
+
+    def discover():
+        calls.append(1)
+        return list(failures)
+
+    return Registry("thing", "things list", discover), calls
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("name", ["", "Full", "two words", "a-b", "größe", "a.b", "a/b"])
+def test_bad_names_are_refused(name):
+    registry, _ = new_registry()
+    with pytest.raises(ConfigError, match="lower-case letters, digits and '_'"):
+        registry.add(name, object(), "me")
+
+
+def test_a_taken_name_names_both_providers():
+    registry, _ = new_registry()
+    registry.add("one", 1, "first_package")
+    with pytest.raises(ConfigError, match="second_package: thing 'one' is already registered by first_package"):
+        registry.add("one", 2, "second_package")
+    assert registry["one"] == 1
+
+
+def test_unknown_names_name_near_matches_and_the_command():
+    registry, _ = new_registry()
+    registry.add("linformer", 1, "me")
+    with pytest.raises(UnknownNameError, match=r"did you mean 'linformer'\?  \(things list shows all 1\)"):
+        _ = registry["linfromer"]
+    with pytest.raises(UnknownNameError):
+        registry.remove("other")
+
+
+def test_names_are_listed_sorted_and_discovered_once():
+    registry, calls = new_registry([LoadFailure(provider="broken", reason="ValueError: no")])
+    for name in ("b", "a"):
+        registry.add(name, name.upper(), "me")
+    assert not calls
+    assert list(registry) == ["a", "b"]
+    assert len(registry) == 2
+    assert "a" in registry
+    assert "c" not in registry
+    registry.remove("a")
+    assert list(registry) == ["b"]
+    assert len(calls) == 1
+    assert registry.failures == [LoadFailure(provider="broken", reason="ValueError: no")]
+
+
+def test_a_failed_discovery_is_not_taken_for_an_empty_registry():
+    def discover():
+        raise RuntimeError("our own module is broken")
+
+    registry: Registry[int] = Registry("thing", "things list", discover)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="our own module"):
+            len(registry)
+
+
+# --- registration ---
+
+
+def test_a_registered_class_knows_its_variant():
+    cls = register_attention("copying", **CARD)(Copying)
+    assert cls is Copying
+    entry = variants["copying"]
+    assert Copying.variant is entry
+    assert (entry.attention, entry.mixer) == (Copying, None)
+    assert entry.source == __file__
+    assert entry.provider == "tests"
+    assert len(entry.digest) == 16
+
+
+def test_wrong_base_classes_are_refused():
+    class Mixer(AbstractMixer):
+        def forward(self, hidden, *, context=None, key_padding_mask=None):
+            return hidden
+
+    class Nothing:
+        pass
+
+    for register, wrong in ((register_attention, Mixer), (register_mixer, Copying), (register_attention, Nothing)):
+        with pytest.raises(ConfigError, match=f"{wrong.__name__} must derive from Abstract"):
+            register("wrong", **CARD)(wrong)
+    assert "wrong" not in variants
+    register_mixer("mixing", **CARD)(Mixer)
+    assert variants["mixing"].mixer is Mixer
+
+
+def test_a_taken_variant_name_is_refused():
+    with pytest.raises(ConfigError, match="'full' is already registered by attn_zoo"):
+        register_attention("full", **CARD)(Copying)
+
+
+def test_tasks_have_a_registry_of_their_own():
+    @register_task("a_task_for_this_test")
+    class Task:
+        pass
+
+    assert tasks["a_task_for_this_test"] is Task
+    assert "a_task_for_this_test" not in variants
+
+
+# --- configs ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(VariantConfig):
+    proj_len: int = 256
+    eps: float = 1e-6
+    sharing: Literal["none", "headwise"] = "none"
+    ranks: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
+    is_scaled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.proj_len < 1:
+            raise ValueError(f"proj_len: expected at least 1; got {self.proj_len}")
+
+
+def test_options_are_taken_as_they_are():
+    assert make_config(Config, {}, "x") == Config()
+    assert make_config(Config, {"proj_len": 8, "eps": 1}, "x") == Config(proj_len=8, eps=1.0)
+
+
+def test_lists_become_tuples_because_toml_has_none():
+    config = make_config(Config, {"ranks": [1, 2], "pairs": [[1, 2], [3, 4]]}, "x")
+    assert config.ranks == (1, 2)
+    assert config.pairs == ((1, 2), (3, 4))
+    assert hash(config) == hash(Config(ranks=(1, 2), pairs=((1, 2), (3, 4))))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"porj_len": 8}, r"unknown option 'porj_len'; did you mean 'proj_len'\?  \(options are proj_len, eps"),
+        ({"proj_len": "8"}, r"proj_len: .*integer.*got '8'"),
+        ({"proj_len": 8.0}, r"proj_len: .*integer.*got 8\.0"),
+        ({"proj_len": True}, r"proj_len: .*integer.*got True"),
+        ({"is_scaled": 1}, r"is_scaled: .*boolean.*got 1"),
+        ({"sharing": "head"}, r"sharing: .*'none' or 'headwise'.*got 'head'"),
+        ({"ranks": [1, "2"]}, r"ranks\.1: .*integer.*got '2'"),
+        ({"ranks": 3}, r"ranks: .*tuple.*got 3"),
+        ({"proj_len": 0}, r"^me: proj_len: expected at least 1; got 0$"),
+    ],
+)
+def test_wrong_options_say_what_was_expected(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(Config, options, "me")
+
+
+def test_all_wrong_options_are_reported_at_once():
+    with pytest.raises(ConfigError, match="me: 3 problems") as refusal:
+        make_config(Config, {"proj_len": "8", "sharing": 1, "colour": "red"}, "me")
+    assert len(refusal.value.problems) == 3
+
+
+def test_a_variant_without_options_says_so():
+    with pytest.raises(ConfigError, match="it has no options"):
+        make_config(VariantConfig, {"depth": 3}, "me")
