@@ -68,7 +68,9 @@ def gate(
     """
     variant = variants[name]
     config = make_config(variant.config, options, name)
-    variant.capabilities.require(name, replace(build.request(), dtype=dtype, device=torch.device(device).type))
+    variant.capabilities.require(
+        name, replace(build.request(), dtype=dtype, device=torch.device(device).type, seq_len=seq_len)
+    )
     if seq_len > build.max_seq_len:
         raise ValueError(f"seq_len: expected at most max_seq_len = {build.max_seq_len}; got {seq_len}")
     multiple = variant.capabilities.seq_len_multiple

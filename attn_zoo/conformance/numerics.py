@@ -115,6 +115,8 @@ def _matches_oracle(subject: Subject) -> Finding:
         builds = [context]
         if has_alibi and not context.is_cross:
             builds.append(replace(context, position="alibi"))
+        if subject.capabilities.grouped_query and not subject.is_fixed:
+            builds.append(replace(context, num_kv_heads=1))
         for build in builds:
             for length in subject.lengths:
                 for inputs in _exact_calls(subject, build, length):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import torch
@@ -139,6 +140,9 @@ def _expect_round_trip(source: Module, target: Module, calls: list[Inputs]) -> N
                 "a module loaded from the saved state gives another output",
                 f"{inputs.words()}: by {largest_error(output, expected):.2g}",
             )
+    copied = _seeded_call(copy.deepcopy(source), calls[-1], 0)
+    if largest_error(copied, expected) > same_shape_tolerance(expected):
+        raise Violation("a deep copy of the module gives another output", calls[-1].words())
     grown = source.state_dict().keys() ^ state.keys()
     if grown:
         raise Violation(f"a call changes the names in state_dict: {', '.join(sorted(grown))}", calls[0].words())

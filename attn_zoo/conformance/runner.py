@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def run_checks(
     Raises:
         UnknownNameError: no such variant or check.
         ConfigError: an option is unknown or impossible.
+        UnsupportedError: it does not run on this kind of device.
 
     >>> [result.outcome for result in run_checks("full", checks=["shape_and_dtype", "causality"])]
     ['passed', 'passed']
@@ -84,6 +86,7 @@ def run_checks(
         is_causal=not variant.capabilities.bidirectional,
         seed=seed,
     )
+    variant.capabilities.require(name, replace(build.request(), device=torch.device(device).type))
     for option_set in sets:
         make_config(variant.config, option_set, name)
     results = []
@@ -140,7 +143,7 @@ def run_one(check: Check, subject: Subject) -> CheckResult:
     except Violation as violation:
         return CheckResult(check=check.name, outcome="failed", message=violation.message, example=violation.example)
     except UnsupportedError as error:
-        if subject.may_refuse:
+        if subject.may_refuse or error.capability in {"requires", "devices"}:  # of this machine, not of the variant
             return CheckResult(check=check.name, outcome="refused", message=error.reason)
         message = f"refuses what its capabilities declare ({error.capability}): {error.reason}"
         return CheckResult(check=check.name, outcome="failed", message=message, example=_words(subject))

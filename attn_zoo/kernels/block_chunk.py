@@ -56,21 +56,23 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Te
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `[n, m, l, D]` and the log-sum-exp of the scores `[n, m, l]`.
+    """Return the output `[n, l, D]` and the log-sum-exp of the scores `[n, l]`.
 
     Args:
-        query: `[n, m, l, D]`.
-        key: `[n, m, s, D]`.
-        value: `[n, m, s, D]`.
-        mask: additive, broadcastable to `[n, m, l, s]`, in the wide dtype; no row may be all minus infinity.
+        query: `[n, l, D]`.
+        key: `[n, s, D]`.
+        value: `[n, s, D]`.
+        mask: additive `[n or 1, l or 1, s]`, in the wide dtype; no row may be all minus infinity.
         scale: of the scores.
         dropout: on the weights.
     """
     if is_fused(query, dropout):
+        # As n batch entries of one head: the kernel puts heads inside tokens, and its results should stay contiguous.
+        heads = (x[:, None] for x in (query, key, value))
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=mask, scale=scale
+            *heads, attn_mask=None if mask is None else mask[:, None], scale=scale
         )
-        return output, lse
+        return output[:, 0], lse[:, 0]
     scores = _scores(query, key, mask, scale)
     lse = scores.logsumexp(-1)
     weights = scores.sub_(lse[..., None]).exp_()
@@ -92,10 +94,12 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, given that of the output; the rest as in `attend`."""
     if is_fused(query, dropout):
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, lse, 0.0, False, attn_mask=mask, scale=scale
+        heads = (x[:, None] for x in (grad, query, key, value, output, lse))
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads, 0.0, False, attn_mask=None if mask is None else mask[:, None], scale=scale
         )
-        return gradients
+        grad_query, grad_key, grad_value = (x[:, 0] for x in gradients)
+        return grad_query, grad_key, grad_value
     wide = wide_dtype(query.dtype)
     weights = _scores(query, key, mask, scale).sub_(lse[..., None]).exp_()
     grad_weights = (grad @ value.transpose(-1, -2)).to(wide)

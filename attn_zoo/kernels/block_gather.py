@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_zoo.kernels.block_chunk import Dropout, attend, attend_backward, is_fused, wide_dtype
 from attn_zoo.kernels.block_pattern import BlockPattern
-from attn_zoo.kernels.block_pieces import Chunk, Group, Pieces
+from attn_zoo.kernels.block_pieces import Group, Pieces
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["gather_attention"]
@@ -55,8 +55,9 @@ class _GatherAttention(torch.autograd.Function):
                 group.read_keys(x, pattern.num_key_blocks, pattern.block_size, padding) for x in (key, value)
             )
             for chunk in pieces.chunks():
+                source = pieces.source(group, chunk)
                 block = group.read(query, chunk.start, chunk.stop, chunk.size)
-                near_keys, near_values = (_near(x, pieces, group, chunk, block) for x in (keys, values))
+                near_keys, near_values = (_near(x, source, group, block, pattern) for x in (keys, values))
                 mask, is_dead = pieces.mask(group, chunk)
                 out, out_lse = attend(block, near_keys, near_values, mask, plan.scale, dropout)
                 if is_dead is not None:
@@ -83,10 +84,11 @@ class _GatherAttention(torch.autograd.Function):
             )
             key_sum, value_sum = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
             for chunk in pieces.chunks():
+                source = pieces.source(group, chunk)
                 block, out, out_lse, grad = (
                     group.read(x, chunk.start, chunk.stop, chunk.size) for x in (query, output, lse, grad_output)
                 )
-                near_keys, near_values = (_near(x, pieces, group, chunk, block) for x in (keys, values))
+                near_keys, near_values = (_near(x, source, group, block, pattern) for x in (keys, values))
                 mask, is_dead = pieces.mask(group, chunk)
                 if is_dead is not None:
                     grad = grad.masked_fill(is_dead, 0.0)
@@ -95,26 +97,25 @@ class _GatherAttention(torch.autograd.Function):
                 )
                 group.write(grad_query, chunk.start, part)
                 for total, addend in ((key_sum, key_part), (value_sum, value_part)):
-                    if chunk.rows is None:
-                        length = pattern.dense_key_len
-                        total.view(group.num_sequences, -1, total.shape[-1] // pattern.block_size)[:, :length] += (
-                            addend[:, 0]
-                        )
+                    if source is None:
+                        _leading(total, group, query.shape[-1], pattern).add_(addend)
                     else:
-                        source = pieces.source(group, chunk.rows)
                         total.index_add_(0, source, addend.reshape(len(source), -1).to(wide))
             for result, total in ((grad_key, key_sum), (grad_value, value_sum)):
-                group.write(result, 0, total.view(group.num_sequences, -1, pattern.block_size, result.shape[-1]))
+                group.write(result, 0, total.view(len(total), pattern.block_size, -1))
         return grad_query, grad_key, grad_value, None, None
 
 
-def _near(keys: Tensor, pieces: Pieces, group: Group, chunk: Chunk, block: Tensor) -> Tensor:
-    """Return the keys (or values) that a piece sees, `[sequences, blocks, keys, D]`; gathered, but for dense rows."""
-    head_dim = block.shape[-1]
-    if chunk.rows is None:
-        return keys.view(group.num_sequences, 1, -1, head_dim)[:, :, : pieces.pattern.dense_key_len]
-    gathered = keys.index_select(0, pieces.source(group, chunk.rows))
-    return gathered.view(*block.shape[:2], -1, head_dim)
+def _leading(keys: Tensor, group: Group, head_dim: int, pattern: BlockPattern) -> Tensor:
+    """Return the keys that dense rows see, `[sequences, keys, D]`: a view."""
+    return keys.view(group.num_sequences, -1, head_dim)[:, : pattern.dense_key_len]
+
+
+def _near(keys: Tensor, source: Tensor | None, group: Group, block: Tensor, pattern: BlockPattern) -> Tensor:
+    """Return the keys (or values) that the queries of a piece see, `[sequences * blocks, keys, D]`."""
+    if source is None:
+        return _leading(keys, group, block.shape[-1], pattern)
+    return keys.index_select(0, source).view(len(block), -1, block.shape[-1])
 
 
 def gather_attention(

@@ -40,7 +40,7 @@ class Group:
         return self.shape[0] * self.shape[1]
 
     def read(self, tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
-        """Return tokens start .. stop - 1 as blocks `[sequences * blocks, size, ...]`; a ragged end is filled with 0."""
+        """Return tokens start .. stop - 1 as blocks `[sequences * blocks, size, ...]`, a ragged end filled with 0."""
         part = tensor[self.batch, self.head, start:stop].flatten(0, 1)
         missing = -part.shape[1] % size
         if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, ClassVar
 
 import torch
@@ -197,6 +198,20 @@ class HiddenParameter(Softmax):
         return super().attend(query, key, value + self.shift.to(value.dtype), mask)
 
 
+class HoldsALock(Softmax):
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.lock = threading.Lock()  # cannot be copied
+
+
+class SavesMoreThanTensors(Softmax):
+    def get_extra_state(self) -> object:
+        return {"version": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        del state
+
+
 MASKED = {"key_padding_mask": True}
 CAUSAL = {"causal": True}
 DROPOUT = {"attention_dropout": True}
@@ -229,4 +244,6 @@ DEPENDENCE = (
     Broken(cls=OtherDropoutInBackward, check="dropout", capabilities=DROPOUT),
     Broken(cls=NoisyInEvaluation, check="same_seed_same_output"),
     Broken(cls=HiddenParameter, check="state_dict_round_trip"),
+    Broken(cls=HoldsALock, check="state_dict_round_trip"),
+    Broken(cls=SavesMoreThanTensors, check="state_dict_round_trip"),
 )

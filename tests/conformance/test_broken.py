@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from attn_zoo.conformance import CHECKS, run_checks
+from attn_zoo.errors import UnsupportedError
 from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import CLAIMS, DECODE, SoundDecode
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 
 BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS)
+EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, "is_exact": True}
+
+
+class OnlyCausal(Softmax):
+    pass
+
+
+class OnlyMultiples(Softmax):
+    pass
+
+
+class OnlyOneLength(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if query.shape[-2] != self.build.max_seq_len:
+            raise UnsupportedError("variable_seq_len", f"built for {self.build.max_seq_len} tokens exactly")
+        return super().attend(query, key, value, mask)
+
+
+class OnlyHalf(Softmax):
+    pass
+
+
 SOUND = (
     Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
     Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
     Broken(cls=SoundDecode, check="", capabilities=DECODE),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
+    Broken(cls=OnlyCausal, check="", capabilities={"bidirectional": False, "causal": True, "key_padding_mask": True}),
+    Broken(cls=OnlyMultiples, check="", capabilities={**EVERY_YES, "seq_len_multiple": 24}),
+    Broken(cls=OnlyOneLength, check="", capabilities={"key_padding_mask": True, "variable_seq_len": False}),
+    Broken(cls=OnlyHalf, check="", capabilities={**EVERY_YES, "dtypes": ("bfloat16", "float16")}),
 )
 
 

@@ -1,0 +1,61 @@
+"""The key/value cache: holds what was put in, grows by doubling, refuses what does not fit, counts its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attn_zoo.attention.decode import KVCache, state_bytes
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
+def test_it_holds_what_was_put_in(sizes):
+    cache, keys, values = KVCache.empty(2, 3, 5), [], []
+    for size in sizes:
+        keys.append(torch.randn(2, 3, size, 5))
+        values.append(torch.randn(2, 3, size, 5))
+        cache = cache.append(keys[-1], values[-1])
+        assert torch.equal(cache.keys, torch.cat(keys, dim=2))
+        assert torch.equal(cache.values, torch.cat(values, dim=2))
+        assert cache.length == sum(map(len, (key[0, 0] for key in keys)))
+        assert state_bytes(cache) == 2 * cache.keys.numel() * 4
+
+
+def test_it_grows_by_doubling_so_that_a_step_is_cheap_on_average():
+    cache, capacities = KVCache.empty(1, 1, 1), set()
+    for _ in range(100):
+        cache = cache.append(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+        capacities.add(cache.key.shape[2])
+    assert capacities == {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (torch.zeros(1, 2, 1, 4), r"key: expected \[B, G, n, D\] = \[2, 2, 1, 4\]; got \[1, 2, 1, 4\]"),
+        (torch.zeros(2, 2, 1, 3), r"got \[2, 2, 1, 3\]"),
+        (torch.zeros(2, 2, 1, 4, dtype=torch.float64), r"torch.float32.*got torch.float64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_rather_than_cast(key, message):
+    fitting = torch.zeros(2, 2, 1, 4)
+    with pytest.raises(ValueError, match=message):
+        KVCache.empty(2, 2, 4).append(key, fitting)
+    with pytest.raises(ValueError, match="value: expected"):
+        KVCache.empty(2, 2, 4).append(fitting, torch.zeros(2, 2, 2, 4))
+
+
+def test_bytes_of_any_state_are_counted():
+    @dataclass
+    class State:
+        total: torch.Tensor
+        count: int
+
+    four = torch.zeros(4, dtype=torch.float16)
+    assert state_bytes(four) == 8
+    assert state_bytes({"a": [four, (four,)], "b": State(four, 3)}) == 24
+    assert state_bytes(3) == 0
