@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ EVERYTHING = Capabilities(
 )
 
 # (what is missing, what asks for it, the sentence)
-REFUSALS = [
+REFUSALS: list[tuple[dict[str, Any], Request, str]] = [
     ({"causal": False}, Request(is_causal=True), "no causal form"),
     ({"bidirectional": False}, Request(), "no bidirectional form"),
     ({"cross_attention": False}, Request(is_cross=True), "no cross-attention"),

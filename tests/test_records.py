@@ -112,7 +112,7 @@ def test_json_and_back_is_the_same(record):
 @given(st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_numbers_that_are_not_finite_are_refused_in_both_directions(number):
     timing = TypeAdapter(Timing).validate_python(
-        {name: 1.0 for name in ("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms")}
+        dict.fromkeys(("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms"), 1.0)
         | {"samples_ms": (1.0,), "num_warmup": 1, "inner_loops": 1, "timer": "perf_counter"}
     )
     for wrong in (
@@ -168,9 +168,9 @@ def test_equal_cells_have_equal_keys_after_a_trip_through_json(cell):
     assert reordered.key == cell.key
 
 
-def another(hint: Any, value: object) -> object:
+def another(hint: Any, value: object) -> Any:
     """Return a value of the field's type that differs from `value`."""
-    candidates: list[object] = ["x", 7, 0.5, not value, {"x": 1}, "mixer", "bwd", "accuracy"]
+    candidates: list[Any] = ["x", 7, 0.5, not value, {"x": 1}, "mixer", "bwd", "accuracy"]
     for candidate in candidates:
         try:
             TypeAdapter(hint).validate_python(candidate, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -21,7 +21,7 @@ from attn_zoo.registry import (
     variants,
 )
 
-CARD = {
+CARD: dict[str, Any] = {
     "capabilities": Capabilities(bidirectional=True, causal=True, cross_attention=True, key_padding_mask=True),
     "complexity": Complexity(
         time="1", memory="1", time_exponent=0, memory_exponent=0, sequential_ops="1", max_path="1"

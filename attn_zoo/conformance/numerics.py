@@ -79,7 +79,7 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
     found = (0.0, "")
     for name, expected in _named(truth):
         # A gradient that is zero by symmetry (softmax ignores a constant added to all keys) is rounding of the others.
-        scale = largest(expected) if name == "output" else max(largest(expected), largest_gradient / 16)
+        scale = largest(expected) if name == "output" else largest_gradient
         if name not in fast:
             raise Violation(f"{name}: the readable reference has one, the fast path has none", inputs.words())
         error = largest_error(fast[name], expected)
@@ -88,8 +88,6 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
         else:
             plain_error = largest_error(plain[name], expected) if name in plain else 0.0
             tolerance = working_tolerance(plain_error, scale, inputs.key_len, dtype)
-            if dtype == torch.float32:  # another order of summation shows here; 16-bit types accumulate in float32
-                tolerance = max(tolerance, rounding(torch.full((1,), scale, dtype=dtype), inputs.key_len))
         if error > tolerance:
             raise Violation(
                 "the fast path differs from the readable reference",
@@ -138,10 +136,12 @@ def _expect_oracle(module: Module, build: BuildContext, inputs: Inputs) -> None:
     actual = gradients(module, inputs)
     expected = dict(_named(gradients(module, inputs.map(torch.Tensor.double), oracle)))
     dtype = inputs.tensors[0].dtype
+    largest_value = max(largest(value) for value in expected.values())
     for name, value in _named(actual):
         if name not in expected:
             continue  # the oracle has no parameters
-        scale = max(largest(expected[name]), largest(actual.output) / 16)
+        # A gradient may be zero (one key: the weight is 1 whatever the query) where a kernel has rounding of its terms.
+        scale = largest(expected[name]) if name == "output" else largest_value
         error = largest_error(value, expected[name])
         if error > rounding(torch.full((1,), scale, dtype=dtype), inputs.key_len):
             position = "" if build.position == "none" else f", {build.position}"

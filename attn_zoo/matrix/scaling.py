@@ -42,7 +42,13 @@ def measure_scaling(record: Record, budget_s: float, *, has_energy: bool = False
     work = make_workload(cell)
     variant = variants[cell.variant]
     checks = gate(
-        cell.variant, cell.options, work.build, dtype=cell.dtype, device=cell.device, seq_len=work.shape.seq_len
+        cell.variant,
+        cell.options,
+        work.build,
+        dtype=cell.dtype,
+        device=cell.device,
+        seq_len=work.shape.seq_len,
+        form=cell.scope,
     )
     with recording() as kernels, Conditions(cell.device) as conditions:
         timing = time_pass(work.forward, work.leaves, work.pass_, device=cell.device, budget_s=budget_s)

@@ -106,13 +106,17 @@ def _log_to(path: str) -> None:
 
 def _answer(request: dict[str, Any]) -> Record:
     from attn_zoo.discovery import load_file
-    from attn_zoo.errors import AttnZooError
+    from attn_zoo.errors import AttnZooError, ConfigError
+    from attn_zoo.matrix.sources import source_digest
+    from attn_zoo.registry import variants
 
     cell = Cell.from_dict(request["cell"], "request")
     room = limit_memory() if cell.device == "cpu" else None
     try:
         for path in request["variant_files"]:
             load_file(path, None)  # this process is the isolation: no need to try the import in another one first
+        if source_digest(variants[cell.variant]) != cell.variant_digest:
+            raise ConfigError(cell.variant, [("", "its source was changed while the matrix ran; run again")])
     except AttnZooError as error:
         return Record(cell=cell, status="error", reason=str(error), environment=request["environment"])
     folders = {name: Path(request[name]) if request[name] else None for name in ("data_dir", "checkpoint_dir")}

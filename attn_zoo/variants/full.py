@@ -82,7 +82,7 @@ def full_state_bytes(shape: Shape, itemsize: int) -> int:
     ),
     complexity=Complexity(
         time="B H L S D",
-        memory="B H L by the fused kernels; B H L S by backend math",
+        memory="B H L (backend math: B H L S)",
         time_exponent=2,
         memory_exponent=1,
         sequential_ops="1",

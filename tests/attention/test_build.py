@@ -49,9 +49,7 @@ def test_a_variant_of_hidden_states_has_no_attention_form():
     info = describe("full")
     before = tuple(variants)
 
-    @register_mixer(
-        "only_mixer", capabilities=info.capabilities, complexity=info.complexity, reference=info.reference
-    )
+    @register_mixer("only_mixer", capabilities=info.capabilities, complexity=info.complexity, reference=info.reference)
     class OnlyMixer(AbstractMixer):
         def forward(self, hidden, *, context=None, key_padding_mask=None):
             return hidden

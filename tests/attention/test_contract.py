@@ -65,7 +65,6 @@ def heads(length=4, num_heads=2, **options):
     return torch.randn(3, num_heads, length, 4, **options)
 
 
-FULL = {"is_causal": False}
 PADDED = torch.zeros(3, 4, dtype=torch.bool)
 
 
@@ -100,7 +99,13 @@ def test_calls_that_do_not_fit_say_what_was_expected(tensors, mask, message):
         (torch.zeros(3, 17, 8), None, None, False, r"max_seq_len = 16 tokens; got 17"),
         (torch.zeros(3, 4, 8), torch.zeros(3, 4, 8), None, False, r"exactly when .* is_cross=True; got one"),
         (torch.zeros(3, 4, 8), None, None, True, r"exactly when .* is_cross=True; got none"),
-        (torch.zeros(3, 4, 8), torch.zeros(2, 5, 8), None, True, r"context: expected .* = \[3, S, 8\]; got \[2, 5, 8\]"),
+        (
+            torch.zeros(3, 4, 8),
+            torch.zeros(2, 5, 8),
+            None,
+            True,
+            r"context: expected .* = \[3, S, 8\]; got \[2, 5, 8\]",
+        ),
         (torch.zeros(3, 4, 8), torch.zeros(3, 5, 8), PADDED, True, r"expected \[B, S\] = \[3, 5\]; got \[3, 4\]"),
     ],
 )
@@ -119,7 +124,9 @@ def test_mixers_check_their_calls(hidden, other, mask, is_cross, message):
         ({"position": "alibi"}, "positions"),
     ],
 )
-@pytest.mark.parametrize(("make", "name"), [(build_attention, "least"), (build_mixer, "least"), (build_mixer, "least_mixer")])
+@pytest.mark.parametrize(
+    ("make", "name"), [(build_attention, "least"), (build_mixer, "least"), (build_mixer, "least_mixer")]
+)
 def test_what_a_variant_cannot_do_is_refused_when_it_is_built(make, name, changes, capability):
     with pytest.raises(UnsupportedError, match=f"^{name}: ") as refusal:
         make(name, context(**changes))
@@ -185,4 +192,4 @@ def test_a_class_that_is_not_registered_checks_shapes_and_refuses_nothing():
 def test_abstract_classes_cannot_be_made():
     for abstract in (AbstractAttention, AbstractMixer):
         with pytest.raises(TypeError, match="abstract"):
-            abstract(None, context())
+            abstract(None, context())  # type: ignore[abstract]

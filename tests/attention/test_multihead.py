@@ -117,7 +117,7 @@ def test_steps_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"hidden: expected one new position \[B, 1, E\]; got \[2, 2, 12\]"):
         mixer.step(torch.zeros(B, 2, E, dtype=torch.float64), mixer.init_state(B))
     cross = make(is_cross=True)
-    with pytest.raises(ValueError, match="context: expected .* with B = 2 to decode across; got none"):
+    with pytest.raises(ValueError, match=r"context: expected .* with B = 2 to decode across; got none"):
         cross.init_state(B)
     with pytest.raises(ValueError, match=r"got \[1, 4, 12\]"):
         cross.init_state(B, context=torch.zeros(1, 4, E, dtype=torch.float64))

@@ -45,9 +45,7 @@ def test_it_is_the_equation(is_causal, has_padding, query_len, key_len):
         output = softmax_attention(
             query, key, value, is_causal=is_causal, key_padding_mask=padding, scale=scale, bias=bias
         )
-        by_loop = by_hand(
-            query, key, value, is_causal=is_causal, padding=padding, scale=scale or 3**-0.5, bias=bias
-        )
+        by_loop = by_hand(query, key, value, is_causal=is_causal, padding=padding, scale=scale or 3**-0.5, bias=bias)
         assert output.dtype == torch.float64
         torch.testing.assert_close(output, by_loop, rtol=1e-12, atol=1e-12)
 

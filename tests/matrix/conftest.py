@@ -26,7 +26,7 @@ def _misbehaving_variants():
 def make_matrix(names: list[Any], **changes: Any):
     group = {
         "variants": names,
-        "seq_len": [16, 256],
+        "seq_len": [16, 1024],
         "num_heads": 1,
         "head_dim": 8,
         "device": "cpu",

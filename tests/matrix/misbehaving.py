@@ -1,4 +1,4 @@
-"""Variants that misbehave on purpose, loaded by `--variant-file`. Up to 200 tokens, so in the gate, all are exact."""
+"""Variants that misbehave on purpose, loaded by `--variant-file`. Up to 800 tokens, so in the gate, all are exact."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 from attn_zoo.registry import register_attention
 
-GATE_LEN = 200
+GATE_LEN = 800
 
 
 def register(name: str, capabilities: Capabilities | None = None):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -37,7 +38,7 @@ STATUS = {
     "fake_killed": ("crashed", "SIGKILL (2 attempts)", -signal.SIGKILL),
     "fake_bug": ("error", "KeyError", None),
     "fake_nan": ("gate_failed", "not finite", None),
-    "fake_picky": ("unsupported", "at most 200 tokens", None),
+    "fake_picky": ("unsupported", "at most 800 tokens", None),
     "fake_loud": ("ok", "", None),
 }
 
@@ -62,7 +63,7 @@ def outcome(tmp_path_factory):
 def test_each_failure_has_its_name_and_reason(name, outcome):
     store, _, _ = outcome
     status, reason, code = STATUS[name]
-    record = next(item for item in store.records() if item.cell.variant == name and item.cell.seq_len == 256)
+    record = next(item for item in store.records() if item.cell.variant == name and item.cell.seq_len == 1024)
     assert (record.status, record.exit_code) == (status, code)
     assert reason in record.reason
     assert (record.timing is None) == (status != "ok")
@@ -103,7 +104,7 @@ def test_crashes_keep_the_stack_of_the_variant(outcome):
 
 def test_killed_cells_are_tried_twice_and_others_once(outcome):
     store, _, _ = outcome
-    attempts = {item.cell.variant: item.attempt for item in store.records() if item.cell.seq_len == 256}
+    attempts = {item.cell.variant: item.attempt for item in store.records() if item.cell.seq_len == 1024}
     assert attempts.pop("fake_killed") == 2
     assert set(attempts.values()) == {1}
 
@@ -117,14 +118,24 @@ def test_nothing_is_left_running(outcome):
 
 
 def test_longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out(tmp_path):
-    plan = tiny_plan(["fake_device_memory", "fake_hang"], isolation="lane", timeout_s=5, seq_len=[256, 300, 400])
+    plan = tiny_plan(["fake_device_memory", "fake_hang"], isolation="lane", timeout_s=5, seq_len=[900, 1000, 1100])
     store = Store(tmp_path / "run")
     run(plan, store)
     by_cell = {(item.cell.variant, item.cell.seq_len): item for item in store.records()}
-    assert by_cell["fake_device_memory", 256].status == "oom_device"
-    for length in (300, 400):
+    assert by_cell["fake_device_memory", 900].status == "oom_device"
+    for length in (1000, 1100):
         skipped = by_cell["fake_device_memory", length]
         assert skipped.status == "skipped_after_oom"
-        assert skipped.reason == "not started: length 256 of the lane ended in oom_device"
-        assert by_cell["fake_hang", length].reason == "not started: length 256 of the lane timed out"
+        assert skipped.reason == "not started: length 900 of the lane ended in oom_device"
+        assert by_cell["fake_hang", length].reason == "not started: length 900 of the lane timed out"
         assert by_cell["fake_hang", length].status == "timeout"
+
+
+def test_a_source_that_changes_under_a_run_is_not_measured_as_the_old_one(tmp_path):
+    plan = tiny_plan(["fake_ok"], seq_len=[16])
+    planned = replace(plan, cells=tuple(replace(x, cell=replace(x.cell, variant_digest="old")) for x in plan.cells))
+    store = Store(tmp_path / "run")
+    run(planned, store)
+    (record,) = store.records()
+    assert (record.status, record.timing) == ("error", None)
+    assert record.reason == "fake_ok: its source was changed while the matrix ran; run again"

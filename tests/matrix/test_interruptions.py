@@ -18,7 +18,7 @@ from attn_zoo.records import Record
 from tests.matrix.conftest import tiny_plan
 
 ROOT = Path(__file__).parents[2]
-LENGTHS = (16, 24, 32, 48, 256, 300)
+LENGTHS = (16, 24, 32, 48, 900, 1000)
 RUN = """
     import sys
     from attn_zoo.discovery import load_file
@@ -84,7 +84,8 @@ def kill_and_resume(start_runner, folder: Path, delays_s: list[float]) -> None:
     known: dict[str, bytes] = {}
     for delay_s in delays_s:
         runner = start_runner(folder)
-        wait_for(lambda runner=runner: runner.poll() is not None or len(records_on_disk(folder)) > len(known))
+        count = len(known)
+        wait_for(lambda runner=runner, count=count: runner.poll() is not None or len(records_on_disk(folder)) > count)
         time.sleep(delay_s)
         workers = psutil.Process(runner.pid).children(recursive=True) if runner.poll() is None else []
         runner.kill()
@@ -134,7 +135,7 @@ def test_ctrl_c_once_finishes_the_running_cell_and_says_how_to_go_on(tmp_path, s
 
 def test_ctrl_c_twice_ends_at_once_without_half_a_record(tmp_path, start_runner):
     folder = tmp_path / "run"
-    runner = start_runner(folder, "fake_hang")  # hangs from 256 tokens on
+    runner = start_runner(folder, "fake_hang")  # hangs from 900 tokens on
     wait_for(lambda: len(records_on_disk(folder)) == 4)
     time.sleep(1.0)
     workers = psutil.Process(runner.pid).children(recursive=True)

@@ -161,4 +161,4 @@ def test_probe_asks_constructors_and_survives_what_they_do():
     assert [item.refusal for item in blind.cells] == [None] * 6, "the plan itself builds nothing"
     asked = make_plan(matrix, variant_files=[VARIANT_FILE], should_probe=True)
     refused = {item.cell.id.partition("/fp32")[0]: item.refusal for item in asked.cells if item.refusal}
-    assert refused == {"fake_picky/scaling/fwd/L256": ("max_seq_len", "at most 200 tokens")}
+    assert refused == {"fake_picky/scaling/fwd/L1024": ("max_seq_len", "at most 800 tokens")}

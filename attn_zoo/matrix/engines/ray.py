@@ -151,7 +151,7 @@ class RayEngine:
     def _collect(self, waiting: dict[Any, Sequence[PlannedCell]], settings: Settings, control: Control) -> None:
         while waiting:
             done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=_TICK_S)
-            if control.should_stop() or (control.is_over() and not done):
+            if control.should_stop():
                 for task in waiting:
                     self._ray.cancel(task, force=True)
                 return

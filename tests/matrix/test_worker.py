@@ -1,0 +1,208 @@
+"""One cell in this process: right inputs, right numbers, every exception a status; and memory limits, for real."""
+
+import errno
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_zoo.attention.oracle import softmax_attention
+from attn_zoo.errors import GateError, UnsupportedError
+from attn_zoo.matrix.conditions import Conditions
+from attn_zoo.matrix.limits import available_bytes, resident_bytes
+from attn_zoo.matrix.outcomes import outcome_of, short_trace
+from attn_zoo.matrix.worker import run_cell
+from attn_zoo.matrix.workload import make_workload, padding_of
+from attn_zoo.records import Cell
+from attn_zoo.training import TrainingResult
+from tests.matrix.conftest import tiny_plan
+
+ROOT = Path(__file__).parents[2]
+
+
+def cell(**changes) -> Cell:
+    (item,) = tiny_plan(["full"], seq_len=[16]).cells
+    return replace(item.cell, **changes)
+
+
+def test_a_workload_computes_what_the_cell_says():
+    wanted = cell(batch_size=2, num_heads=4, num_kv_heads=2, is_causal=True, has_padding=True, dtype="float64")
+    work = make_workload(wanted)
+    query, key, value = work.leaves[:3]
+    assert query.shape == (2, 4, 16, 8)
+    assert key.shape == value.shape == (2, 2, 16, 8)
+    assert query.dtype == torch.float64
+    mask = padding_of(2, 16, "cpu")
+    assert mask.sum(-1).tolist() == [4, 0], "the last quarter of every second sequence"
+    assert mask[0].tolist() == [False] * 12 + [True] * 4
+    expected = softmax_attention(query, key, value, is_causal=True, key_padding_mask=mask)
+    torch.testing.assert_close(work.forward(), expected)
+    again = make_workload(wanted)
+    assert torch.equal(again.leaves[0], query)
+    assert not torch.equal(make_workload(replace(wanted, seed=1)).leaves[0], query)
+
+
+def test_passes_decide_mode_and_gradients_and_scopes_decide_inputs():
+    infer = make_workload(cell(pass_="infer"))
+    assert not infer.module.training
+    assert not any(leaf.requires_grad for leaf in infer.leaves[:3])
+    train = make_workload(cell(pass_="fwd_bwd"))
+    assert train.module.training
+    assert all(leaf.requires_grad for leaf in train.leaves)
+    mixer = make_workload(cell(scope="mixer", num_heads=2))
+    assert mixer.leaves[0].shape == (1, 16, 16)
+    assert len(mixer.leaves) == 1 + 8, "hidden states, four projections with biases"
+    assert mixer.forward().shape == (1, 16, 16)
+
+
+@pytest.mark.parametrize("pass_", ["infer", "fwd", "bwd", "fwd_bwd"])
+def test_every_pass_is_measured(pass_):
+    record = run_cell(cell(pass_=pass_), budget_s=0.01, environment="abc", isolation="lane", attempt=2)
+    assert record.status == "ok", record.reason + record.trace
+    assert record.timing is not None
+    assert record.timing.median_ms > 0
+    assert record.memory is not None
+    assert record.memory.peak_bytes is not None
+    assert record.kernels != ()
+    assert record.flops == 4 * 8 * 16 * 16
+    assert (record.environment, record.isolation, record.attempt) == ("abc", "lane", 2)
+
+
+def test_counting_flops_can_be_left_out_and_agrees_with_the_formula():
+    assert run_cell(cell(), budget_s=0.01, has_count=False).counted_flops is None
+    counted = run_cell(cell(), budget_s=0.01)
+    assert counted.counted_flops == counted.flops
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (UnsupportedError("causal", "no causal form"), "unsupported", "no causal form"),
+        (GateError("causality", "token 3 leaks"), "gate_failed", "causality: token 3 leaks"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "oom_device", "CUDA out of memory. Tried"),
+        (RuntimeError("CUDA error: out of memory"), "oom_device", "CUDA error: out of memory"),
+        (MemoryError(), "oom_host", "out of host memory: an allocation failed; 4.00 GiB were free when the cell began"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."),
+            "oom_host",
+            "out of host memory: an allocation of 1.0 MiB failed; 4.00 GiB were free when the cell began",
+        ),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "oom_host", "out of host memory: an allocation failed"),
+        (SystemExit(3), "error", "the variant called sys.exit(3)"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "error", "RuntimeError: CUDA error: device-side"),
+        (ValueError(), "error", "ValueError: (no message)"),
+    ],
+)
+def test_every_exception_has_a_status_and_one_line(error, status, reason):
+    found = outcome_of(error, 2**32)
+    assert found[0] == status
+    assert found[1].startswith(reason)
+    assert "\n" not in found[1]
+
+
+def test_traces_keep_the_end():
+    def deep(count):
+        return deep(count - 1) if count else 1 / 0
+
+    try:
+        deep(100)
+    except ZeroDivisionError as error:
+        trace = short_trace(error)
+    assert trace.endswith("ZeroDivisionError: division by zero")
+    assert len(trace.splitlines()) <= 14
+
+
+def test_a_cell_without_sizes_is_an_error_that_names_them():
+    record = run_cell(replace(cell(), head_dim=None))
+    assert (record.status, record.reason) == ("error", "ValueError: a scaling cell needs head_dim")
+
+
+def test_ctrl_c_is_not_a_result(monkeypatch):
+    def interrupt(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attn_zoo.matrix.scaling.make_workload", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_cell(cell())
+
+
+def test_an_accuracy_cell_is_a_training(monkeypatch, tmp_path):
+    wanted = Cell(kind="accuracy", variant="full", task="listops", level="short", protocol="cpu-small")
+    seen: dict[str, object] = {}
+
+    def train(cell, *, data_dir, checkpoint_dir):
+        seen.update(cell=cell, data_dir=data_dir, checkpoint_dir=checkpoint_dir)
+        return TrainingResult(status="diverged", reason="loss is nan at step 3", kernels=("sdpa.math",), num_params=7)
+
+    monkeypatch.setattr("attn_zoo.matrix.accuracy.run_training", train)
+    record = run_cell(wanted, data_dir=tmp_path, checkpoint_dir=tmp_path / "c")
+    assert seen == {"cell": wanted, "data_dir": tmp_path, "checkpoint_dir": tmp_path / "c"}
+    assert (record.status, record.reason, record.num_params) == ("diverged", "loss is nan at step 3", 7)
+    assert record.kernels == ("sdpa.math",)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_under_the_memory_limit_an_allocation_fails_cleanly_and_small_ones_work():
+    code = """
+        import torch
+        from unittest import mock
+        from attn_zoo.matrix import limits
+        from attn_zoo.matrix.outcomes import outcome_of
+        with mock.patch.object(limits, "available_bytes", lambda: 300 * 2**20):
+            room = limits.limit_memory()
+        small = torch.ones(10 * 2**20)
+        try:
+            torch.ones(100 * 2**20)
+        except RuntimeError as error:
+            print(outcome_of(error, room))
+        print(small.sum().item())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert "('oom_host', 'out of host memory: an allocation of 0.39 GiB failed; 0.28 GiB were free" in done.stdout
+    assert "10485760.0" in done.stdout
+
+
+def test_memory_of_this_machine_can_be_read():
+    assert 0 < available_bytes() < 2**50
+    assert resident_bytes(2**22 + 1) == 0
+
+
+def test_other_work_on_the_host_becomes_a_flag(monkeypatch):
+    spent = iter([100.0, 100.0 + 0.5 * 10_000, 100.0, 100.0])
+    clock = iter([0.0, 100.0, 0.0, 100.0])
+    monkeypatch.setattr("attn_zoo.matrix.conditions._busy_s", lambda: next(spent))
+    monkeypatch.setattr("attn_zoo.matrix.conditions.time.monotonic", lambda: next(clock))
+    with Conditions("cpu") as loaded:
+        pass
+    assert loaded.flags == ("loaded_host",)
+    with Conditions("cpu") as quiet:
+        pass
+    assert quiet.flags == ()
+    assert quiet.clocks_mhz == ()
+
+
+@pytest.mark.gpu
+def test_a_cell_on_the_gpu_is_measured_with_clocks():
+    record = run_cell(cell(device="cuda", dtype="bfloat16", seq_len=512, pass_="fwd_bwd"), budget_s=0.1)
+    assert record.status == "ok", record.reason + record.trace
+    assert record.timing is not None
+    assert record.timing.timer == "cuda_event"
+    assert record.memory is not None
+    assert record.memory.reserved_bytes is not None
+
+
+@pytest.mark.gpu
+def test_out_of_memory_on_the_gpu_is_a_result():
+    torch.cuda.set_per_process_memory_fraction(0.001)
+    try:
+        record = run_cell(cell(device="cuda", dtype="float32", seq_len=2**20, num_heads=8, head_dim=64))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert record.status == "oom_device", record.reason
+    assert run_cell(cell(device="cuda"), budget_s=0.05).status == "ok"
