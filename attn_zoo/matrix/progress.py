@@ -65,7 +65,7 @@ class Progress(Protocol):
         """Stop showing anything."""
 
 
-class SilentProgress:
+class SilentProgress(Progress):
     """Shows nothing."""
 
     def begin(self, total: int, done: int) -> None:
@@ -87,7 +87,7 @@ class SilentProgress:
         pass
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """One line per cell, for logs and pipes.
 
     Args:

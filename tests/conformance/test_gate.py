@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 import attn_zoo
 from attn_zoo.attention import BuildContext
@@ -72,10 +74,32 @@ def test_refusals_are_not_failures() -> None:
         gate(name, {}, build(), seq_len=64)
 
 
-@pytest.mark.parametrize("seq_len", [1, 2, 7, 8])
-def test_short_cells_are_gated_too(seq_len: int) -> None:
-    with registered(Broken(cls=Softmax, check="", capabilities={**CAUSAL, **MASKED})) as name:
-        assert "causality" in gate(name, {}, build(is_causal=True, max_seq_len=8), seq_len=seq_len) or seq_len == 1
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("seq_len", [1, 2, 9])
+@pytest.mark.parametrize("name", attn_zoo.list_variants())
+def test_short_cells_are_gated_too(name: str, seq_len: int, dtype: str) -> None:
+    is_causal = attn_zoo.describe(name).capabilities.causal
+    for form in ("attention", "mixer"):
+        held = gate(name, {}, build(is_causal=is_causal, max_seq_len=9), dtype=dtype, seq_len=seq_len, form=form)
+        assert "matches_reference" in held
+
+
+def test_a_gate_that_held_is_not_repeated_for_a_longer_cell() -> None:
+    class Counts(Softmax):
+        num_calls: ClassVar[int] = 0
+
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            Counts.num_calls += 1
+            return super().attend(query, key, value, mask)
+
+    with registered(Broken(cls=Counts, check="")) as name:
+        first = gate(name, {}, build(max_seq_len=1024), seq_len=1024)
+        calls = Counts.num_calls
+        assert calls > 0
+        assert gate(name, {}, build(max_seq_len=65536), seq_len=65536) == first
+        assert Counts.num_calls == calls
+        gate(name, {}, build(max_seq_len=65536), dtype="float64", seq_len=65536)
+        assert Counts.num_calls > calls
 
 
 def test_is_quick_for_a_long_cell() -> None:
