@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 __all__ = [
     "AttnZooError",
     "ConfigError",
+    "FolderError",
     "GateError",
     "StoreError",
     "UnknownNameError",
@@ -113,6 +114,12 @@ class GateError(AttnZooError):
 
 
 class StoreError(AttnZooError):
-    """The results folder cannot be read or written. Nothing that was already stored is lost."""
+    """Results cannot be read or written, in the middle of the work. Nothing that was already stored is lost."""
 
     exit_code = 4
+
+
+class FolderError(StoreError):
+    """A folder cannot be used at all. Found out before anything is done, so it is a mistake in the call."""
+
+    exit_code = 2

@@ -13,15 +13,9 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attn_zoo.errors import StoreError
+from attn_zoo.errors import FolderError, StoreError
 
-__all__ = ["FolderError", "hold_lock", "write_whole"]
-
-
-class FolderError(StoreError):
-    """The folder cannot be used for results. Found out before anything is run, so it is a mistake in the call."""
-
-    exit_code = 2
+__all__ = ["hold_lock", "write_whole"]
 
 
 def write_whole(path: Path, text: str) -> None:

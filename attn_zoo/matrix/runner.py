@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -19,7 +18,7 @@ from attn_zoo.matrix.engines.local import LocalEngine
 from attn_zoo.matrix.estimate import scaled_seconds
 from attn_zoo.matrix.plan import Plan, PlannedCell
 from attn_zoo.matrix.progress import Progress, SilentProgress
-from attn_zoo.matrix.statuses import ANSWERS
+from attn_zoo.matrix.standing import Standing, Summary, standing
 from attn_zoo.matrix.store import Store
 from attn_zoo.matrix.supervise import Control, Settings
 from attn_zoo.records import Environment, Record
@@ -40,63 +39,6 @@ class Engine(Protocol):
 
     def run(self, lanes: Lanes, settings: Settings, control: Control) -> None:
         """Run all lanes, as long as `control` agrees."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """How a plan and the records of a folder compare.
-
-    Args:
-        done: cells with a record.
-        left: cells without.
-        stale: records whose source or data changed since: kept, but not part of the plan any more.
-        other: records of other matrices.
-    """
-
-    done: tuple[Record, ...]
-    left: tuple[PlannedCell, ...]
-    stale: tuple[Record, ...]
-    other: tuple[Record, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """What a run did.
-
-    Args:
-        counts: cells of the plan by status, records of earlier runs included.
-        new: how many of them are new.
-        left: cells without a record.
-        stopped: why it ended early: `"interrupted"`, `"time limit"`, or None.
-        folder: where the records are.
-    """
-
-    counts: dict[str, int] = field(default_factory=dict)
-    new: int = 0
-    left: tuple[PlannedCell, ...] = ()
-    stopped: str | None = None
-    folder: Path = Path()
-
-    @property
-    def exit_code(self) -> int:
-        """0 if every cell with a record is ok or unsupported, 1 if one failed, 130 after Ctrl-C."""
-        if self.stopped == "interrupted":
-            return 130
-        return int(any(status not in ANSWERS for status in self.counts))
-
-
-def standing(plan: Plan, records: Sequence[Record]) -> Standing:
-    """Compare a plan with records; nothing is run."""
-    by_key = {record.cell.key: record for record in records}
-    planned = {item.cell.key for item in plan.cells}
-    ids = {item.cell.id for item in plan.cells}
-    outside = [record for key, record in by_key.items() if key not in planned]
-    return Standing(
-        done=tuple(by_key[item.cell.key] for item in plan.cells if item.cell.key in by_key),
-        left=tuple(item for item in plan.cells if item.cell.key not in by_key),
-        stale=tuple(record for record in outside if record.cell.id in ids),
-        other=tuple(record for record in outside if record.cell.id not in ids),
-    )
 
 
 class _Session:

@@ -12,53 +12,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import attn_zoo
-from attn_zoo.errors import StoreError
-from attn_zoo.matrix.files import FolderError, hold_lock, write_whole
+from attn_zoo.errors import FolderError, StoreError
+from attn_zoo.matrix.files import hold_lock, write_whole
+from attn_zoo.matrix.reading import RunInfo, Scan, differences, read_info, read_record
 from attn_zoo.records import SCHEMA_VERSION, Environment, Record
 
 __all__ = ["RunInfo", "Scan", "Store"]
-
-_KEY_DIGITS = 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunInfo:
-    """What `run.json` holds.
-
-    Args:
-        schema: version of the form.
-        created: UTC time, ISO 8601.
-        version: of attn_zoo that created it.
-        matrices: every matrix that was run into the folder, resolved, oldest first.
-        environments: by digest.
-        claims: by variant, what it says of its cost and exactness; reports print it without loading the variant.
-    """
-
-    schema: int = SCHEMA_VERSION
-    created: str = ""
-    version: str = ""
-    matrices: tuple[dict[str, Any], ...] = ()
-    environments: dict[str, Environment] = field(default_factory=dict)
-    claims: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scan:
-    """What lies in `cells`.
-
-    Args:
-        records: by key.
-        problems: file name and why it is no record of ours.
-    """
-
-    records: dict[str, Record]
-    problems: dict[str, str]
 
 
 class Store:
@@ -104,30 +68,7 @@ class Store:
         Raises:
             StoreError: there is none, it is damaged, or a newer version of this package wrote it.
         """
-        try:
-            data = json.loads(self._info.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise FolderError(f"{self.folder}: not a results folder (it has no run.json)") from None
-        except (OSError, ValueError) as error:
-            raise FolderError(f"{self._info}: cannot be read: {error}") from None
-        if not isinstance(data, dict) or not isinstance(data.get("schema"), int):
-            raise FolderError(f"{self._info}: not written by attn_zoo (it names no schema)")
-        _refuse_newer(data["schema"], self._info)
-        try:
-            environments = {
-                digest: Environment.from_dict(item, f"{self._info}: environments.{digest}")
-                for digest, item in data["environments"].items()
-            }
-            return RunInfo(
-                schema=data["schema"],
-                created=data["created"],
-                version=data["version"],
-                matrices=tuple(data["matrices"]),
-                environments=environments,
-                claims=dict(data.get("claims") or {}),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise FolderError(f"{self._info}: damaged: {type(error).__name__} {error}") from None
+        return read_info(self._info)
 
     def scan(self) -> Scan:
         """Read all records; files that are none are reported and left where they are.
@@ -141,7 +82,7 @@ class Store:
             if path.name.startswith("."):
                 continue  # being written, perhaps by another shard
             try:
-                record = _read(path)
+                record = read_record(path)
             except StoreError as error:
                 if isinstance(error, FolderError):
                     raise
@@ -199,7 +140,7 @@ class Store:
         if self.exists:
             info = self.info()
             if info.environments and environment.digest not in info.environments and not allow_mixed_env:
-                differing = _differences(list(info.environments.values())[-1], environment)
+                differing = differences(list(info.environments.values())[-1], environment)
                 raise FolderError(
                     f"{self.folder}: measured in another environment ({'; '.join(differing)}). Numbers from two "
                     "environments do not compare: use another folder, or --allow-mixed-env to keep both apart in one"
@@ -255,44 +196,3 @@ class Store:
             write_whole(target / f"{stamp}-{name}.reason", reason + "\n")
         except OSError as error:
             raise StoreError(f"{target}: cannot be written: {error.strerror}") from None
-
-
-def _refuse_newer(schema: int, source: Path) -> None:
-    if schema > SCHEMA_VERSION:
-        raise FolderError(
-            f"{source}: written by a newer attn_zoo (schema {schema}; this one reads up to {SCHEMA_VERSION}): "
-            "update attn_zoo, or use another folder"
-        )
-
-
-def _read(path: Path) -> Record:
-    """Return the record in a file of `cells`; `StoreError` says why it is none."""
-    if path.suffix != ".json" or len(path.stem) != _KEY_DIGITS:
-        raise StoreError(f"not a record: left by an interrupted write or put here by hand ({path.name})")
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise StoreError(f"not a record: expected a JSON object; got {type(data).__name__}")
-    if isinstance(data.get("schema"), int):
-        _refuse_newer(data["schema"], path)
-    record = Record.from_dict(data, "not a record")
-    if record.cell.key != path.stem:
-        raise StoreError(f"foreign: the cell inside has the key {record.cell.key}")
-    return record
-
-
-def _differences(old: Environment, new: Environment) -> list[str]:
-    before, after = old.to_dict(), new.to_dict()
-    texts = []
-    for name in before:
-        if before[name] == after[name] or name in {"commit", "is_dirty"}:
-            continue
-        if isinstance(before[name], dict):
-            keys = sorted({*before[name], *after[name]})
-            pairs = [(f"{name}.{key}", before[name].get(key), after[name].get(key)) for key in keys]
-        else:
-            pairs = [(name, before[name], after[name])]
-        texts += [f"{key}: then {was}, now {now}" for key, was, now in pairs if was != now]
-    return texts[:4] + (["..."] if len(texts) > 4 else [])

@@ -13,14 +13,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from attn_zoo.matrix.cells import PlannedCell
 from attn_zoo.matrix.engines.process import START_TIMEOUT_S, Ended, WorkerProcess
-from attn_zoo.matrix.plan import PlannedCell
 from attn_zoo.matrix.statuses import CLEAN, STOPPERS
 from attn_zoo.records import Environment, Record, Status
 
 __all__ = ["Control", "Settings", "run_lane", "skipped"]
 
 _MAX_ATTEMPTS = 2
+_FOREIGN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_BYTES, _TAIL_LINES = 8000, 14
 
 
@@ -151,8 +152,11 @@ def _run_one(
         worker = None
         if answer.why == "stopped":
             return None, None
-        if _is_foreign(answer) and attempt < _MAX_ATTEMPTS:
-            continue  # killed from outside, for no reason of its own: that says nothing about the cell
+        if _is_foreign(answer):  # killed from outside, for no reason of its own: that says nothing about the cell
+            if control.is_over():
+                return None, None  # whoever ended the run, such as a batch system, ended its workers too
+            if attempt < _MAX_ATTEMPTS:
+                continue
         status, reason = _classify(answer, item.timeout_s, attempt)
         record = Record(
             cell=cell,
@@ -171,7 +175,7 @@ def _run_one(
 
 
 def _is_foreign(ended: Ended) -> bool:
-    return ended.why == "exit" and ended.exit_code == -signal.SIGKILL and not ended.was_memory
+    return ended.why == "exit" and -ended.exit_code in _FOREIGN and not ended.was_memory
 
 
 def _classify(ended: Ended, timeout_s: float, attempt: int) -> tuple[Status, str]:

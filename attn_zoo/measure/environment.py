@@ -36,7 +36,14 @@ PACKAGES = (
 """Whose versions are recorded where they are installed. Looked up in the metadata: nothing is imported."""
 
 _VARIABLES = frozenset(
-    {"OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"}
+    {
+        "OMP_NUM_THREADS",
+        "OMP_PROC_BIND",
+        "OMP_PLACES",
+        "OMP_WAIT_POLICY",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_LAUNCH_BLOCKING",
+    }
 )
 _PREFIXES = ("MKL_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "ATTN_ZOO_", "MALLOC_", "NVIDIA_TF32_")
 _MAX_VALUE_LEN = 100

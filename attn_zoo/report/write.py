@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attn_zoo.errors import StoreError
+from attn_zoo.errors import FolderError
 from attn_zoo.report.analysis import Analysis, analyse
 from attn_zoo.report.findings import findings
 from attn_zoo.report.html import build_page
@@ -28,7 +28,7 @@ def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
 
     Raises:
         ConfigError: a directory is not a results folder; nothing is written then.
-        StoreError: `out` cannot be written.
+        FolderError: `out` cannot be written.
     """
     return write_analysis(analyse(dirs), out)
 
@@ -55,7 +55,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write `content` beside `path` and rename it, so that a reader never sees half a file.
 
     Raises:
-        StoreError: it cannot be written.
+        FolderError: it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -63,7 +63,7 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise FolderError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
         if temporary.exists():
             temporary.unlink()

@@ -121,6 +121,15 @@ class Killed(Plain):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@register("fake_terminated")
+class Terminated(Plain):
+    """Is asked to end from outside, as a batch system asks all processes of a job."""
+
+    def misbehave(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+
 @register("fake_bug")
 class Bug(Plain):
     """Raises an ordinary exception with control characters in it."""

@@ -11,6 +11,7 @@ import pytest
 
 from attn_zoo.matrix.runner import run
 from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.supervise import Settings, run_lane
 from tests.matrix.conftest import tiny_plan
 
 NAMES = [
@@ -139,3 +140,37 @@ def test_a_source_that_changes_under_a_run_is_not_measured_as_the_old_one(tmp_pa
     (record,) = store.records()
     assert (record.status, record.timing) == ("error", None)
     assert record.reason == "fake_ok: its source was changed while the matrix ran; run again"
+
+
+class Ending:
+    """A driver that was told to end just when its worker was."""
+
+    def __init__(self, is_ending: bool):
+        self.is_ending, self.records = is_ending, []
+
+    def is_over(self):
+        return self.is_ending
+
+    def may_start(self, item):
+        return True
+
+    def started(self, item):
+        pass
+
+    def should_stop(self):
+        return False
+
+    def finished(self, record):
+        self.records.append(record)
+
+    def moved_to(self, environment):
+        pass
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+def test_workers_that_are_ended_with_the_run_leave_no_record(is_ending, tmp_path):
+    control = Ending(is_ending)
+    plan = tiny_plan(["fake_terminated"], seq_len=[1024], timeout_s=60)
+    run_lane(plan.cells, Settings(logs=tmp_path, variant_files=plan.variant_files), control)
+    found = [(record.status, record.reason) for record in control.records]
+    assert found == ([] if is_ending else [("crashed", "the process was ended by SIGTERM (2 attempts)")])

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_zoo.errors import StoreError
-from attn_zoo.matrix.files import FolderError, write_whole
+from attn_zoo.errors import FolderError, StoreError
+from attn_zoo.matrix.files import write_whole
 from attn_zoo.matrix.store import Store
 from attn_zoo.records import SCHEMA_VERSION, Cell, Record
 from tests.matrix.conftest import environment

@@ -1,0 +1,160 @@
+"""The cells of a matrix, and whether and how each will be run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.matrix.estimate import Estimate, estimate
+from attn_zoo.matrix.groups import AccuracyGroup, Matrix, ScalingGroup
+from attn_zoo.matrix.sources import source_digest
+from attn_zoo.metadata import Request
+from attn_zoo.records import Cell
+from attn_zoo.registry import make_config, tasks, variants
+
+__all__ = ["PlannedCell", "Refusal", "expand"]
+
+Refusal = tuple[str, str]
+"""Capability that is missing, and the sentence that says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCell:
+    """A cell and how it will be run.
+
+    Args:
+        cell: what is measured.
+        refusal: why it will not run, or None.
+        isolation: a process of its own, or one shared with the shorter lengths of its lane.
+        timeout_s: seconds it may take.
+        budget_s: seconds of sampling.
+        has_energy: measure energy too.
+        has_count: count FLOPs too. One length checks the formula, and the counter takes seconds to load, so isolated
+            cells leave it to the shortest of their lane.
+        estimate_s: rough seconds, set-up included; None where nothing is known (training).
+        estimate_bytes: rough bytes at the peak; None likewise.
+    """
+
+    cell: Cell
+    refusal: Refusal | None = None
+    isolation: Literal["cell", "lane"] = "cell"
+    timeout_s: float = 600.0
+    budget_s: float = 1.0
+    has_energy: bool = False
+    has_count: bool = True
+    estimate_s: float | None = None
+    estimate_bytes: int | None = None
+
+
+def expand(
+    matrix: Matrix, device: str | None, auto: str, has_cuda: bool, data_dir: Path | None
+) -> Iterator[PlannedCell]:
+    """Yield every cell of the matrix, group by group; some may occur twice.
+
+    Args:
+        matrix: whose cells.
+        device: instead of the matrix's own.
+        auto: what `"auto"` means.
+        has_cuda: cells on `"cuda"` can run.
+        data_dir: where tasks find local data.
+    """
+    groups: tuple[ScalingGroup | AccuracyGroup, ...] = (*matrix.scaling, *matrix.accuracy)
+    for group in groups:
+        wanted = device or group.device
+        target = auto if wanted == "auto" else wanted
+        for entry in group.variants:
+            options = {**matrix.options.get(entry.name, {}), **entry.options}
+            common: dict[str, Any] = {
+                "variant": entry.name,
+                "label": entry.label or entry.name,
+                "options": json.loads(json.dumps(options)),  # a copy of its own for every entry
+                "variant_digest": source_digest(variants[entry.name]),
+                "device": target,
+                "threads": group.threads,
+            }
+            for item in (
+                _scaling(group, common) if isinstance(group, ScalingGroup) else _accuracy(group, common, data_dir)
+            ):
+                yield item if has_cuda or target != "cuda" else _refused(item, "cuda", "no CUDA device here")
+
+
+def _refused(item: PlannedCell, capability: str, reason: str) -> PlannedCell:
+    return PlannedCell(cell=item.cell, refusal=(capability, reason), isolation=item.isolation)
+
+
+def _scaling(group: ScalingGroup, common: dict[str, Any]) -> Iterator[PlannedCell]:
+    axes: dict[str, Sequence[Any]] = {
+        "scope": group.scope,
+        "dtype": group.dtypes,
+        "batch_size": group.batch_size,
+        "num_heads": group.num_heads,
+        "head_dim": group.head_dim,
+        "is_causal": group.is_causal,
+        "has_padding": group.has_padding,
+        "dropout_p": group.dropout_p,
+        "pass_": group.passes,
+        "seed": group.seeds,
+        "seq_len": sorted(group.seq_len),
+    }
+    config = make_config(variants[common["variant"]].config, common["options"], common["variant"])
+    for values in itertools.product(*axes.values()):
+        point = dict(zip(axes, values, strict=True))
+        cell = Cell(kind="scaling", num_kv_heads=group.num_kv_heads or point["num_heads"], **point, **common)
+        refusal = _refusal(cell)
+        rough = Estimate() if refusal else estimate(cell, config, group.budget_s, group.isolation)
+        yield PlannedCell(
+            cell=cell,
+            refusal=refusal,
+            isolation=group.isolation,
+            timeout_s=group.timeout_s,
+            budget_s=group.budget_s,
+            has_energy=group.has_energy,
+            estimate_s=rough.seconds,
+            estimate_bytes=rough.num_bytes,
+        )
+
+
+def _accuracy(group: AccuracyGroup, common: dict[str, Any], data_dir: Path | None) -> Iterator[PlannedCell]:
+    missing: Refusal | None = None
+    try:
+        digest = tasks[group.task].digest(group.level, data_dir=data_dir)
+    except (UnsupportedError, ConfigError) as error:  # its data are not here
+        digest, missing = "", ("data", str(error))
+    for dtype, seed in itertools.product(group.dtypes, group.seeds):
+        cell = Cell(
+            kind="accuracy",
+            dtype=dtype,
+            seed=seed,
+            task=group.task,
+            level=group.level,
+            protocol=group.protocol,
+            overrides=json.loads(json.dumps(group.overrides)),
+            data_digest=digest,
+            **common,
+        )
+        yield PlannedCell(cell=cell, refusal=_refusal(cell) or missing, timeout_s=group.timeout_s)
+
+
+def _refusal(cell: Cell) -> Refusal | None:
+    """Return what the capabilities refuse. A task's masks and lengths are checked when the model is built."""
+    variant = variants[cell.variant]
+    request = Request(
+        is_causal=cell.is_causal,
+        has_key_padding_mask=cell.has_padding,
+        is_grouped_query=cell.num_kv_heads != cell.num_heads,
+        dropout_p=cell.dropout_p,
+        seq_len=cell.seq_len,
+        dtype=cell.dtype,
+        device=cell.device,
+    )
+    if cell.kind == "accuracy":
+        # Direction is the task's business and not known here: ask for the one it has.
+        request = Request(dtype=cell.dtype, device=cell.device, is_causal=not variant.capabilities.bidirectional)
+    elif cell.scope == "attention" and variant.attention is None:
+        return ("attention", 'needs hidden states [B, L, E]: scope = "mixer"')
+    return variant.capabilities.missing(request)
