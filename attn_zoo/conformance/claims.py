@@ -97,7 +97,7 @@ def _positions(subject: Subject) -> Finding:
                 continue
             if not output.isfinite().all():
                 raise Violation(f"{name} positions give an output that is not finite", inputs.words())
-            if largest_error(output, without) <= rounding(without, length):
+            if largest_error(output, without) <= rounding(without, inputs.num_terms):
                 raise Violation(f"accepts {name} positions and ignores them", inputs.words())
             finding = passed(f"admits {', '.join(subject.capabilities.positions)}")
     return finding

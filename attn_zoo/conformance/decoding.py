@@ -65,7 +65,7 @@ def _decode(subject: Subject) -> Finding:
 def _expect_steps(module: Module, inputs: Inputs, state: Any, position: str) -> None:
     with torch.no_grad():
         expected = call(module, inputs)
-        tolerance = rounding(expected, inputs.key_len)
+        tolerance = rounding(expected, inputs.num_terms)
         for index, (output, _) in enumerate(_steps(module, inputs, state)):
             row = expected[..., index : index + 1, :]
             words = inputs.words() + ("" if position == "none" else f", {position}")

@@ -35,7 +35,7 @@ def _batch_invariance(subject: Subject) -> Finding:
 def _expect_batch_invariance(module: Module, inputs: Inputs, mode: str) -> None:
     with torch.no_grad():
         together = call(module, inputs)
-        tolerance = rounding(together, inputs.key_len)
+        tolerance = rounding(together, inputs.num_terms)
         for entry in range(inputs.batch_size):
             alone = call(module, inputs.entries(slice(entry, entry + 1)))[0]
             change = largest_error(alone, together[entry])
@@ -87,7 +87,7 @@ def _expect_permutation(module: Module, inputs: Inputs) -> None:
     if inputs.is_shared:  # keys are queries: the outputs move along
         expected = expected[..., order, :]
     change = largest_error(output, expected)
-    if change > rounding(expected, inputs.key_len):
+    if change > rounding(expected, inputs.num_terms):
         raise Violation(
             "the order of keys matters without positions",
             f"{inputs.words()}: an output changed by {change:.2g} when keys and values were permuted together",

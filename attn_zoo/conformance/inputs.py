@@ -55,6 +55,11 @@ class Inputs:
         return self.tensors[-1].shape[-2]
 
     @property
+    def num_terms(self) -> int:
+        """Length of the sums behind one output: over the keys and over the width of a projection."""
+        return self.key_len + self.tensors[0].shape[-1]
+
+    @property
     def key_side(self) -> tuple[int, ...]:
         """Which tensors hold keys and values."""
         return (1, 2) if self.form == "attention" else (len(self.tensors) - 1,)

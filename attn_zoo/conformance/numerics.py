@@ -61,7 +61,7 @@ def _expect_long_output(subject: Subject, build: BuildContext) -> None:
     with torch.no_grad():
         truth = call_reference(truth_module, inputs.map(torch.Tensor.double))
         error, plain = largest_error(call(module, inputs), truth), largest_error(call_reference(module, inputs), truth)
-    tolerance = working_tolerance(plain, largest(truth), length, dtype)
+    tolerance = working_tolerance(plain, largest(truth), inputs.num_terms, dtype)
     if error > tolerance:
         raise Violation(
             "the fast path differs from the readable reference",
@@ -84,10 +84,10 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
             raise Violation(f"{name}: the readable reference has one, the fast path has none", inputs.words())
         error = largest_error(fast[name], expected)
         if dtype == torch.float64:
-            tolerance = rounding(torch.full((1,), scale, dtype=dtype), inputs.key_len)
+            tolerance = rounding(torch.full((1,), scale, dtype=dtype), inputs.num_terms)
         else:
             plain_error = largest_error(plain[name], expected) if name in plain else 0.0
-            tolerance = working_tolerance(plain_error, scale, inputs.key_len, dtype)
+            tolerance = working_tolerance(plain_error, scale, inputs.num_terms, dtype)
         if error > tolerance:
             raise Violation(
                 "the fast path differs from the readable reference",
@@ -143,7 +143,7 @@ def _expect_oracle(module: Module, build: BuildContext, inputs: Inputs) -> None:
         # A gradient may be zero (one key: the weight is 1 whatever the query) where a kernel has rounding of its terms.
         scale = largest(expected[name]) if name == "output" else largest_value
         error = largest_error(value, expected[name])
-        if error > rounding(torch.full((1,), scale, dtype=dtype), inputs.key_len):
+        if error > rounding(torch.full((1,), scale, dtype=dtype), inputs.num_terms):
             position = "" if build.position == "none" else f", {build.position}"
             raise Violation(
                 "claims to be exact but differs from float64 softmax attention",

@@ -51,7 +51,7 @@ def _padding_content(subject: Subject) -> Finding:
                 expected = call(module, plain)
                 empty = torch.zeros(plain.batch_size, plain.key_len, dtype=torch.bool, device=subject.device)
                 change = largest_error(call(module, replace(plain, key_padding_mask=empty)), expected)
-            if change > rounding(expected, plain.key_len):
+            if change > rounding(expected, plain.num_terms):
                 raise Violation("a mask that hides nothing changes the output", f"{plain.words()}: by {change:.2g}")
             for inputs in padded:
                 _expect_content_ignored(module, inputs)
@@ -115,7 +115,7 @@ def _expect_length_ignored(module: Module, subject: Subject, build: BuildContext
         expected = call(module, inputs)
         output = call(module, replace(inputs, tensors=tuple(tensors), key_padding_mask=mask))[..., :length, :]
     change = largest_error(output, expected)
-    if change > rounding(expected, inputs.key_len + count):
+    if change > rounding(expected, inputs.num_terms + count):
         raise Violation(
             "longer padding changes the output",
             f"{inputs.words()}: an output changed by {change:.2g} when {count} padded tokens were appended",
@@ -151,7 +151,7 @@ def _expect_row_ignored(module: Module, inputs: Inputs) -> None:
         raise Violation("an entry of padding only must give zeros", f"{words}: got {largest(found.output[0]):.2g}")
     with torch.no_grad():
         others = call(module, inputs.entries(slice(1, None)))
-    if largest_error(found.output[1:], others) > rounding(others, inputs.key_len):
+    if largest_error(found.output[1:], others) > rounding(others, inputs.num_terms):
         raise Violation("an entry of padding only changes the other entries", words)
 
 

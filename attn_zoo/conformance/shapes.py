@@ -39,7 +39,7 @@ def expect_equals_reference(module: Module, inputs: Inputs, what: str) -> None:
     with torch.no_grad():
         output, expected = call(module, inputs), call_reference(module, inputs)
     _expect_like_query(output, inputs)
-    error, tolerance = largest_error(output, expected), rounding(expected, inputs.key_len)
+    error, tolerance = largest_error(output, expected), rounding(expected, inputs.num_terms)
     if error > tolerance:
         raise Violation(f"{what}: differs from the readable reference by {error:.2g}", inputs.words())
 
@@ -128,7 +128,7 @@ def _grouped_query(subject: Subject) -> Finding:
                 repeated = replace(inputs, tensors=(query, expand_kv_heads(key, 4), expand_kv_heads(value, 4)))
                 with torch.no_grad():
                     output, expected = call(module, inputs), call(plain, repeated)
-                if largest_error(output, expected) > rounding(expected, inputs.key_len):
+                if largest_error(output, expected) > rounding(expected, inputs.num_terms):
                     raise Violation("grouped heads differ from the same heads repeated", inputs.words())
     return passed()
 
@@ -154,7 +154,7 @@ def _non_contiguous(subject: Subject) -> Finding:
         for inputs in subject.calls(build, length):
             with torch.no_grad():
                 expected = call(module, inputs)
-                tolerance = rounding(expected, inputs.key_len)
+                tolerance = rounding(expected, inputs.num_terms)
                 for index in range(3):
                     layout = _layouts(inputs.tensors[0])[index][0]
                     changed = inputs.map(partial(_in_layout, index=index))

@@ -12,6 +12,7 @@ import pytest
 from attn_zoo.matrix.runner import run
 from attn_zoo.matrix.store import Store
 from attn_zoo.matrix.supervise import Settings, run_lane
+from attn_zoo.records import Record
 from tests.matrix.conftest import tiny_plan
 
 NAMES = [
@@ -146,7 +147,8 @@ class Ending:
     """A driver that was told to end just when its worker was."""
 
     def __init__(self, is_ending: bool):
-        self.is_ending, self.records = is_ending, []
+        self.is_ending = is_ending
+        self.records: list[Record] = []
 
     def is_over(self):
         return self.is_ending
