@@ -126,8 +126,8 @@ def print_variant(info: VariantInfo) -> None:
             else value
         )
         reason = can.why.get(item.name)
-        shown.append((item.name, text or "-", reason or ""))
-    print_table("Capabilities", ("", "", ""), shown)
+        shown.append((item.name, f"{text}: {reason}" if reason else text or "-"))
+    print_table("Capabilities", ("", ""), shown)
     out.print()
     if info.options:
         print_table("Options", ("name", "default", "type"), [(o.name, o.default, o.type) for o in info.options])

@@ -58,6 +58,7 @@ def gate(
 
     Raises:
         GateError: a check failed; the message has the smallest example found.
+        MemoryError, torch.OutOfMemoryError: there was no memory for a check.
         UnsupportedError: the variant refuses the request, which is a result of its own.
         UnknownNameError: no such variant.
         ConfigError: an option is unknown or impossible.
@@ -103,6 +104,8 @@ def gate(
             if each not in check.forms:
                 continue
             result = run_one(check, subject)
+            if result.outcome == "error":  # no memory for the check: that says nothing about the variant
+                raise torch.OutOfMemoryError(result.message) if device != "cpu" else MemoryError(result.message)
             if result.is_bad:
                 detail = f"{result.message} ({result.example})" if result.example else result.message
                 raise GateError(check.name, f"{name}: {detail}")

@@ -7,14 +7,16 @@ from dataclasses import replace
 import torch
 
 from attn_zoo.conformance import gate
+from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.conditions import Conditions
 from attn_zoo.matrix.workload import Workload, make_workload
+from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.flops import count_flops
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.measure.passes import clear_grads, make_pass, time_pass
-from attn_zoo.records import Record
+from attn_zoo.records import Cell, Record
 from attn_zoo.registry import variants
 
 __all__ = ["measure_scaling"]
@@ -52,9 +54,11 @@ def measure_scaling(record: Record, budget_s: float, *, has_energy: bool = False
     )
     with recording() as kernels, Conditions(cell.device) as conditions:
         timing = time_pass(work.forward, work.leaves, work.pass_, device=cell.device, budget_s=budget_s)
+    formula = variant.complexity.flops
+    flops = formula(work.shape) if formula else None
+    _refuse_impossible(cell, flops, timing.median_ms)
     memory = memory_of_pass(work.forward, work.leaves, work.pass_, device=cell.device)
     energy = _energy(work, cell.device) if has_energy else None
-    formula = variant.complexity.flops
     return replace(
         record,
         kernels=tuple(kernels),
@@ -64,10 +68,21 @@ def measure_scaling(record: Record, budget_s: float, *, has_energy: bool = False
         clocks_mhz=conditions.clocks_mhz,
         energy_joules=energy.joules if energy else None,
         memory=memory,
-        flops=formula(work.shape) if formula else None,
+        flops=flops,
         counted_flops=_counted_flops(work) if has_count and timing.median_ms < COUNT_BELOW_MS else None,
         num_params=sum(item.numel() for item in work.module.parameters()),
     )
+
+
+def _refuse_impossible(cell: Cell, flops: int | None, median_ms: float) -> None:
+    """Raise `AttnZooError` if the work cannot have been done in that time: then the timing or the formula is wrong."""
+    if flops is None or cell.device != "cuda" or median_ms <= 0:
+        return
+    # Each matrix product of the forward has two in the backward.
+    forwards = {"infer": 1, "fwd": 1, "bwd": 2, "fwd_bwd": 3}[cell.pass_ or "fwd"]
+    name = torch.cuda.get_device_name()
+    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=float(flops * forwards)):
+        raise AttnZooError(f"rejected: {problem}")
 
 
 def _counted_flops(work: Workload) -> int | None:
