@@ -357,12 +357,14 @@ def new(name: str, folder: Annotated[Path, typer.Option(help="Where to write the
 
 
 @app.command(hidden=True)
-def docs(path: Path = Path("README.md")) -> None:
-    """Write the generated parts of the README anew."""
+def docs(path: Path = Path("README.md"), results: Path = Path("results")) -> None:
+    """Write the generated parts of the README and the index of results anew."""
     from attn_zoo.console import out
-    from attn_zoo.docs import update_readme
+    from attn_zoo.docs import update_readme, update_results_index
 
     out.print(f"{path}: {'was current' if update_readme(path) else 'updated'}")
+    if results.is_dir():
+        out.print(f"{results}: {'was current' if update_results_index(results) else 'updated'}")
 
 
 cli_results.register(app)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_zoo.docs import update_readme, variant_table
+from attn_zoo.docs import update_readme, update_results_index, variant_table
 from attn_zoo.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -16,6 +16,10 @@ README = ROOT / "README.md"
 
 def test_the_table_of_variants_in_the_readme_is_current():
     assert update_readme(README, check_only=True), "run: make docs"
+
+
+def test_the_index_of_results_is_current():
+    assert update_results_index(ROOT / "results", check_only=True), "run: make docs"
 
 
 def test_update_writes_only_between_the_markers(tmp_path):

@@ -51,22 +51,16 @@ class PlannedCell:
     estimate_bytes: int | None = None
 
 
-def expand(
-    matrix: Matrix, device: str | None, auto: str, has_cuda: bool, data_dir: Path | None
-) -> Iterator[PlannedCell]:
+def expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[PlannedCell]:
     """Yield every cell of the matrix, group by group; some may occur twice.
 
     Args:
-        matrix: whose cells.
-        device: instead of the matrix's own.
-        auto: what `"auto"` means.
+        matrix: whose cells; every group names a real device.
         has_cuda: cells on `"cuda"` can run.
         data_dir: where tasks find local data.
     """
     groups: tuple[ScalingGroup | AccuracyGroup, ...] = (*matrix.scaling, *matrix.accuracy)
     for group in groups:
-        wanted = device or group.device
-        target = auto if wanted == "auto" else wanted
         for entry in group.variants:
             options = {**matrix.options.get(entry.name, {}), **entry.options}
             common: dict[str, Any] = {
@@ -74,13 +68,13 @@ def expand(
                 "label": entry.label or entry.name,
                 "options": json.loads(json.dumps(options)),  # a copy of its own for every entry
                 "variant_digest": source_digest(variants[entry.name]),
-                "device": target,
+                "device": group.device,
                 "threads": group.threads,
             }
             for item in (
                 _scaling(group, common) if isinstance(group, ScalingGroup) else _accuracy(group, common, data_dir)
             ):
-                yield item if has_cuda or target != "cuda" else _refused(item, "cuda", "no CUDA device here")
+                yield item if has_cuda or group.device != "cuda" else _refused(item, "cuda", "no CUDA device here")
 
 
 def _refused(item: PlannedCell, capability: str, reason: str) -> PlannedCell:

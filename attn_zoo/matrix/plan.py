@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.cells import PlannedCell, Refusal, expand
-from attn_zoo.matrix.groups import Entry, Matrix
+from attn_zoo.matrix.groups import GROUPS, Entry, Matrix
 from attn_zoo.registry import variants
 
 __all__ = ["Plan", "PlannedCell", "Refusal", "Shard", "make_plan"]
@@ -73,11 +73,11 @@ def make_plan(
         ConfigError: unknown variant, impossible shard, nothing left.
         UnknownNameError: `add_variants` names no registered variant.
     """
-    matrix = _with_variants(matrix, add_variants)
     has_cuda = is_remote or _has_cuda()
     auto = "cuda" if not is_remote and has_cuda else "cpu"
+    matrix = _resolved(matrix, add_variants, device, auto)
     lanes: dict[str, dict[str, PlannedCell]] = {}
-    for item in expand(matrix, device, auto, has_cuda, data_dir):
+    for item in expand(matrix, has_cuda, data_dir):
         lanes.setdefault(item.cell.lane, {}).setdefault(item.cell.key, item)
     ordered = [_ascending(lane.values()) for lane in lanes.values()]
     if shard is not None:
@@ -112,14 +112,17 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _with_variants(matrix: Matrix, names: Sequence[str]) -> Matrix:
+def _resolved(matrix: Matrix, names: Sequence[str], device: str | None, auto: str) -> Matrix:
+    """Return the matrix with added variants and real devices: a folder stores this, and it means the same anywhere."""
     for name in names:
         variants[name]
 
-    def extended(group: Any) -> Any:
+    def resolved(group: Any) -> Any:
         present = {entry.name for entry in group.variants}
         added = tuple(Entry(name=name) for name in dict.fromkeys(names) if name not in present)
-        return group.model_copy(update={"variants": group.variants + added})
+        wanted = device or group.device
+        update = {"variants": group.variants + added, "device": auto if wanted == "auto" else wanted}
+        return group.model_copy(update=update)
 
-    update = {kind: tuple(extended(group) for group in getattr(matrix, kind)) for kind in ("scaling", "accuracy")}
+    update = {kind: tuple(resolved(group) for group in getattr(matrix, kind)) for kind in GROUPS}
     return matrix.model_copy(update=update)

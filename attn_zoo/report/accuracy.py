@@ -57,7 +57,8 @@ class AccuracyGroup:
     """Scores that may be compared: the same task, level, protocol and data.
 
     Args:
-        title: for people.
+        title: task and level, for people.
+        setting: protocol, what was changed in it, dtype and device.
         name: for file names.
         chance: what guessing scores, or None where no run finished.
         floors: what trivial models score, by name.
@@ -67,6 +68,7 @@ class AccuracyGroup:
     """
 
     title: str
+    setting: str
     name: str
     metric: str
     chance: float | None
@@ -87,20 +89,20 @@ def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
         taken[name] = taken.get(name, 0) + 1
         suffix = f"-{taken[name]}" if taken[name] > 1 else ""
         changes = json.loads(str(setting["overrides"])) if setting["overrides"] else {}
-        parts = [str(setting[part]) for part in ("task", "level", "protocol") if setting[part]]
-        title = ", ".join(
+        title = ", ".join(str(setting[part]) for part in ("task", "level") if setting[part])
+        how = ", ".join(
             [
-                *parts,
+                f"protocol {setting['protocol']}",
                 *(f"{option}={value}" for option, value in changes.items()),
                 str(setting["dtype"]),
                 str(setting["device"]).upper(),
             ]
         )
-        groups.append(_group(group, results, title, name + suffix))
+        groups.append(_group(group, results, title, how, name + suffix))
     return groups
 
 
-def _group(rows: pd.DataFrame, results: Results, title: str, name: str) -> AccuracyGroup:
+def _group(rows: pd.DataFrame, results: Results, title: str, setting: str, name: str) -> AccuracyGroup:
     good = rows[(rows["status"] == "ok") & rows["value"].notna()]
     labels = sorted(set(rows["label"]))
     values = {label: _by_seed(good[good["label"] == label]) for label in labels}
@@ -115,6 +117,7 @@ def _group(rows: pd.DataFrame, results: Results, title: str, name: str) -> Accur
     examples = good["num_examples"].dropna()
     return AccuracyGroup(
         title=title,
+        setting=setting,
         name=name,
         metric=str(good["metric"].iloc[0]) if len(good) else "score",
         chance=float(chances.mean()) if len(chances) else None,

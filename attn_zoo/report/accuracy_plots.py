@@ -36,7 +36,7 @@ def accuracy_picture(group: AccuracyGroup, look_of: Mapping[str, Look]) -> Pictu
     )
     scores = sorted(group.scores, key=lambda score: (score.mean is None, -(score.mean or 0.0)))
     title = f"{group.metric.capitalize()}: {group.title}"
-    head, foot = 0.72, 0.6
+    head, foot = 0.88, 0.6
     floor_rows = 0.17 * len(marks) + (0.12 if marks else 0)
     height = ROW * len(group.scores) + floor_rows
     total = head + height + foot
@@ -45,7 +45,8 @@ def accuracy_picture(group: AccuracyGroup, look_of: Mapping[str, Look]) -> Pictu
         figure = new_figure(WIDTH, total)
         figure.text(0.14 / WIDTH, 1 - 0.3 / total, plain(title, 78), fontsize=12.5, fontweight="bold", va="center")
         note = "large: mean over seeds with its 95 % t-interval; small: each seed; dashed: trivial models"
-        figure.text(0.14 / WIDTH, 1 - 0.53 / total, note, fontsize=8.5, color=MUTED, va="center")
+        figure.text(0.14 / WIDTH, 1 - 0.53 / total, plain(group.setting, 100), fontsize=8.5, color=MUTED, va="center")
+        figure.text(0.14 / WIDTH, 1 - 0.69 / total, note, fontsize=8.5, color=MUTED, va="center")
         words = [EndLabel("", _words(score, is_fraction=is_fraction), INK, 0, 0) for score in scores]
         right = label_width(figure, words) + 0.3
         left = label_width(figure, [EndLabel(plain(score.label), "", INK, 0, 0) for score in scores]) + 0.34
@@ -63,7 +64,7 @@ def accuracy_picture(group: AccuracyGroup, look_of: Mapping[str, Look]) -> Pictu
         axes.set_xlabel(f"{group.metric} on test", fontsize=9.5)
     said = "; ".join(f"{score.label}: {_words(score, is_fraction=is_fraction)}" for score in group.scores)
     floors = "; ".join(f"{name}: {_value(value, is_fraction=is_fraction)}" for name, value in marks)
-    return Picture(f"accuracy-{group.name}", title, f"{title}. {said}. {floors}.", figure)
+    return Picture(f"accuracy-{group.name}", title, f"{title}, {group.setting}. {said}. {floors}.", figure)
 
 
 def _value_limits(axes: Axes, values: list[float], *, is_fraction: bool) -> None:

@@ -155,10 +155,10 @@ def reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
     for slope, factor, words in ((1, below, "slope 1 (linear)"), (2, above, "slope 2 (quadratic)")):
         ends = [max(left, (bottom / factor) ** (1 / slope)), min(right, (top / factor) ** (1 / slope))]
         heights = [factor * end**slope for end in ends]
-        axes.plot(ends, heights, color="#afb8c1", lw=1.0, ls=(0, (4, 2)), zorder=0.6)
         start, end = axes.transData.transform(np.array([ends, heights]).T)
-        if math.hypot(*(end - start)) < 110:
+        if math.hypot(*(end - start)) < 110:  # too short for its words, and a line without words says nothing
             continue
+        axes.plot(ends, heights, color="#afb8c1", lw=1.0, ls=(0, (4, 2)), zorder=0.6)
         middle = math.sqrt(ends[0] * ends[1])
         axes.annotate(
             words,

@@ -47,7 +47,7 @@ def accuracy_table(group: AccuracyGroup) -> Table:
     against = f"vs {group.baseline}" if group.baseline else "vs exact"
     return Table(
         name=f"accuracy-{group.name}",
-        title=f"{group.metric.capitalize()}: {group.title}",
+        title=f"{group.metric.capitalize()}: {group.title}, {group.setting}",
         note=(
             f"Mean over seeds with its 95 % t-interval (one seed has none). {against}: difference paired by seed, with "
             "its interval (over test examples where there is one seed). Floors: trivial models, same test set."

@@ -119,3 +119,16 @@ def test_on_a_gpu(name: str, dtype: str) -> None:
         pytest.skip("needs a CUDA device")
     context = BuildContext(embed_dim=256, num_heads=4, max_seq_len=512)
     assert "shape_and_dtype" in gate(name, {}, context, dtype=dtype, device="cuda", seq_len=512)
+
+
+def test_no_memory_for_a_check_says_nothing_about_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_zoo.conformance import gate as function
+    from attn_zoo.conformance.check import CheckResult
+
+    def starved(check: object, subject: object) -> CheckResult:
+        return CheckResult("shape_and_dtype", "error", "out of memory", "")
+
+    monkeypatch.setitem(function.__globals__, "run_one", starved)
+    monkeypatch.setitem(function.__globals__, "_held", {})
+    with pytest.raises(MemoryError, match="out of memory"):
+        gate("full", {}, build(), seq_len=64)

@@ -106,6 +106,13 @@ def test_device_and_additions():
         make_plan(matrix, add_variants=["fake_okk"])
 
 
+def test_what_a_folder_stores_gives_the_same_cells_without_the_command_line():
+    plan = make_plan(make_matrix(["full"], device="auto"), device="cuda", add_variants=["fake_ok"], is_remote=True)
+    stored = make_plan(parse_matrix(plan.matrix.model_dump(mode="json"), "run.json"), is_remote=True)
+    assert [item.cell.key for item in stored.cells] == [item.cell.key for item in plan.cells]
+    assert {item.cell.device for item in stored.cells} == {"cuda"}
+
+
 def test_without_a_gpu_cuda_cells_are_refused_but_not_for_a_cluster(monkeypatch):
     monkeypatch.setattr("attn_zoo.matrix.plan._has_cuda", lambda: False)
     matrix = make_matrix(["full"], device="cuda")

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.errors import GateError, UnsupportedError
+from attn_zoo.errors import AttnZooError, GateError, UnsupportedError
 from attn_zoo.matrix.conditions import Conditions
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.matrix.outcomes import outcome_of, short_trace
+from attn_zoo.matrix.scaling import _refuse_impossible
 from attn_zoo.matrix.worker import run_cell
 from attn_zoo.matrix.workload import make_workload, padding_of
 from attn_zoo.records import Cell
@@ -206,3 +207,16 @@ def test_out_of_memory_on_the_gpu_is_a_result():
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert record.status == "oom_device", record.reason
     assert run_cell(cell(device="cuda"), budget_s=0.05).status == "ok"
+
+
+def test_a_time_that_the_hardware_cannot_reach_is_rejected(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    on_gpu = replace(cell(), device="cuda", dtype="bfloat16")
+    flops = 4 * 10**12  # 4 ms at 1000 TFLOP/s, which is above the data sheet; 10 ms are fine
+    _refuse_impossible(on_gpu, flops, 10.0)
+    with pytest.raises(AttnZooError, match=r"rejected: .* is above the peak of NVIDIA H200"):
+        _refuse_impossible(on_gpu, flops, 3.0)
+    backward = replace(on_gpu, pass_="fwd_bwd")
+    with pytest.raises(AttnZooError, match="rejected"):
+        _refuse_impossible(backward, flops, 10.0)
+    _refuse_impossible(replace(on_gpu, device="cpu"), flops, 3.0)
