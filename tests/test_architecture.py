@@ -147,7 +147,7 @@ def test_the_command_line_starts_without_torch():
 
 
 def _public_objects() -> list[tuple[str, object]]:
-    found = []
+    found: list[tuple[str, object]] = []
     for info in pkgutil.walk_packages([str(ROOT)], "attn_zoo."):
         if info.name == "attn_zoo.__main__":
             continue

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
+import attn_zoo
 from attn_zoo.docs import update_readme, update_results_index, variant_table
 from attn_zoo.errors import ConfigError
 
@@ -62,3 +66,12 @@ def test_python_examples_in_the_readme_run(tmp_path, monkeypatch):
     assert blocks
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+MODULES = [info.name for info in pkgutil.walk_packages(attn_zoo.__path__, "attn_zoo.") if "__main__" not in info.name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name):
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0

@@ -17,7 +17,7 @@ def span(seconds: float) -> str:
     """Return a duration for people.
 
     >>> span(0.42), span(59.6), span(3700)
-    ('0.4 s', '1 min 00 s', '1 h 02 min')
+    ('0.4 s', '1 min 00 s', '1 h 01 min')
     """
     whole = round(seconds)
     if seconds < 10:

@@ -126,7 +126,7 @@ def test_no_memory_for_a_check_says_nothing_about_the_variant(monkeypatch: pytes
     from attn_zoo.conformance.check import CheckResult
 
     def starved(check: object, subject: object) -> CheckResult:
-        return CheckResult("shape_and_dtype", "error", "out of memory", "")
+        return CheckResult(check="shape_and_dtype", outcome="error", message="out of memory")
 
     monkeypatch.setitem(function.__globals__, "run_one", starved)
     monkeypatch.setitem(function.__globals__, "_held", {})
