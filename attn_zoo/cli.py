@@ -178,11 +178,11 @@ def _plan(
 ) -> Plan:
     """Return the plan of a matrix file, or of the matrix that a results folder holds."""
     from attn_zoo.matrix.plan import make_plan
-    from attn_zoo.matrix.schema import load_matrix, parse_matrix
+    from attn_zoo.matrix.schema import load_matrix, restore_matrix
 
     _load(files)
     return make_plan(
-        parse_matrix(matrix, "run.json") if isinstance(matrix, dict) else load_matrix(matrix),
+        restore_matrix(matrix) if isinstance(matrix, dict) else load_matrix(matrix),
         device=device,
         only=only or (),
         shard=_shard(shard),

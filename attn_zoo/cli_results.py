@@ -150,6 +150,11 @@ def data_show(
         raise UnknownNameError("split", split, get_args(SplitName))
     made = tasks[task](level or next(iter(tasks[task].levels)), data_dir=data_dir)
     examples = made.split(cast(SplitName, split))
-    console.print(f"{task}, level {made.level}, {split}: {len(examples)} examples, {made.spec}", soft_wrap=True)
+    spec = made.spec
+    console.print(
+        f"{task}, level {made.level}, {split}: {len(examples)} examples of at most {spec.max_seq_len} tokens, "
+        f"{spec.num_classes} classes, guessing scores {spec.chance:g}",
+        soft_wrap=True,
+    )
     for index in range(min(count, len(examples))):
         console.print(f"{index}: {made.show(examples.example(index))}", markup=False, soft_wrap=True)

@@ -176,3 +176,96 @@ def test_the_module_runs_without_being_installed(tmp_path):
         [sys.executable, "-m", "attn_zoo", "list"], capture_output=True, text=True, check=True, cwd=root
     )
     assert "full" in done.stdout
+
+
+TINY = """
+name = "tiny"
+[defaults]
+num_heads = 2
+head_dim = 8
+budget_s = 0.02
+isolation = "lane"
+[[scaling]]
+variants = ["full", "linformer"]
+seq_len = [16, 32]
+passes = ["fwd"]
+is_causal = [false, true]
+"""
+
+
+def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(TINY)
+    planned = call("plan", "tiny.toml")
+    assert "8 cells on cpu: 6 to run, 2 refused" in planned.out
+    assert "each compressed key mixes all positions" in " ".join(planned.out.split())
+    assert not Path("runs").exists(), "a plan writes nothing"
+
+    assert call("run", "tiny.toml", "--out", "one").code == 0
+    again = call("run", "tiny.toml", "--out", "one")
+    assert "(0 new)" in again.out
+
+    status = call("status", "one")
+    assert status.code == 0
+    assert "8 done, 0 left" in status.out
+
+    report = call("report", "one", "--readme")
+    assert report.code == 0
+    for pattern in ("report.html", "README.md", "figures/time-*.svg", "figures/memory-*.png", "tables/*.csv"):
+        assert list(Path("one").glob(pattern)), pattern
+
+    assert call("export", "one", "--out", "all.csv").code == 0
+    assert len(Path("all.csv").read_text().splitlines()) == 9
+
+    assert call("run", "tiny.toml", "--out", "two").code == 0
+    compared = call("compare", "one", "two")
+    assert compared.code == 0
+    assert "cells" in compared.out
+
+
+def test_a_broken_matrix_is_reported_whole_and_nothing_is_written(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.toml").write_text(TINY.replace('"linformer"', '"linfromer"').replace('"fwd"', '"forward"'))
+    answer = call("run", "bad.toml", "--out", "out")
+    assert answer.code == 2
+    assert "bad.toml: 2 problems" in answer.err
+    assert "did you mean 'linformer'?" in answer.err
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report", "nowhere"),
+        ("status", "."),
+        ("export", ".", "--out", "x.csv"),
+        ("run", "missing.toml"),
+        ("run", "tiny.toml", "--shard", "3"),
+        ("run", "tiny.toml", "--engine", "rai"),
+        ("run", "tiny.toml", "--only", "nothing/*"),
+        ("run", "tiny.toml", "--retry", "tiemout"),
+        ("data", "show", "listop"),
+        ("data", "show", "listops", "--level", "shrt"),
+    ],
+)
+def test_mistakes_are_one_message_with_exit_code_two(call, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(TINY)
+    answer = call(*arguments)
+    assert answer.code == 2
+    assert answer.err.strip()
+    assert "Traceback" not in answer.err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
+
+
+def test_doctor_says_what_runs_here(call):
+    answer = call("doctor")
+    assert answer.code == 0
+    assert re.search(r"sdpa\.math", answer.out)
+    assert "CUDA" in answer.out
+
+
+def test_data_show_prints_what_a_person_reads(call):
+    answer = call("data", "show", "listops", "--level", "short", "--count", "2")
+    assert answer.code == 0
+    assert re.search(r"^1: \[.* = \d$", answer.out, re.MULTILINE)

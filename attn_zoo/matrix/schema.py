@@ -15,7 +15,7 @@ from attn_zoo.matrix.groups import GROUPS, MAX_CELLS, AccuracyGroup, Matrix
 from attn_zoo.matrix.sentences import Problem, sentences, shown, unknown_key
 from attn_zoo.registry import Registry, make_config, tasks, variants
 
-__all__ = ["Matrix", "load_matrix", "parse_matrix"]
+__all__ = ["Matrix", "load_matrix", "parse_matrix", "restore_matrix"]
 
 MAX_FILE_BYTES = 1_000_000
 _OWN_KEYS = ("variants", "task")  # what a group is about cannot be a default
@@ -83,6 +83,12 @@ def parse_matrix(data: Mapping[str, Any], source: str) -> Matrix:
     if problems or matrix is None:
         raise ConfigError(source, list(dict.fromkeys(problems)))
     return matrix
+
+
+def restore_matrix(stored: Mapping[str, Any]) -> Matrix:
+    """Return a matrix as `run.json` keeps it: resolved, with the file it came from. Raises as `load_matrix`."""
+    data = {key: value for key, value in stored.items() if key != "source"}
+    return parse_matrix(data, str(stored.get("source") or "run.json"))
 
 
 def _defaults(raw: Any) -> tuple[dict[str, Any], list[Problem]]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.matrix.plan import make_plan
-from attn_zoo.matrix.schema import parse_matrix
+from attn_zoo.matrix.schema import parse_matrix, restore_matrix
 from attn_zoo.matrix.sources import _digest, source_digest
 from attn_zoo.registry import variants
 from tests.matrix.conftest import VARIANT_FILE, make_matrix, tiny_plan
@@ -108,7 +108,7 @@ def test_device_and_additions():
 
 def test_what_a_folder_stores_gives_the_same_cells_without_the_command_line():
     plan = make_plan(make_matrix(["full"], device="auto"), device="cuda", add_variants=["fake_ok"], is_remote=True)
-    stored = make_plan(parse_matrix(plan.matrix.model_dump(mode="json"), "run.json"), is_remote=True)
+    stored = make_plan(restore_matrix(plan.matrix.model_dump(mode="json")), is_remote=True)
     assert [item.cell.key for item in stored.cells] == [item.cell.key for item in plan.cells]
     assert {item.cell.device for item in stored.cells} == {"cuda"}
 
