@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 import attn_zoo
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import GATE_CHECKS, gate
+from attn_zoo.conformance.gate import SPAN_LEN
 from attn_zoo.errors import ConfigError, GateError, UnknownNameError, UnsupportedError
 from tests.conformance.broken import Broken, Softmax, registered
 from tests.conformance.broken_claims import WrongScaleInFloat32
@@ -102,13 +102,21 @@ def test_a_gate_that_held_is_not_repeated_for_a_longer_cell() -> None:
         assert Counts.num_calls > calls
 
 
-def test_is_quick_for_a_long_cell() -> None:
-    context = BuildContext(embed_dim=512, num_heads=8, max_seq_len=32768)
-    with registered(Broken(cls=Softmax, check="", capabilities=MASKED)) as name:
-        started = time.process_time()
-        gate(name, {}, context, seq_len=32768)
-        # Work on the processor, so that a busy machine does not fail the test; all threads count.
-        assert time.process_time() - started < 20
+class NotesLengths(Softmax):
+    built: ClassVar[list[int]] = []
+
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        self.built.append(self.build.max_seq_len)
+        return super().keep(query, key, mask)
+
+
+def test_a_long_cell_is_gated_at_short_lengths() -> None:
+    """The cost of a gate must not grow with its cell: no module may be built, nor called, at the cell's own length."""
+    context = BuildContext(embed_dim=64, num_heads=2, max_seq_len=1_000_000)
+    with registered(Broken(cls=NotesLengths, check="", capabilities=MASKED)) as name:
+        gate(name, {}, context, seq_len=1_000_000)
+    assert NotesLengths.built
+    assert max(NotesLengths.built) == SPAN_LEN
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import platform
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from attn_zoo.measure.environment import capture_environment
 from attn_zoo.records import Environment
 
 
-def test_a_capture_is_quick_complete_and_storable():
-    started = time.perf_counter()
+def test_a_capture_is_complete_and_storable():
     captured = capture_environment()
-    assert time.perf_counter() - started < 10  # a fraction of a second on an idle machine
     assert captured.cpu
     assert captured.num_cores >= 1
     assert captured.memory_bytes > 2**28

@@ -58,8 +58,10 @@ class WorkerProcess:
         root = str(Path(attn_zoo.__path__[0]).parent)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
         # Threads that spin long while they wait lose their core to any other process and are late at every barrier.
-        # Measured for BigBird, 4096 tokens, 2 cores, forward and backward in ms: 286 spinning 100 000 rounds, 5575 with
-        # one core busy elsewhere; 265 and 1263 at 10 000; sleeping at once (OMP_WAIT_POLICY=passive) doubles the first.
+        # BigBird, two cores, H=8, D=64, forward and backward at 4096 tokens in ms, one run each, idle and with one core
+        # busy elsewhere: 286 and 5575 at 100 000 rounds; 265 and 1263 at 10 000; 337 and 617 at 1 000. Left alone it is
+        # erratic when busy (962 in one run, 13 412 in another). Sleeping at once (OMP_WAIT_POLICY=passive) took 1214
+        # instead of 624 at 8192 tokens on an idle machine.
         environment.setdefault("GOMP_SPINCOUNT", "10000")
         environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
         if threads is not None:
