@@ -9,7 +9,7 @@ TIME_LIMIT ?= 9
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-all test lint typecheck format docs gpu-test gpu clean
+.PHONY: help setup bench bench-all peers test lint typecheck format docs gpu-test gpu clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,6 +29,12 @@ bench: $(STAMP)  ## run benchmarks/quick.toml for real and write tables, figures
 
 bench-all: $(STAMP)  ## pytest-benchmark over every registered variant
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:xdist
+
+PEERS := $(wildcard benchmarks/peers/*.py)
+peers: $(STAMP)  ## ours beside other projects' implementations on the CPU (installs the extra `peers`)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[peers]"
+	$(BIN)/attn-zoo run benchmarks/peers-cpu.toml --out $(OUT)/peers-cpu $(PEERS:%=--variant-file %)
+	$(BIN)/attn-zoo report $(OUT)/peers-cpu
 
 test: $(STAMP)  ## all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_zoo import cli_results
+from attn_zoo import cli_maps, cli_results
 from attn_zoo.errors import AttnZooError
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def _options(pairs: list[str] | None) -> dict[str, Any]:
 OnlyCells = Annotated[list[str] | None, typer.Option("--only", help="Keep cells whose id matches, such as 'full/*'.")]
 Add = Annotated[list[str] | None, typer.Option("--add", help="Add this variant to every group; may be repeated.")]
 DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Trainings at once; timings always run alone.")]
 ShardOption = Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts only.")]
 
 
@@ -228,6 +229,7 @@ def run(
         float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")
     ] = None,
     retry: Annotated[list[str] | None, typer.Option(help="Run cells with this status again; may be repeated.")] = None,
+    jobs: Jobs = 1,
     engine: Annotated[str, typer.Option(help="local or ray")] = "local",
     address: Annotated[str, typer.Option(help="Of the Ray cluster.")] = "local",
     data_dir: DataDir = None,
@@ -242,8 +244,7 @@ def run(
         out or Path("runs") / planned.matrix.name,
         time_limit,
         retry,
-        engine,
-        address,
+        _engine(engine, address, jobs),
         allow_mixed_env,
         data_dir,
     )
@@ -254,8 +255,7 @@ def _run(
     folder: Path,
     time_limit: float | None,
     retry: list[str] | None,
-    engine: str,
-    address: str,
+    engine: Engine,
     allow_mixed_env: bool,
     data_dir: Path | None,
 ) -> None:
@@ -272,7 +272,7 @@ def _run(
     summary = runner.run(
         planned,
         Store(folder),
-        engine=_engine(engine, address),
+        engine=engine,
         time_limit_min=time_limit,
         retry_statuses=retry or (),
         progress=make_progress(),
@@ -283,17 +283,19 @@ def _run(
     raise typer.Exit(summary.exit_code)
 
 
-def _engine(name: str, address: str) -> Engine:
-    from attn_zoo.errors import UnknownNameError
+def _engine(name: str, address: str, jobs: int) -> Engine:
+    from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.matrix.engines.local import LocalEngine
 
     if name == "ray":
         from attn_zoo.matrix.engines.ray import RayEngine
 
+        if jobs != 1:
+            raise ConfigError("--jobs", [("", "is for the local engine; a Ray cluster has a slot for each node")])
         return RayEngine(address=address)
     if name != "local":
         raise UnknownNameError("engine", name, ["local", "ray"])
-    return LocalEngine()
+    return LocalEngine(jobs)
 
 
 def _stored_plan(store: Store, files: list[Path] | None, data_dir: Path | None = None) -> Plan:
@@ -306,14 +308,14 @@ def _stored_plan(store: Store, files: list[Path] | None, data_dir: Path | None =
 
 
 @app.command()
-def status(folder: Folder, files: VariantFiles = None, as_json: Json = False) -> None:
+def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show what a results folder has, what is left, and what failed with which reason."""
     from attn_zoo.console import print_json, print_standing
     from attn_zoo.matrix.runner import standing
     from attn_zoo.matrix.store import Store
 
     store = Store(folder)
-    planned, scan = _stored_plan(store, files), store.scan()
+    planned, scan = _stored_plan(store, files, data_dir), store.scan()
     now = standing(planned, list(scan.records.values()))
     if as_json:
         counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
@@ -334,6 +336,7 @@ def retry(
     ] = None,
     allow_mixed_env: Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")] = False,
     data_dir: DataDir = None,
+    jobs: Jobs = 1,
 ) -> None:
     """Run the cells of a folder again that failed. The old records are kept in its folder `replaced`."""
     from attn_zoo.matrix.statuses import ANSWERS
@@ -342,7 +345,7 @@ def retry(
 
     planned = _stored_plan(Store(folder), files, data_dir)
     statuses = only or [status for status in STATUSES if status not in ANSWERS]
-    _run(planned, folder, time_limit, statuses, "local", "local", allow_mixed_env, data_dir)
+    _run(planned, folder, time_limit, statuses, _engine("local", "local", jobs), allow_mixed_env, data_dir)
 
 
 @app.command()
@@ -368,3 +371,4 @@ def docs(path: Path = Path("README.md"), results: Path = Path("results")) -> Non
 
 
 cli_results.register(app)
+cli_maps.register(app)

@@ -1,4 +1,4 @@
-"""The commands that read results, data and the machine; `attn_zoo.cli` adds them to the command line."""
+"""The commands that read results and the machine, and `data` beside them; `attn_zoo.cli` adds them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["data", "register"]
+from attn_zoo.cli_data import data
+
+__all__ = ["register"]
 
 Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
-
-data = typer.Typer(help="Show the data of tasks.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -115,46 +114,3 @@ def doctor(as_json: Json = False) -> None:
         print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
     if failures:
         print_table("\nCould not be loaded", ("provider", "reason"), failures)
-
-
-@data.command("list")
-def data_list(as_json: Json = False) -> None:
-    """List tasks and their levels."""
-    from attn_zoo.console import print_json, print_table
-    from attn_zoo.registry import tasks
-
-    rows = [(name, ", ".join(tasks[name].levels)) for name in tasks]
-    if as_json:
-        print_json({name: list(tasks[name].levels) for name in tasks})
-    else:
-        print_table("", ("task", "levels"), rows)
-
-
-@data.command("show")
-def data_show(
-    task: str,
-    level: Annotated[str | None, typer.Option(help="Difficulty; by default the first.")] = None,
-    split: Annotated[str, typer.Option(help="train, validation or test")] = "test",
-    count: Annotated[int, typer.Option(min=1, help="How many examples.")] = 3,
-    data_dir: DataDir = None,
-) -> None:
-    """Print examples as a person reads them."""
-    from typing import cast, get_args
-
-    from attn_zoo.console import out as console
-    from attn_zoo.errors import UnknownNameError
-    from attn_zoo.registry import tasks
-    from attn_zoo.tasks.contract import SplitName
-
-    if split not in get_args(SplitName):
-        raise UnknownNameError("split", split, get_args(SplitName))
-    made = tasks[task](level or next(iter(tasks[task].levels)), data_dir=data_dir)
-    examples = made.split(cast(SplitName, split))
-    spec = made.spec
-    console.print(
-        f"{task}, level {made.level}, {split}: {len(examples)} examples of at most {spec.max_seq_len} tokens, "
-        f"{spec.num_classes} classes, guessing scores {spec.chance:g}",
-        soft_wrap=True,
-    )
-    for index in range(min(count, len(examples))):
-        console.print(f"{index}: {made.show(examples.example(index))}", markup=False, soft_wrap=True)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, Self
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from attn_zoo.errors import StoreError
+from attn_zoo.results import LOWER_IS_BETTER, Json, Memory, Score, Timing
 
 __all__ = [
+    "LOWER_IS_BETTER",
     "PROTOCOL_VERSION",
     "SCHEMA_VERSION",
     "STATUSES",
@@ -27,6 +26,7 @@ __all__ = [
     "Record",
     "Score",
     "Status",
+    "TRAINING_VERSION",
     "Timing",
 ]
 
@@ -34,7 +34,11 @@ SCHEMA_VERSION = 1
 """Of the JSON form. History: 1, first."""
 
 PROTOCOL_VERSION = 1
-"""Of the way we measure and train. Part of every cell's key, so that results never mix. History: 1, first."""
+"""Of the way we measure. Part of every scaling cell's key, so that results never mix. History: 1, first."""
+
+TRAINING_VERSION = 2
+"""Of the way we train; likewise for accuracy cells. History: 1, first; 2, every kind of task, bucketing by length,
+self-pretraining."""
 
 Status = Literal[
     "ok",
@@ -49,52 +53,24 @@ Status = Literal[
     "error",
     "cancelled",
 ]
+"""What became of a cell. `cancelled` is reserved: a cell that is stopped leaves no record, and the next run takes it
+up."""
 STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
 
 Pass = Literal["infer", "fwd", "bwd", "fwd_bwd"]
 """What one timing covers: forward without graph; forward that saves for backward; backward alone; both."""
 
 
-class _Json:
-    """To and from JSON, strictly: unknown or missing fields and non-finite numbers are refused."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
-
-    def to_json(self) -> str:
-        """Return one JSON text with sorted keys.
-
-        Raises:
-            StoreError: a number is not finite.
-        """
-        try:
-            return json.dumps(self.to_dict(), sort_keys=True, indent=1, allow_nan=False)
-        except ValueError as error:
-            raise StoreError(f"{type(self).__name__}: only finite numbers can be stored ({error})") from error
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], source: str = "") -> Self:
-        """Return the validated object.
-
-        Raises:
-            StoreError: `data` does not have the fields and types of this class.
-        """
-        try:
-            return TypeAdapter(cls).validate_python(dict(data))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            path = ".".join(str(part) for part in first["loc"])
-            raise StoreError(
-                f"{source or cls.__name__}: {path}: {first['msg']} ({error.error_count()} problems)"
-            ) from None
+def _short(value: Any) -> str:
+    """Return a value of a grid as ids write it: numbers as they are, anything else after a dash."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:g}"
+    parts = value if isinstance(value, list | tuple) else [value]
+    return "".join(f"-{part:g}" if isinstance(part, float) else f"-{str(part).lower() or 'none'}" for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell(_Json):
+class Cell(Json):
     """One point of a matrix. Fields that do not apply to its kind are None.
 
     Args:
@@ -121,8 +97,10 @@ class Cell(_Json):
         level: difficulty of the task.
         protocol: named training protocol.
         overrides: fields of the protocol that the matrix changes.
+        grid: the names among `overrides` that the matrix tunes: the same trials for every variant, of which the report
+            takes the one that is best on validation.
         data_digest: of the task's data.
-        protocol_version: see `PROTOCOL_VERSION`.
+        protocol_version: `PROTOCOL_VERSION` or, for accuracy, `TRAINING_VERSION`.
     """
 
     kind: Literal["scaling", "accuracy"]
@@ -148,6 +126,7 @@ class Cell(_Json):
     level: str | None = None
     protocol: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
+    grid: tuple[str, ...] = ()
     data_digest: str = ""
     protocol_version: int = PROTOCOL_VERSION
 
@@ -158,8 +137,11 @@ class Cell(_Json):
     @property
     def key(self) -> str:
         """First 20 hexadecimal digits of the SHA-256 of all fields: the name of the cell's record."""
+        data = asdict(self)
+        if not self.grid:  # newer than the first results, whose keys must stay what they are
+            del data["grid"]
         try:
-            text = json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+            text = json.dumps(data, sort_keys=True, allow_nan=False)
         except ValueError as error:
             raise StoreError(f"Cell: only finite numbers can be stored ({error})") from error
         return hashlib.sha256(text.encode()).hexdigest()[:20]
@@ -184,7 +166,18 @@ class Cell(_Json):
                 if is_on
             ]
             return "/".join([name, self.kind, str(self.pass_), f"L{self.seq_len}", short, *extra, f"seed{self.seed}"])
-        return "/".join([name, self.kind, str(self.task), str(self.level), str(self.protocol), f"seed{self.seed}"])
+        extra = [
+            part
+            for part, is_on in (
+                (short, self.dtype != "float32"),
+                ("causal", self.is_causal),
+                ("pretrain", bool(self.overrides.get("pretrain")) and "pretrain" not in self.grid),
+            )
+            if is_on
+        ]
+        extra += [f"{tried}{_short(self.overrides.get(tried))}" for tried in self.grid]
+        place = [str(self.task), str(self.level), str(self.protocol)]
+        return "/".join([name, self.kind, *place, *extra, f"seed{self.seed}"])
 
     @property
     def lane(self) -> str:
@@ -195,101 +188,7 @@ class Cell(_Json):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timing(_Json):
-    """Wall-clock samples of one callable, in milliseconds.
-
-    Args:
-        samples_ms: raw, in order; each already divided by `inner_loops`.
-        median_ms: of the samples.
-        q1_ms: lower quartile.
-        q3_ms: upper quartile.
-        low_ms: lower end of the 95 % bootstrap interval of the median.
-        high_ms: upper end.
-        first_ms: the first call, compilation included.
-        num_warmup: calls before the first sample.
-        inner_loops: calls per sample.
-        timer: `"perf_counter"` or `"cuda_event"`.
-        process_cpu_ms: processor time per call over all threads, on CPU.
-        flags: what makes the numbers doubtful, such as `"unstable"`.
-    """
-
-    samples_ms: tuple[float, ...]
-    median_ms: float
-    q1_ms: float
-    q3_ms: float
-    low_ms: float
-    high_ms: float
-    first_ms: float
-    num_warmup: int
-    inner_loops: int
-    timer: str
-    process_cpu_ms: float | None = None
-    flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory(_Json):
-    """Bytes one call needs. None where a method does not apply to the device.
-
-    Args:
-        peak_bytes: most that tensors occupied during the call, inputs included: allocator peak on GPU, exact tensor
-            peak on CPU.
-        extra_bytes: `peak_bytes` without inputs, output and gradients of the inputs: what the mechanism itself needs.
-        saved_bytes: kept for backward after forward, inputs included, each storage once.
-        input_bytes: inputs and parameters.
-        output_bytes: output.
-        reserved_bytes: held by the GPU allocator at the peak.
-        process_bytes: high water of the process above its state before the call, on CPU.
-    """
-
-    peak_bytes: int | None = None
-    extra_bytes: int | None = None
-    saved_bytes: int | None = None
-    input_bytes: int | None = None
-    output_bytes: int | None = None
-    reserved_bytes: int | None = None
-    process_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Score(_Json):
-    """Result of one training run.
-
-    Args:
-        metric: name, such as `"accuracy"`.
-        value: on test, as a fraction for accuracies.
-        validation: best on validation: the selection.
-        num_examples: in test.
-        chance: what guessing scores.
-        floors: what trivial models score on the same test set, by name.
-        best_step: step of the selected weights.
-        num_steps: steps trained.
-        num_params: trainable parameters.
-        train_flops: total training FLOPs from formulas, or None where the variant has none.
-        train_s: seconds of training, evaluation excluded.
-        tokens_per_s: training throughput, padding excluded.
-        curve: evaluations in order: step, train_loss, validation_loss, validation value.
-        correct: per test example, 1 or 0, as a string of digits: paired comparisons need it.
-    """
-
-    metric: str
-    value: float
-    validation: float
-    num_examples: int
-    chance: float
-    floors: dict[str, float] = field(default_factory=dict)
-    best_step: int
-    num_steps: int
-    num_params: int
-    train_flops: float | None = None
-    train_s: float
-    tokens_per_s: float
-    curve: tuple[dict[str, float], ...] = ()
-    correct: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Environment(_Json):
+class Environment(Json):
     """The machine and software of a run. Nothing here identifies a person: the host name is hashed.
 
     Args:
@@ -330,7 +229,7 @@ class Environment(_Json):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record(_Json):
+class Record(Json):
     """What became of one cell.
 
     Args:
@@ -344,6 +243,7 @@ class Record(_Json):
         attempt: 1 for the first.
         exit_code: of the worker process, where it ended abnormally; negative for a signal.
         kernels: paths that really ran, in order of first use.
+        num_jobs: cells that shared the device, this one included: with more than one, times mean little.
         is_simulated: the variant computes dense scores underneath, so its cost says nothing about the mechanism.
         gate: checks passed before timing.
         flops: forward FLOPs from the variant's formula (times 3.5 or 2.5 for passes with recomputing backward is not
@@ -374,6 +274,7 @@ class Record(_Json):
     energy_joules: float | None = None
     clocks_mhz: tuple[float, ...] = ()
     num_params: int | None = None
+    num_jobs: int = 1
     timing: Timing | None = None
     memory: Memory | None = None
     score: Score | None = None

@@ -60,10 +60,10 @@ def _why_not(name: str, device: str) -> str:
 
 
 @pytest.fixture
-def make_case(device: str) -> Callable[[str, int], Case]:
+def make_case(device: str) -> Callable[..., Case]:
     """Return a function that builds a variant for a length, checked at a short one before anything is timed."""
 
-    def make(name: str, seq_len: int) -> Case:
+    def make(name: str, seq_len: int, *, is_mixer: bool = False) -> Case:
         if reason := _why_not(name, device):
             pytest.skip(reason)
         build = BuildContext(embed_dim=NUM_HEADS * HEAD_DIM, num_heads=NUM_HEADS, max_seq_len=seq_len)
@@ -71,7 +71,7 @@ def make_case(device: str) -> Callable[[str, int], Case]:
         generator = torch.Generator(device).manual_seed(0)
         module: AbstractAttention | AbstractMixer
         shapes: list[tuple[int, ...]]
-        if variants[name].attention is None:
+        if is_mixer or variants[name].attention is None:
             module, shapes = build_mixer(name, build), [(BATCH_SIZE, seq_len, build.embed_dim)]
         else:
             module, shapes = build_attention(name, build), [(BATCH_SIZE, NUM_HEADS, seq_len, HEAD_DIM)] * 3

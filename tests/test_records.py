@@ -170,7 +170,7 @@ def test_equal_cells_have_equal_keys_after_a_trip_through_json(cell):
 
 def another(hint: Any, value: object) -> Any:
     """Return a value of the field's type that differs from `value`."""
-    candidates: list[Any] = ["x", 7, 0.5, not value, {"x": 1}, "mixer", "bwd", "accuracy"]
+    candidates: list[Any] = ["x", 7, 0.5, not value, {"x": 1}, "mixer", "bwd", "accuracy", ("x",)]
     for candidate in candidates:
         try:
             TypeAdapter(hint).validate_python(candidate, strict=True)

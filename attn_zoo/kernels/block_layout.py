@@ -11,10 +11,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.kernels.block_pattern import BlockPattern, make_pattern
+from attn_zoo.kernels.block_pattern import BlockPattern, band_pairs, make_pattern
 from attn_zoo.kernels.block_random import Candidates, permuted_blocks, uniform_blocks
 
-__all__ = ["BlockLayout", "layout_pattern"]
+__all__ = ["BlockLayout", "band_layout", "layout_pattern"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class BlockLayout:
             sequence's own first ones, and their rows are dense.
         is_permuted: draw permutations, where there are enough blocks, so that all blocks are drawn equally often.
         is_causal: hide later keys; random blocks are drawn from the past.
+        reach: hide keys further than this from the query, in tokens; for windows alone, of blocks that hold them all.
     """
 
     query_len: int
@@ -41,6 +42,7 @@ class BlockLayout:
     num_extra_tokens: int = 0
     is_permuted: bool = False
     is_causal: bool = False
+    reach: int | None = None
 
     @property
     def key_len(self) -> int:
@@ -91,6 +93,8 @@ class BlockLayout:
         Exact but for a shorter last block: how many random blocks are that one depends on the draw, and counts as its
         mean.
         """
+        if self.reach is not None:
+            return band_pairs(self.query_len, self.reach, is_causal=self.is_causal)
         size, last = self.block_size, self.key_len
         low, high, end = self.candidates.low, self.candidates.high, self.candidates.end
         dense = min(self.num_dense_rows * size, self.query_len)
@@ -104,6 +108,27 @@ class BlockLayout:
             return pairs + dense * last
         # Of its own block, a query sees the keys up to itself.
         return pairs + dense * (dense + 1) // 2 - int((queries * (queries - 1) // 2).sum())
+
+
+def band_layout(length: int, reach: int, block_size: int, *, is_causal: bool) -> BlockLayout:
+    """Return the layout of a band: each query sees the keys at most `reach` tokens away.
+
+    Args:
+        length: L, tokens of queries and keys.
+        reach: tokens on either side.
+        block_size: tokens in a block; a small one gathers fewer keys in vain, a large one has more to do at a time.
+        is_causal: only to the past.
+    """
+    reach = min(reach, length - 1)
+    return BlockLayout(
+        query_len=length,
+        block_size=block_size,
+        num_window_blocks=2 * -(-reach // block_size) + 1,
+        num_global_blocks=0,
+        num_random_blocks=0,
+        is_causal=is_causal,
+        reach=reach,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -130,5 +155,6 @@ def layout_pattern(layout: BlockLayout, num_heads: int, key: tuple[int, ...], de
         num_global=layout.num_leading,
         num_dense_rows=layout.num_dense_rows,
         is_causal=layout.is_causal,
+        reach=layout.reach,
     )
     return pattern if device == "cpu" else pattern.to(device)

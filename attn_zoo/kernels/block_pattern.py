@@ -16,7 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BlockPattern", "make_pattern"]
+__all__ = ["BlockPattern", "band_pairs", "make_pattern"]
+
+
+def band_pairs(length: int, reach: int, *, is_causal: bool) -> int:
+    """Return how many pairs of `length` positions are at most `reach` apart; under a causal mask, only to the past.
+
+    >>> band_pairs(4, 1, is_causal=False), band_pairs(4, 1, is_causal=True)
+    (10, 7)
+    """
+    near = min(reach, length - 1)
+    past = length * near - near * (near + 1) // 2
+    return length + past * (1 if is_causal else 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +48,8 @@ class BlockPattern:
             the first `counts`, zero beyond; none below `num_global`, none twice.
         counts: int32 `[P, R]`.
         is_causal: hide keys after the query's own position.
+        reach: hide keys further than this from the query's own position, in tokens; None hides none. Then `L == S`,
+            nothing is global, and a row lists all blocks that hold a key within reach, and no others.
     """
 
     query_len: int
@@ -47,6 +60,7 @@ class BlockPattern:
     indices: Tensor
     counts: Tensor
     is_causal: bool = False
+    reach: int | None = None
 
     @property
     def num_query_blocks(self) -> int:
@@ -88,8 +102,14 @@ class BlockPattern:
 
     @cached_property
     def is_full_row(self) -> Tensor:
-        """Rows without filling and without a ragged block, which need no mask: bool `[P, R]`, on the CPU."""
+        """Rows without filling and without a ragged block, which need no mask: bool `[P, R]`, on the CPU.
+
+        Under a `reach` they need one, the same for all: their blocks stand alike around the row's own.
+        """
         is_full = self.is_entry.all(-1)
+        if self.reach is not None:
+            blocks = -(-self.reach // self.block_size)
+            is_full = is_full & (self.counts == (1 if self.is_causal else 2) * blocks + 1)
         if self.key_len % self.block_size:
             is_full = is_full & (self.table != self.num_key_blocks - 1).all(-1)
         return is_full.cpu()
@@ -97,6 +117,8 @@ class BlockPattern:
     @cached_property
     def num_pairs(self) -> int:
         """Visible (query, key) pairs, summed over the P heads of the table."""
+        if self.reach is not None:
+            return self.counts.shape[0] * band_pairs(self.query_len, self.reach, is_causal=self.is_causal)
         size, ragged = self.block_size, self.key_len % self.block_size
         heads = self.counts.shape[0]
         rows = torch.arange(self.num_rows, device=self.counts.device)
@@ -116,7 +138,15 @@ class BlockPattern:
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits that are equal exactly for equal patterns, on every machine."""
-        head = (self.query_len, self.key_len, self.block_size, self.num_global, self.num_dense_rows, self.is_causal)
+        head: tuple[int, ...] = (
+            self.query_len,
+            self.key_len,
+            self.block_size,
+            self.num_global,
+            self.num_dense_rows,
+            self.is_causal,
+        )
+        head += () if self.reach is None else (self.reach,)
         state = hashlib.sha256(repr((*head, tuple(self.indices.shape))).encode())
         for tensor in (self.counts, self.indices):
             state.update(tensor.cpu().numpy().astype("<i4").tobytes())
@@ -144,6 +174,8 @@ class BlockPattern:
         size = self.block_size
         dense = blocks.bool().repeat_interleave(size, 1).repeat_interleave(size, 2)
         dense = dense[:, : self.query_len, : self.key_len]
+        if self.reach is not None:
+            dense = dense.triu(-self.reach).tril(self.reach)
         return dense.tril(self.key_len - self.query_len) if self.is_causal else dense
 
 
@@ -182,6 +214,7 @@ def make_pattern(
     num_global: int,
     num_dense_rows: int,
     is_causal: bool,
+    reach: int | None = None,
 ) -> BlockPattern:
     """Sort lists of key blocks into a `BlockPattern`, as narrow as its longest list.
 
@@ -194,6 +227,7 @@ def make_pattern(
         num_global: leading key blocks that all listed rows see; no entry may be below.
         num_dense_rows: leading query blocks that see all keys.
         is_causal: hide later keys.
+        reach: hide keys further away than this, in tokens.
 
     Raises:
         ValueError: an entry is out of range or occurs twice, or a causal row does not end in its own block.
@@ -223,4 +257,5 @@ def make_pattern(
         indices=torch.from_numpy(np.where(kept, entries, 0).astype(np.int32)),
         counts=torch.from_numpy(counts.astype(np.int32)),
         is_causal=is_causal,
+        reach=reach,
     )

@@ -165,7 +165,8 @@ class Pieces:
         """
         pattern, rows = self.pattern, chunk.rows
         is_full = rows is None or bool(self._table(pattern.is_full_row, group, rows).all())
-        if is_full and self.padding is None and self.slopes is None and not pattern.is_causal:
+        has_distance = pattern.is_causal or self.slopes is not None or pattern.reach is not None
+        if is_full and self.padding is None and not has_distance:
             return None, None
         keep: Tensor | None = None  # [batch or 1, heads or 1, blocks or 1, size or 1, keys]
         if rows is None:
@@ -178,24 +179,27 @@ class Pieces:
                 keep = (is_entry & (positions < pattern.key_len))[None, :, :, None]
         if self.padding is not None:
             is_key = self._is_key[group.batch][:, positions.long()][:, :, :, None]
-            keep = is_key if keep is None else keep & is_key
+            keep = _both(keep, is_key)
         bias: Tensor | None = None
-        if pattern.is_causal or self.slopes is not None:
+        if has_distance:
             offset, num_blocks = pattern.key_len - pattern.query_len, -(-(chunk.stop - chunk.start) // chunk.size)
             if keep is None and self.slopes is None and rows is not None:
-                # Only the last block of each row straddles the diagonal, so one row's mask serves all.
+                # Only the last block of each row straddles the diagonal, and a band looks alike from every row that is
+                # full, so one row's mask serves all.
                 positions, num_blocks = positions[:1, :1], 1
             standing = torch.arange(chunk.start, chunk.start + num_blocks * chunk.size, device=positions.device)
             standing = (standing + offset).int().view(num_blocks, chunk.size, 1)
             distance = standing - positions[:, :, None]  # [heads or 1, blocks, size, keys]
             if pattern.is_causal:
-                is_past = (distance >= 0)[None]
-                keep = is_past if keep is None else keep & is_past
+                keep = _both(keep, (distance >= 0)[None])
+            if pattern.reach is not None:
+                keep = _both(keep, (distance.abs() <= pattern.reach)[None])
             if self.slopes is not None:
                 slopes = self.slopes[group.head, None, None, None].to(self._wide)
                 bias = -slopes * distance.abs().to(self._wide)
         is_dead: Tensor | None = None
-        if self.padding is not None and keep is not None:
+        # Under a band, the filling of a ragged last block may stand beyond the reach of every key.
+        if keep is not None and (self.padding is not None or (pattern.reach is not None and not is_full)):
             is_dead = ~keep.any(-1, keepdim=True)
             keep = keep | is_dead  # what such a query gets is zeroed afterwards
             is_dead = self._by_block(is_dead, group)
@@ -215,3 +219,7 @@ class Pieces:
         if mask.shape[:3] == (1, 1, 1):
             return mask[0, 0]
         return mask.expand(*group.shape, *mask.shape[2:]).flatten(0, 2)
+
+
+def _both(keep: Tensor | None, other: Tensor) -> Tensor:
+    return other if keep is None else keep & other

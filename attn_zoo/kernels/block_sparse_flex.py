@@ -73,11 +73,13 @@ def _block_mask(
 
 def _mask_mod(pattern: BlockPattern, num_rows_len: int, padding: Tensor | None) -> MaskMod:
     """Return what is visible inside a partial block, for queries counted from the first listed row."""
-    key_len, is_causal = pattern.key_len, pattern.is_causal
+    key_len, is_causal, reach = pattern.key_len, pattern.is_causal, pattern.reach
     offset = key_len - num_rows_len
 
     def is_visible(batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:  # noqa: ARG001
         visible = key_at <= query_at + offset if is_causal else key_at < key_len
+        if reach is not None:
+            visible = visible & ((query_at + offset - key_at).abs() <= reach)
         if padding is not None:
             visible = visible & ~padding[batch, key_at]
         return visible
@@ -89,7 +91,7 @@ def listed_block_mask(pattern: BlockPattern, padding: Tensor | None) -> BlockMas
     """Return the block mask of the listed rows and entries, without dense rows and global columns.
 
     A block that nothing is hidden in is full, so that the kernel skips the mask: all but the diagonal of a causal
-    pattern, the ragged ends, and, with padding, everything.
+    pattern, the ends of a band, the ragged ends, and, with padding, everything.
 
     Args:
         pattern: on the device of the call.
@@ -101,9 +103,11 @@ def listed_block_mask(pattern: BlockPattern, padding: Tensor | None) -> BlockMas
     is_partial = torch.zeros_like(is_entry)
     if padding is not None:
         is_partial = torch.ones_like(is_entry)
+    own = (torch.arange(pattern.num_rows, device=table.device) + pattern.row_offset)[None, :, None]
     if pattern.is_causal:
-        own = torch.arange(pattern.num_rows, device=table.device) + pattern.row_offset
-        is_partial = is_partial | (table == own[None, :, None])
+        is_partial = is_partial | (table == own)
+    if pattern.reach is not None:  # the two corners furthest apart
+        is_partial = is_partial | ((table - own).abs() * pattern.block_size + pattern.block_size - 1 > pattern.reach)
     if pattern.key_len % pattern.block_size:
         is_partial = is_partial | (table == pattern.num_key_blocks - 1)
         is_partial[:, -1] = True

@@ -5,50 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.estimate import Estimate, estimate
 from attn_zoo.matrix.groups import AccuracyGroup, Matrix, ScalingGroup
+from attn_zoo.matrix.planned import PlannedCell, Refusal
 from attn_zoo.matrix.sources import source_digest
+from attn_zoo.matrix.training_cells import Known, known_of, trainings
 from attn_zoo.metadata import Request
 from attn_zoo.records import Cell
-from attn_zoo.registry import make_config, tasks, variants
+from attn_zoo.registry import make_config, variants
 
 __all__ = ["PlannedCell", "Refusal", "expand"]
-
-Refusal = tuple[str, str]
-"""Capability that is missing, and the sentence that says so."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedCell:
-    """A cell and how it will be run.
-
-    Args:
-        cell: what is measured.
-        refusal: why it will not run, or None.
-        isolation: a process of its own, or one shared with the shorter lengths of its lane.
-        timeout_s: seconds it may take.
-        budget_s: seconds of sampling.
-        has_energy: measure energy too.
-        has_count: count FLOPs too. One length checks the formula, and the counter takes seconds to load, so isolated
-            cells leave it to the shortest of their lane.
-        estimate_s: rough seconds, set-up included; None where nothing is known (training).
-        estimate_bytes: rough bytes at the peak; None likewise.
-    """
-
-    cell: Cell
-    refusal: Refusal | None = None
-    isolation: Literal["cell", "lane"] = "cell"
-    timeout_s: float = 600.0
-    budget_s: float = 1.0
-    has_energy: bool = False
-    has_count: bool = True
-    estimate_s: float | None = None
-    estimate_bytes: int | None = None
 
 
 def expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[PlannedCell]:
@@ -59,6 +29,11 @@ def expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[Pl
         has_cuda: cells on `"cuda"` can run.
         data_dir: where tasks find local data.
     """
+
+    @cache
+    def known(task: str, level: str) -> Known:
+        return known_of(task, level, data_dir)
+
     groups: tuple[ScalingGroup | AccuracyGroup, ...] = (*matrix.scaling, *matrix.accuracy)
     for group in groups:
         for entry in group.variants:
@@ -71,9 +46,7 @@ def expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[Pl
                 "device": group.device,
                 "threads": group.threads,
             }
-            for item in (
-                _scaling(group, common) if isinstance(group, ScalingGroup) else _accuracy(group, common, data_dir)
-            ):
+            for item in _scaling(group, common) if isinstance(group, ScalingGroup) else trainings(group, common, known):
                 yield item if has_cuda or group.device != "cuda" else _refused(item, "cuda", "no CUDA device here")
 
 
@@ -113,30 +86,11 @@ def _scaling(group: ScalingGroup, common: dict[str, Any]) -> Iterator[PlannedCel
         )
 
 
-def _accuracy(group: AccuracyGroup, common: dict[str, Any], data_dir: Path | None) -> Iterator[PlannedCell]:
-    missing: Refusal | None = None
-    try:
-        digest = tasks[group.task].digest(group.level, data_dir=data_dir)
-    except (UnsupportedError, ConfigError) as error:  # its data are not here
-        digest, missing = "", ("data", str(error))
-    for dtype, seed in itertools.product(group.dtypes, group.seeds):
-        cell = Cell(
-            kind="accuracy",
-            dtype=dtype,
-            seed=seed,
-            task=group.task,
-            level=group.level,
-            protocol=group.protocol,
-            overrides=json.loads(json.dumps(group.overrides)),
-            data_digest=digest,
-            **common,
-        )
-        yield PlannedCell(cell=cell, refusal=_refusal(cell) or missing, timeout_s=group.timeout_s)
-
-
 def _refusal(cell: Cell) -> Refusal | None:
-    """Return what the capabilities refuse. A task's masks and lengths are checked when the model is built."""
+    """Return what the capabilities refuse to a scaling cell."""
     variant = variants[cell.variant]
+    if cell.scope == "attention" and variant.attention is None:
+        return ("attention", 'needs hidden states [B, L, E]: scope = "mixer"')
     request = Request(
         is_causal=cell.is_causal,
         has_key_padding_mask=cell.has_padding,
@@ -146,9 +100,4 @@ def _refusal(cell: Cell) -> Refusal | None:
         dtype=cell.dtype,
         device=cell.device,
     )
-    if cell.kind == "accuracy":
-        # Direction is the task's business and not known here: ask for the one it has.
-        request = Request(dtype=cell.dtype, device=cell.device, is_causal=not variant.capabilities.bidirectional)
-    elif cell.scope == "attention" and variant.attention is None:
-        return ("attention", 'needs hidden states [B, L, E]: scope = "mixer"')
     return variant.capabilities.missing(request)

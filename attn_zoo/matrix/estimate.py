@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from statistics import mean
 
 from attn_zoo.metadata import Shape
-from attn_zoo.records import Cell
+from attn_zoo.records import Cell, Record
 from attn_zoo.registry import VariantConfig, variants
 
-__all__ = ["Estimate", "estimate", "scaled_seconds"]
+__all__ = ["Estimate", "TrainingTimes", "estimate", "scaled_seconds"]
 
 # Assumed, deliberately low: floating-point operations per second that attention reaches in float32.
 _RATE = {"cpu": 2e10, "cuda": 2e13}
@@ -73,3 +76,35 @@ def scaled_seconds(known_s: float, known_len: int, seq_len: int, exponent: float
     """Return what a cell will take if a shorter one of its lane took `known_s`: grown by the claimed exponent."""
     growth: float = (seq_len / known_len) ** max(exponent, 1.0)
     return known_s * growth
+
+
+class TrainingTimes:
+    """What trainings took, to forecast others by: the same training with another seed, or else ever less similar ones.
+
+    Args:
+        records: of this run and earlier ones; only finished trainings count.
+    """
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._seconds: dict[str, list[float]] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Take note of a record."""
+        if record.status == "ok" and record.score is not None:
+            for likeness in self._likenesses(record.cell):
+                self._seconds.setdefault(likeness, []).append(record.duration_s)
+
+    def forecast_s(self, cell: Cell) -> float:
+        """Return the mean of the most similar trainings, or 0 where nothing is known."""
+        known = (self._seconds[likeness] for likeness in self._likenesses(cell) if likeness in self._seconds)
+        return mean(next(known, [0.0]))
+
+    @staticmethod
+    def _likenesses(cell: Cell) -> Iterator[str]:
+        """Yield what must be equal, most first: all but the seed, all but the trial too, task and protocol alone."""
+        place = [cell.task, cell.level, cell.protocol, cell.device]
+        fixed = {name: value for name, value in cell.overrides.items() if name not in cell.grid}
+        for extra in ([cell.label, cell.dtype, cell.overrides], [cell.label, cell.dtype, fixed], []):
+            yield json.dumps([*place, *extra], sort_keys=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -129,26 +132,44 @@ class ScalingGroup(_Group):
 
 
 class AccuracyGroup(_Group):
-    """Training runs: variants x seeds on one task.
+    """Training runs: variants x seeds on tasks. Where several values are given, every combination is a cell.
 
     Args:
         task: registered name.
-        level: difficulty of the task.
+        level: difficulty of the task; every task of the group must have it.
+        is_causal: later tokens hidden. A choice for `token_classification` only; absent, every task has its own
+            direction, and `token_classification` both sides.
         protocol: named training protocol.
         overrides: fields of the protocol that this group changes; part of the cell's key.
+        grid: values to try for further fields of the protocol: every combination, the same for every variant.
+        keep_weights: store what was trained, as `weights/<key>.safetensors` in the results folder.
         timeout_s: seconds one training may take.
     """
 
-    task: str
-    level: str = "short"
+    task: Axis[str]
+    level: Axis[str] = ("short",)
+    is_causal: Axis[bool] | None = None
     protocol: str = "cpu-small"
     overrides: dict[str, Any] = {}
+    grid: dict[str, Axis[Any]] = {}
+    keep_weights: bool = False
     timeout_s: Seconds = 7 * 86_400.0
+
+    @property
+    def num_trials(self) -> int:
+        """How many combinations the grid has."""
+        return math.prod(len(values) for values in self.grid.values())
 
     @property
     def num_cells(self) -> int:
         """How many cells the group expands to."""
-        return len(self.variants) * len(self.seeds) * len(self.dtypes)
+        count = len(self.variants) * len(self.seeds) * len(self.dtypes) * len(self.task) * len(self.level)
+        return count * len(self.is_causal or (None,)) * self.num_trials
+
+    def trials(self) -> Iterator[dict[str, Any]]:
+        """Yield the overrides of each combination of the grid, those of the group included."""
+        for values in itertools.product(*self.grid.values()):
+            yield {**self.overrides, **dict(zip(self.grid, values, strict=True))}
 
 
 GROUPS: dict[str, type[ScalingGroup | AccuracyGroup]] = {"scaling": ScalingGroup, "accuracy": AccuracyGroup}

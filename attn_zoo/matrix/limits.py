@@ -1,4 +1,4 @@
-"""Memory as a process may use it: what is available, a limit that fails cleanly, traces of the out-of-memory killer.
+"""What a process may use: memory, a limit on it that fails cleanly, traces of the out-of-memory killer; cores.
 
 For Linux; elsewhere fewer things are known, and None says so.
 """
@@ -19,6 +19,7 @@ __all__ = [
     "be_first_to_die",
     "die_with_parent",
     "limit_memory",
+    "num_cores",
     "num_oom_kills",
     "resident_bytes",
 ]
@@ -63,6 +64,11 @@ def num_oom_kills() -> int | None:
                 if key == "oom_kill" and value.isdigit():
                     return int(value)
     return None
+
+
+def num_cores() -> int:
+    """Return the processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resident_bytes(pid: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import IO, Protocol
+from typing import IO, ClassVar, Protocol
 
 from attn_zoo.matrix.plan import PlannedCell
 from attn_zoo.records import Record
@@ -126,10 +126,12 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(PlainProgress):
-    """Finished cells scroll by; the last line shows the running cell and the time left.
+    """Finished cells scroll by; below them the running cells, and the time left.
 
     It is redrawn once a second by whoever waits, not by a thread: threads would take time from what is measured.
     """
+
+    MAX_SHOWN: ClassVar[int] = 8
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         super().__init__(stream)
@@ -138,7 +140,7 @@ class LiveProgress(PlainProgress):
 
         self._console = Console(file=self.stream, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._item: PlannedCell | None = None
+        self._running: dict[str, tuple[str, float]] = {}  # id and start by key
         self._eta_s = self._since = self._drawn = 0.0
 
     def begin(self, total: int, done: int) -> None:
@@ -151,23 +153,38 @@ class LiveProgress(PlainProgress):
         self._console.print(Text("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)))
 
     def started(self, item: PlannedCell, eta_s: float) -> None:
-        self._item, self._eta_s, self._since = item, eta_s, time.monotonic()
+        self._eta_s, self._since = eta_s, time.monotonic()
+        self._running[item.cell.key] = item.cell.id, self._since
         self.tick()
+
+    def finished(self, record: Record) -> None:
+        super().finished(record)
+        self._running.pop(record.cell.key, None)
 
     def tick(self) -> None:
         from rich.text import Text
 
         now = time.monotonic()
-        if self._item is None or now - self._drawn < 1.0:
+        if not self._running or now - self._drawn < 1.0:
             return
         self._drawn = now
-        passed = now - self._since
-        left = max(self._eta_s - passed, 0.0)
-        text = f"[{self.done + 1}/{self.total}] {self._item.cell.id}  {span(passed)}, about {span(left)} left in all"
-        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+        self._live.update(Text("\n".join(self._picture(now)), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _picture(self, now: float) -> list[str]:
+        """Return the lines to show: one for a single cell, otherwise one for each and one for all."""
+        left = max(self._eta_s - (now - self._since), 0.0)
+        known = f"about {span(left)} left in all" if self._eta_s else "time left unknown"
+        running = list(self._running.values())
+        if len(running) == 1:
+            (name, since) = running[0]
+            return [f"[{self.done + 1}/{self.total}] {name}  {span(now - since)}, {known}"]
+        lines = [f"  {name}  {span(now - since)}" for name, since in running[: self.MAX_SHOWN]]
+        if len(running) > self.MAX_SHOWN:
+            lines.append(f"  and {len(running) - self.MAX_SHOWN} more")
+        return [*lines, f"[{self.done}/{self.total}] {len(running)} running, {known}"]
 
     def end(self) -> None:
-        self._item = None
+        self._running.clear()
         self._live.stop()
 
 

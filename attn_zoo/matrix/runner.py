@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,103 +14,32 @@ from typing import Protocol
 
 from attn_zoo.matrix.claims import claims_of
 from attn_zoo.matrix.engines.local import LocalEngine
-from attn_zoo.matrix.estimate import scaled_seconds
 from attn_zoo.matrix.plan import Plan, PlannedCell
 from attn_zoo.matrix.progress import Progress, SilentProgress
+from attn_zoo.matrix.session import Session
 from attn_zoo.matrix.standing import Standing, Summary, standing
 from attn_zoo.matrix.store import Store
 from attn_zoo.matrix.supervise import Control, Settings
-from attn_zoo.records import Environment, Record
-from attn_zoo.registry import variants
+from attn_zoo.records import Record
 
 __all__ = ["Engine", "Standing", "Summary", "run", "standing"]
-
-GRACE_S = 30.0
-"""How long the running cell may go on after the first Ctrl-C."""
 
 Lanes = Sequence[tuple[Sequence[PlannedCell], Sequence[Record]]]
 
 
 class Engine(Protocol):
-    """Supervises workers. Records go to `control`, which belongs to the driver: nobody else writes."""
+    """Supervises workers. Records go to `control`, which belongs to the driver: nobody else writes.
+
+    Attributes:
+        is_remote: workers run on other machines.
+        jobs: trainings at once on this one.
+    """
 
     is_remote: bool
+    jobs: int
 
     def run(self, lanes: Lanes, settings: Settings, control: Control) -> None:
         """Run all lanes, as long as `control` agrees."""
-
-
-class _Session:
-    """The driver's side: stores records as they come, keeps the time limit, hears Ctrl-C."""
-
-    def __init__(
-        self, store: Store, progress: Progress, time_limit_s: float | None, todo: Sequence[PlannedCell]
-    ) -> None:
-        self._store, self._progress = store, progress
-        self._began = time.monotonic()
-        self._deadline = None if time_limit_s is None else self._began + time_limit_s
-        self._waiting = {item.cell.key: item for item in todo}
-        self._known: dict[str, Record] = {}
-        self._kill_at: float | None = None
-        self.stopped: str | None = None
-        self.new: list[Record] = []
-
-    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """First call: end after the running cell, or its grace. Second: at once."""
-        now = time.monotonic()
-        if self.stopped == "interrupted":
-            self._kill_at = now
-            return
-        self.stopped, self._kill_at = "interrupted", now + GRACE_S
-        self._progress.say(
-            f"stopping after the running cell (at most {GRACE_S:g} s); press Ctrl-C again to stop at once. "
-            "The same command goes on from here."
-        )
-
-    def is_over(self) -> bool:
-        return self.stopped == "interrupted" or (self._deadline is not None and time.monotonic() >= self._deadline)
-
-    def forecast_s(self, item: PlannedCell) -> float:
-        """Return the seconds a cell will take: from shorter lengths of its lane where there are any."""
-        known, cell = self._known.get(item.cell.lane), item.cell
-        if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
-            exponent = variants[cell.variant].complexity.time_exponent
-            return scaled_seconds(known.duration_s, known.cell.seq_len, cell.seq_len, exponent)
-        return item.estimate_s or 0.0
-
-    def may_start(self, item: PlannedCell) -> bool:
-        if self.is_over():
-            self.stopped = self.stopped or "time limit"
-            return False
-        if self._deadline is None:
-            return True
-        if time.monotonic() + min(self.forecast_s(item), item.timeout_s) <= self._deadline:
-            return True
-        self.stopped = self.stopped or "time limit"  # cells of other lanes may still fit
-        return False
-
-    def started(self, item: PlannedCell) -> None:
-        self._progress.started(item, sum(self.forecast_s(waiting) for waiting in self._waiting.values()))
-
-    def should_stop(self) -> bool:
-        self._progress.tick()
-        now = time.monotonic()
-        if self._kill_at is not None and now >= self._kill_at:
-            return True
-        if self._deadline is not None and now >= self._deadline:
-            self.stopped = self.stopped or "time limit"
-            return True
-        return False
-
-    def finished(self, record: Record) -> None:
-        self._store.write(record)
-        self._waiting.pop(record.cell.key, None)
-        self._known[record.cell.lane] = record
-        self.new.append(record)
-        self._progress.finished(record)
-
-    def moved_to(self, environment: Environment) -> None:
-        self._store.add_environment(environment)
 
 
 @contextmanager
@@ -177,13 +105,15 @@ def run(
                 store.retire(key)
                 del records[key]
         left = standing(plan, list(records.values())).left
-        session = _Session(store, progress, None if time_limit_min is None else time_limit_min * 60, left)
+        limit_s = None if time_limit_min is None else time_limit_min * 60
+        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs)
         settings = Settings(
             logs=store.logs,
             environment=environment.digest,
             variant_files=plan.variant_files,
             data_dir=data_dir,
             checkpoints=store.checkpoints,
+            weights=store.weights,
         )
         progress.begin(len(plan.cells), len(plan.cells) - len(left))
         try:

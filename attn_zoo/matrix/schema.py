@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, suggestion
-from attn_zoo.matrix.groups import GROUPS, MAX_CELLS, AccuracyGroup, Matrix
+from attn_zoo.errors import ConfigError, suggestion
+from attn_zoo.matrix.groups import GROUPS, MAX_CELLS, Matrix
+from attn_zoo.matrix.names import name_problems, plain_problems
 from attn_zoo.matrix.sentences import Problem, sentences, shown, unknown_key
-from attn_zoo.registry import Registry, make_config, tasks, variants
 
 __all__ = ["Matrix", "load_matrix", "parse_matrix", "restore_matrix"]
 
@@ -75,9 +74,9 @@ def parse_matrix(data: Mapping[str, Any], source: str) -> Matrix:
         matrix = Matrix.model_validate(resolved)
     except ValidationError as error:
         problems += sentences(error, Matrix)
-    problems += _names(data, defaults)
+    problems += name_problems(data, defaults)
     told = {path for path, _ in problems}
-    problems += [problem for kind in GROUPS for problem in _plain(data.get(kind), kind) if problem[0] not in told]
+    problems += [item for kind in GROUPS for item in plain_problems(data.get(kind), kind) if item[0] not in told]
     if matrix is not None:
         problems += _whole(matrix)
     if problems or matrix is None:
@@ -118,106 +117,6 @@ def _defaults(raw: Any) -> tuple[dict[str, Any], list[Problem]]:
 
 def _starts(path: str, key: str) -> bool:
     return path.removeprefix("defaults.").partition("[")[0].partition(".")[0] == key
-
-
-def _lookup(registry: Registry[Any], name: str) -> Problem | None:
-    try:
-        registry[name]
-    except UnknownNameError as error:
-        return ("", str(error))
-    return None
-
-
-def _groups(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for kind in GROUPS:
-        groups = data.get(kind)
-        for index, group in enumerate(groups if isinstance(groups, list) else []):
-            if isinstance(group, dict):
-                yield f"{kind}[{index}]", group
-
-
-def _names(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Problem]:
-    """Check names of variants and tasks, and variants' options, on the raw data: also where the rest is wrong."""
-    problems: list[Problem] = []
-    shared = data.get("options", {})
-    shared = shared if isinstance(shared, dict) else {}
-    for name, options in shared.items():
-        problems += _options(name, options, f"options.{name}")
-    for where, group in _groups(data):
-        entries = group.get("variants", [])
-        for index, entry in enumerate(entries if isinstance(entries, list) else [entries]):
-            name = entry.get("name") if isinstance(entry, dict) else entry
-            path = f"{where}.variants[{index}]"
-            if not isinstance(name, str):
-                continue
-            missing = _lookup(variants, name)
-            if missing:
-                problems.append((path, missing[1]))
-            elif isinstance(entry, dict) and isinstance(entry.get("options"), dict):
-                base = shared.get(name, {})
-                merged = {**base, **entry["options"]} if isinstance(base, dict) else entry["options"]
-                problems += _options(name, merged, f"{path}.options")
-        if isinstance(group.get("task"), str):
-            problems += _task({**defaults, **group}, where)
-    return problems
-
-
-def _task(group: dict[str, Any], where: str) -> list[Problem]:
-    """Check task, level, protocol and overrides of an accuracy group."""
-    missing = _lookup(tasks, group["task"])
-    if missing:
-        return [(f"{where}.task", missing[1])]
-    from attn_zoo.training.protocol import resolve_protocol  # imports the model, so only where there is training
-
-    problems: list[Problem] = []
-    task, fields = tasks[group["task"]], AccuracyGroup.model_fields
-    level, protocol = (group.get(key, fields[key].default) for key in ("level", "protocol"))
-    overrides = group.get("overrides", {})
-    try:
-        if isinstance(level, str):
-            task.check_level(level)
-    except UnknownNameError as error:
-        problems.append((f"{where}.level", str(error)))
-    try:
-        if isinstance(protocol, str) and isinstance(overrides, dict):
-            resolve_protocol(protocol, task_settings=task.settings.get(protocol), overrides=overrides)
-    except UnknownNameError as error:
-        problems.append((f"{where}.protocol", str(error)))
-    except ConfigError as error:
-        path = f"{where}.overrides"
-        problems += [(f"{path}.{key}" if key else path, text) for key, text in error.problems]
-    return problems
-
-
-def _options(name: str, options: Any, path: str) -> list[Problem]:
-    missing = _lookup(variants, name)
-    if missing:
-        return [(path, missing[1])]
-    if not isinstance(options, dict):
-        return []  # the model says so already
-    plain = _plain(options, path)
-    if plain:
-        return plain
-    try:
-        make_config(variants[name].config, options, name)
-    except ConfigError as error:
-        return [(f"{path}.{where}" if where else path, text) for where, text in error.problems]
-    except AttnZooError as error:
-        return [(path, str(error))]
-    return []
-
-
-def _plain(value: Any, path: str) -> list[Problem]:
-    """Refuse what JSON cannot hold exactly: dates, NaN and infinities."""
-    if isinstance(value, dict):
-        return [problem for key, item in value.items() for problem in _plain(item, f"{path}.{key}")]
-    if isinstance(value, list):
-        return [problem for index, item in enumerate(value) for problem in _plain(item, f"{path}[{index}]")]
-    if isinstance(value, float) and not math.isfinite(value):
-        return [(path, f"expected a finite number; got {value}")]
-    if not isinstance(value, str | int | float | None):
-        return [(path, f"expected a string, number, true or false; got {shown(value)}")]
-    return []
 
 
 def _whole(matrix: Matrix) -> list[Problem]:

@@ -3,6 +3,8 @@
 run.json            the resolved matrices and every environment by digest
 cells/<key>.json    one record; the file is the mark that the cell is done
 logs/<key>.log      what the cell printed
+weights/            what was trained, one file per cell, where the matrix asks to keep it
+checkpoints/        state of trainings that have not ended
 replaced/           records that `retry` ran again
 quarantine/         files in `cells` that are no records, each with its reason
 """
@@ -36,6 +38,7 @@ class Store:
         self.folder = Path(folder)
         self.logs = self.folder / "logs"
         self.checkpoints = self.folder / "checkpoints"
+        self.weights = self.folder / "weights"
         self._cells = self.folder / "cells"
         self._info = self.folder / "run.json"
 

@@ -35,6 +35,8 @@ class Settings:
         variant_files: plain files that workers load first.
         data_dir: where tasks find local data.
         checkpoints: folder in which trainings keep one folder each, or None.
+        weights: folder for trained weights that a matrix asks to keep, or None.
+        threads: CPU threads of a cell that does not say, where several share the cores; None leaves torch's default.
     """
 
     logs: Path
@@ -42,6 +44,8 @@ class Settings:
     variant_files: tuple[str, ...] = ()
     data_dir: Path | None = None
     checkpoints: Path | None = None
+    weights: Path | None = None
+    threads: int | None = None
 
 
 class Control(Protocol):
@@ -64,6 +68,9 @@ class Control(Protocol):
 
     def moved_to(self, environment: Environment) -> None:
         """Take note that the next records come from another machine."""
+
+    def say(self, text: str) -> None:
+        """Pass a message on to whoever watches."""
 
 
 def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
@@ -124,7 +131,7 @@ def _run_one(
     checkpoint = settings.checkpoints / cell.key if settings.checkpoints and cell.kind == "accuracy" else None
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         if worker is None:
-            worker = WorkerProcess(log, cell.threads)
+            worker = WorkerProcess(log, cell.threads or settings.threads)
         request = {
             "cell": cell.to_dict(),
             "budget_s": item.budget_s,
@@ -136,6 +143,7 @@ def _run_one(
             "variant_files": settings.variant_files,
             "data_dir": str(settings.data_dir) if settings.data_dir else None,
             "checkpoint_dir": str(checkpoint) if checkpoint else None,
+            "weights_dir": str(settings.weights) if settings.weights and item.keep_weights else None,
             "log": str(log),
         }
         began, clock = datetime.now(UTC), time.monotonic()

@@ -35,6 +35,7 @@ def run_cell(
     attempt: int = 1,
     data_dir: Path | None = None,
     checkpoint_dir: Path | None = None,
+    weights_dir: Path | None = None,
     room_bytes: int | None = None,
 ) -> Record:
     """Run one cell in this process and say what became of it; every exception but Ctrl-C becomes a status.
@@ -49,6 +50,7 @@ def run_cell(
         attempt: 1 for the first.
         data_dir: where tasks find local data.
         checkpoint_dir: where a training may continue from.
+        weights_dir: where to store what was trained, or None.
         room_bytes: of memory that could be allocated at the start, for messages.
 
     Returns:
@@ -73,7 +75,7 @@ def run_cell(
         else:
             from attn_zoo.matrix.accuracy import measure_accuracy
 
-            record = measure_accuracy(record, data_dir=data_dir, checkpoint_dir=checkpoint_dir)
+            record = measure_accuracy(record, data_dir=data_dir, checkpoint_dir=checkpoint_dir, weights_dir=weights_dir)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a variant may even call sys.exit: it becomes a named outcome
@@ -119,7 +121,8 @@ def _answer(request: dict[str, Any]) -> Record:
             raise ConfigError(cell.variant, [("", "its source was changed while the matrix ran; run again")])
     except AttnZooError as error:
         return Record(cell=cell, status="error", reason=str(error), environment=request["environment"])
-    folders = {name: Path(request[name]) if request[name] else None for name in ("data_dir", "checkpoint_dir")}
+    names = ("data_dir", "checkpoint_dir", "weights_dir")
+    folders = {name: Path(request[name]) if request[name] else None for name in names}
     return run_cell(
         cell,
         budget_s=request["budget_s"],

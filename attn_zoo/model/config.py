@@ -29,6 +29,7 @@ class ModelConfig:
         embed_dim: E.
         num_heads: H.
         num_kv_heads: G; 0 means H.
+        head_dim: D; 0 means E / H.
         num_layers: blocks in each stack.
         ffn_dim: width inside the feed-forward network.
         position: how positions are represented. Sinusoidal (Vaswani et al. 2017) and learned are added to embeddings;
@@ -56,6 +57,7 @@ class ModelConfig:
     embed_dim: int = 64
     num_heads: int = 2
     num_kv_heads: int = 0
+    head_dim: int = 0
     num_layers: int = 2
     ffn_dim: int = 128
     position: PositionKind = "learned"
@@ -100,6 +102,7 @@ class ModelConfig:
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
             max_seq_len=num_positions,
             is_causal=is_causal,
             is_cross=is_cross,

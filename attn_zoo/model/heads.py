@@ -1,19 +1,17 @@
-"""Models: a stack and a head for each kind of task."""
+"""Models that read: an encoder and a head, for a class per sequence, per pair of sequences or per position."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from attn_zoo.attention.contract import AbstractMixer
 from attn_zoo.model.config import ModelConfig
-from attn_zoo.model.initialise import initialise
-from attn_zoo.model.stacks import Decoder, Encoder
+from attn_zoo.model.initialise import initialise, seeded
+from attn_zoo.model.stacks import Encoder
 
-__all__ = ["Classifier", "LanguageModel", "Retriever", "Seq2Seq", "pool_mean"]
+__all__ = ["Classifier", "Denoiser", "Retriever", "TokenClassifier", "pool_mean"]
 
 
 def pool_mean(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
@@ -22,14 +20,6 @@ def pool_mean(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         return hidden.mean(1)
     keep = (~key_padding_mask).to(hidden.dtype)[..., None]
     return hidden.masked_fill(key_padding_mask[..., None], 0.0).sum(1) / keep.sum(1).clamp(min=1.0)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Build a model under its own seed, leaving the caller's random state as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
 
 
 class _PooledEncoder(nn.Module):
@@ -62,10 +52,15 @@ class Classifier(nn.Module):
     def __init__(self, config: ModelConfig, num_classes: int) -> None:
         super().__init__()
         self.config = config
-        with _seeded(config.seed):
+        with seeded(config.seed):
             self.tower = _PooledEncoder(config)
             self.head = _mlp(config.embed_dim, config, num_classes)
         initialise(self, config.seed)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The part that pretraining shares."""
+        return self.tower.encoder
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return logits `[B, C]` of integers `[B, L]`; `key_padding_mask` is bool `[B, L]`, True = padding."""
@@ -86,10 +81,15 @@ class Retriever(nn.Module):
     def __init__(self, config: ModelConfig, num_classes: int = 2) -> None:
         super().__init__()
         self.config = config
-        with _seeded(config.seed):
+        with seeded(config.seed):
             self.tower = _PooledEncoder(config)
             self.head = _mlp(4 * config.embed_dim, config, num_classes)
         initialise(self, config.seed)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The part that pretraining shares."""
+        return self.tower.encoder
 
     def forward(
         self,
@@ -104,116 +104,64 @@ class Retriever(nn.Module):
         return logits
 
 
-def _can_step(model: nn.Module) -> bool:
-    """Whether every causal mixer of `model` decodes with state."""
-    mixers = [part for part in model.modules() if isinstance(part, AbstractMixer) and part.build.is_causal]
-    return all(part.variant is not None and part.variant.capabilities.decode != "none" for part in mixers)
-
-
-class LanguageModel(nn.Module):
-    """Decoder and token head.
+class TokenClassifier(nn.Module):
+    """Encoder and a linear map to classes at every position; nothing is pooled.
 
     Args:
         config: of the model.
+        num_classes: C.
+        is_causal: every position sees the past only.
+
+    Raises:
+        UnsupportedError: the variant, or the normalisation, has no such form.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, num_classes: int, *, is_causal: bool = False) -> None:
         super().__init__()
         self.config = config
-        with _seeded(config.seed):
-            self.decoder = Decoder(config, config.vocab_size)
-            self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        with seeded(config.seed):
+            self.encoder = Encoder(config, is_causal=is_causal)
+            self.head = nn.Linear(config.embed_dim, num_classes)
         initialise(self, config.seed)
-        if config.has_tied_embeddings:
-            self.head.weight = self.decoder.embedding.token.weight
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return logits `[B, L, V]` for the token after each of `[B, L]`."""
-        logits: Tensor = self.head(self.decoder(tokens, key_padding_mask))
-        return logits
-
-    @torch.no_grad()
-    def generate(self, prompt: Tensor, num_tokens: int) -> Tensor:
-        """Continue greedily: with explicit state where the variant decodes, else by running all so far again.
-
-        Args:
-            prompt: integers `[B, L]`, L at least 1, no padding.
-            num_tokens: to add.
-
-        Returns:
-            `[B, L + num_tokens]`.
-        """
-        tokens = prompt
-        if not _can_step(self):
-            for _ in range(num_tokens):
-                tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
-            return tokens
-        state = self.decoder.init_state(len(prompt))
-        hidden: Tensor | None = None
-        for position in range(prompt.shape[1] + num_tokens - 1):
-            hidden, state = self.decoder.step(tokens[:, position : position + 1], state)
-            if position >= prompt.shape[1] - 1:
-                tokens = torch.cat([tokens, self.head(hidden).argmax(-1)], dim=1)
-        return tokens
-
-
-class Seq2Seq(nn.Module):
-    """Encoder-decoder with cross-attention and token head (Vaswani et al. 2017, figure 1).
-
-    Args:
-        config: of the model; `target_vocab_size` is the decoder's vocabulary.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        vocab_size = config.target_vocab_size or config.vocab_size
-        with _seeded(config.seed):
-            self.encoder = Encoder(config)
-            self.decoder = Decoder(config, vocab_size, context_len=config.max_seq_len)
-            self.head = nn.Linear(config.embed_dim, vocab_size, bias=False)
-        initialise(self, config.seed)
-        if config.has_tied_embeddings:
-            self.head.weight = self.decoder.embedding.token.weight
-
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        source_padding_mask: Tensor | None = None,
-        target_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return logits `[B, L, V]` for the token after each of `target` `[B, L]`, given `source` `[B, S]`."""
-        context, padding = self.encoder(source, source_padding_mask)
-        hidden = self.decoder(target, target_padding_mask, context=context, context_padding_mask=padding)
+        """Return logits `[B, L, C]` of integers `[B, L]`; `key_padding_mask` is bool `[B, L]`, True = padding."""
+        hidden, _ = self.encoder(tokens, key_padding_mask)
         logits: Tensor = self.head(hidden)
         return logits
 
-    @torch.no_grad()
-    def generate(
-        self, source: Tensor, num_tokens: int, *, start_token: int, source_padding_mask: Tensor | None = None
-    ) -> Tensor:
-        """Decode greedily from `start_token`: with explicit state where the variant decodes.
 
-        Args:
-            source: integers `[B, S]`.
-            num_tokens: to produce.
-            start_token: first input of the decoder.
-            source_padding_mask: bool `[B, S]`, True = padding.
+class Denoiser(nn.Module):
+    """What a model is pretrained in: its encoder, with one more token for what is hidden, and a linear token head.
 
-        Returns:
-            `[B, num_tokens]`, without the start token.
-        """
-        context, padding = self.encoder(source, source_padding_mask)
-        tokens = torch.full((len(source), 1), start_token, dtype=torch.long, device=source.device)
-        can_step = _can_step(self.decoder)
-        state = (
-            self.decoder.init_state(len(source), context=context, context_padding_mask=padding) if can_step else None
-        )
-        for _ in range(num_tokens):
-            if state is not None:
-                hidden, state = self.decoder.step(tokens[:, -1:], state)
-            else:
-                hidden = self.decoder(tokens, context=context, context_padding_mask=padding)
-            tokens = torch.cat([tokens, self.head(hidden[:, -1:]).argmax(-1)], dim=1)
-        return tokens[:, 1:]
+    Args:
+        config: of the model to pretrain. Token `config.vocab_size` means "hidden".
+        is_causal: every position sees the past only.
+        has_cls: the model's encoder puts a learned vector in front.
+
+    Raises:
+        UnsupportedError: the variant, or the normalisation, has no such form.
+    """
+
+    def __init__(self, config: ModelConfig, *, is_causal: bool, has_cls: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.has_cls = has_cls
+        with seeded(config.seed):
+            self.encoder = Encoder(
+                replace(config, vocab_size=config.vocab_size + 1), has_cls=has_cls, is_causal=is_causal
+            )
+            self.head = nn.Linear(config.embed_dim, config.vocab_size)
+        initialise(self, config.seed)
+
+    def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Return logits `[B, L, V]` of integers `[B, L]`; `key_padding_mask` is bool `[B, L]`, True = padding."""
+        hidden, _ = self.encoder(tokens, key_padding_mask)
+        logits: Tensor = self.head(hidden[:, 1:] if self.has_cls else hidden)
+        return logits
+
+    def encoder_weights(self) -> dict[str, Tensor]:
+        """Return what the encoder of the model has too: all but the embedding of the hidden token."""
+        weights: dict[str, Tensor] = self.encoder.state_dict()
+        name = "embedding.token.weight"
+        return {**weights, name: weights[name][: self.config.vocab_size]}

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from attn_zoo.attention.contract import AbstractAttention
 
-__all__ = ["initialise"]
+__all__ = ["initialise", "seeded"]
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Build a model under its own seed, leaving the caller's random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 @torch.no_grad()

@@ -50,19 +50,33 @@ def _embedding(config: ModelConfig, vocab_size: int, num_positions: int, *, has_
     )
 
 
+def _refuse_leaks(config: ModelConfig) -> None:
+    """Raise `UnsupportedError` where the normalisation would let later positions influence earlier ones."""
+    if config.norm == "batch_norm":
+        raise UnsupportedError(
+            "causal", "batch_norm in a decoder: its statistics run over all positions, so later tokens would leak"
+        )
+
+
 class Encoder(nn.Module):
     """Tokens to hidden states, every position seeing all others.
 
     Args:
         config: of the model.
         has_cls: put a learned vector in front of every sequence.
+        is_causal: every position sees the past only.
+
+    Raises:
+        UnsupportedError: with `is_causal`, what `Decoder` refuses.
     """
 
-    def __init__(self, config: ModelConfig, *, has_cls: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, has_cls: bool = False, is_causal: bool = False) -> None:
         super().__init__()
+        if is_causal:
+            _refuse_leaks(config)
         num_positions = config.max_seq_len + (1 if has_cls else 0)
         self.embedding = _embedding(config, config.vocab_size, num_positions, has_cls=has_cls)
-        self.blocks = _blocks(config, is_causal=False, num_positions=num_positions)
+        self.blocks = _blocks(config, is_causal=is_causal, num_positions=num_positions)
         self.final_norm = make_norm(config.norm, config.embed_dim) if config.norm_order == "pre" else None
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -107,10 +121,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, context_len: int = 0) -> None:
         super().__init__()
-        if config.norm == "batch_norm":
-            raise UnsupportedError(
-                "causal", "batch_norm in a decoder: its statistics run over all positions, so later tokens would leak"
-            )
+        _refuse_leaks(config)
         self.embedding = _embedding(config, vocab_size, config.max_seq_len, has_cls=False)
         self.blocks = _blocks(config, is_causal=True, num_positions=config.max_seq_len, context_len=context_len)
         self.final_norm = make_norm(config.norm, config.embed_dim) if config.norm_order == "pre" else None

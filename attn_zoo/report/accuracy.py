@@ -1,55 +1,19 @@
-"""Training results over seeds: mean with interval, floors, and the difference to the exact baseline paired by seed."""
+"""Training results over seeds: mean with interval, where it stands beside the floors, difference to the baseline."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
-import pandas as pd
-
+from attn_zoo.report.label_score import LabelScore, make_label_score
 from attn_zoo.report.load import Results
+from attn_zoo.report.metric import Metric
+from attn_zoo.report.trainings import Setting, Training, group_trainings
+from attn_zoo.report.trials import Trial, make_trials, unequal_trials
 from attn_zoo.report.units import slug
-from attn_zoo.statistics import mean_interval, paired_difference
 
-__all__ = ["AccuracyGroup", "LabelScore", "make_accuracy_groups"]
-
-GROUP_FIELDS = ("task", "level", "protocol", "overrides", "data_digest", "dtype", "device", "protocol_version")
-"""What must agree before two scores may stand in one table."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LabelScore:
-    """Scores of one label over seeds.
-
-    Args:
-        values: by seed; only runs that finished.
-        mean: over seeds, or None where no run finished.
-        low: lower end of the 95 % t-interval of the mean; None below two seeds.
-        high: upper end.
-        difference: mean over common seeds of (this minus baseline), or None without a baseline.
-        difference_low: lower end of its 95 % interval: over seeds, or over test examples where only one seed is common.
-        difference_high: upper end.
-        num_paired: common seeds.
-        failures: statuses of the runs that gave no score, with their reasons.
-        tokens_per_s: mean training throughput.
-        num_params: trainable parameters.
-    """
-
-    label: str
-    values: dict[int, float]
-    mean: float | None
-    low: float | None
-    high: float | None
-    difference: float | None = None
-    difference_low: float | None = None
-    difference_high: float | None = None
-    num_paired: int = 0
-    failures: tuple[tuple[str, str], ...] = ()
-    tokens_per_s: float | None = None
-    train_s: float | None = None
-    num_params: int | None = None
+__all__ = ["AccuracyGroup", "make_accuracy_groups"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,132 +21,158 @@ class AccuracyGroup:
     """Scores that may be compared: the same task, level, protocol and data.
 
     Args:
+        setting: what they share.
         title: task and level, for people.
-        setting: protocol, what was changed in it, dtype and device.
+        how: protocol, what was changed in it, dtype and device.
         name: for file names.
+        metric: of all scores.
         chance: what guessing scores, or None where no run finished.
         floors: what trivial models score, by name.
-        scores: ordered by label.
+        scores: ordered by label, from scratch first.
+        trials: what was tuned, by label and start; one trial each where nothing was.
         baseline: label of the exact variant that differences refer to, or empty.
         num_examples: in the test set.
+        num_machines: that the runs were made on.
+        warnings: what makes the comparison doubtful.
     """
 
+    setting: Setting
     title: str
-    setting: str
+    how: str
     name: str
-    metric: str
+    metric: Metric
     chance: float | None
-    floors: dict[str, float] = field(default_factory=dict)
+    floors: Mapping[str, float] = field(default_factory=dict)
     scores: tuple[LabelScore, ...] = ()
+    trials: Mapping[tuple[str, str], tuple[Trial, ...]] = field(default_factory=dict)
     baseline: str = ""
     num_examples: int | None = None
+    num_machines: int = 1
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """Return task, level and protocol: what titles of tables end with. Their notes have the rest of the setting."""
+        return f"{self.title}, {self.setting.protocol}"
+
+    @property
+    def ranked(self) -> list[LabelScore]:
+        """Scores, best first, those without any last."""
+        return sorted(self.scores, key=lambda score: (self.metric.order(score.mean), score.name))
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """What models had learned before, random weights first."""
+        return tuple(sorted({score.start for score in self.scores}))
+
+    @property
+    def marks(self) -> dict[str, float]:
+        """Chance and floors by name, worst first."""
+        found = dict(self.floors) | ({"chance": self.chance} if self.chance is not None else {})
+        return dict(sorted(found.items(), key=lambda mark: self.metric.order(mark[1]), reverse=True))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any of the runs shared its device, so that times mean little."""
+        return any(score.is_shared for score in self.scores)
+
+    def find(self, label: str, start: str = "") -> LabelScore | None:
+        """Return the score of one label."""
+        return next((score for score in self.scores if (score.label, score.start) == (label, start)), None)
 
 
 def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
     """Return one group for each task, level, protocol and data set, in a stable order."""
-    rows = results.frame[results.frame["kind"] == "accuracy"]
     groups = []
     taken: dict[str, int] = {}
-    for key, group in rows.groupby(list(GROUP_FIELDS), dropna=False, sort=True):
-        setting = dict(zip(GROUP_FIELDS, key, strict=True))
-        name = slug(str(setting["task"]), str(setting["level"]), str(setting["protocol"]))
+    for setting, runs in group_trainings(results):
+        parts = (setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "")
+        name = slug(*(part for part in parts if part))
         taken[name] = taken.get(name, 0) + 1
         suffix = f"-{taken[name]}" if taken[name] > 1 else ""
-        changes = json.loads(str(setting["overrides"])) if setting["overrides"] else {}
-        title = ", ".join(str(setting[part]) for part in ("task", "level") if setting[part])
-        how = ", ".join(
-            [
-                f"protocol {setting['protocol']}",
-                *(f"{option}={value}" for option, value in changes.items()),
-                str(setting["dtype"]),
-                str(setting["device"]).upper(),
-            ]
-        )
-        groups.append(_group(group, results, title, how, name + suffix))
+        groups.append(_group(setting, runs, results, name + suffix))
     return groups
 
 
-def _group(rows: pd.DataFrame, results: Results, title: str, setting: str, name: str) -> AccuracyGroup:
-    good = rows[(rows["status"] == "ok") & rows["value"].notna()]
-    labels = sorted(set(rows["label"]))
-    values = {label: _by_seed(good[good["label"] == label]) for label in labels}
-    baseline = _baseline(rows, values, results)
-    by_label = {label: rows[rows["label"] == label] for label in labels}
-    scores = tuple(_label_score(label, by_label, values, baseline) for label in labels)
+def _title(setting: Setting) -> str:
+    details = ", ".join([part for part in (setting.level,) if part] + ["causal"] * setting.is_causal)
+    return f"{setting.task} ({details})" if details else setting.task
+
+
+def _how(setting: Setting) -> str:
+    tuned = [f"tuned: {', '.join(setting.tuned)}"] if setting.tuned else []
+    changes = [f"{option}={value}" for option, value in setting.changes.items()]
+    threads = [f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"] if setting.threads else []
+    machine = [setting.dtype, setting.device.upper(), *threads]
+    return ", ".join([f"protocol {setting.protocol}", *changes, *tuned, *machine])
+
+
+def _group(setting: Setting, runs: list[Training], results: Results, name: str) -> AccuracyGroup:
+    scored = [run for run in runs if run.is_scored]
+    metric = Metric(scored[0].metric if scored else next((run.metric for run in runs if run.metric), "score"))
+    members: dict[tuple[str, str], list[Training]] = {}
+    for run in runs:
+        members.setdefault((run.label, run.start), []).append(run)
+    trials = {key: make_trials(found, metric) for key, found in members.items()}
+    chosen = {key: next(trial for trial in found if trial.is_selected).runs for key, found in trials.items()}
     floors: dict[str, list[float]] = {}
-    for text in good["floors"]:
-        for floor, value in json.loads(text or "{}").items():
+    for run in scored:
+        for floor, value in run.floors.items():
             floors.setdefault(floor, []).append(value)
-    chances = good["chance"].dropna()
-    examples = good["num_examples"].dropna()
+    chances = [run.chance for run in scored if run.chance is not None]
+    chance = fmean(chances) if chances else None
+    means = {floor: fmean(values) for floor, values in sorted(floors.items())}
+    baseline = _baseline(chosen, results)
+    title = _title(setting)
+    ran = {key: found for key, found in trials.items() if any(run.status != "unsupported" for run in members[key])}
+    has_kinds = len({start for _, start in trials if start}) > 1
+    warning = unequal_trials(title, {_name(key, has_kinds=has_kinds): found for key, found in ran.items()})
     return AccuracyGroup(
-        title=title,
         setting=setting,
+        title=title,
+        how=_how(setting),
         name=name,
-        metric=str(good["metric"].iloc[0]) if len(good) else "score",
-        chance=float(chances.mean()) if len(chances) else None,
-        floors={floor: fmean(all_values) for floor, all_values in sorted(floors.items())},
-        scores=scores,
+        metric=metric,
+        chance=chance,
+        floors=means,
+        scores=tuple(
+            make_label_score(
+                key,
+                chosen[key],
+                chosen.get((baseline, key[1]), ()) if baseline != key[0] else (),
+                metric=metric,
+                chance=chance,
+                floors=means,
+                num_trials=len(trials[key]),
+                reference_params=_params(chosen.get((baseline, key[1]), ())),
+                name=_name(key, has_kinds=has_kinds),
+                trial=next(trial for trial in trials[key] if trial.is_selected).words,
+            )
+            for key in sorted(trials)
+        ),
+        trials=trials,
         baseline=baseline,
-        num_examples=int(examples.max()) if len(examples) else None,
+        num_examples=max((run.num_examples for run in scored if run.num_examples), default=None),
+        num_machines=len({run.environment for run in scored}),
+        warnings=(warning,) if warning else (),
     )
 
 
-def _by_seed(rows: pd.DataFrame) -> dict[int, float]:
-    return {int(seed): float(value) for seed, value in zip(rows["seed"], rows["value"], strict=True)}
+def _name(key: tuple[str, str], *, has_kinds: bool) -> str:
+    label, start = key
+    return f"{label} (self-pretrained{f', {start}' if has_kinds else ''})" if start else label
 
 
-def _baseline(rows: pd.DataFrame, values: dict[str, dict[int, float]], results: Results) -> str:
+def _params(runs: tuple[Training, ...]) -> int | None:
+    return max((run.num_params for run in runs if run.num_params), default=None)
+
+
+def _baseline(chosen: Mapping[tuple[str, str], tuple[Training, ...]], results: Results) -> str:
     """Return the exact label with most seeds (the first by name among equals)."""
-    variants = dict(zip(rows["label"], rows["variant"], strict=True))
-    claims = {label: results.claim(str(variants[label])) for label in values}
-    exact = [label for label, claim in claims.items() if claim is not None and claim.is_exact and values[label]]
-    return max(exact, key=lambda label: len(values[label])) if exact else ""
-
-
-def _label_score(
-    label: str, by_label: dict[str, pd.DataFrame], values: dict[str, dict[int, float]], baseline: str
-) -> LabelScore:
-    own, rows = values[label], by_label[label]
-    mean, low, high = _mean(list(own.values()))
-    differences: list[float] = []
-    if baseline and label != baseline:
-        differences = [own[seed] - values[baseline][seed] for seed in sorted(own) if seed in values[baseline]]
-    difference, difference_low, difference_high = _mean(differences)
-    if len(differences) == 1:
-        difference_low, difference_high = _over_examples(rows, by_label[baseline])
-    failed = rows[rows["status"] != "ok"]
-    good = rows[rows["status"] == "ok"]
-    speeds, times, params = (good[name].dropna() for name in ("tokens_per_s", "train_s", "num_params"))
-    return LabelScore(
-        label=label,
-        values=own,
-        mean=mean,
-        low=low,
-        high=high,
-        difference=difference,
-        difference_low=difference_low,
-        difference_high=difference_high,
-        num_paired=len(differences),
-        failures=tuple(zip(failed["status"], failed["reason"], strict=True)),
-        tokens_per_s=float(speeds.mean()) if len(speeds) else None,
-        train_s=float(times.mean()) if len(times) else None,
-        num_params=int(params.max()) if len(params) else None,
-    )
-
-
-def _over_examples(rows: pd.DataFrame, baseline: pd.DataFrame) -> tuple[float | None, float | None]:
-    """Return the interval of the difference over test examples, for the one seed that both have."""
-    own, other = (dict(zip(frame["seed"], frame["correct"], strict=True)) for frame in (rows, baseline))
-    seed = next((seed for seed in own if own[seed] and other.get(seed)), None)
-    if seed is None or len(own[seed]) != len(other[seed]):
-        return None, None
-    found = paired_difference(own[seed], other[seed])
-    return found.low, found.high
-
-
-def _mean(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    if not values:
-        return None, None, None
-    low, high = mean_interval(values) or (None, None)
-    return fmean(values), low, high
+    seeds: dict[str, int] = {}
+    for (label, _), runs in sorted(chosen.items()):
+        claim = results.claim(runs[0].variant)
+        if claim is not None and claim.is_exact:
+            seeds[label] = seeds.get(label, 0) + sum(run.is_scored for run in runs)
+    able = [label for label, count in seeds.items() if count]
+    return max(able, key=lambda label: seeds[label]) if able else ""

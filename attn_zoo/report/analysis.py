@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attn_zoo.report.accuracy import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.load import Results, read_results
+from attn_zoo.report.overview import Overview, make_overviews
 from attn_zoo.report.series import Panel, make_panels
 
 __all__ = ["Analysis", "PanelAnalysis", "analyse"]
@@ -45,18 +46,26 @@ class Analysis:
         results: the records.
         panels: scaling.
         accuracy: training.
+        overviews: of several tasks trained alike.
         labels: of everything, sorted: the position decides colour, marker and line style in every figure.
     """
 
     results: Results
     panels: tuple[PanelAnalysis, ...]
     accuracy: tuple[AccuracyGroup, ...]
+    overviews: tuple[Overview, ...]
     labels: tuple[str, ...]
 
     @property
     def title(self) -> str:
         """Names of the runs."""
         return ", ".join(dict.fromkeys(run.name for run in self.results.runs))
+
+    @property
+    def variants(self) -> dict[str, str]:
+        """Registered name of the variant behind each label."""
+        frame = self.results.frame
+        return dict(zip(frame["label"], frame["variant"], strict=True))
 
 
 def analyse(dirs: Iterable[str | Path]) -> Analysis:
@@ -76,9 +85,12 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
         )
         for panel in make_panels(results)
     )
+    groups = tuple(make_accuracy_groups(results))
+    doubts = tuple(warning for group in groups for warning in group.warnings)
     return Analysis(
-        results=results,
+        results=replace(results, warnings=(*results.warnings, *doubts)),
         panels=panels,
-        accuracy=tuple(make_accuracy_groups(results)),
+        accuracy=groups,
+        overviews=tuple(make_overviews(groups)),
         labels=tuple(sorted(set(results.frame["label"]), key=lambda label: (str(label).casefold(), label))),
     )

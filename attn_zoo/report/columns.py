@@ -24,14 +24,22 @@ def number_column(heading: str, key: str, show: Callable[[float], str], priority
     )
 
 
-def interval_column(heading: str, key: str, show: Callable[[float], str], priority: float = 1) -> Column:
-    """Return a column of `value [low, high]`, brief `value`."""
+def interval_column(
+    heading: str,
+    key: str,
+    show: Callable[[float], str],
+    priority: float = 1,
+    *,
+    show_end: Callable[[float], str] | None = None,
+) -> Column:
+    """Return a column of `value [low, high]`, brief `value`; the ends may be written shorter than the value."""
+    end = show_end or show
 
     def full(row: Row) -> str:
         if row[key] is None:
             return ""
         ends = (row[f"{key}_low"], row[f"{key}_high"])
-        return show(row[key]) + ("" if None in ends else f" [{show(ends[0])}, {show(ends[1])}]")
+        return show(row[key]) + ("" if None in ends else f" [{end(ends[0])}, {end(ends[1])}]")
 
     return Column(
         heading=heading,

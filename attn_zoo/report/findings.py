@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.accuracy_findings import accuracy_findings, overview_finding
 from attn_zoo.report.analysis import Analysis, PanelAnalysis
 from attn_zoo.report.growth_tables import crossing_text
 from attn_zoo.report.units import human_length, human_ms
@@ -21,9 +21,10 @@ MOST = 6
 
 
 def findings(analysis: Analysis) -> list[str]:
-    """Return one sentence or two for each panel and accuracy group, and how many cells gave no measurement."""
+    """Return a few sentences for each panel and accuracy group, and how many cells gave no measurement."""
     found = [text for one in analysis.panels if (text := _panel(one))]
-    found += [text for group in analysis.accuracy if (text := _accuracy(group))]
+    found += [overview_finding(overview) for overview in analysis.overviews]
+    found += [text for group in analysis.accuracy for text in accuracy_findings(group)]
     frame = analysis.results.frame
     missing = int((frame["status"] != "ok").sum())
     if not len(frame):
@@ -53,18 +54,3 @@ def _panel(one: PanelAnalysis) -> str:
         wins = [f"{found.label} {crossing_text(found)}" for found in crossings]
         said.append(f"faster than {one.panel.baseline.label}: {', '.join(wins)}")
     return f"{capital}: {'; '.join(said)}."
-
-
-def _accuracy(group: AccuracyGroup) -> str:
-    scored = [score for score in group.scores if score.mean is not None]
-    if not scored:
-        return ""
-    is_fraction = group.metric.endswith("accuracy")
-
-    def show(value: float) -> str:
-        return f"{100 * value:.1f} %" if is_fraction else f"{value:.3g}"
-
-    scores = sorted(scored, key=lambda score: -(score.mean or 0.0))
-    means = [f"{score.label} {show(score.mean or 0.0)} (n={len(score.values)})" for score in scores[:MOST]]
-    floor = f"; the best trivial model scores {show(max(group.floors.values()))}" if group.floors else ""
-    return f"{group.metric.capitalize()} on {group.title}: {', '.join(means)}{floor}."

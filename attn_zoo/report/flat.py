@@ -23,30 +23,37 @@ _SCORE = (
     "train_flops",
     "train_s",
     "tokens_per_s",
+    "padding_frac",
+    "pretrain",
+    "pretrain_s",
+    "pretrain_flops",
 )
+_SCORE_JSON = ("floors", "breakdown", "curve", "settings")
 
 COLUMNS: tuple[str, ...] = (
     *("variant", "label", "kind", "seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device"),
     *("pass", "scope", "is_causal", "has_padding", "dropout_p", "status", "reason", *_TIMING, *_MEMORY),
     *("flops", "counted_flops", "energy_joules", "kernel", "is_simulated", "num_params", "task", "level", *_SCORE),
-    *("floors", "seed", "threads", "protocol", "overrides", "protocol_version", "options", "variant_digest"),
-    *("data_digest", "environment", "run", "key", "started", "duration_s", "isolation", "attempt", "exit_code"),
-    *("gate", "flags", "num_samples", "samples_ms", "correct"),
+    *("train_peak_bytes", "floors", "seed", "threads", "protocol", "overrides", "grid", "protocol_version", "options"),
+    *("variant_digest", "data_digest", "environment", "run", "key", "started", "duration_s", "isolation", "attempt"),
+    *("exit_code", "num_jobs", "gate", "flags", "num_samples", "samples_ms", "breakdown", "curve", "settings"),
+    "correct",
 )
 """Every column, in the order of the export. Units are in the suffixes; what was not measured is empty."""
 
 INTEGER_COLUMNS: tuple[str, ...] = (
     *("seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "seed", "threads", "protocol_version"),
     *(*_MEMORY, "flops", "counted_flops", "num_params", "num_warmup", "inner_loops", "num_examples", "best_step"),
-    *("num_steps", "attempt", "exit_code", "num_samples"),
+    *("num_steps", "attempt", "exit_code", "num_samples", "num_jobs", "train_peak_bytes"),
 )
 
 NUMBER_COLUMNS: tuple[str, ...] = (
     *("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms", "process_cpu_ms", "energy_joules", "dropout_p"),
     *("value", "validation", "chance", "train_flops", "train_s", "tokens_per_s", "duration_s"),
+    *("padding_frac", "pretrain_s", "pretrain_flops"),
 )
 
-TEXT_COLUMNS: tuple[str, ...] = ("pass", "scope", "task", "level", "metric", "protocol", "timer")
+TEXT_COLUMNS: tuple[str, ...] = ("pass", "scope", "task", "level", "metric", "protocol", "timer", "pretrain")
 
 _FROM_CELL = (
     "variant",
@@ -84,6 +91,7 @@ _FROM_RECORD = (
     "isolation",
     "attempt",
     "exit_code",
+    "num_jobs",
 )
 
 
@@ -101,14 +109,16 @@ def flat_row(record: Record, run: str, environment: str) -> dict[str, Any]:
     row |= {name: getattr(timing, name, None) for name in _TIMING}
     row |= {name: getattr(memory, name, None) for name in _MEMORY}
     row |= {name: getattr(score, name, None) for name in _SCORE}
+    row |= {name: json.dumps(getattr(score, name), sort_keys=True) if score else "" for name in _SCORE_JSON}
     row |= {
         "label": cell.label or cell.variant,
         "pass": cell.pass_,
         "kernel": " + ".join(record.kernels),
         "num_params": record.num_params if score is None else score.num_params,
-        "floors": json.dumps(score.floors, sort_keys=True) if score else "",
+        "train_peak_bytes": score.peak_bytes if score else None,
         "options": json.dumps(cell.options, sort_keys=True),
         "overrides": json.dumps(cell.overrides, sort_keys=True),
+        "grid": json.dumps(cell.grid),
         "environment": environment,
         "run": run,
         "gate": " + ".join(record.gate),

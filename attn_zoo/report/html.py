@@ -53,7 +53,7 @@ def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[t
         script=Markup(script),  # noqa: S704
         title=clean(analysis.title) or "no results",
         findings=[clean(text) for text in findings(analysis)],
-        explanation=EXPLANATION,
+        explanation=EXPLANATION if analysis.panels else "",
         warnings=[clean(text) for text in analysis.results.warnings],
         figures=[
             {"title": clean(picture.title), "alt": clean(picture.alt), "source": _data_uri(svg)}

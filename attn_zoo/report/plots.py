@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from attn_zoo.report.accuracy_plots import accuracy_picture
 from attn_zoo.report.analysis import Analysis
+from attn_zoo.report.breakdown_plots import breakdown_picture
+from attn_zoo.report.bubble_plot import bubble_picture, overview_picture
 from attn_zoo.report.curves import Picture
+from attn_zoo.report.learning_plots import learning_picture
 from attn_zoo.report.scaling_plots import memory_picture, speed_up_picture, time_picture
 from attn_zoo.report.style import looks
+from attn_zoo.report.tuning_plot import tuning_picture
 
 __all__ = ["Picture", "make_pictures"]
 
@@ -24,5 +28,7 @@ def make_pictures(analysis: Analysis) -> list[Picture]:
             memory_picture(one, look_of, "peak_bytes"),
             memory_picture(one, look_of, "extra_bytes"),
         ]
-    pictures += [accuracy_picture(group, look_of) for group in analysis.accuracy]
+    pictures += [overview_picture(overview, look_of) for overview in analysis.overviews]
+    kinds = (accuracy_picture, bubble_picture, learning_picture, breakdown_picture, tuning_picture)
+    pictures += [kind(group, look_of) for group in analysis.accuracy for kind in kinds]
     return [picture for picture in pictures if picture is not None]

@@ -44,8 +44,7 @@ def readme_text(analysis: Analysis) -> str:
         "",
         *(f"- {escape_markdown(text)}" for text in findings(analysis)),
         "",
-        EXPLANATION,
-        "",
+        *([EXPLANATION, ""] if analysis.panels else []),
         "## Figures",
         "",
     ]

@@ -161,11 +161,14 @@ def to_terminal(table: Table, console: Console) -> None:
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
     """Return the texts to print and the columns that fit: first without the optional columns, then with brief texts."""
     full = [[shorten(text, _NAME_WIDTH * 2) for text in row] for row in table.texts()]
-    everything = list(range(len(table.columns)))
-    wanted = [index for index in everything if table.columns[index].priority < _OPTIONAL]
-    for kept in (everything, wanted):
-        if _width(table, full, kept) <= width:
-            return full, kept
+    wanted = list(range(len(table.columns)))
+    while _width(table, full, wanted) > width:
+        worst = max(wanted, key=lambda index: (table.columns[index].priority, index))
+        if table.columns[worst].priority < _OPTIONAL:
+            break
+        wanted = [index for index in wanted if index != worst]
+    else:
+        return full, wanted
     brief = full
     for longest in (40, 32, _NAME_WIDTH, 18):
         brief = [

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.accuracy_table import accuracy_table, cost_table
 from attn_zoo.report.analysis import Analysis
 from attn_zoo.report.growth_tables import crossover_table, exponent_table
+from attn_zoo.report.learning import equal_cost_table
 from attn_zoo.report.length_tables import length_table, measurement_table
-from attn_zoo.report.outcome_tables import accuracy_table, status_table
+from attn_zoo.report.outcome_tables import status_table
+from attn_zoo.report.overview import overview_table
+from attn_zoo.report.published import published_table, sources_table
+from attn_zoo.report.score_table import score_table
 from attn_zoo.report.table import Table
+from attn_zoo.report.tuning_tables import pretraining_table, trials_table
 
-__all__ = ["make_tables", "summary_tables"]
+__all__ = ["long_tables", "make_tables", "summary_tables"]
 
 
 def summary_tables(analysis: Analysis) -> list[Table]:
@@ -16,8 +23,27 @@ def summary_tables(analysis: Analysis) -> list[Table]:
     tables = [length_table(one, quantity) for quantity in ("time", "memory") for one in analysis.panels]
     if analysis.panels:
         tables += [exponent_table(analysis), crossover_table(analysis)]
-    tables += [accuracy_table(group) for group in analysis.accuracy]
-    return [*tables, status_table(analysis)]
+    tables += [overview_table(overview) for overview in analysis.overviews]
+    tables += [table for group in analysis.accuracy for table in _accuracy(group, analysis)]
+    sources = sources_table([group for group in analysis.accuracy if not group.metric.is_lower_better])
+    return [*tables, *([sources] if sources else []), status_table(analysis)]
+
+
+def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
+    found = (
+        accuracy_table(group),
+        pretraining_table(group),
+        cost_table(group),
+        equal_cost_table(group),
+        trials_table(group),
+        published_table(group, analysis.variants),
+    )
+    return [table for table in found if table is not None]
+
+
+def long_tables(analysis: Analysis) -> list[Table]:
+    """Return the tables for programs only: too long for a page."""
+    return [score_table(analysis)] if analysis.accuracy else []
 
 
 def make_tables(analysis: Analysis) -> list[Table]:

@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 import unicodedata
 
-__all__ = ["clean", "human_bytes", "human_length", "human_ms", "human_number", "ratio", "shorten", "slug", "time_unit"]
+__all__ = [
+    "capital",
+    "clean",
+    "human_bytes",
+    "human_flops",
+    "human_length",
+    "human_ms",
+    "human_number",
+    "ratio",
+    "shorten",
+    "slug",
+    "time_unit",
+]
 
 TIMES = "\u00d7"  # multiplication sign
 
@@ -59,6 +71,18 @@ def human_bytes(value: float) -> str:
     return f"{human_number(value)} {_BYTE_UNITS[-1]}"
 
 
+def human_flops(value: float) -> str:
+    """Return a number of floating-point operations with a decimal unit.
+
+    >>> human_flops(2.5e9), human_flops(3.21e15)
+    ('2.5 GFLOP', '3.21 PFLOP')
+    """
+    for power, letter in ((6, "M"), (9, "G"), (12, "T"), (15, "P")):
+        if abs(value) < 0.9995 * 10 ** (power + 3):
+            return f"{human_number(value / 10**power)} {letter}FLOP"
+    return f"{human_number(value / 1e18)} EFLOP"
+
+
 def human_length(tokens: float) -> str:
     """Return a sequence length the way people say it; what is not a round binary number keeps its digits.
 
@@ -80,6 +104,15 @@ def ratio(value: float) -> str:
     True
     """
     return f"{human_number(value)}{TIMES}"
+
+
+def capital(text: str) -> str:
+    """Return `text` as the beginning of a sentence.
+
+    >>> capital("protocol A"), capital("")
+    ('Protocol A', '')
+    """
+    return text[:1].upper() + text[1:]
 
 
 def clean(text: str) -> str:

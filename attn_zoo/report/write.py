@@ -15,7 +15,7 @@ from attn_zoo.report.html import build_page
 from attn_zoo.report.plots import make_pictures
 from attn_zoo.report.style import render
 from attn_zoo.report.table import to_csv, to_markdown, to_terminal
-from attn_zoo.report.tables import make_tables, summary_tables
+from attn_zoo.report.tables import long_tables, make_tables, summary_tables
 from attn_zoo.report.units import clean
 
 __all__ = ["print_report", "replace_file", "write_report"]
@@ -46,6 +46,8 @@ def write_analysis(analysis: Analysis, out: str | Path) -> list[Path]:
         files[out / "tables" / f"{table.name}.md"] = to_markdown(table).encode()
         if not table.name.startswith(("time-", "memory-")):  # their numbers are in scaling.csv, one row each
             files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
+    for table in long_tables(analysis):
+        files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
     for path, content in files.items():
         replace_file(path, content)
     return list(files)

@@ -1,7 +1,7 @@
 """A cache of generated data: tensors in one file, written whole or not at all, never pickled.
 
 It lies in `ATTN_ZOO_CACHE`, or else where the platform keeps caches. A cache that cannot be read or written costs
-time, nothing more.
+time, nothing more. Several workers that want the same data make them once: the others wait for the first.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["cache_dir", "cached_tensors"]
 
@@ -31,6 +36,18 @@ def cache_dir() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "attn_zoo"
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from making the same file; the lock ends with the process, however it ends."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # where no lock can be had, each makes its own: slower, not wrong
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("ab"))
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -57,7 +74,10 @@ def cached_tensors(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str
     # A missing file, one cut short by a full disk, or a folder that may not be read: make the data again.
     with contextlib.suppress(OSError, SafetensorError):
         return load_file(path)
-    tensors = make()
-    with contextlib.suppress(OSError, SafetensorError):
-        _write(path, tensors)
+    with _alone(path):
+        with contextlib.suppress(OSError, SafetensorError):
+            return load_file(path)  # made by another worker meanwhile
+        tensors = make()
+        with contextlib.suppress(OSError, SafetensorError):
+            _write(path, tensors)
     return tensors

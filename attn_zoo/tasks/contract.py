@@ -5,11 +5,13 @@ A task knows neither models nor attention. What its four kinds put into a `Split
 | kind | tokens | other_tokens | labels |
 | --- | --- | --- | --- |
 | classification | input `[N, L]` | - | class `[N]` |
+| token_classification | input `[N, L]` | - | class of each position `[N, L]` |
 | pair | first input `[N, L]` | second input `[N, L']` | class `[N]` |
 | causal_lm | input `[N, L]` | - | next token `[N, L]` |
 | seq2seq | source `[N, L]` | target as the decoder reads it `[N, L']` | next target token `[N, L']` |
 
-A label of -100 is not scored.
+A label of -100 is not scored. Only `causal_lm` asks for attention that hides later tokens; whether a model for
+`token_classification` does is the matrix's choice, so every variant can be tried on recall.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnknownNameError
+from attn_zoo.tasks.sources import Source
 
-__all__ = ["IGNORED_LABEL", "AbstractTask", "Example", "Split", "SplitName", "TaskKind", "TaskSpec"]
+__all__ = ["IGNORED_LABEL", "AbstractTask", "Example", "Metric", "Split", "SplitName", "TaskKind", "TaskSpec"]
 
-TaskKind = Literal["classification", "causal_lm", "seq2seq", "pair"]
+TaskKind = Literal["classification", "token_classification", "causal_lm", "seq2seq", "pair"]
+Metric = Literal["accuracy", "bits_per_byte"]
+"""`accuracy` is a fraction, higher is better; `bits_per_byte` is the loss to base 2, lower is better."""
 SplitName = Literal["train", "validation", "test"]
 
 IGNORED_LABEL = -100
@@ -47,23 +52,26 @@ class TaskSpec:
         vocab_size: token ids are below this; padding included.
         num_classes: labels are below this; for `causal_lm` and `seq2seq` the tokens that can be predicted.
         max_seq_len: longest input, in tokens.
-        metric: name of the score, such as `"accuracy"`: a fraction, higher is better.
-        chance: what guessing uniformly scores.
+        metric: how scored items are summed up.
+        chance: what guessing uniformly scores, in units of the metric.
         kind: what the splits hold (table above).
         pad_id: fills inputs on the right.
         has_padding: inputs differ in length, so models need a `key_padding_mask`.
         other_max_seq_len: longest second input or target; 0 where there is none.
+        group_axes: what the columns of `Split.groups` are, such as `("seq_len", "depth")`: scores are also given for
+            each combination of their values. One axis makes a curve, two a heat map.
     """
 
     vocab_size: int
     num_classes: int
     max_seq_len: int
-    metric: str
+    metric: Metric
     chance: float
     kind: TaskKind
     pad_id: int = 0
     has_padding: bool = True
     other_max_seq_len: int = 0
+    group_axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +93,7 @@ class Split:
         labels: `[N]` or per position.
         other_tokens: `[N, L']`, for kinds with a second sequence.
         other_lengths: `[N]`, likewise.
+        groups: float32 `[N, A]`: properties of each example, one column for each of the task's `group_axes`.
 
     Raises:
         ValueError: the tensors do not have the same number of rows, or a length does not fit.
@@ -95,6 +104,7 @@ class Split:
     labels: Tensor
     other_tokens: Tensor | None = None
     other_lengths: Tensor | None = None
+    groups: Tensor | None = None
 
     def __post_init__(self) -> None:
         if (self.other_tokens is None) != (self.other_lengths is None):
@@ -106,6 +116,10 @@ class Split:
                 raise ValueError(
                     f"Split: expected tokens [N, L], lengths [N], labels [N, ...]; got {tuple(tokens.shape)}, "
                     f"{tuple(lengths.shape)}, {tuple(self.labels.shape)}"
+                )
+            if self.groups is not None and (self.groups.ndim != 2 or len(self.groups) != len(tokens)):
+                raise ValueError(
+                    f"Split: expected groups [N, A] with N = {len(tokens)}; got {tuple(self.groups.shape)}"
                 )
             if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= tokens.shape[1]:
                 raise ValueError(f"Split: expected lengths from 1 to L = {tokens.shape[1]}")
@@ -130,6 +144,7 @@ class Split:
             labels=self.labels[rows],
             other_tokens=None if self.other_tokens is None else self.other_tokens[rows],
             other_lengths=None if self.other_lengths is None else self.other_lengths[rows],
+            groups=None if self.groups is None else self.groups[rows],
         )
 
 
@@ -168,17 +183,25 @@ class AbstractTask(ABC):
             raise UnknownNameError(f"level of {cls.name}", level, list(cls.levels), f"it has {', '.join(cls.levels)}")
 
     @classmethod
-    def digest(cls, level: str, *, data_dir: Path | None = None) -> str:  # noqa: ARG003 - for tasks that read files
+    def digest(cls, level: str, *, data_dir: Path | None = None) -> str:
         """Return 16 hexadecimal digits that change when the data would. Makes no data.
 
-        Here the hash of name, version and the level's description; tasks that read files add those.
+        The hash of name, version, the level's description and, for tasks that read files, those.
 
         Raises:
             UnknownNameError: no such level.
+            ConfigError: a file that the level needs is not here.
         """
         cls.check_level(level)
         described = json.dumps([cls.name, cls.version, asdict(cls.levels[level])], sort_keys=True)
+        if (source := cls.source(level)) is not None:
+            described += source.digest(data_dir)
         return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    @classmethod
+    def source(cls, level: str) -> Source | None:  # noqa: ARG003 - for tasks that read files
+        """Return the files that a level needs and that cannot be generated, or None where it needs none."""
+        return None
 
     @property
     @abstractmethod
@@ -197,6 +220,22 @@ class AbstractTask(ABC):
     def show(self, example: Example) -> str:
         """Return one example as text for people."""
 
+    def export(self, name: SplitName, out: Path) -> list[Path]:
+        """Write a split for other programs and return what was written: here one JSON object per example.
+
+        Tasks with a published form, and those of images (`export.export_images`), override this.
+
+        Raises:
+            FolderError: `out` exists or cannot be written; no trace is left.
+        """
+        from attn_zoo.tasks.export import export_jsonl
+
+        return export_jsonl(self.split(name), out, group_axes=self.spec.group_axes)
+
+    def symbols(self, tokens: Tensor) -> list[str]:
+        """Return a short name for each of the tokens `[L]`, as a figure labels positions; by default the id itself."""
+        return [str(token) for token in tokens.tolist()]
+
     def check(self, name: SplitName) -> None:
         """Raise `ValueError` if the split does not keep what `spec` promises."""
         split, spec = self.split(name), self.spec
@@ -208,5 +247,8 @@ class AbstractTask(ABC):
         padding = positions >= split.lengths.long()[:, None]
         if bool((split.tokens[padding] != spec.pad_id).any()):
             raise ValueError(f"{self.name}: positions beyond the length must hold pad_id = {spec.pad_id}")
+        width = 0 if split.groups is None else split.groups.shape[1]
+        if width != len(spec.group_axes):
+            raise ValueError(f"{self.name}: groups must have a column for each of {spec.group_axes}; got {width}")
         if not spec.has_padding and bool(padding.any()):
             raise ValueError(f"{self.name}: has_padding is False but rows differ in length")

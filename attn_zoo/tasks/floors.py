@@ -5,10 +5,43 @@ A score is meant to be read beside these: on ListOps, most published accuracies 
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+from functools import cache
+from pathlib import Path
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-__all__ = ["lookup_floor", "majority_floor"]
+from attn_zoo.tasks.cache import cached_tensors
+from attn_zoo.tasks.contract import AbstractTask
+
+__all__ = ["floors_of", "lookup_floor", "majority_floor"]
+
+
+@cache
+def _code(task: type[AbstractTask]) -> str:
+    """Return a hash of the task's file and of all files here: whoever changes a floor's code must get the new floor."""
+    content = hashlib.sha256()
+    for path in sorted({*Path(__file__).parent.glob("*.py"), Path(inspect.getfile(task))}):
+        content.update(path.read_bytes())
+    return content.hexdigest()[:16]
+
+
+def floors_of(task: AbstractTask) -> dict[str, float]:
+    """Return `task.floors()`, computed once for the same data and code: every run of a matrix asks for it.
+
+    Args:
+        task: at its level, with its data.
+    """
+    digest = task.digest(task.level, data_dir=task.data_dir)
+
+    def compute() -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in task.floors().items()}
+
+    kept = cached_tensors(f"floors-{task.name}-{task.level}-{digest}-{_code(type(task))}", compute)
+    return {name: float(value) for name, value in kept.items()}
 
 
 def lookup_floor(

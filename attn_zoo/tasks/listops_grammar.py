@@ -14,41 +14,27 @@ a tree is given up the moment it is certain to be too long, and only kept trees 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CLOSE", "DIGIT", "OPERATORS", "PAD", "VOCAB_SIZE", "Bits", "Grammar", "Trees", "draw_trees"]
+from attn_zoo.tasks.listops_shapes import OPERATORS, Bits, Depth, Grammar, grow
+
+__all__ = ["CLOSE", "DIGIT", "OPERATORS", "PAD", "VOCAB_SIZE", "Bits", "Bounds", "Grammar", "Trees", "draw_trees"]
 
 PAD = 0
 DIGIT = 1
 """Token id of digit 0; digit v is `DIGIT + v`."""
-OPERATORS = {"[MIN": 11, "[MAX": 12, "[MED": 13, "[SM": 14}
 CLOSE = 15
 VOCAB_SIZE = 16
 
 _MIN, _MAX, _MED, _SM = OPERATORS.values()
-_OPERATOR_BYTES = 64  # of 256: probability 1/4, exactly
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grammar:
-    """Parameters of the distribution.
-
-    Args:
-        max_depth: of a tree, the root being at depth 1; so at most `max_depth - 1` nested operators.
-        max_args: most arguments of an operator; the fewest are 2.
-        min_len: lengths must be above this.
-        max_len: lengths must be below this.
-    """
-
-    max_depth: int = 10
-    max_args: int = 10
-    min_len: int = 500
-    max_len: int = 2000
+Bounds = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+"""Lowest and highest value `[N, O]` of each tree with each operator at its root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,74 +45,14 @@ class Trees:
         tokens: ids of all trees, concatenated in prefix order.
         lengths: of each tree `[N]`.
         values: of each tree `[N]`, 0 to 9.
+        by_root: value that each tree would have with each operator of the grammar at its root `[N, O]`; of a digit,
+            itself.
     """
 
     tokens: NDArray[np.uint8]
     lengths: Ints
     values: NDArray[np.uint8]
-
-
-class Bits:
-    """Random integers from a raw bit stream: numpy keeps those equal across releases, its distributions it may change.
-
-    Args:
-        seed: of the level.
-        stream: further integers that name this stream, such as split and chunk.
-    """
-
-    def __init__(self, seed: int, *stream: int) -> None:
-        self._generator = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=stream))
-
-    def bytes(self, count: int) -> NDArray[np.uint8]:
-        """Return `count` uniform bytes."""
-        return self._generator.random_raw(-(-count // 8)).astype("<u8", copy=False).view(np.uint8)[:count]
-
-    def below(self, bound: int, count: int) -> NDArray[np.uint8]:
-        """Return `count` integers uniform in 0 .. bound - 1 (bound at most 256; relative bias below bound / 2^32)."""
-        words = self._generator.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
-        return ((words.astype(np.uint64) * np.uint64(bound)) >> np.uint64(32)).astype(np.uint8)
-
-
-@dataclass(slots=True)
-class _Depth:
-    """All nodes of one depth, in order; the arguments of its operators are, in order, the nodes of the next depth."""
-
-    tree: Ints  # tree of each node
-    operators: Ints  # indices of the nodes that are operators
-    arity: Ints  # arguments of each operator
-
-    @property
-    def starts(self) -> Ints:
-        """Index, among the nodes of the next depth, of each operator's first argument."""
-        return np.cumsum(self.arity) - self.arity
-
-    def only(self, new_tree: Ints) -> _Depth:
-        """Return the nodes of the trees that have a new number (0 or more)."""
-        keep = new_tree[self.tree] >= 0
-        keep_operators = keep[self.operators]
-        return _Depth(
-            new_tree[self.tree[keep]],
-            (np.cumsum(keep) - 1)[self.operators[keep_operators]],
-            self.arity[keep_operators],
-        )
-
-
-def _grow(bits: Bits, num_roots: int, grammar: Grammar) -> tuple[list[_Depth], Ints]:
-    """Draw the shapes of `num_roots` trees; return their depths and lengths (a lower bound for trees given up)."""
-    lengths = np.ones(num_roots, np.int64)
-    tree = np.arange(num_roots)
-    depths: list[_Depth] = []
-    for depth in range(1, grammar.max_depth + 1):
-        is_last = depth == grammar.max_depth
-        found = np.zeros(0, np.int64) if is_last else np.flatnonzero(bits.bytes(len(tree)) < _OPERATOR_BYTES)
-        arity = bits.below(grammar.max_args - 1, len(found)).astype(np.int64) + 2
-        owner = tree[found]
-        lengths += np.bincount(owner, 1 + arity, num_roots).astype(np.int64)  # a digit becomes name, arguments, bracket
-        depths.append(_Depth(tree, found, arity))
-        # Arguments of trees that are already too long are not drawn: their nodes so far go when the chunk is filtered.
-        arity = np.where(lengths[owner] < grammar.max_len, arity, 0)
-        tree = np.repeat(owner, arity)
-    return depths, lengths
+    by_root: NDArray[np.uint8]
 
 
 def _median(arguments: NDArray[np.uint8], starts: Ints, arity: Ints) -> NDArray[np.uint8]:
@@ -140,7 +66,7 @@ def _median(arguments: NDArray[np.uint8], starts: Ints, arity: Ints) -> NDArray[
     return (middle // 2).astype(np.uint8)
 
 
-def _evaluate(depth: _Depth, names: NDArray[np.uint8], arguments: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _evaluate(depth: Depth, names: NDArray[np.uint8], arguments: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the value of each operator of `depth`, given the values of the nodes one deeper."""
     starts = depth.starts
     value = np.minimum.reduceat(arguments, starts)
@@ -151,19 +77,73 @@ def _evaluate(depth: _Depth, names: NDArray[np.uint8], arguments: NDArray[np.uin
     return value
 
 
-def draw_trees(bits: Bits, num_roots: int, grammar: Grammar) -> Trees:
-    """Draw `num_roots` trees and return those whose length is within bounds, in order."""
-    depths, lengths = _grow(bits, num_roots, grammar)
-    kept = (grammar.min_len < lengths) & (lengths < grammar.max_len)
-    new_tree = np.where(kept, np.cumsum(kept) - 1, -1)
-    depths, lengths = [depth.only(new_tree) for depth in depths], lengths[kept]
+class _Drawn:
+    """Depths of kept trees with names and digits, drawn from the root down."""
 
-    names, values, spans = [], [], []
-    for depth in depths:
-        value = bits.below(10, len(depth.tree))
-        names.append((bits.below(len(OPERATORS), len(depth.operators)) + _MIN).astype(np.uint8))
-        values.append(value)
-        spans.append(np.ones(len(depth.tree), np.int64))
+    def __init__(self, bits: Bits, grammar: Grammar) -> None:
+        self.ids = np.array([OPERATORS[name] for name in grammar.operators], np.uint8)
+        self.depths: list[Depth] = []
+        self.names: list[NDArray[np.uint8]] = []
+        self.values: list[NDArray[np.uint8]] = []
+        self._bits = bits
+
+    def add(self, depth: Depth) -> None:
+        self.depths.append(depth)
+        self.values.append(self._bits.below(10, len(depth.tree)))
+        self.names.append(self.ids[self._bits.below(len(self.ids), len(depth.operators))])
+
+    def root_bounds(self) -> Bounds:
+        """Return lowest and highest value `[N, O]` of each tree with each operator, as far as two depths tell."""
+        num_trees = len(self.depths[0].tree)
+        low, high = np.zeros((num_trees, len(self.ids)), np.uint8), np.full((num_trees, len(self.ids)), 9, np.uint8)
+        root, below = self.depths[:2]
+        if len(root.operators):
+            for name, bound, unknown, best in ((_MIN, high, 9, np.minimum), (_MAX, low, 0, np.maximum)):
+                known = self.values[1].copy()
+                known[below.operators] = unknown
+                for column in np.flatnonzero(self.ids == name):
+                    bound[root.operators, column] = best.reduceat(known, root.starts)
+        return low, high
+
+    def keep(self, kept: Ints) -> None:
+        """Forget the other trees."""
+        for index, depth in enumerate(self.depths):
+            mask = np.isin(depth.tree, kept)
+            self.values[index] = self.values[index][mask]
+            self.names[index] = self.names[index][mask[depth.operators]]
+            self.depths[index] = depth.only(kept)
+
+
+def draw_trees(
+    bits: Bits, num_roots: int, grammar: Grammar, wanted: Callable[[Bounds], NDArray[np.bool_]] | None = None
+) -> Trees:
+    """Draw `num_roots` trees and return those whose length is within bounds, in order.
+
+    Args:
+        bits: where from.
+        num_roots: how many.
+        grammar: distribution.
+        wanted: told between which values each tree can lie with each operator at its root, `[N, O]` twice, it says
+            which trees to go on with. That saves nine tenths of the time where hardly any is wanted.
+    """
+    shapes, lengths = grow(bits, num_roots, grammar)
+    kept = np.flatnonzero((grammar.min_len < lengths) & (lengths < grammar.max_len))
+    drawn = _Drawn(bits, grammar)
+    for shape in shapes[:2]:
+        drawn.add(shape.only(kept))
+    if wanted is not None:
+        chosen = np.flatnonzero(wanted(drawn.root_bounds()))
+        drawn.keep(chosen)
+        kept = kept[chosen]
+    for shape in shapes[2:]:
+        drawn.add(shape.only(kept))
+    return _finished(drawn, lengths[kept])
+
+
+def _finished(drawn: _Drawn, lengths: Ints) -> Trees:
+    """Evaluate the trees and write them down."""
+    depths, names, values = drawn.depths, drawn.names, drawn.values
+    spans = [np.ones(len(depth.tree), np.int64) for depth in depths]
     for index in reversed(range(len(depths) - 1)):  # from the leaves up: values and lengths
         depth = depths[index]
         if len(depth.operators):
@@ -180,4 +160,8 @@ def draw_trees(bits: Bits, num_roots: int, grammar: Grammar) -> Trees:
         if below is not None:  # each argument follows its operator's name and the arguments before it
             before = np.cumsum(below) - below
             place = np.repeat(at + 1 - before[depth.starts], depth.arity) + before
-    return Trees(tokens, lengths, values[0])
+    by_root = np.repeat(values[0][:, None], len(drawn.ids), axis=1)
+    for column, operator in enumerate(drawn.ids):
+        if len(roots := depths[0].operators):
+            by_root[roots, column] = _evaluate(depths[0], np.full(len(roots), operator), values[1])
+    return Trees(tokens, lengths, values[0], by_root)

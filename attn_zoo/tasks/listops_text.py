@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError
+from attn_zoo.tasks.contract import Split
 from attn_zoo.tasks.listops_grammar import CLOSE, DIGIT, OPERATORS
+from attn_zoo.tasks.whole import whole_file
 
-__all__ = ["HEADER", "read_tsv", "show_tokens", "source_text", "tokens_of", "write_tsv"]
+__all__ = ["HEADER", "export_tsv", "read_tsv", "show_tokens", "source_text", "tokens_of", "words_of", "write_tsv"]
 
 HEADER = "Source\tTarget"
 
@@ -25,6 +27,11 @@ _LETTERS = b"abcd"  # one byte for each operator while reading
 _IDS = np.zeros(256, np.uint8)
 for _word_id, _word in _WORDS.items():
     _IDS[_LETTERS[list(OPERATORS).index(_word)] if _word in OPERATORS else ord(_word)] = _word_id
+
+
+def words_of(tokens: Iterable[int]) -> list[str]:
+    """Return the word of each token; padding has none."""
+    return [_WORDS.get(int(token), "") for token in tokens]
 
 
 def show_tokens(tokens: Iterable[int]) -> str:
@@ -105,3 +112,22 @@ def write_tsv(path: Path, rows: Iterable[Iterable[int]], values: Iterable[int]) 
     with path.open("w", encoding="ascii", newline="") as file:
         file.write(f"{HEADER}\r\n")
         file.writelines(f"{source_text(row)}\t{int(value)}\r\n" for row, value in zip(rows, values, strict=True))
+
+
+def export_tsv(split: Split, out: Path) -> list[Path]:
+    """Write a split in the published form.
+
+    Args:
+        split: of whole trees.
+        out: file to write.
+
+    Returns:
+        The file.
+
+    Raises:
+        FolderError: the file exists or cannot be written; no trace is left.
+    """
+    with whole_file(out) as temporary:
+        rows = (split.example(index).tokens.tolist() for index in range(len(split)))
+        write_tsv(temporary, rows, split.labels.tolist())
+    return [out]

@@ -1,8 +1,8 @@
 """Batches: rows of a split, padded to a length that suits protocol and variant.
 
-A batch is padded to its longest example, rounded up to `pad_multiple` (and to the multiple a variant asks for).
-Examples are not sorted by length: that would change the data order, and with it what variants whose pattern depends on
-the length compute.
+A batch is padded to its longest example, rounded up to `pad_multiple` (and to the multiple a variant asks for). Where
+all inputs of a task have one length, nothing is rounded but for the variant, and there is a mask only if that adds
+positions: a token id never says what is padding.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from attn_zoo.metadata import Capabilities
-from attn_zoo.tasks import Split, TaskSpec
+from attn_zoo.tasks import Split, TaskKind, TaskSpec
+from attn_zoo.tasks.contract import IGNORED_LABEL
 from attn_zoo.training.protocol import Protocol
 
-__all__ = ["Batch", "Batcher", "Feed"]
+__all__ = ["POOLED_KINDS", "Batch", "Batcher", "Feed", "send"]
+
+POOLED_KINDS: frozenset[TaskKind] = frozenset({"classification", "pair"})
+"""Kinds of task whose model makes one vector of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +30,26 @@ class Batch:
 
     Args:
         tokens: int64 `[B, L]`.
-        key_padding_mask: bool `[B, L]`, True = padding; None for tasks without padding.
-        labels: int64 `[B]`.
-        num_tokens: tokens that are not padding.
+        key_padding_mask: bool `[B, L]`, True = padding; None where there is none.
+        labels: int64, `[B]` or one for each position of the input (of the target, for seq2seq).
+        num_tokens: tokens that are not padding, in both sequences.
+        num_positions: tokens and padding.
+        other_tokens: int64 `[B, L']`: second input, or target as the decoder reads it.
+        other_padding_mask: of those.
     """
 
     tokens: Tensor
     key_padding_mask: Tensor | None
     labels: Tensor
     num_tokens: int
+    num_positions: int
+    other_tokens: Tensor | None = None
+    other_padding_mask: Tensor | None = None
+
+    @property
+    def shapes(self) -> tuple[torch.Size | None, ...]:
+        """Sizes of both inputs."""
+        return self.tokens.shape, None if self.other_tokens is None else self.other_tokens.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +59,19 @@ class Feed:
     Args:
         split: the examples.
         lengths: the same as in `split`, on the host, where the width of a batch is decided.
+        other_lengths: likewise of second sequences.
+        groups: the same as in `split`, on the host.
     """
 
     split: Split
     lengths: Tensor
+    other_lengths: Tensor | None = None
+    groups: Tensor | None = None
+
+    @property
+    def costs(self) -> Tensor:
+        """Tokens of each example, `[N]`."""
+        return self.lengths.long() if self.other_lengths is None else self.lengths.long() + self.other_lengths.long()
 
 
 class Batcher:
@@ -65,11 +89,15 @@ class Batcher:
     ) -> None:
         self.spec = spec
         self.device = torch.device(device)
-        self.num_extra = 1 if protocol.pooling == "cls" else 0  # what the mixer sees beyond the tokens
-        self.multiple = math.lcm(protocol.pad_multiple, capabilities.seq_len_multiple)
+        # What the mixer sees beyond the tokens.
+        self.num_extra = 1 if protocol.pooling == "cls" and spec.kind in POOLED_KINDS else 0
+        self.multiple = math.lcm(protocol.pad_multiple if spec.has_padding else 1, capabilities.seq_len_multiple)
         self.is_full_length = protocol.is_full_length or not capabilities.variable_seq_len
-        self.max_seq_len = self._rounded(spec.max_seq_len)
+        longest = max(spec.max_seq_len, spec.other_max_seq_len)
+        self.max_seq_len = self._rounded(longest)
         """Longest batch: what the model must be built for."""
+        self.has_mask = spec.has_padding or self.max_seq_len > min(spec.max_seq_len, spec.other_max_seq_len or longest)
+        """Whether batches may hold padding."""
 
     def _rounded(self, longest: int) -> int:
         return -(-(longest + self.num_extra) // self.multiple) * self.multiple - self.num_extra
@@ -80,22 +108,51 @@ class Batcher:
 
     def feed(self, split: Split) -> Feed:
         """Return the split ready for `batch`."""
+        other_tokens, other_lengths = split.other_tokens, split.other_lengths
         on_device = Split(
             tokens=split.tokens.to(self.device),
             lengths=split.lengths.to(self.device),
             labels=split.labels.to(self.device),
+            other_tokens=None if other_tokens is None else other_tokens.to(self.device),
+            other_lengths=None if other_lengths is None else other_lengths.to(self.device),
         )
-        return Feed(on_device, split.lengths.cpu())
+        groups = None if split.groups is None else split.groups.cpu()
+        return Feed(on_device, split.lengths.cpu(), None if other_lengths is None else other_lengths.cpu(), groups)
 
     def batch(self, feed: Feed, rows: Tensor) -> Batch:
         """Return the given rows (indices on the host)."""
+        picked = feed.split.select(send(rows, self.device))
         lengths = feed.lengths[rows]
-        width = self.width(int(lengths.max()))
-        picked = feed.split.select(rows.to(self.device))
-        stored = min(width, picked.tokens.shape[1])
-        tokens = torch.full((len(rows), width), self.spec.pad_id, dtype=torch.int64, device=self.device)
-        tokens[:, :stored] = picked.tokens[:, :stored]
+        tokens, mask = self._padded(picked.tokens, picked.lengths, lengths)
+        num_tokens, num_positions, width = int(lengths.sum(dtype=torch.int64)), tokens.numel(), tokens.shape[1]
+        other_tokens = other_mask = None
+        if picked.other_tokens is not None and picked.other_lengths is not None and feed.other_lengths is not None:
+            lengths = feed.other_lengths[rows]
+            other_tokens, other_mask = self._padded(picked.other_tokens, picked.other_lengths, lengths)
+            num_tokens += int(lengths.sum(dtype=torch.int64))
+            num_positions += other_tokens.numel()
+            width = other_tokens.shape[1] if self.spec.kind == "seq2seq" else width
+        labels = picked.labels.long()
+        if labels.ndim == 2:
+            labels = _fitted(labels, width, IGNORED_LABEL)
+        return Batch(tokens, mask, labels, num_tokens, num_positions, other_tokens, other_mask)
+
+    def _padded(self, tokens: Tensor, lengths: Tensor, host_lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+        longest, width = int(host_lengths.max()), self.width(int(host_lengths.max()))
         mask = None
-        if self.spec.has_padding:
-            mask = torch.arange(width, device=self.device) >= picked.lengths.long()[:, None]
-        return Batch(tokens, mask, picked.labels.long(), int(lengths.sum(dtype=torch.int64)))
+        if self.spec.has_padding or width > longest:
+            mask = torch.arange(width, device=self.device) >= lengths.long()[:, None]
+        return _fitted(tokens, width, self.spec.pad_id), mask
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on the device; from pinned memory, so that the host does not wait for the GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _fitted(rows: Tensor, width: int, fill: int) -> Tensor:
+    """Return `rows` `[B, L]` as int64 `[B, width]`, cut or filled on the right."""
+    stored = min(width, rows.shape[1])
+    fitted = rows.new_full((len(rows), width), fill, dtype=torch.int64)
+    fitted[:, :stored] = rows[:, :stored]
+    return fitted

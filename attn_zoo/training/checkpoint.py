@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from attn_zoo.errors import StoreError
 
-__all__ = ["Checkpoint", "Numbers", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoint", "Numbers", "load_checkpoint", "save_checkpoint", "write_tensors"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,25 +32,38 @@ class Numbers:
 
     Args:
         step: updates done.
-        best: validation value of the selected weights; negative before the first evaluation.
+        best: validation value of the selected weights; None before the first evaluation.
         best_loss: their validation loss.
         best_step: after which update they were taken.
         num_tokens: trained on, padding excluded.
+        num_positions: likewise, padding included.
         train_s: seconds of training.
         train_flops: so far.
+        peak_bytes: most memory in use while training.
         kernels: paths that ran.
         curve: evaluations so far.
+        pretrain_s: seconds of pretraining; None where there is none.
+        pretrain_flops: its FLOPs.
     """
 
     step: int = 0
-    best: float = -1.0
+    best: float | None = None
     best_loss: float = 0.0
     best_step: int = 0
     num_tokens: int = 0
+    num_positions: int = 0
     train_s: float = 0.0
     train_flops: float | None = 0.0
+    peak_bytes: int | None = None
     kernels: list[str] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
+    pretrain_s: float | None = None
+    pretrain_flops: float | None = None
+
+    def take_pretraining(self, before: Numbers) -> None:
+        """Take over what pretraining cost."""
+        self.pretrain_s, self.pretrain_flops = before.train_s, before.train_flops
+        self.peak_bytes = before.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +108,22 @@ def save_checkpoint(
     tensors |= {f"best/{name}": tensor for name, tensor in best_weights.items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{index}/{name}": tensor for name, tensor in state.items()}
+    write_tensors(path, tensors, {"identity": identity, "numbers": json.dumps(asdict(numbers))})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, str]) -> None:
+    """Write a safetensors file that is complete or absent, whatever happens meanwhile.
+
+    Args:
+        path: of the file; its folder is made.
+        tensors: by name; they may share memory.
+        header: texts to store with them.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
     # Copies: safetensors refuses tensors that share memory, and weights may be tied.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    header = {"identity": identity, "numbers": json.dumps(asdict(numbers))}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -109,7 +136,7 @@ def save_checkpoint(
         finally:
             Path(temporary).unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        raise StoreError(f"{path}: cannot write the checkpoint ({error})") from error
+        raise StoreError(f"{path}: cannot write ({error})") from error
 
 
 def load_checkpoint(path: Path, identity: str) -> Checkpoint | None:

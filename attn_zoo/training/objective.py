@@ -1,16 +1,22 @@
-"""What is trained and how it is scored, by kind of task."""
+"""What is trained and how it is scored, by kind of task.
+
+An item is what a label belongs to: an example, or a position whose label is not `IGNORED_LABEL`. Loss and score are
+means over items. Outputs, losses and predictions are shaped like the labels, so that shapes do not depend on data.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.model import Classifier, ModelConfig
+from attn_zoo.model import Classifier, LanguageModel, ModelConfig, Retriever, Seq2Seq, TokenClassifier
+from attn_zoo.model.stacks import Encoder
 from attn_zoo.tasks import TaskKind, TaskSpec
+from attn_zoo.tasks.contract import IGNORED_LABEL
 from attn_zoo.training.batches import Batch
 
 __all__ = ["AbstractObjective", "ClassificationObjective", "objective_for"]
@@ -21,55 +27,146 @@ class AbstractObjective(ABC):
 
     Args:
         spec: of the task.
+        is_causal: positions see the past only; for kinds that leave it open.
+
+    Class attributes:
+        has_only_items: every label is scored.
     """
 
-    def __init__(self, spec: TaskSpec) -> None:
+    has_only_items: ClassVar[bool] = False
+
+    def __init__(self, spec: TaskSpec, *, is_causal: bool = False) -> None:
         self.spec = spec
+        self.is_causal = is_causal
 
     @abstractmethod
     def build_model(self, config: ModelConfig) -> nn.Module:
         """Return the model."""
 
-    @abstractmethod
-    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return what the model says about a batch."""
+    def encoder(self, model: nn.Module) -> Encoder:  # noqa: ARG002
+        """Return the part of the model that pretraining shares.
 
-    @abstractmethod
-    def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each scored item; training minimises their mean."""
+        Raises:
+            UnsupportedError: there is none.
+        """
+        raise UnsupportedError("pretrain", f"a model for {self.spec.kind} has no encoder over one input to pretrain")
 
-    @abstractmethod
-    def correct(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return for each scored item, bool, whether it is right; the score is their mean."""
-
-
-@final
-class ClassificationObjective(AbstractObjective):
-    """Cross-entropy on one class per example; accuracy."""
-
-    def build_model(self, config: ModelConfig) -> nn.Module:
-        return Classifier(config, self.spec.num_classes)
+    def prepare(self, batch: Batch, step: int) -> Batch:  # noqa: ARG002 - for objectives that draw
+        """Return the batch as update `step` uses it."""
+        return batch
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return logits, `[..., C]` for labels `[...]`."""
         logits: Tensor = model(batch.tokens, batch.key_padding_mask)
         return logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return cross_entropy(outputs.float(), batch.labels, reduction="none")
+        """Return the cross-entropy for each label; 0 for those that are not scored."""
+        logits = outputs.float().flatten(0, -2)
+        losses = cross_entropy(logits, batch.labels.flatten(), reduction="none", ignore_index=IGNORED_LABEL)
+        return losses.view_as(batch.labels)
 
-    def correct(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return outputs.argmax(-1) == batch.labels
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the mean over items, which training minimises; without waiting for the device."""
+        losses = self.losses(outputs, batch)
+        if self.has_only_items:
+            return losses.mean()
+        return losses.sum() / (batch.labels != IGNORED_LABEL).sum().clamp(min=1)
+
+    def predictions(self, model: nn.Module, outputs: Tensor, batch: Batch, *, is_test: bool) -> Tensor:  # noqa: ARG002
+        """Return the predicted labels. Only a test may be worth more than one forward."""
+        return outputs.argmax(-1)
 
 
-_OBJECTIVES: dict[TaskKind, type[AbstractObjective]] = {"classification": ClassificationObjective}
+@final
+class ClassificationObjective(AbstractObjective):
+    """One class per example."""
+
+    has_only_items: ClassVar[bool] = True
+
+    def build_model(self, config: ModelConfig) -> nn.Module:
+        return Classifier(config, self.spec.num_classes)
+
+    def encoder(self, model: nn.Module) -> Encoder:
+        assert isinstance(model, Classifier)
+        return model.encoder
 
 
-def objective_for(spec: TaskSpec) -> AbstractObjective:
-    """Return the objective for a task.
+@final
+class PairObjective(AbstractObjective):
+    """One class per pair of sequences."""
 
-    Raises:
-        UnsupportedError: tasks of this kind cannot be trained yet.
+    has_only_items: ClassVar[bool] = True
+
+    def build_model(self, config: ModelConfig) -> nn.Module:
+        return Retriever(config, self.spec.num_classes)
+
+    def encoder(self, model: nn.Module) -> Encoder:
+        assert isinstance(model, Retriever)
+        return model.encoder
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch.tokens, batch.other_tokens, batch.key_padding_mask, batch.other_padding_mask)
+        return logits
+
+
+@final
+class TokenObjective(AbstractObjective):
+    """One class for each position that has a label."""
+
+    def build_model(self, config: ModelConfig) -> nn.Module:
+        return TokenClassifier(config, self.spec.num_classes, is_causal=self.is_causal)
+
+    def encoder(self, model: nn.Module) -> Encoder:
+        assert isinstance(model, TokenClassifier)
+        return model.encoder
+
+
+@final
+class LanguageObjective(AbstractObjective):
+    """The next token."""
+
+    def build_model(self, config: ModelConfig) -> nn.Module:
+        return LanguageModel(config)
+
+
+@final
+class Seq2SeqObjective(AbstractObjective):
+    """The next target token, given the source and the target so far.
+
+    The decoder reads the true target in training and validation. In a test it reads what it wrote itself, greedily,
+    from the target's first token on; predictions and labels are compared position by position.
     """
-    if spec.kind not in _OBJECTIVES:
-        raise UnsupportedError("kind", f"training knows {', '.join(_OBJECTIVES)}; the task is of kind {spec.kind}")
-    return _OBJECTIVES[spec.kind](spec)
+
+    def build_model(self, config: ModelConfig) -> nn.Module:
+        return Seq2Seq(config)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch.tokens, batch.other_tokens, batch.key_padding_mask, batch.other_padding_mask)
+        return logits
+
+    def predictions(self, model: nn.Module, outputs: Tensor, batch: Batch, *, is_test: bool) -> Tensor:
+        if not is_test:
+            return outputs.argmax(-1)
+        assert isinstance(model, Seq2Seq)
+        assert batch.other_tokens is not None
+        return model.generate(
+            batch.tokens,
+            batch.labels.shape[1],
+            start_token=batch.other_tokens[:, 0],
+            source_padding_mask=batch.key_padding_mask,
+        )
+
+
+_OBJECTIVES: dict[TaskKind, type[AbstractObjective]] = {
+    "classification": ClassificationObjective,
+    "pair": PairObjective,
+    "token_classification": TokenObjective,
+    "causal_lm": LanguageObjective,
+    "seq2seq": Seq2SeqObjective,
+}
+
+
+def objective_for(spec: TaskSpec, *, is_causal: bool = False) -> AbstractObjective:
+    """Return the objective for a task; `is_causal` where its kind leaves the direction open."""
+    return _OBJECTIVES[spec.kind](spec, is_causal=is_causal)

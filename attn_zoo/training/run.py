@@ -7,26 +7,30 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.kernels.trace import recording
-from attn_zoo.metadata import Position, Request
 from attn_zoo.records import Cell, Score, Status
 from attn_zoo.registry import tasks, variants
 from attn_zoo.tasks import AbstractTask
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.checkpoint import Numbers
-from attn_zoo.training.loop import DivergedError, Trainer
+from attn_zoo.training.loop import Trainer
 from attn_zoo.training.objective import objective_for
+from attn_zoo.training.pretrain import make_pretrainer
 from attn_zoo.training.protocol import Protocol, resolve_protocol
+from attn_zoo.training.requirements import require, weight_dtype
+from attn_zoo.training.score import score_on_test
 from attn_zoo.training.seeding import derive_seed, seed_everything
+from attn_zoo.training.updates import DivergedError, Updater
+from attn_zoo.training.weights import save_weights
 
 __all__ = ["Progress", "TrainingResult", "run_training"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
-"""Type of the weights by the cell's dtype: bfloat16 trains under autocast with float32 weights."""
+PhaseName = Literal["pretrain", "train"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +38,16 @@ class Progress:
     """How far a run is.
 
     Args:
-        step: updates done.
-        num_steps: updates in all.
+        step: updates done in this phase.
+        num_steps: updates in this phase.
         validation: latest validation value, or None before the first.
+        phase: `"pretrain"`, which comes first where the protocol asks for it, or `"train"`.
     """
 
     step: int
     num_steps: int
     validation: float | None = None
+    phase: PhaseName = "train"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +74,7 @@ def run_training(
     *,
     data_dir: Path | None = None,
     checkpoint_dir: Path | None = None,
+    weights_path: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> TrainingResult:
     """Train and score the variant of an accuracy cell.
@@ -78,7 +85,8 @@ def run_training(
         cell: of kind `"accuracy"`, with task, level and protocol.
         data_dir: where tasks find local data.
         checkpoint_dir: where the run saves its state at every evaluation and continues from; None saves nothing. The
-            file is removed when the run has ended.
+            files are removed when the run has ended.
+        weights_path: where to write the selected weights; None writes none.
         progress: called after every update.
 
     Raises:
@@ -93,28 +101,9 @@ def run_training(
     kernels: list[str] = []
     try:
         with recording() as kernels:
-            return _train(cell, task, protocol, kernels, checkpoint_dir, progress)
+            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, progress)
     except UnsupportedError as error:
         return TrainingResult(status="unsupported", reason=error.reason, kernels=tuple(kernels))
-
-
-def _require(cell: Cell, task: AbstractTask, protocol: Protocol) -> None:
-    """Raise `UnsupportedError` for what the variant refuses, before any data is made."""
-    inside: Position = "none"
-    if protocol.position == "rotary" or protocol.position == "alibi":
-        inside = protocol.position
-    variants[cell.variant].capabilities.require(
-        cell.variant,
-        Request(
-            has_key_padding_mask=task.spec.has_padding,
-            dropout_p=protocol.dropout_p,
-            position=inside,
-            dtype=cell.dtype,
-            device=cell.device,
-        ),
-    )
-    if cell.dtype not in _DTYPES:
-        raise UnsupportedError("dtypes", f"training runs in {', '.join(_DTYPES)}; {cell.dtype} needs loss scaling")
 
 
 def _train(
@@ -123,52 +112,93 @@ def _train(
     protocol: Protocol,
     kernels: list[str],
     checkpoint_dir: Path | None,
+    weights_path: Path | None,
     progress: Callable[[Progress], None] | None,
 ) -> TrainingResult:
-    objective = objective_for(task.spec)
-    _require(cell, task, protocol)
+    objective = objective_for(task.spec, is_causal=cell.is_causal)
     batcher = Batcher(task.spec, protocol, variants[cell.variant].capabilities, cell.device)
+    require(cell, task.spec, protocol, has_mask=batcher.has_mask)
     config = protocol.model_config(
         variant=cell.variant,
         options=cell.options,
         vocab_size=task.spec.vocab_size,
+        target_vocab_size=max(task.spec.vocab_size, task.spec.num_classes) if task.spec.kind == "seq2seq" else 0,
         max_seq_len=batcher.max_seq_len,
         seed=derive_seed(cell.seed, "init"),
     )
     seed_everything(config.seed)  # for variants that draw at construction without a generator of their own
-    model = objective.build_model(config).to(cell.device, _DTYPES[cell.dtype])
-    num_params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    trainer = Trainer(model, objective, batcher, protocol, seed=cell.seed, dtype=cell.dtype)
+    model = objective.build_model(config).to(cell.device, weight_dtype(cell.dtype))
+    trainer = Trainer(
+        model, objective, batcher, protocol, num_steps=protocol.num_steps, seed=cell.seed, dtype=cell.dtype
+    )
+    pretrainer = None
+    if protocol.pretrain:
+        pretrainer = make_pretrainer(config, batcher, protocol, seed=cell.seed, dtype=cell.dtype)
+        pretrainer.check(objective.encoder(model))
 
-    path = None if checkpoint_dir is None else checkpoint_dir / f"{cell.key}.safetensors"
     identity = _identity(cell, task, protocol)
-    if path is not None:
-        trainer.resume(path, identity)
-        kernels.extend(trainer.numbers.kernels)
 
-    def after_evaluation(numbers: Numbers) -> None:
-        numbers.kernels = list(kernels)
-        if path is not None:
-            trainer.save(path, identity)
+    def phase(updater: Updater, name: PhaseName) -> _Phase:
+        path = None if checkpoint_dir is None else checkpoint_dir / f"{cell.key}.{name}.safetensors"
+        return _Phase(updater, name, path, f"{identity}/{name}", kernels, progress)
 
-    def after_step(step: int) -> None:
-        if progress is not None:
-            curve = trainer.numbers.curve
-            validation = curve[-1]["validation"] if curve else None
-            progress(Progress(step=step, num_steps=protocol.num_steps, validation=validation))
-
+    now, before = phase(trainer, "train"), None if pretrainer is None else phase(pretrainer, "pretrain")
+    num_params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     try:
-        trainer.train(
-            batcher.feed(task.split("train")), batcher.feed(task.split("validation")), after_evaluation, after_step
-        )
+        has_begun = now.resume()
+        train = batcher.feed(task.split("train"))
+        if pretrainer is not None and before is not None and not has_begun:
+            before.resume()
+            pretrainer.pretrain(train, objective.encoder(model), before.after_evaluation, before.after_step)
+            trainer.numbers.take_pretraining(pretrainer.numbers)
+        trainer.train(train, batcher.feed(task.split("validation")), now.after_evaluation, now.after_step)
+        score = score_on_test(task, trainer)
     except DivergedError as error:
         result = TrainingResult(status="diverged", reason=str(error), kernels=tuple(kernels), num_params=num_params)
     else:
-        score = _score(task, trainer, num_params)
+        if weights_path is not None:
+            save_weights(weights_path, cell, config, model)
         result = TrainingResult(status="ok", score=score, kernels=tuple(kernels), num_params=num_params)
-    if path is not None:
-        path.unlink(missing_ok=True)
+    for ended in (now, before):
+        if ended is not None:
+            ended.forget()
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """A part of a run with a checkpoint of its own."""
+
+    updater: Updater
+    name: PhaseName
+    path: Path | None
+    identity: str
+    kernels: list[str]
+    progress: Callable[[Progress], None] | None
+
+    def resume(self) -> bool:
+        """Continue from the checkpoint; return whether there is one."""
+        if self.path is None or not self.updater.resume(self.path, self.identity):
+            return False
+        known = set(self.kernels)
+        self.kernels.extend(kernel for kernel in self.updater.numbers.kernels if kernel not in known)
+        return True
+
+    def after_evaluation(self, numbers: Numbers) -> None:
+        numbers.kernels = list(self.kernels)
+        if self.path is not None:
+            self.updater.save(self.path, self.identity)
+
+    def after_step(self, step: int) -> None:
+        if self.progress is not None:
+            curve = self.updater.numbers.curve
+            validation = curve[-1].get("validation") if curve else None
+            self.progress(Progress(phase=self.name, step=step, num_steps=self.updater.num_steps, validation=validation))
+
+    def forget(self) -> None:
+        """Remove the checkpoint."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def _identity(cell: Cell, task: AbstractTask, protocol: Protocol) -> str:
@@ -176,25 +206,3 @@ def _identity(cell: Cell, task: AbstractTask, protocol: Protocol) -> str:
     data = task.digest(task.level, data_dir=task.data_dir)
     text = json.dumps([cell.key, asdict(protocol), data, torch.__version__], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _score(task: AbstractTask, trainer: Trainer, num_params: int) -> Score:
-    """Score test: the only place that reads it."""
-    test = trainer.evaluate(trainer.batcher.feed(task.split("test")))
-    numbers = trainer.numbers
-    return Score(
-        metric=task.spec.metric,
-        value=test.value,
-        validation=numbers.best,
-        num_examples=len(test.correct),
-        chance=task.spec.chance,
-        floors=task.floors(),
-        best_step=numbers.best_step,
-        num_steps=numbers.step,
-        num_params=num_params,
-        train_flops=numbers.train_flops,
-        train_s=numbers.train_s,
-        tokens_per_s=numbers.num_tokens / numbers.train_s,
-        curve=tuple(numbers.curve),
-        correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()),
-    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["Stream", "derive_seed", "batch_rows", "epoch_order", "seed_everything"]
 
-Stream = Literal["init", "data", "dropout", "evaluation"]
+Stream = Literal["init", "data", "dropout", "evaluation", "buckets", "pretrain", "hidden"]
 
 
 def derive_seed(seed: int, stream: Stream, index: int = 0) -> int:

@@ -9,18 +9,32 @@ from attn_zoo.discovery import load_file
 from attn_zoo.matrix.plan import Plan, make_plan
 from attn_zoo.matrix.schema import parse_matrix
 from attn_zoo.records import Environment
-from attn_zoo.registry import variants
+from attn_zoo.registry import tasks, variants
 
 VARIANT_FILE = str(Path(__file__).with_name("misbehaving.py"))
+TRAINING_FILE = str(Path(__file__).with_name("training_subjects.py"))
+TINY_TRAINING = {
+    "num_layers": 1,
+    "embed_dim": 8,
+    "num_heads": 1,
+    "ffn_dim": 8,
+    "num_steps": 4,
+    "warmup_steps": 1,
+    "eval_every": 2,
+    "batch_size": 8,
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _misbehaving_variants():
     variants["full"]  # discover first, so that nothing is registered twice
+    tasks["listops"]
     load_file(VARIANT_FILE, None)
+    load_file(TRAINING_FILE, None)
     yield
-    for name in [name for name in variants if name.startswith("fake_")]:
-        variants.remove(name)
+    for registry in (variants, tasks):
+        for name in [name for name in registry if name.startswith("fake_")]:
+            registry.remove(name)
 
 
 def make_matrix(names: list[Any], **changes: Any):
@@ -40,6 +54,18 @@ def make_matrix(names: list[Any], **changes: Any):
 
 def tiny_plan(names: list[Any], **changes: Any) -> Plan:
     return make_plan(make_matrix(names, **changes), variant_files=[VARIANT_FILE])
+
+
+def training_plan(names: list[Any], **changes: Any) -> Plan:
+    group = {
+        "variants": names,
+        "task": "fake_task",
+        "overrides": TINY_TRAINING,
+        "device": "cpu",
+        "timeout_s": 120,
+        **changes,
+    }
+    return make_plan(parse_matrix({"name": "test", "accuracy": [group]}, "test.toml"), variant_files=[TRAINING_FILE])
 
 
 def environment(**changes: Any) -> Environment:

@@ -168,6 +168,9 @@ class Ending:
     def moved_to(self, environment):
         pass
 
+    def say(self, text):
+        pass
+
 
 @pytest.mark.parametrize("is_ending", [True, False])
 def test_workers_that_are_ended_with_the_run_leave_no_record(is_ending, tmp_path):

@@ -135,15 +135,23 @@ def test_an_accuracy_cell_is_a_training(monkeypatch, tmp_path):
     wanted = Cell(kind="accuracy", variant="full", task="listops", level="short", protocol="cpu-small")
     seen: dict[str, object] = {}
 
-    def train(cell, *, data_dir, checkpoint_dir):
-        seen.update(cell=cell, data_dir=data_dir, checkpoint_dir=checkpoint_dir)
+    def train(cell, **where):
+        seen.update(cell=cell, **where)
         return TrainingResult(status="diverged", reason="loss is nan at step 3", kernels=("sdpa.math",), num_params=7)
 
     monkeypatch.setattr("attn_zoo.matrix.accuracy.run_training", train)
-    record = run_cell(wanted, data_dir=tmp_path, checkpoint_dir=tmp_path / "c")
-    assert seen == {"cell": wanted, "data_dir": tmp_path, "checkpoint_dir": tmp_path / "c"}
+    record = run_cell(wanted, data_dir=tmp_path, checkpoint_dir=tmp_path / "c", weights_dir=tmp_path / "w")
+    weights = tmp_path / "w" / f"{wanted.key}.safetensors"
+    assert seen == {
+        "cell": wanted,
+        "data_dir": tmp_path,
+        "checkpoint_dir": tmp_path / "c",
+        "weights_path": weights,
+    }
     assert (record.status, record.reason, record.num_params) == ("diverged", "loss is nan at step 3", 7)
     assert record.kernels == ("sdpa.math",)
+    run_cell(wanted)
+    assert seen["weights_path"] is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")

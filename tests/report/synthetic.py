@@ -100,8 +100,17 @@ def scaling(
     )
 
 
-def accuracy(variant: str, seed: int, value: float | None, *, status: Status = "ok", **cell: Any) -> Record:
-    """Return one record of a training run."""
+def accuracy(
+    variant: str,
+    seed: int,
+    value: float | None,
+    *,
+    status: Status = "ok",
+    score: Mapping[str, Any] | None = None,
+    num_jobs: int = 1,
+    **cell: Any,
+) -> Record:
+    """Return one record of a training run; fields of the score are changed by `score`, of the cell by keyword."""
     fields: dict[str, Any] = {
         "kind": "accuracy",
         "variant": variant,
@@ -110,31 +119,66 @@ def accuracy(variant: str, seed: int, value: float | None, *, status: Status = "
         "level": "short",
         "protocol": "cpu-small",
     }
-    score = None
+    found = None
     if value is not None:
         rng = random.Random(f"{variant}{seed}")
-        score = Score(
-            metric="accuracy",
-            value=value,
-            validation=value + 0.01,
-            num_examples=200,
-            chance=0.1,
-            floors={"most_frequent": 0.17, "length_only": 0.21},
-            best_step=300,
-            num_steps=400,
-            num_params=65_000,
-            train_s=20.0,
-            tokens_per_s=30_000.0 + 5000 * len(variant),
-            curve=({"step": 0.0, "train_loss": 2.3},),
-            correct="".join("1" if rng.random() < value else "0" for _ in range(200)),
-        )
+        numbers: dict[str, Any] = {
+            "metric": "accuracy",
+            "value": value,
+            "validation": value + 0.01,
+            "num_examples": 200,
+            "chance": 0.1,
+            "floors": {"most_frequent": 0.17, "length_only": 0.21},
+            "best_step": 300,
+            "num_steps": 400,
+            "num_params": 65_000,
+            "train_s": 20.0,
+            "tokens_per_s": 30_000.0 + 5000 * len(variant),
+            "curve": ({"step": 0.0, "train_loss": 2.3},),
+            "correct": "".join("1" if rng.random() < value else "0" for _ in range(200)),
+        }
+        found = Score(**(numbers | dict(score or {})))
     return Record(
         cell=Cell(**(fields | cell)),
         status=status,
         reason="" if status == "ok" else "the loss was not finite at step 120",
         environment=MACHINE.digest,
-        score=score,
+        num_jobs=num_jobs,
+        score=found,
     )
+
+
+def curve(start: float, end: float, *, num_steps: int = 400, count: int = 8) -> tuple[dict[str, float], ...]:
+    """Return evaluations that approach `end` from `start`."""
+    found = []
+    for index in range(1, count + 1):
+        share = 1 - (1 - index / count) ** 2
+        value = start + share * (end - start)
+        entry = {"step": num_steps * index / count, "train_loss": 2.3 - share, "validation_loss": 2.4 - share}
+        found.append(entry | {"validation": value})
+    return tuple(found)
+
+
+def tuned(
+    variant: str, rates: Mapping[float, Iterable[float | None]], *, overrides: Mapping[str, Any] | None = None
+) -> list[Record]:
+    """Return trials of one variant: validation scores by learning rate and seed; None is a run that diverged.
+
+    The test score is the validation score minus 0.1, so that a test can tell which was looked at.
+    """
+    return [
+        accuracy(
+            variant,
+            seed,
+            None if validation is None else validation - 0.1,
+            status="ok" if validation is not None else "diverged",
+            score=None if validation is None else {"validation": validation},
+            overrides={**(overrides or {}), "base_lr": rate},
+            grid=("base_lr",),
+        )
+        for rate, validations in rates.items()
+        for seed, validation in enumerate(validations)
+    ]
 
 
 def zoo(variants: Iterable[str] = tuple(COSTS), lengths: Iterable[int] = tuple(DOUBLINGS), **cell: Any) -> list[Record]:

@@ -2,64 +2,16 @@
 
 import subprocess
 import sys
-from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Annotation, Text
-from matplotlib.transforms import Bbox
+from matplotlib.text import Text
 
-from attn_zoo.report.analysis import analyse
 from attn_zoo.report.labels import spread
-from attn_zoo.report.plots import make_pictures
 from attn_zoo.report.style import looks, plain, render
-from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, write_run, zoo
-
-LONG = "a_very_long_name_of_a_mechanism_that_nobody_would_type_twice_but_somebody_will"
-MANY = ["full", *(f"variant_{index}" for index in range(9)), LONG, "<b>注意</b> $x_1$ 🚀"]
-
-
-def pictures(tmp_path, records, **more):
-    return make_pictures(analyse([write_run(tmp_path / "run", records, **more)]))
-
-
-def texts(figure) -> list[tuple[str, Bbox]]:
-    """Return every visible text with its box in pixels; rotated ones (on reference lines) are left out."""
-    canvas = figure.canvas
-    assert isinstance(canvas, FigureCanvasAgg)
-    canvas.draw()
-    beyond = set()  # ticks outside the limits exist but are not drawn
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            beyond |= {id(tick.label1) for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high}
-    shown = []
-    for text in figure.findobj(lambda artist: isinstance(artist, Text) and id(artist) not in beyond):
-        if text.get_visible() and text.get_text().strip() and not text.get_rotation():
-            # The box of an annotation includes its arrow; only its words matter here.
-            box = Text.get_window_extent(text) if isinstance(text, Annotation) else text.get_window_extent()
-            shown.append((text.get_text(), box))
-    return shown
-
-
-def assert_legible(figure):
-    shown = texts(figure)
-    frame = figure.bbox
-    for text, box in shown:
-        assert box.x0 >= frame.x0 - 1, text
-        assert box.x1 <= frame.x1 + 1, text
-        assert box.y0 >= frame.y0 - 1, text
-        assert box.y1 <= frame.y1 + 1, text
-    for (one, first), (other, second) in combinations(shown, 2):
-        both = Bbox.intersection(first, second)
-        if both is not None and both.width > 1 and both.height > 2.5:
-            pytest.fail(f"{one!r} and {other!r} overlap by {both.width:.0f} x {both.height:.0f} pixels")
-
-
-def words(figure):
-    return " ".join(text for text, _ in texts(figure))
+from tests.report.legible import MANY, assert_legible, pictures, words
+from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
 
 
 def test_twelve_variants_over_twelve_lengths_stay_legible(tmp_path):
@@ -73,7 +25,9 @@ def test_twelve_variants_over_twelve_lengths_stay_legible(tmp_path):
     records += [scaling(MANY[-1], n, status="timeout", reason="60 s") for n in lengths[2:]]
     records += trained(MANY)
     found = pictures(tmp_path, records)
-    assert [picture.name.split("-")[0] for picture in found] == ["time", "speedup", "memory", "memory", "accuracy"]
+    assert [picture.name.split("-")[0] for picture in found] == [
+        *("time", "speedup", "memory", "memory", "accuracy", "bubbles")
+    ]
     for picture in found:
         assert_legible(picture.figure)
 
@@ -123,7 +77,7 @@ def test_speed_up_is_over_the_fastest_exact_kernel(tmp_path):
 
 
 def test_scores_have_floors_and_seeds(tmp_path):
-    (picture,) = pictures(tmp_path, trained())
+    picture = pictures(tmp_path, trained())[0]
     shown = words(picture.figure)
     for text in ("chance 10.0 %", "most frequent 17.0 %", "length only 21.0 %", "37.8 % (n=3)"):
         assert text in shown

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.errors import ConfigError, FolderError, UnknownNameError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import AbstractTask, SplitName
 from attn_zoo.tasks import listops as listops_module
 from attn_zoo.tasks.cache import cache_dir, cached_tensors
 from attn_zoo.tasks.floors import lookup_floor, majority_floor
-from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits
-from attn_zoo.tasks.listops_grammar import OPERATORS, Grammar
-from attn_zoo.tasks.listops_text import write_tsv
+from attn_zoo.tasks.listops import ListOps
+from attn_zoo.tasks.listops_drawing import ListOpsLevel, generate_splits, padded
+from attn_zoo.tasks.listops_grammar import OPERATORS, Bits, Grammar, draw_trees
+from attn_zoo.tasks.listops_text import read_tsv, show_tokens, write_tsv
+from attn_zoo.training.protocol import resolve_protocol
+from tests.tasks.evaluators import by_stack, recursive
 
 TINY = ListOpsLevel(
     grammar=Grammar(max_depth=4, max_args=4, min_len=3, max_len=40), num_train=900, num_validation=60, num_test=80
@@ -56,7 +59,13 @@ def test_it_is_registered_and_keeps_the_contract():
 
 def test_lra_level_is_the_published_one():
     level = ListOps.levels["lra"]
-    assert dataclasses.asdict(level.grammar) == {"max_depth": 10, "max_args": 10, "min_len": 500, "max_len": 2000}
+    assert dataclasses.asdict(level.grammar) == {
+        "max_depth": 10,
+        "max_args": 10,
+        "min_len": 500,
+        "max_len": 2000,
+        "operators": ("[MIN", "[MAX", "[MED", "[SM"),
+    }
     assert (level.num_train, level.num_validation, level.num_test) == (96_000, 2_000, 2_000)
     spec = ListOps("lra").spec
     assert (spec.max_seq_len, spec.num_classes, spec.kind, spec.metric) == (2_000, 10, "classification", "accuracy")
@@ -178,9 +187,13 @@ def test_published_files_are_read_from_data_dir(tmp_path, with_level):
     drawn = generate_splits(TINY)
     folder = tmp_path / "data" / "listops-1000"
     folder.mkdir(parents=True)
-    files = ListOps.levels["lra_release"].files
-    assert files is not None
-    for name, file in files.items():
+    source = ListOps.source("lra_release")
+    assert source is not None
+    assert ListOps.source("lra") is None
+    assert source.is_fetchable
+    assert list(source.files) == ["train", "validation", "test"]
+    order: tuple[SplitName, ...] = ("train", "validation", "test")
+    for name, file in zip(order, source.files.values(), strict=True):
         rows = [drawn[name].example(index).tokens.tolist() for index in range(len(drawn[name]))]
         write_tsv(folder / file, rows, drawn[name].labels.tolist())
     task = ListOps("lra_release", data_dir=tmp_path / "data")
@@ -194,13 +207,168 @@ def test_published_files_are_read_from_data_dir(tmp_path, with_level):
 
 
 def test_rows_longer_than_the_maximum_are_cut_on_the_right():
-    split = listops_module._padded([np.arange(1, 9, dtype=np.uint8)], np.array([3], np.uint8), 5)
+    split = padded([np.arange(1, 9, dtype=np.uint8)], np.array([3], np.uint8), 5)
     assert split.tokens.tolist() == [[1, 2, 3, 4, 5]]
     assert split.lengths.tolist() == [5]
 
 
-def test_missing_published_files_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"data_dir: expected a folder that holds basic_train\.tsv"):
-        ListOps("lra_release").split("train")
-    with pytest.raises(ConfigError, match=r"does not hold basic_train\.tsv, basic_val\.tsv, basic_test\.tsv"):
-        ListOps.digest("lra_release", data_dir=tmp_path)
+def test_missing_published_files_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
+    for call in (
+        lambda: ListOps("lra_release").split("train"),
+        lambda: ListOps.digest("lra_release", data_dir=tmp_path),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"data_dir: missing basic_train\.tsv, basic_val\.tsv, basic_test\.tsv"
+        ) as found:
+            call()
+        assert "lra_release.gz" in str(found.value)
+        assert "attn-zoo data fetch" in str(found.value)
+
+
+def test_a_split_written_as_published_is_read_back(tmp_path, with_level):
+    with_level("tiny", TINY)
+    task = ListOps("tiny")
+    (path,) = task.export("test", tmp_path / "made" / "basic_test.tsv")
+    assert path.read_bytes().startswith(b"Source\tTarget\r\n")
+    rows, values = read_tsv(path)
+    assert [row.tobytes() for row in rows] == strings(task.split("test"))
+    assert values.tolist() == task.split("test").labels.tolist()
+    for line, value in zip(path.read_text().splitlines()[1:], values, strict=True):
+        assert by_stack(line.partition("\t")[0]) == value
+    with pytest.raises(FolderError):
+        task.export("test", path)
+
+
+def test_symbols_name_each_position():
+    task = ListOps("short")
+    example = task.split("test").example(0)
+    assert " ".join(task.symbols(example.tokens)) == task.show(example).partition(" = ")[0]
+    assert task.symbols(torch.tensor([13, 1, 10, 15, 0])) == ["[MED", "0", "9", "]", ""]
+
+
+def pairs_of(split) -> np.ndarray:
+    counts = np.zeros((16, 10), int)
+    np.add.at(counts, (split.tokens[:, 0].numpy(), split.labels.numpy()), 1)
+    return counts[11:15]
+
+
+def test_balanced_levels_have_equal_counts_of_root_operator_and_label_in_every_split():
+    level = dataclasses.replace(TINY, num_train=1_200, num_validation=80, num_test=120, is_balanced=True)
+    splits = generate_splits(level)
+    for name in SPLITS:
+        assert (pairs_of(splits[name]) == level.count(name) // 40).all()
+    every = [text for name in SPLITS for text in strings(splits[name])]
+    assert len(set(every)) == len(every) == 1_400
+    for index in range(0, 1_200, 7):
+        example = splits["train"].example(index)
+        assert recursive(show_tokens(example.tokens.tolist()).split()) == (int(example.label), [])
+    again = generate_splits(level)
+    assert strings(again["train"]) == strings(splits["train"])
+    halves = pairs_of(splits["train"].select(torch.arange(600)))
+    assert halves.min() > 3, "examples are shuffled: rare pairs do not stand at the end"
+
+
+def test_a_balanced_level_cannot_have_any_number_of_examples():
+    with pytest.raises(ValueError, match="test: expected a multiple of 40 examples; got 50"):
+        ListOpsLevel(num_test=50, is_balanced=True)
+    two = ListOpsLevel(grammar=Grammar(operators=("[MED", "[SM")), num_test=20, is_balanced=True)
+    assert two.num_pairs == 20
+
+
+def test_the_registered_balanced_level_leaves_nothing_to_the_root_operator():
+    floors = ListOps("short_balanced").floors()
+    assert floors["majority"] == 0.1
+    assert floors["root_operator"] == 0.1
+    assert floors["depth_1"] > 0.15, "what balancing roots cannot take away"
+
+
+def test_sm_med_level_has_these_operators_only():
+    grammar = ListOps.levels["lra_sm_med"].grammar
+    trees = draw_trees(Bits(0), 8_192, grammar)
+    used = set(np.unique(trees.tokens[trees.tokens > 10]).tolist())
+    assert used == {OPERATORS["[MED"], OPERATORS["[SM"], 15}
+    assert dataclasses.replace(grammar, operators=Grammar().operators) == Grammar(), "otherwise the published grammar"
+
+
+class TestTraps:
+    """Faults of published code that must not be ours."""
+
+    def test_data_are_seeded_and_pinned(self):
+        """The published generator had no seed. Changed data need a new `version`, and then new digits here."""
+        assert ListOps.version == 1
+        split = ListOps("short").split("test")
+        content = hashlib.sha256(split.tokens.numpy().tobytes() + split.labels.numpy().tobytes()).hexdigest()
+        assert content[:16] == PINNED_SHORT_TEST
+
+    def test_the_median_of_an_even_count_is_truncated_in_task_and_evaluators(self):
+        med, digit, close = OPERATORS["[MED"], 1, 15
+        trees = draw_trees(
+            Bits(2), 30_000, Grammar(max_depth=2, max_args=2, min_len=3, max_len=10, operators=("[MED",))
+        )
+        rows = trees.tokens.reshape(-1, 4)
+        low, high = np.sort(rows[:, 1:3].astype(int) - digit, axis=1).T
+        assert (rows[:, 0] == med).all()
+        assert (rows[:, 3] == close).all()
+        is_odd = (low + high) % 2 == 1
+        assert is_odd.sum() > 1_000
+        assert (trees.values == (low + high) // 2).all(), "2 and 3 give 2, neither 3 nor 2.5"
+        assert recursive(["[MED", "2", "3", "]"]) == (2, [])
+
+    def test_no_word_is_unknown_and_ids_do_not_depend_on_the_data(self):
+        words = ListOps("short").symbols(torch.arange(16))
+        assert words == ["", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]
+
+    def test_a_last_partial_batch_is_no_reason_to_drop_examples(self):
+        assert len(ListOps("short").split("test")) == ListOps.levels["short"].num_test
+
+    @pytest.mark.parametrize("name", ["lra-small", "lra-original"])
+    def test_settings_are_those_of_the_published_configurations(self, name):
+        protocol = resolve_protocol(name, task_settings=ListOps.settings[name])
+        got = {key: getattr(protocol, key) for key in PUBLISHED[name]}
+        assert got == PUBLISHED[name]
+
+
+PINNED_SHORT_TEST = "1d1dcebff3b6eabf"
+# mlpen/Nystromformer, LRA/code/lra_config.py; google-research/long-range-arena, lra_benchmarks/listops/configs/base.
+PUBLISHED = {
+    "lra-small": {
+        "num_layers": 2,
+        "embed_dim": 64,
+        "num_heads": 2,
+        "ffn_dim": 128,
+        "position": "learned",
+        "pooling": "mean",
+        "norm_order": "pre",
+        "dropout_p": 0.1,
+        "resid_dropout_p": 0.1,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "weight_decay": 0.0,
+        "base_lr": 1e-4,
+        "schedule": "linear",
+        "warmup_steps": 1_000,
+        "num_steps": 5_000,
+        "batch_size": 32,
+        "eval_every": 50,
+    },
+    "lra-original": {
+        "num_layers": 4,
+        "embed_dim": 512,
+        "num_heads": 8,
+        "ffn_dim": 1_024,
+        "position": "sinusoidal",
+        "pooling": "cls",
+        "norm_order": "pre",
+        "dropout_p": 0.1,
+        "resid_dropout_p": 0.1,
+        "betas": (0.9, 0.98),
+        "eps": 1e-9,
+        "weight_decay": 0.1,
+        "base_lr": 0.05,
+        "schedule": "rsqrt",
+        "warmup_steps": 1_000,
+        "num_steps": 5_000,
+        "batch_size": 32,
+    },
+}

@@ -127,6 +127,40 @@ def test_roots_and_depth_are_as_published():
     assert abs(np.mean(digits) - 4.6) < 0.25
 
 
+def test_values_with_each_operator_at_the_root_are_what_the_evaluator_says():
+    trees = draw_trees(Bits(6), 3_000, SHALLOW)
+    for row, values in list(zip(rows_of(trees), trees.by_root, strict=True))[:150]:
+        for token, value in zip(OPERATORS.values(), values, strict=True):
+            assert recursive(show_tokens([token, *row[1:]]).split())[0] == value
+    natural = trees.by_root[np.arange(len(trees.values)), trees.tokens[np.cumsum(trees.lengths) - trees.lengths] - 11]
+    assert (natural == trees.values).all()
+
+
+@pytest.mark.parametrize("grammar", [Grammar(), SHALLOW], ids=["lra", "shallow"])
+def test_unwanted_trees_are_left_out_and_bounds_hold(grammar):
+    told = []
+
+    def all_of_them(bounds):
+        told.append(bounds)
+        return np.ones(len(bounds[0]), bool)
+
+    def every_third(bounds):
+        return np.arange(len(bounds[0])) % 3 == 0
+
+    whole, same = draw_trees(Bits(8), 4_096, grammar), draw_trees(Bits(8), 4_096, grammar, all_of_them)
+    assert np.array_equal(whole.tokens, same.tokens)
+    ((low, high),) = told
+    assert ((low <= whole.by_root) & (whole.by_root <= high)).all()
+    assert (low > 0).any()
+    assert (high < 9).any()
+    part = draw_trees(Bits(8), 4_096, grammar, every_third)
+    assert np.array_equal(part.lengths, whole.lengths[::3])
+    for row, value in list(zip(rows_of(part), part.values, strict=True))[:100]:
+        assert recursive(show_tokens(row).split()) == (value, [])
+    nothing = draw_trees(Bits(8), 4_096, grammar, lambda bounds: np.zeros(len(bounds[0]), bool))
+    assert len(nothing.tokens) == len(nothing.values) == 0
+
+
 def test_one_node_alone_follows_the_stated_probabilities():
     """Depth 2, no lower bound: an operator with probability 1/4, arities and leaves uniform."""
     trees = draw_trees(Bits(11), 40_000, Grammar(max_depth=2, max_args=5, min_len=0, max_len=100))

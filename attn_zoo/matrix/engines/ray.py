@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ class _Collector:
     def moved_to(self, environment: Environment) -> None:
         pass
 
+    def say(self, text: str) -> None:
+        pass
+
 
 def _run_on_node(
     items: list[dict[str, Any]], prior: list[dict[str, Any]], variant_files: dict[str, str], data_dir: str | None
@@ -71,14 +74,17 @@ def _run_on_node(
             environment=environment.digest,
             variant_files=tuple(files),
             data_dir=Path(data_dir) if data_dir else None,
+            weights=Path(folder) / "weights",
         )
         cells = [PlannedCell(**{**item, "cell": Cell.from_dict(item["cell"])}) for item in items]
         run_lane(cells, settings, collector, [Record.from_dict(data) for data in prior])
         logs = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in Path(folder).glob("*.log")}
+        weights = {path.name: path.read_bytes() for path in Path(folder).glob("weights/*")}
     return {
         "environment": environment.to_dict(),
         "records": [record.to_dict() for record in collector.records],
         "logs": logs,
+        "weights": weights,
     }
 
 
@@ -94,6 +100,7 @@ class RayEngine:
     """
 
     is_remote = True
+    jobs = 1
 
     def __init__(self, address: str = "local", num_cpus: int | None = None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unless the user says so
@@ -166,13 +173,22 @@ class RayEngine:
                 control.moved_to(Environment.from_dict(answer["environment"]))
                 for key, text in answer["logs"].items():
                     (settings.logs / f"{key}.log").write_text(text, encoding="utf-8")
+                _keep(answer["weights"], settings.weights)
                 for data in answer["records"]:
                     control.finished(Record.from_dict(data))
 
 
 def _plain(item: PlannedCell) -> dict[str, Any]:
-    names = ("refusal", "isolation", "timeout_s", "budget_s", "has_energy", "has_count", "estimate_s", "estimate_bytes")
+    names = {item.name for item in fields(PlannedCell)} - {"cell"}
     return {"cell": item.cell.to_dict(), **{name: getattr(item, name) for name in names}}
+
+
+def _keep(weights: dict[str, bytes], folder: Path | None) -> None:
+    if folder is None or not weights:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in weights.items():
+        (folder / name).write_bytes(content)
 
 
 def _lost(item: PlannedCell, error: BaseException) -> Record:

@@ -1,0 +1,139 @@
+"""The commands that draw maps of trained models; `attn_zoo.cli` adds them to the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["maps", "register"]
+
+maps = typer.Typer(help="Draw what trained models look at, their positions, learning rates.", no_args_is_help=True)
+
+DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
+VariantFiles = Annotated[
+    list[Path] | None, typer.Option("--variant-file", help="Python file that registers variants; may be repeated.")
+]
+CellPattern = Annotated[
+    str | None, typer.Option("--cell", help="Which cell, by id or key, such as 'full/*/seed0'; may have wildcards.")
+]
+Out = Annotated[Path, typer.Option(help="File to write, .png or .svg.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.add_typer(maps, name="maps")
+
+
+def _load(files: list[Path] | None) -> None:
+    from attn_zoo.discovery import load_file
+
+    for path in files or []:
+        load_file(path)
+
+
+def _write(figure: Figure, out: Path) -> None:
+    from attn_zoo.console import out as console
+    from attn_zoo.maps.save import save_figure
+
+    save_figure(figure, out)
+    console.print(f"wrote {out}", markup=False, soft_wrap=True)
+
+
+@maps.command()
+def attention(
+    folder: Annotated[Path, typer.Argument(help="Results folder of a run that kept its weights.", show_default=False)],
+    out: Out,
+    cell: CellPattern = None,
+    example: Annotated[int | None, typer.Option(min=0, help="Example of the test split; by default the first.")] = None,
+    text: Annotated[str | None, typer.Option(help="A text of your own instead of an example.")] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="Show this layer only, from 1; may be repeated.")] = None,
+    head: Annotated[list[int] | None, typer.Option(help="Show this head only, from 1; may be repeated.")] = None,
+    pool: Annotated[str, typer.Option(help="What a square of a long input shows: max or mean.")] = "max",
+    other: Annotated[bool, typer.Option("--other", help="Of a pair of inputs, the second one.")] = False,
+    data_dir: DataDir = None,
+    files: VariantFiles = None,
+) -> None:
+    """Draw which positions each head of a trained model looks at: the weights that it really uses."""
+    from typing import cast, get_args
+
+    from attn_zoo.errors import ConfigError, UnknownNameError
+    from attn_zoo.maps.attention import attention_map
+    from attn_zoo.maps.pooling import Pool
+    from attn_zoo.maps.save import check_name
+
+    check_name(out)
+    if pool not in get_args(Pool):
+        raise UnknownNameError("pool", pool, get_args(Pool))
+    if text is not None and example is not None:
+        raise ConfigError("--text", [("", "expected either --text or --example, not both")])
+    _load(files)
+    figure = attention_map(
+        folder,
+        cell,
+        example=example or 0,
+        text=text,
+        layers=layer or (),
+        heads=head or (),
+        pool=cast(Pool, pool),
+        of_other=other,
+        data_dir=data_dir,
+    )
+    _write(figure, out)
+
+
+@maps.command()
+def positions(
+    out: Out,
+    folder: Annotated[Path | None, typer.Argument(help="Results folder of a run that kept its weights.")] = None,
+    cell: CellPattern = None,
+    kind: Annotated[str | None, typer.Option(help="Without a folder: sinusoidal or learned.")] = None,
+    length: Annotated[int | None, typer.Option("--len", help="Without a folder: positions; default 128.")] = None,
+    dim: Annotated[int | None, typer.Option(help="Without a folder: features; default 64.")] = None,
+    data_dir: DataDir = None,
+    files: VariantFiles = None,
+) -> None:
+    """Draw the positions that a model adds to its embeddings, and how alike they are."""
+    from typing import cast, get_args
+
+    from attn_zoo.errors import ConfigError, UnknownNameError
+    from attn_zoo.maps.positions import AddedPosition, position_map
+    from attn_zoo.maps.save import check_name
+
+    check_name(out)
+    if kind is not None and kind not in get_args(AddedPosition):
+        raise UnknownNameError("kind of positions", kind, get_args(AddedPosition))
+    if folder is not None:
+        given = {"--kind": kind, "--len": length, "--dim": dim}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise ConfigError(", ".join(wrong), [("", "a trained model has its own; leave out either these or FOLDER")])
+    elif cell is not None:
+        raise ConfigError("--cell", [("", "expected a results folder that keeps it")])
+    _load(files)
+    figure = position_map(
+        folder,
+        cell,
+        kind=cast(AddedPosition, kind or "sinusoidal"),
+        length=128 if length is None else length,
+        dim=64 if dim is None else dim,
+        data_dir=data_dir,
+    )
+    _write(figure, out)
+
+
+@maps.command()
+def schedule(
+    protocol: Annotated[str, typer.Argument(help="Name of a training protocol.", show_default=False)],
+    out: Out,
+    task: Annotated[str | None, typer.Option(help="Take the settings of this task.")] = None,
+) -> None:
+    """Draw the learning rate of a protocol against the update, warm-up marked."""
+    from attn_zoo.maps.save import check_name
+    from attn_zoo.maps.schedule import schedule_map
+
+    check_name(out)
+    _write(schedule_map(protocol, task), out)

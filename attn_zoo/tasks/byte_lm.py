@@ -1,0 +1,157 @@
+"""Language modelling on the bytes of "tiny Shakespeare": predict each byte from those before it; bits per byte.
+
+The text (1 115 394 bytes; karpathy/char-rnn, data/tinyshakespeare/input.txt) is split in order: the first 90 % train,
+the next 5 % validation, the last 5 % test. Each split is cut into chunks of L predictions, so that every byte of it is
+predicted exactly once: the input of the first prediction is the byte before the split (train, which has none, does not
+predict its first byte), and the last chunk reaches back over bytes already predicted, which are not scored again. No
+chunk sees what stands before it.
+
+Levels: short (L = 128, for CPUs), 512, 2048.
+
+Tokens are bytes, without padding. Chance is 8 bits: all 256 bytes equally likely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.registry import register_task
+from attn_zoo.tasks.contract import IGNORED_LABEL, AbstractTask, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.ngram import ngram_bits
+from attn_zoo.tasks.packed_source import PackedSource, read_packed
+
+__all__ = ["TEXT", "ByteLanguageModelling", "ByteLevel"]
+
+_NUM_BYTES = 256
+TEXT = PackedSource(
+    name="tiny Shakespeare",
+    folder="tinyshakespeare",
+    files={"input": "input.txt"},
+    urls={"input": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"},
+    sha256={"input": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
+    hint="It is data/tinyshakespeare/input.txt of karpathy/char-rnn; input.txt.gz is read too.",
+    terms="plays in the public domain",
+    num_bytes=1_115_394,
+)
+"""The text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteLevel:
+    """One level.
+
+    Args:
+        seq_len: L.
+        train_percent: of the text.
+        validation_percent: of the text; the rest is test.
+    """
+
+    seq_len: int
+    train_percent: int = 90
+    validation_percent: int = 5
+
+
+@final
+@register_task("byte_lm")
+class ByteLanguageModelling(AbstractTask):
+    """Bytes of "tiny Shakespeare" at one length.
+
+    Args:
+        level: one of `levels`.
+        data_dir: folder with the text, or with `tinyshakespeare/` in it.
+    """
+
+    name: ClassVar[str] = "byte_lm"
+    version: ClassVar[int] = 1
+    levels: ClassVar[Mapping[str, ByteLevel]] = MappingProxyType(
+        {"short": ByteLevel(seq_len=128), "512": ByteLevel(seq_len=512), "2048": ByteLevel(seq_len=2_048)}
+    )
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {"cpu-small": {"batch_size": 32, "base_lr": 3e-3, "num_steps": 3_000, "eval_every": 250}}
+    )
+
+    def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
+        super().__init__(level, data_dir=data_dir)
+        self.config = self.levels[level]
+        self._text: NDArray[np.uint8] | None = None
+
+    @classmethod
+    def source(cls, level: str) -> PackedSource:
+        cls.check_level(level)
+        return TEXT
+
+    @property
+    def spec(self) -> TaskSpec:
+        return TaskSpec(
+            vocab_size=_NUM_BYTES,
+            num_classes=_NUM_BYTES,
+            max_seq_len=self.config.seq_len,
+            metric="bits_per_byte",
+            chance=8.0,
+            kind="causal_lm",
+            has_padding=False,
+        )
+
+    def text(self, name: SplitName) -> NDArray[np.uint8]:
+        """Return the bytes of a split after one that is read but not predicted.
+
+        Raises:
+            ConfigError: the text is missing, or so short that a split has no chunk.
+        """
+        if self._text is None:
+            path = TEXT.locate(self.data_dir)["input"]
+            self._text = np.frombuffer(read_packed(path, TEXT.name), np.uint8)
+        total, config = len(self._text), self.config
+        ends = [total * config.train_percent // 100, total * (config.train_percent + config.validation_percent) // 100]
+        start, stop = {"train": (0, ends[0]), "validation": (ends[0] - 1, ends[1]), "test": (ends[1] - 1, total)}[name]
+        if stop - start <= config.seq_len:
+            problem = f"a text of {total} bytes leaves {stop - start} for {name}; level {self.level} needs more than"
+            raise ConfigError(TEXT.name, [("data_dir", f"{problem} {config.seq_len}")])
+        return self._text[start:stop]
+
+    def split(self, name: SplitName) -> Split:
+        """Return the chunks of a split, in the order of the text."""
+        length = self.config.seq_len
+        text = self.text(name)
+        num_predicted = len(text) - 1
+        starts = np.arange(0, num_predicted, length)
+        last = num_predicted - length  # the last chunk reaches back
+        num_known = starts[-1] - min(starts[-1], last)
+        starts[-1] -= num_known
+        places = starts[:, None] + np.arange(length)
+        labels = text[places + 1].astype(np.int16)
+        labels[-1, :num_known] = IGNORED_LABEL
+        return Split(
+            tokens=torch.from_numpy(text[places]),
+            lengths=torch.full((len(starts),), length, dtype=torch.int16),
+            labels=torch.from_numpy(labels),
+        )
+
+    def floors(self) -> dict[str, float]:
+        """Return the bits per byte of n-gram models counted on train. They see across the borders of chunks."""
+        train, test = self.text("train"), self.text("test")
+        orders = {"unigram": 1, "bigram": 2, "trigram": 3, "5-gram": 5}
+        return {name: ngram_bits(train, test, order, num_context=1) for name, order in orders.items()}
+
+    def show(self, example: Example) -> str:
+        """Return the chunk as text; the byte to predict last stands after the bar."""
+        decoded = bytes(example.tokens.tolist()).decode("utf-8", "backslashreplace")
+        return f"{decoded}|{_symbol(int(example.label[-1]))}"
+
+    def symbols(self, tokens: Tensor) -> list[str]:
+        return [_symbol(token) for token in tokens.tolist()]
+
+
+def _symbol(byte: int) -> str:
+    """Return a byte as one visible character, or in hexadecimal."""
+    return {10: "↵", 32: "␣"}.get(byte, chr(byte) if 33 <= byte < 127 else f"{byte:02x}")

@@ -1,0 +1,73 @@
+"""What tasks share that are read from files: splits made at the first use, and cached where making them is slow."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from attn_zoo.tasks.cache import cached_tensors
+from attn_zoo.tasks.contract import AbstractTask, Split, SplitName
+
+__all__ = ["AbstractFileTask"]
+
+_SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
+_FIELDS = ("tokens", "lengths", "labels", "other_tokens", "other_lengths")
+
+
+class AbstractFileTask(AbstractTask):
+    """A task whose splits are read from the files of its `source`.
+
+    Class attributes:
+        is_slow: reading takes longer than a few seconds, so the tensors are kept in the cache.
+
+    Args:
+        level: one of `levels`.
+        data_dir: folder to look in first; see `Source.folders`.
+    """
+
+    is_slow: ClassVar[bool] = False
+
+    def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
+        super().__init__(level, data_dir=data_dir)
+        self.config: Any = self.levels[level]
+        self._splits: dict[SplitName, Split] = {}
+
+    @abstractmethod
+    def read(self, paths: dict[str, Path]) -> dict[SplitName, Split]:
+        """Return the three splits.
+
+        Args:
+            paths: of the files, by what the source calls them.
+
+        Raises:
+            ConfigError: a file does not hold what it should.
+        """
+
+    def split(self, name: SplitName) -> Split:
+        if not self._splits:
+            self._splits = self._load()
+        return self._splits[name]
+
+    def _load(self) -> dict[SplitName, Split]:
+        source = self.source(self.level)
+        assert source is not None, f"{self.name} has no source"
+        paths = source.locate(self.data_dir)
+        if not self.is_slow:
+            return self.read(paths)
+        kept = f"{self.name}-{self.level}-{self.digest(self.level, data_dir=self.data_dir)}"
+        return _unflat(cached_tensors(kept, lambda: _flat(self.read(paths))))
+
+
+def _flat(splits: dict[SplitName, Split]) -> dict[str, Tensor]:
+    named = {f"{name}.{field}": getattr(split, field) for name, split in splits.items() for field in _FIELDS}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _unflat(tensors: dict[str, Tensor]) -> dict[SplitName, Split]:
+    return {
+        name: Split(**{field: tensors[f"{name}.{field}"] for field in _FIELDS if f"{name}.{field}" in tensors})
+        for name in _SPLITS
+    }

@@ -1,0 +1,217 @@
+"""Pathfinder: do two marked ends belong to one dashed contour? Two classes, a picture as a sequence of its pixels.
+
+Linsley et al. 2018, arXiv 1805.08315; as a task for sequences Tay et al. 2020, "Long Range Arena", arXiv 2011.04006.
+There is no cheap way above chance: the whole contour has to be followed.
+
+Tokens are the grey levels 0 to 255 of the pixels, row by row. **No position is masked**: level 0 is black, not padding.
+Long Range Arena's models mask every token whose id is 0, which hides two thirds of a picture of 32 pixels as keys;
+scores obtained so are not comparable with ours.
+
+Levels drawn by our generator, which follows the original's (`pathfinder_scene`), seeded, one stream for each picture:
+    32: the published task, contours of 14 paddles; 160 000 / 20 000 / 20 000, as published.
+    32_intermediate, 32_easy: contours of 9 and 6 paddles, as many pictures.
+    64: as 32 with 64 x 64 pixels; 40 000 / 5 000 / 5 000 (a picture takes about 30 times as long to draw as at 32).
+    128: Path-X; 40 000 / 5 000 / 5 000, a quarter of what is published.
+    short: for CPUs: 16 x 16 pixels and contours of 3 paddles; 20 000 / 1 000 / 2 000, none twice.
+Levels read from files:
+    lra_32, lra_64, lra_128: the folders of Long Range Arena. It names no split but "80 / 10 / 10 % of the order in
+        which a library lists them"; ours is a seeded shuffle of all pictures.
+    original_12000: pictures of 32 pixels made by the original generator, 9 600 / 1 200 / 1 200, a seeded shuffle.
+    32_to_original: train and validation of `32`, tested on all of those 12 000.
+    original_to_32: trained and validated on them (10 800 / 1 200), tested on the test split of `32`.
+The last two should agree: if they do not, our generator is not the original's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_zoo.registry import register_task
+from attn_zoo.tasks.cache import cached_tensors
+from attn_zoo.tasks.contract import AbstractTask, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.pathfinder_field import Streams
+from attn_zoo.tasks.pathfinder_files import Published, listing_digest, read_folder, read_npz
+from attn_zoo.tasks.pathfinder_levels import LEVELS, ORIGINAL, SPLITS, PathfinderLevel, published
+from attn_zoo.tasks.pathfinder_splits import distinct_splits, drawn_split
+from attn_zoo.tasks.sources import Source
+
+__all__ = ["Pathfinder", "PathfinderLevel"]
+
+_SHUFFLE = 1_000  # a stream that no split uses
+_LINE = 64  # grey levels from here on are drawn when a picture is shown
+
+
+def _shared_out(pictures: Published, level: PathfinderLevel) -> dict[str, Tensor]:
+    """Return the read pictures as the splits that are not drawn, shuffled by the seed."""
+    names = [name for name in SPLITS if name not in level.drawn]
+    count = len(pictures.labels)
+    # 80, 10, 10 %; 90, 10 % where test is drawn; all where only test is read.
+    ends = [count - tenths * (count // 10) for tenths in reversed(range(len(names)))]
+    order = Streams(level.seed, _SHUFFLE, np.arange(count)).words(np.arange(count), 1)[:, 0].argsort(kind="stable")
+    tensors: dict[str, Tensor] = {"num_skipped": torch.tensor(pictures.num_skipped)}
+    for name, rows in zip(names, np.split(order, ends[:-1]), strict=True):
+        tensors[f"{name}.tokens"] = torch.from_numpy(pictures.pixels[rows])
+        tensors[f"{name}.labels"] = torch.from_numpy(pictures.labels[rows])
+    return tensors
+
+
+@final
+@register_task("pathfinder")
+class Pathfinder(AbstractTask):
+    """Pathfinder at one level.
+
+    In protocol `lra-original` the published model of 32 pixels has embeddings of 32 but queries, keys and values of 16
+    for all four heads together; our backbone has one width, so ours are 32. For 128 pixels Long Range Arena has one
+    layer, 2 heads, learned positions, batches of 64, 500 000 steps with 2 500 of warm-up and gradients clipped at 1:
+    settings are by task, so set those in the matrix (`overrides`).
+
+    Args:
+        level: one of `levels`.
+        data_dir: folder with pictures that are read; see `Source.folders`.
+    """
+
+    name: ClassVar[str] = "pathfinder"
+    version: ClassVar[int] = 1
+    levels: ClassVar[Mapping[str, PathfinderLevel]] = LEVELS
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "lra-small": {"batch_size": 256, "num_steps": 62_400, "warmup_steps": 312, "eval_every": 312},
+            "lra-original": {
+                "num_layers": 4,
+                "embed_dim": 32,
+                "num_heads": 4,
+                "ffn_dim": 32,
+                "position": "sinusoidal",
+                "pooling": "mean",
+                "dropout_p": 0.1,
+                "resid_dropout_p": 0.2,
+                "weight_decay": 0.0,
+                "base_lr": 1e-3,
+                "schedule": "cosine",
+                "batch_size": 512,
+                "num_steps": 62_400,
+                "warmup_steps": 312,
+                "eval_every": 312,
+            },
+        }
+    )
+
+    def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
+        super().__init__(level, data_dir=data_dir)
+        self.config = self.levels[level]
+        self._splits: dict[SplitName, Split] = {}
+        self._read: dict[str, Tensor] = {}
+
+    @classmethod
+    def source(cls, level: str) -> Source | None:
+        cls.check_level(level)
+        config = cls.levels[level]
+        if config.source == "published":
+            return published(config.scene.side)
+        return ORIGINAL if config.source == "original" else None
+
+    @classmethod
+    def digest(cls, level: str, *, data_dir: Path | None = None) -> str:
+        digest = super().digest(level, data_dir=data_dir)
+        if cls.levels[level].source != "published":
+            return digest
+        return hashlib.sha256((digest + listing_digest(cls._folder(level, data_dir))).encode()).hexdigest()[:16]
+
+    @classmethod
+    def _folder(cls, level: str, data_dir: Path | None) -> Path:
+        """Return the published folder."""
+        return published(cls.levels[level].scene.side).locate(data_dir)["metadata"].parent.parent
+
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        """Rows and columns of the picture behind a sequence."""
+        return self.config.scene.side, self.config.scene.side
+
+    @property
+    def spec(self) -> TaskSpec:
+        return TaskSpec(
+            vocab_size=256,
+            num_classes=2,
+            max_seq_len=self.config.scene.side**2,
+            metric="accuracy",
+            chance=0.5,
+            kind="classification",
+            has_padding=False,
+        )
+
+    @property
+    def num_skipped(self) -> int:
+        """Pictures left out because their published file is empty."""
+        return int(self._pictures()["num_skipped"]) if self.config.source else 0
+
+    def split(self, name: SplitName) -> Split:
+        if name not in self._splits:
+            level = self.config
+            if name not in level.drawn:
+                pictures = self._pictures()
+                self._splits[name] = _split({part: pictures[f"{name}.{part}"] for part in ("tokens", "labels")})
+            elif level.is_distinct:
+                every = distinct_splits(
+                    level.scene, seed=level.seed, counts={part: level.count(part) for part in SPLITS}
+                )
+                self._splits = {part: _split(tensors) for part, tensors in every.items()}
+            else:
+                self._splits[name] = _split(
+                    drawn_split(level.scene, seed=level.seed, name=name, count=level.count(name))
+                )
+        return self._splits[name]
+
+    def _pictures(self) -> dict[str, Tensor]:
+        if not self._read:
+            self._read = self._read_pictures()
+        return self._read
+
+    def _read_pictures(self) -> dict[str, Tensor]:
+        side = self.config.scene.side
+        if self.config.source == "original":
+            return _shared_out(read_npz(ORIGINAL.locate(self.data_dir)["pictures"], side), self.config)
+
+        def make() -> dict[str, Tensor]:
+            pictures = read_folder(self._folder(self.level, self.data_dir), side)
+            if pictures.num_skipped:
+                sys.stderr.write(f"{self.name} {self.level}: {pictures.num_skipped} empty files skipped\n")
+            return _shared_out(pictures, self.config)
+
+        return cached_tensors(f"{self.name}-{self.level}-{self.digest(self.level, data_dir=self.data_dir)}", make)
+
+    def floors(self) -> dict[str, float]:
+        """Return the majority class, the distance between the markers, and, to 32 pixels, a linear model of pixels."""
+        from attn_zoo.tasks.pathfinder_floors import pathfinder_floors
+
+        return pathfinder_floors(self.split("train"), self.split("test"), self.config.scene)
+
+    def show(self, example: Example) -> str:
+        lit = example.tokens.numpy().reshape(self.image_shape) >= _LINE
+        rows = ["".join(" ▀▄█"[upper + 2 * lower] for upper, lower in zip(*pair, strict=True)) for pair in _pairs(lit)]
+        answer = "one contour" if int(example.label) else "two contours"
+        return "\n".join([*rows, f"= {answer}"])
+
+    def export(self, name: SplitName, out: Path) -> list[Path]:
+        from attn_zoo.tasks.export import export_images
+
+        return export_images(self.split(name), out, self.image_shape)
+
+
+def _split(tensors: dict[str, Tensor]) -> Split:
+    tokens = tensors["tokens"]
+    lengths = torch.full((len(tokens),), tokens.shape[1], dtype=torch.int16)
+    return Split(tokens=tokens, lengths=lengths, labels=tensors["labels"])
+
+
+def _pairs(lit: Any) -> list[tuple[Any, Any]]:
+    """Return rows of pixels two by two: a character shows one above the other."""
+    return list(zip(lit[::2].astype(int), lit[1::2].astype(int), strict=True))

@@ -1,0 +1,197 @@
+"""Updates of a model's weights: one step after another, and nothing else. Training and pretraining share them.
+
+Every random draw is a function of seed and step, so that an interrupted run continues with the same results on the same
+machine. The host never waits for the device inside a step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from attn_zoo.training.batches import Batch, Batcher, Feed
+from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
+from attn_zoo.training.evaluation import precision
+from attn_zoo.training.flops import CompiledFlopCounter, FlopCounter
+from attn_zoo.training.objective import AbstractObjective
+from attn_zoo.training.order import DataOrder
+from attn_zoo.training.peak import peak_bytes, reset_peak
+from attn_zoo.training.protocol import Protocol
+from attn_zoo.training.schedule import learning_rate
+from attn_zoo.training.seeding import derive_seed, seed_everything
+
+__all__ = ["DivergedError", "Updater", "make_optimizer"]
+
+_LOOK_EVERY = 20  # steps between looks at the device for non-finite values; the step is known exactly all the same
+
+
+class DivergedError(Exception):
+    """Loss or gradient became infinite or not a number.
+
+    Attributes:
+        step: the update at which it happened.
+    """
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(f"{what} is not finite at step {step}")
+        self.step = step
+
+
+def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimizer:
+    """Return AdamW; matrices outside embeddings are decayed, all else is not."""
+    embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    is_decayed = [parameter.ndim >= 2 and id(parameter) not in embeddings for parameter in trained]
+    groups = [
+        {"params": [p for p, is_in in zip(trained, is_decayed, strict=True) if is_in is decays], "weight_decay": decay}
+        for decays, decay in ((True, protocol.weight_decay), (False, 0.0))
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=protocol.betas, eps=protocol.eps, fused=True)
+
+
+def _compiled(model: nn.Module, batcher: Batcher) -> nn.Module:
+    """Return the model compiled: as CUDA graphs where every batch has the same shape."""
+    is_graph = batcher.is_full_length and batcher.device.type == "cuda"
+    dynamic = False if batcher.is_full_length else None
+    return cast(nn.Module, torch.compile(model, dynamic=dynamic, mode="reduce-overhead" if is_graph else None))
+
+
+class Updater:
+    """A model, its optimiser, and how far they are.
+
+    Args:
+        model: on its device.
+        objective: of the task.
+        batcher: makes its batches.
+        protocol: of the run.
+        num_steps: updates in all.
+        seed: of everything random.
+        dtype: `"bfloat16"` trains under autocast; other types are the model's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: AbstractObjective,
+        batcher: Batcher,
+        protocol: Protocol,
+        *,
+        num_steps: int,
+        seed: int,
+        dtype: str,
+    ) -> None:
+        self.model, self.objective, self.batcher, self.protocol = model, objective, batcher, protocol
+        self.num_steps, self.seed, self.dtype = num_steps, seed, dtype
+        self.optimizer = make_optimizer(model, protocol)
+        self.flops = CompiledFlopCounter(model) if protocol.compile else FlopCounter(model)
+        self._compiled = _compiled(model, batcher) if protocol.compile else model
+        self.numbers = Numbers()
+        self.best_weights: dict[str, Tensor] = {}
+        self._first_bad = torch.zeros((), dtype=torch.int64, device=batcher.device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=batcher.device)
+
+    def order(self, feed: Feed) -> DataOrder:
+        """Return the order in which the examples are visited."""
+        protocol = self.protocol
+        return DataOrder(
+            feed.costs, batch_size=protocol.batch_size, seed=self.seed, bucket_batches=protocol.bucket_batches
+        )
+
+    def resume(self, path: Path, identity: str) -> bool:
+        """Continue from the checkpoint at `path`; return whether there is one for this run."""
+        found = load_checkpoint(path, identity)
+        if found is None:
+            return False
+        self.model.load_state_dict(found.weights)
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": found.optimizer, "param_groups": groups})
+        self.best_weights = {name: tensor.to(self.batcher.device) for name, tensor in found.best_weights.items()}
+        self.numbers = found.numbers
+        self.flops.restore(found.numbers.train_flops)
+        return True
+
+    def save(self, path: Path, identity: str) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(path, identity, self.numbers, self.model, self.best_weights, self.optimizer)
+
+    def advance(self, feed: Feed, order: DataOrder, after_step: Callable[[int], None] | None = None) -> float:
+        """Make the updates up to the next evaluation; return their mean loss.
+
+        Args:
+            feed: examples to learn from.
+            order: of the examples.
+            after_step: called with the number of updates done.
+
+        Raises:
+            DivergedError: loss or gradient is not finite.
+        """
+        every, first = self.protocol.eval_every, self.numbers.step + 1
+        stop = min(self.num_steps, (self.numbers.step // every + 1) * every)
+        self._loss_sum.zero_()
+        reset_peak(self.batcher.device)
+        with self._timed():
+            for step in range(first, stop + 1):
+                self._update(step, self.batcher.batch(feed, order.rows(step)))
+                if step % _LOOK_EVERY == 0 or step == stop:
+                    self._look()
+                self.numbers.step = step
+                if after_step is not None:
+                    after_step(step)
+            mean_loss = float(self._loss_sum) / (stop - first + 1)
+        self.numbers.train_flops = self.flops.training_flops
+        if (peak := peak_bytes(self.batcher.device)) is not None:
+            self.numbers.peak_bytes = max(peak, self.numbers.peak_bytes or 0)
+        return mean_loss
+
+    def _update(self, step: int, batch: Batch) -> None:
+        protocol = self.protocol
+        self.model.train()
+        batch = self.objective.prepare(batch, step)
+        with precision(self.dtype, self.batcher.device):
+            if isinstance(self.flops, CompiledFlopCounter):
+                self.flops.add(batch.shapes, partial(self.objective.outputs, self.model, batch))
+            seed_everything(derive_seed(self.seed, "dropout", step))
+            outputs = self.objective.outputs(self._compiled, batch)
+        loss = self.objective.loss(outputs, batch)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), protocol.clip_norm or math.inf)
+        rate = learning_rate(
+            protocol.schedule,
+            step,
+            base_lr=protocol.base_lr,
+            warmup_steps=protocol.warmup_steps,
+            num_steps=self.num_steps,
+            embed_dim=protocol.embed_dim,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm)) & (self._first_bad == 0)
+        self._first_bad += is_bad * step
+        self._loss_sum += loss.detach()
+        self.numbers.num_tokens += batch.num_tokens
+        self.numbers.num_positions += batch.num_positions
+
+    def _look(self) -> None:
+        if (step := int(self._first_bad)) > 0:
+            raise DivergedError(step, "loss or gradient norm")
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.numbers.train_s += self._now() - start
+
+    def _now(self) -> float:
+        if self.batcher.device.type == "cuda":
+            torch.cuda.synchronize(self.batcher.device)
+        return time.perf_counter()

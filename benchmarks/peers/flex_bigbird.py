@@ -1,0 +1,133 @@
+"""Peer: torch's compiled FlexAttention over the pattern that our BigBird draws.
+
+On a CPU it has no backward pass, so only `infer` can be measured there, and its block mask holds all pairs of blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_zoo import AbstractAttention, BuildContext, UnsupportedError, VariantConfig, register_attention
+from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
+from attn_zoo.metadata import Capabilities, Complexity, Reference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlexBigBirdConfig(VariantConfig):
+    """The pattern.
+
+    Args:
+        block_size: tokens in a block.
+        num_window_blocks: around the query's own.
+        num_global_blocks: leading blocks that see and are seen by all.
+        num_random_blocks: further blocks for each row and head.
+    """
+
+    block_size: int = 64
+    num_window_blocks: int = 3
+    num_global_blocks: int = 2
+    num_random_blocks: int = 3
+
+
+@cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@register_attention(
+    "flex_bigbird",
+    config=FlexBigBirdConfig,
+    capabilities=Capabilities(
+        bidirectional=True,
+        causal=False,
+        cross_attention=False,
+        key_padding_mask=False,
+        positions=("none",),
+        dtypes=("float32", "bfloat16", "float16"),
+        why={
+            "causal": "not wrapped here",
+            "cross_attention": "blocks are places in one sequence",
+            "key_padding_mask": "not wrapped here",
+            "decode": "not wrapped here",
+        },
+    ),
+    complexity=Complexity(
+        time="B H L (g + w + r) C D",
+        memory="(L / C)^2",
+        time_exponent=1,
+        memory_exponent=2,
+        sequential_ops="1",
+        max_path="1",
+    ),
+    reference=Reference(
+        title="Flex Attention",
+        authors="Dong et al.",
+        year=2024,
+        url="https://arxiv.org/abs/2412.05496",
+        code="https://github.com/pytorch/pytorch",
+    ),
+)
+class FlexBigBirdAttention(AbstractAttention):
+    """BigBird by FlexAttention.
+
+    Args:
+        config: the pattern.
+        build: sizes.
+    """
+
+    config: FlexBigBirdConfig
+
+    def __init__(self, config: FlexBigBirdConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self._masks: dict[int, tuple[Any, Tensor]] = {}
+
+    def _mask(self, seq_len: int, device: torch.device) -> tuple[Any, Tensor]:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if seq_len not in self._masks:
+            config = self.config
+            layout = BlockLayout(
+                query_len=seq_len,
+                block_size=config.block_size,
+                num_window_blocks=config.num_window_blocks,
+                num_global_blocks=config.num_global_blocks,
+                num_random_blocks=config.num_random_blocks,
+                num_extra_tokens=0,
+                is_permuted=False,
+                is_causal=False,
+            )
+            pattern = layout_pattern(layout, self.build.num_heads, (self.build.seed, self.build.layer_index))
+            seen = (
+                pattern.to_dense()[:, :: config.block_size, :: config.block_size].contiguous().to(device)
+            )  # [H, blocks, blocks]
+            size = config.block_size
+
+            def is_visible(batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:  # noqa: ARG001
+                return seen[head, query_at // size, key_at // size]
+
+            mask = create_block_mask(
+                is_visible, None, self.build.num_heads, seq_len, seq_len, device=str(device), BLOCK_SIZE=size
+            )
+            self._masks[seq_len] = (mask, pattern.to_dense())
+        return self._masks[seq_len]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        if query.device.type == "cpu":
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+                raise UnsupportedError("devices", "flex_bigbird: FlexAttention has no backward pass on a CPU")
+            query, key, value = (x.detach() for x in (query, key, value))  # it looks at requires_grad alone
+        output: Tensor = _compiled()(query, key, value, block_mask=self._mask(query.shape[2], query.device)[0])
+        return output
+
+    def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Compute softmax over the visible pairs, dense."""
+        scores = query @ key.mT / query.shape[-1] ** 0.5
+        keep = self._mask(query.shape[2], query.device)[1].to(query.device)
+        return torch.softmax(scores.masked_fill(~keep, -torch.inf), dim=-1) @ value

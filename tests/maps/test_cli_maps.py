@@ -1,0 +1,81 @@
+"""`attn-zoo maps`: files are written, mistakes end with one message and nothing written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from attn_zoo import cli_maps
+from attn_zoo.errors import AttnZooError
+
+app = typer.Typer()
+cli_maps.register(app)
+
+
+@app.callback()
+def _main() -> None:
+    """Keep `maps` a sub-command."""
+
+
+def run(*arguments: object) -> str:
+    """Run the command; its error is raised as the command line's own `main` receives it."""
+    result = CliRunner().invoke(app, ["maps", *map(str, arguments)])
+    if isinstance(result.exception, AttnZooError):
+        assert result.exception.exit_code == 2
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_attention(zoo: Path, tmp_path: Path):
+    out = tmp_path / "heads.png"
+    printed = run("attention", zoo, "--cell", "full/*/plain/*", "--example", 3, "--layer", 1, "--head", 2, "--out", out)
+    assert printed.strip() == f"wrote {out}"
+    assert out.read_bytes().startswith(b"\x89PNG")
+    run("attention", zoo, "--cell", "full/*/pair/*", "--other", "--pool", "mean", "--out", tmp_path / "pair.svg")
+    run("attention", zoo, "--cell", "linformer/*", "--text", "1 2 3", "--out", tmp_path / "text.svg")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_positions_and_schedule(zoo: Path, tmp_path: Path):
+    run("positions", "--kind", "learned", "--len", 20, "--dim", 8, "--out", tmp_path / "a.svg")
+    run("positions", zoo, "--cell", "full/*/plain/*", "--out", tmp_path / "b.png")
+    run("schedule", "lra-small", "--task", "toy", "--out", tmp_path / "c.svg")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("attention", "ZOO", "--out", "a.pdf"), "ends in .png or .svg"),
+        (("attention", "EMPTY", "--out", "a.png"), "keep_weights = true"),
+        (("attention", "ZOO", "--cell", "ful/*", "--out", "a.png"), "did you mean 'full/*'?"),
+        (("attention", "ZOO", "--cell", "linformer/*", "--pool", "maxx", "--out", "a.png"), "did you mean 'max'?"),
+        (("attention", "ZOO", "--text", "1", "--example", "1", "--out", "a.png"), "either --text or --example"),
+        (("attention", "ZOO", "--cell", "global_pooling/*", "--out", "a.png"), "without heads that attend"),
+        (("positions", "ZOO", "--dim", "8", "--out", "a.png"), "a trained model has its own"),
+        (("positions", "--cell", "full/*", "--out", "a.png"), "expected a results folder"),
+        (("positions", "--kind", "rotary", "--out", "a.png"), "unknown kind of positions 'rotary'"),
+        (("positions", "--len", "0", "--out", "a.png"), "--len: expected at least 1"),
+        (("schedule", "lra-smal", "--out", "a.png"), "did you mean 'lra-small'?"),
+    ],
+)
+def test_mistakes_write_nothing(zoo: Path, tmp_path: Path, arguments: tuple[str, ...], message: str):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    places = {"ZOO": str(zoo), "EMPTY": str(empty), "a.png": str(tmp_path / "a.png"), "a.pdf": str(tmp_path / "a.pdf")}
+    with pytest.raises(AttnZooError) as caught:
+        run(*(places.get(argument, argument) for argument in arguments))
+    assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) == [empty]
+
+
+def test_the_module_loads_neither_torch_nor_plotting():
+    program = "import attn_zoo.cli_maps, sys; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"torch", "matplotlib", "pandas"} & set(done.stdout.split())

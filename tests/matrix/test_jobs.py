@@ -1,0 +1,334 @@
+"""Several trainings at once: how many, with how many threads, beside no timing; and every way such a run can end."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attn_zoo.cli import app
+from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.matrix.engines import local
+from attn_zoo.matrix.engines.local import LocalEngine, crowding
+from attn_zoo.matrix.plan import Plan
+from attn_zoo.matrix.progress import LiveProgress
+from attn_zoo.matrix.runner import run
+from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.supervise import Settings
+from attn_zoo.records import Record
+from tests.matrix.conftest import TINY_TRAINING, tiny_plan, training_plan
+
+ROOT = Path(__file__).parents[2]
+
+
+class Notes:
+    """A driver that takes notes and breaks if two call it at once."""
+
+    def __init__(self):
+        self.records: list[Record] = []
+        self.said: list[str] = []
+        self.stop = False
+        self.inside = 0
+
+    def check(self):
+        self.inside += 1
+        time.sleep(0.001)
+        assert self.inside == 1, "two threads in the driver"
+        self.inside -= 1
+
+    def is_over(self):
+        self.check()
+        return self.stop
+
+    def may_start(self, item):
+        self.check()
+        return not self.stop
+
+    def started(self, item):
+        self.check()
+
+    def should_stop(self):
+        self.check()
+        return self.stop
+
+    def finished(self, record):
+        self.check()
+        self.records.append(record)
+
+    def moved_to(self, environment):
+        self.check()
+
+    def say(self, text):
+        self.said.append(text)
+
+
+class FakeLanes:
+    """Stands in for `run_lane`: notes what runs beside what."""
+
+    def __init__(self, wait_for: int = 1, fail_on: str = ""):
+        self.lock = threading.Lock()
+        self.running: set[str] = set()
+        self.together: list[frozenset[str]] = []
+        self.barrier = threading.Barrier(wait_for, timeout=20)
+        self.fail_on = fail_on
+        self.settings: list[Settings] = []
+
+    def __call__(self, items, settings, control, prior=()):
+        item = items[0]
+        with self.lock:
+            self.running.add(item.cell.id)
+            self.together.append(frozenset(self.running))
+            self.settings.append(settings)
+        if item.cell.kind == "accuracy":
+            if item.cell.variant == self.fail_on:
+                with self.lock:
+                    self.running.discard(item.cell.id)
+                raise StoreError("disk full")
+            if self.fail_on:
+                while not control.should_stop():
+                    time.sleep(0.01)
+            else:
+                self.barrier.wait()
+        if control.may_start(item):
+            control.finished(Record(cell=item.cell, status="ok"))
+        with self.lock:
+            self.running.discard(item.cell.id)
+
+
+def lanes_of(*plans: Plan):
+    return [([item], []) for plan in plans for item in plan.cells]
+
+
+def test_so_many_trainings_at_once_and_timings_alone(monkeypatch, tmp_path):
+    fake, notes = FakeLanes(wait_for=3), Notes()
+    monkeypatch.setattr(local, "run_lane", fake)
+    trainings = training_plan(["fake_train_ok"], seeds=[0, 1, 2, 3, 4, 5])
+    LocalEngine(3).run(lanes_of(trainings, tiny_plan(["fake_ok"])), Settings(logs=tmp_path), notes)
+    assert len(notes.records) == 8
+    assert max(len(names) for names in fake.together) == 3, "the barrier lets nobody pass before three are there"
+    for names in fake.together:
+        assert len(names) == 1 or all("/accuracy/" in name for name in names)
+    assert [record.num_jobs for record in notes.records] == [1, 1, 3, 3, 3, 3, 3, 3]
+
+
+def test_one_job_is_one_after_the_other_in_the_order_of_the_plan(monkeypatch, tmp_path):
+    fake, notes = FakeLanes(), Notes()
+    monkeypatch.setattr(local, "run_lane", fake)
+    lanes = lanes_of(training_plan(["fake_train_ok"], seeds=[0, 1]), tiny_plan(["fake_ok"]))
+    LocalEngine().run(lanes, Settings(logs=tmp_path), notes)
+    assert [record.cell.id for record in notes.records] == [items[0].cell.id for items, _ in lanes]
+    assert {record.num_jobs for record in notes.records} == {1}
+    assert all(len(names) == 1 for names in fake.together)
+    assert {settings.threads for settings in fake.settings} == {None}
+
+
+def test_cores_are_shared_out_and_too_many_threads_are_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "num_cores", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for threads, jobs, share, said in ((None, 4, 2, 0), (None, 16, 1, 1), (3, 2, 4, 0), (5, 2, 4, 1)):
+        fake, notes = FakeLanes(), Notes()
+        monkeypatch.setattr(local, "run_lane", fake)
+        changes = {} if threads is None else {"threads": threads}
+        plan = training_plan(["fake_train_ok"], seeds=list(range(16)), **changes)
+        LocalEngine(jobs).run(lanes_of(plan), Settings(logs=tmp_path), notes)
+        assert {settings.threads for settings in fake.settings} == {share}
+        assert len(notes.said) == said, (threads, jobs)
+    cells = training_plan(["fake_train_ok"], seeds=[0, 1, 2], threads=5).cells
+    expected = "2 trainings at once may use 10 threads on 8 cores: they will slow each other down"
+    assert crowding(cells, 2, 8) == expected
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # what the user set for this process
+    fake = FakeLanes()
+    monkeypatch.setattr(local, "run_lane", fake)
+    LocalEngine(2).run(lanes_of(training_plan(["fake_train_ok"], seeds=[0, 1])), Settings(logs=tmp_path), Notes())
+    assert {settings.threads for settings in fake.settings} == {1}
+
+
+def test_fewer_than_one_job_is_refused():
+    with pytest.raises(ConfigError, match="--jobs: expected 1 or more; got 0"):
+        LocalEngine(0)
+
+
+def test_the_command_line_refuses_what_cannot_be_before_it_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text('name = "a"\n[[accuracy]]\nvariants = ["full"]\ntask = "listops"\n')
+    for options, expected in ((["--jobs", "0"], "expected 1 or more"), (["--jobs", "2", "--engine", "ray"], "Ray")):
+        answer = CliRunner().invoke(app, ["run", "a.toml", "--device", "cpu", *options])
+        assert isinstance(answer.exception, ConfigError)
+        assert expected in str(answer.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_error_in_one_lane_ends_the_others_and_is_raised(monkeypatch, tmp_path):
+    fake, notes = FakeLanes(fail_on="fake_train_slow"), Notes()
+    monkeypatch.setattr(local, "run_lane", fake)
+    plan = training_plan(["fake_train_ok", "fake_train_slow", "fake_train_hang"])
+    with pytest.raises(StoreError, match="disk full"):
+        LocalEngine(2).run(lanes_of(plan), Settings(logs=tmp_path), notes)
+    assert notes.records == []
+    assert fake.running == set()
+
+
+NAMES = ["fake_train_meets", "fake_train_segfault", "fake_train_killed", "fake_train_hang", "fake_train_ok"]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Two at once, with a timing before them."""
+    folder = tmp_path_factory.mktemp("jobs")
+    store = Store(folder / "run")
+    meeting = training_plan(NAMES[:1], seeds=[1]).cells
+    trainings = training_plan(NAMES, keep_weights=True)
+    limits = {"fake_train_hang": 5.0}
+    cells = [replace(item, timeout_s=limits.get(item.cell.variant, 120.0)) for item in trainings.cells]
+    timing = tiny_plan(["full"], seq_len=[16]).cells
+    os.environ["FAKE_MARKS"] = str(folder)
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        summary = run(replace(trainings, cells=(*meeting, *cells, *timing)), store, engine=LocalEngine(2))
+    finally:
+        del os.environ["FAKE_MARKS"]
+    left = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    return store, summary, {record.cell.variant: record for record in store.records()}, left
+
+
+def test_every_training_ends_in_its_own_status_and_disturbs_no_other(outcome):
+    _, summary, records, left = outcome
+    assert {name: record.status for name, record in records.items()} == {
+        "full": "ok",
+        "fake_train_meets": "ok",  # both of them: they did run at once
+        "fake_train_segfault": "crashed",
+        "fake_train_killed": "ok",
+        "fake_train_hang": "timeout",
+        "fake_train_ok": "ok",
+    }
+    assert summary.counts == {"ok": 5, "crashed": 1, "timeout": 1}
+    assert records["fake_train_killed"].attempt == 2
+    assert (summary.new, summary.left, summary.exit_code) == (7, (), 1)
+    assert left == []
+    assert {name: record.num_jobs for name, record in records.items()} == {"full": 1, **dict.fromkeys(NAMES, 2)}
+
+
+def test_threads_are_held_to_the_share_and_weights_are_kept(outcome):
+    store, _, records, _ = outcome
+    share = min(max(1, len(os.sched_getaffinity(0)) // 2), torch.get_num_threads())
+    log = store.log(records["fake_train_ok"].cell.key).read_text()
+    assert f"{share} threads" in log
+    kept = {path.stem for path in store.weights.iterdir()}
+    trained = [record for record in store.records() if record.score is not None]
+    assert kept == {record.cell.key for record in trained if record.cell.seed == 0}, "as the matrix asks"
+
+
+RUN = """
+    import sys
+    from attn_zoo.discovery import load_file
+    from attn_zoo.matrix.engines.local import LocalEngine
+    from attn_zoo.matrix.progress import PlainProgress
+    from attn_zoo.matrix.runner import run
+    from attn_zoo.matrix.store import Store
+    from attn_zoo.registry import tasks, variants
+    from tests.matrix.conftest import TINY_TRAINING, TRAINING_FILE, training_plan
+    variants["full"], tasks["listops"]
+    load_file(TRAINING_FILE, None)
+    overrides = {**TINY_TRAINING, "num_steps": int(sys.argv[2])}
+    plan = training_plan(["fake_train_slow"], seeds=[0, 1], overrides=overrides)
+    sys.exit(run(plan, Store(sys.argv[1]), progress=PlainProgress(), engine=LocalEngine(2)).exit_code)
+"""
+
+
+def slow_plan(num_steps: int) -> Plan:
+    overrides = {**TINY_TRAINING, "num_steps": num_steps}
+    return training_plan(["fake_train_slow"], seeds=[0, 1], overrides=overrides)
+
+
+def start(folder: Path, num_steps: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", textwrap.dedent(RUN), str(folder), str(num_steps)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
+
+
+def wait_for(condition, limit_s: float = 120.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("way", ["kill -9", pytest.param("Ctrl-C twice", marks=pytest.mark.slow)])
+def test_a_run_with_several_trainings_can_be_ended_and_goes_on(way, tmp_path):
+    folder, num_steps = tmp_path / "run", 30
+    runner = start(folder, num_steps)
+    try:
+        wait_for(lambda: len(list((folder / "checkpoints").rglob("*.safetensors"))) == 2 or runner.poll() is not None)
+        workers = psutil.Process(runner.pid).children(recursive=True)
+        assert len(workers) == 2
+        if way == "kill -9":
+            runner.kill()
+        else:
+            for _ in range(2):
+                runner.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+        errors = runner.communicate(timeout=60)[1].decode()
+    finally:
+        runner.kill()
+    assert "Traceback" not in errors
+    assert runner.returncode == (-signal.SIGKILL if way == "kill -9" else 130)
+    wait_for(lambda: all(is_gone(worker) for worker in workers), 10)
+    store = Store(folder)
+    before = {record.cell.key for record in store.records()}
+    assert len(before) < 2
+    summary = run(slow_plan(num_steps), store, engine=LocalEngine(2))
+    assert (summary.counts, summary.new, summary.left) == ({"ok": 2}, 2 - len(before), ())
+    assert store.scan().problems == {}
+
+
+def test_the_time_limit_ends_all_of_them_without_a_record(tmp_path):
+    store = Store(tmp_path / "run")
+    before = set(psutil.Process().children(recursive=True))
+    plan = training_plan(["fake_train_hang"], seeds=[0, 1, 2])
+    summary = run(plan, store, engine=LocalEngine(2), time_limit_min=3 / 60)
+    assert (summary.new, len(summary.left), summary.stopped, summary.exit_code) == (0, 3, "time limit", 0)
+    assert [process for process in psutil.Process().children(recursive=True) if process not in before] == []
+
+
+def test_the_live_picture_names_every_running_cell(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    progress = LiveProgress(Terminal())
+    items = training_plan(["fake_train_ok"], seeds=list(range(10))).cells
+    progress.begin(10, 0)
+    for item in items[:2]:
+        progress.started(item, 0.0)
+    now = time.monotonic()
+    lines = progress._picture(now)
+    assert [line.split()[0] for line in lines] == [items[0].cell.id, items[1].cell.id, "[0/10]"]
+    assert lines[-1] == "[0/10] 2 running, time left unknown"
+    progress.finished(Record(cell=items[0].cell, status="ok"))
+    (line,) = progress._picture(now)
+    assert line.startswith(f"[2/10] {items[1].cell.id}")
+    for item in items[2:]:
+        progress.started(item, 60.0)
+    lines = progress._picture(time.monotonic())
+    assert len(lines) == LiveProgress.MAX_SHOWN + 2
+    assert lines[-2] == "  and 1 more"
+    assert lines[-1].startswith("[1/10] 9 running, about ")
+    progress.end()

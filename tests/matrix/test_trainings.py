@@ -1,0 +1,204 @@
+"""Accuracy groups: what they may say, the cells they become, and what is refused before anything is trained."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.matrix.estimate import TrainingTimes
+from attn_zoo.matrix.plan import make_plan
+from attn_zoo.matrix.schema import load_matrix, parse_matrix, restore_matrix
+from attn_zoo.records import Record, Score
+from tests.matrix.conftest import TINY_TRAINING, training_plan
+
+
+def problems_of(**group) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_matrix({"name": "x", "accuracy": [{"variants": ["full"], "task": "fake_task", **group}]}, "x")
+    assert caught.value.exit_code == 2
+    return [f"{path}: {text}" for path, text in caught.value.problems]
+
+
+def test_every_combination_of_the_grid_is_a_cell_and_the_same_for_every_variant():
+    grid = {"weight_decay": [0.0, 0.1], "base_lr": [3e-4, 1e-3, 3e-3]}
+    plan = training_plan(["fake_train_ok", "fake_train_slow"], grid=grid, seeds=[0, 1])
+    assert plan.matrix.num_cells == len(plan.cells) == 2 * 6 * 2
+    trials: dict[str, set[tuple[int, float, float]]] = {name: set() for name in ("fake_train_ok", "fake_train_slow")}
+    for item in plan.cells:
+        cell = item.cell
+        assert cell.grid == ("base_lr", "weight_decay")
+        assert {**cell.overrides, "base_lr": 0, "weight_decay": 0} == {**TINY_TRAINING, "base_lr": 0, "weight_decay": 0}
+        trials[cell.variant].add((cell.seed, cell.overrides["base_lr"], cell.overrides["weight_decay"]))
+    assert trials["fake_train_ok"] == trials["fake_train_slow"]
+    assert len(trials["fake_train_ok"]) == 12
+    assert len({item.cell.id for item in plan.cells}) == len({item.cell.key for item in plan.cells}) == 24
+    ids = {item.cell.id for item in plan.cells}
+    assert "fake_train_ok/accuracy/fake_task/short/cpu-small/base_lr0.0003/weight_decay0.1/seed1" in ids
+    assert not any(item.refusal for item in plan.cells)
+
+
+def test_a_grid_may_hold_any_field_of_the_protocol_and_ids_stay_readable():
+    plan = training_plan(["fake_train_ok"], grid={"betas": [[0.9, 0.98], [0.9, 0.999]], "position": ["none", "rotary"]})
+    ids = [item.cell.id for item in plan.cells]
+    assert "fake_train_ok/accuracy/fake_task/short/cpu-small/betas-0.9-0.98/position-rotary/seed0" in ids
+    assert len(set(ids)) == 4
+
+
+def test_ids_tell_precision_and_pretraining_apart():
+    common = {**TINY_TRAINING, "pretrain": "masked", "pretrain_steps": 2}
+    plan = training_plan(["fake_train_ok"], dtypes=["float32", "bfloat16"], overrides=common)
+    place = "fake_train_ok/accuracy/fake_task/short/cpu-small"
+    assert [item.cell.id for item in plan.cells] == [f"{place}/pretrain/seed0", f"{place}/bf16/pretrain/seed0"]
+    steps = {**TINY_TRAINING, "pretrain_steps": 2}
+    plan = training_plan(["fake_train_ok"], overrides=steps, grid={"pretrain": ["", "masked"]})
+    assert [item.cell.id for item in plan.cells] == [f"{place}/pretrain-none/seed0", f"{place}/pretrain-masked/seed0"]
+
+
+def test_tasks_and_levels_may_be_lists_and_weights_may_be_kept():
+    plan = training_plan(["fake_train_ok"], task=["fake_task", "fake_other_task"], level=["short", "recall"])
+    found = [(item.cell.task, item.cell.level) for item in plan.cells]
+    names = ("fake_task", "fake_other_task")
+    assert found == [(task, level) for task in names for level in ("short", "recall")]
+    assert len({item.cell.data_digest for item in plan.cells}) == 4
+    assert not any(item.keep_weights for item in plan.cells)
+    assert all(item.keep_weights for item in training_plan(["fake_train_ok"], keep_weights=True).cells)
+
+
+def test_direction_is_the_tasks_own_unless_it_leaves_the_choice():
+    def directions(**changes):
+        return [(item.cell.is_causal, item.refusal) for item in training_plan(["fake_train_one_way"], **changes).cells]
+
+    refused = ("causal", "fake_train_one_way: no causal form")
+    assert directions(level="recall") == [(False, None)]
+    assert directions(level="recall", is_causal=[False, True]) == [(False, None), (True, refused)]
+    assert directions(level="text") == [(True, refused)]
+    assert directions(level="short") == [(False, None)]
+    ids = [item.cell.id for item in training_plan(["fake_train_ok"], level="recall", is_causal=True).cells]
+    assert ids == ["fake_train_ok/accuracy/fake_task/recall/cpu-small/causal/seed0"]
+    assert problems_of(level="short", is_causal=[False, True]) == [
+        "accuracy[0].is_causal: expected false or nothing, for fake_task is of kind classification; got true"
+    ]
+    assert problems_of(level="text", is_causal=False) == [
+        "accuracy[0].is_causal: expected true or nothing, for fake_task is of kind causal_lm; got false"
+    ]
+
+
+def test_an_encoder_decoder_needs_a_causal_form_and_cross_attention():
+    (item,) = training_plan(["fake_train_one_way"], level="copy").cells
+    assert item.refusal == ("causal", "fake_train_one_way: no causal form")
+    (item,) = training_plan(["fake_train_no_cross"], level="copy").cells
+    assert item.refusal == ("cross_attention", "fake_train_no_cross: no cross-attention")
+    (item,) = training_plan(["fake_train_ok"], level="copy").cells
+    assert item.refusal is None
+
+
+def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
+    group = {"variants": ["fake_train_ok"], "task": "fake_task", "level": "filed", "overrides": TINY_TRAINING}
+    matrix = parse_matrix({"name": "x", "accuracy": [{**group, "device": "cpu"}]}, "x")
+    (item,) = make_plan(matrix, data_dir=tmp_path).cells
+    assert item.refusal is not None
+    assert item.refusal[0] == "data"
+    assert "missing fake.txt" in item.refusal[1]
+    assert "Write fake.txt by hand." in item.refusal[1]
+    (tmp_path / "fake.txt").write_text("1")
+    (here,) = make_plan(matrix, data_dir=tmp_path).cells
+    assert here.refusal is None
+    (tmp_path / "fake.txt").write_text("2")
+    (changed,) = make_plan(matrix, data_dir=tmp_path).cells
+    assert len({item.cell.key, here.cell.key, changed.cell.key}) == 3
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        (
+            {"grid": {"base_lrs": [1e-3]}},
+            "accuracy[0].grid.base_lrs: unknown field of a protocol; did you mean 'base_lr'?",
+        ),
+        ({"grid": {"base_lr": []}}, "accuracy[0].grid.base_lr: expected at least one value; got none"),
+        ({"grid": {"base_lr": [1e-3, -1.0]}}, "accuracy[0].grid.base_lr: expected more than 0; got -1.0"),
+        ({"grid": {"base_lr": [1e-3, 1e-3]}}, "accuracy[0].grid.base_lr: expected each value once; 0.001 occurs"),
+        ({"grid": {"num_steps": ["many"]}}, "accuracy[0].grid.num_steps: input should be a valid integer"),
+        ({"grid": {"name": ["a"]}}, "accuracy[0].grid.name: is not a setting"),
+        ({"grid": 3}, "accuracy[0].grid: expected a table; got 3"),
+        (
+            {"grid": {"base_lr": [1e-3]}, "overrides": {"base_lr": 1e-3}},
+            "accuracy[0].grid.base_lr: is in overrides too; a field is either set or tried",
+        ),
+        (
+            {"grid": {"num_steps": list(range(1, 20)), "batch_size": list(range(1, 20))}},
+            "accuracy[0].grid: expected at most 256 combinations; got 361",
+        ),
+        ({"grid": {"pretrain": ["", "masked"]}}, "accuracy[0].grid: pretrain_steps: expected more than 0"),
+        ({"overrides": {"num_head": 8}}, "accuracy[0].overrides: unknown option 'num_head'; did you mean 'num_heads'?"),
+        ({"level": ["short", "shrt"]}, "accuracy[0].level: unknown level of fake_task 'shrt'; did you mean 'short'?"),
+        (
+            {"task": ["fake_task", "fake_tsk"]},
+            "accuracy[0].task[1]: unknown task 'fake_tsk'; did you mean 'fake_task'?",
+        ),
+        ({"task": ["fake_task", "fake_task"]}, "accuracy[0].task: expected each value once"),
+        ({"task": 3}, "accuracy[0].task[0]: expected a string; got 3"),
+        ({"task": []}, "accuracy[0].task: expected at least one value; got none"),
+        ({"keep_weights": 1}, "accuracy[0].keep_weights: expected true or false; got 1"),
+        ({"is_causal": "yes"}, "accuracy[0].is_causal"),
+    ],
+)
+def test_mistakes_are_named_at_their_place(group, expected):
+    assert any(problem.startswith(expected) for problem in problems_of(**group)), problems_of(**group)
+
+
+def test_what_a_folder_stores_gives_the_same_cells():
+    plan = training_plan(
+        ["fake_train_ok"], level=["short", "recall"], grid={"betas": [[0.9, 0.98]], "base_lr": [1e-3, 1e-2]}
+    )
+    stored = json.loads(json.dumps(plan.matrix.model_dump(mode="json")))
+    again = make_plan(restore_matrix(stored))
+    assert [item.cell.key for item in again.cells] == [item.cell.key for item in plan.cells]
+
+
+def test_a_file_may_say_it_all(tmp_path: Path):
+    path = tmp_path / "all.toml"
+    path.write_text(
+        'name = "all"\n[[accuracy]]\nvariants = ["full"]\ntask = ["listops"]\nlevel = ["short", "lra"]\n'
+        "seeds = [0]\nkeep_weights = true\n"
+        "grid = { base_lr = [3e-4, 1e-3, 3e-3], weight_decay = [0.0, 0.1] }\n"
+    )
+    matrix = load_matrix(path)
+    assert matrix.num_cells == len(make_plan(matrix).cells) == 12
+
+
+class TestForecast:
+    def record(self, item, seconds: float) -> Record:
+        score = Score(
+            metric="accuracy",
+            value=0.5,
+            validation=0.5,
+            num_examples=2,
+            chance=0.1,
+            best_step=1,
+            num_steps=1,
+            num_params=1,
+            train_s=1.0,
+            tokens_per_s=1.0,
+        )
+        return replace(Record(cell=item.cell, status="ok"), duration_s=seconds, score=score)
+
+    def test_the_most_similar_trainings_decide(self):
+        names = ["fake_train_ok", "fake_train_slow"]
+        plan = training_plan(names, seeds=[0, 1], grid={"base_lr": [1e-3, 1e-2]}, level=["short", "recall"])
+        (first, same_trial, other_trial, *_) = plan.cells
+        other_variant = next(item for item in plan.cells if item.cell.variant == "fake_train_slow")
+        elsewhere = next(item for item in plan.cells if item.cell.level == "recall")
+        times = TrainingTimes()
+        assert times.forecast_s(first.cell) == 0.0
+        times.add(self.record(first, 10.0))
+        assert [times.forecast_s(item.cell) for item in (same_trial, other_trial, other_variant)] == [10.0, 10.0, 10.0]
+        assert times.forecast_s(elsewhere.cell) == 0.0
+        times.add(self.record(other_variant, 100.0))
+        assert times.forecast_s(other_variant.cell) == 100.0
+        assert times.forecast_s(same_trial.cell) == 10.0
+        times.add(replace(self.record(same_trial, 1e6), status="timeout"))
+        assert times.forecast_s(same_trial.cell) == 10.0, "only finished trainings count"

@@ -1,0 +1,172 @@
+"""Tiny tasks of every kind, and variants that misbehave when they are trained; loaded by `--variant-file`."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import AbstractAttention
+from attn_zoo.attention.oracle import attention_weights
+from attn_zoo.metadata import Capabilities, Complexity, Reference
+from attn_zoo.registry import register_attention, register_task
+from attn_zoo.tasks import AbstractTask, Example, Source, Split, SplitName, TaskKind, TaskSpec
+
+SIZES: dict[SplitName, int] = {"train": 64, "validation": 16, "test": 16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    kind: TaskKind = "classification"
+    needs_file: bool = False
+
+
+@register_task("fake_task")
+class FakeTask(AbstractTask):
+    """Is the first token 1 or 2? For other kinds there are no data: they are planned only."""
+
+    name: ClassVar[str] = "fake_task"
+    version: ClassVar[int] = 1
+    levels: ClassVar[Mapping[str, Level]] = {
+        "short": Level(),
+        "recall": Level(kind="token_classification"),
+        "text": Level(kind="causal_lm"),
+        "copy": Level(kind="seq2seq"),
+        "filed": Level(needs_file=True),
+    }
+
+    @classmethod
+    def source(cls, level: str) -> Source | None:
+        if not cls.levels[level].needs_file:
+            return None
+        return Source(name="Fake data", folder="fake", files={"all": "fake.txt"}, hint="Write fake.txt by hand.")
+
+    @property
+    def spec(self) -> TaskSpec:
+        return TaskSpec(
+            vocab_size=4,
+            num_classes=3,
+            max_seq_len=8,
+            metric="accuracy",
+            chance=0.5,
+            kind=self.levels[self.level].kind,
+            has_padding=False,
+            other_max_seq_len=8 if self.level == "copy" else 0,
+        )
+
+    def split(self, name: SplitName) -> Split:
+        count = SIZES[name]
+        generator = torch.Generator().manual_seed(count)
+        tokens = torch.randint(1, 4, (count, 8), generator=generator, dtype=torch.uint8)
+        tokens[:, 0] = 1 + torch.arange(count) % 2
+        return Split(tokens=tokens, lengths=torch.full((count,), 8, dtype=torch.int16), labels=tokens[:, 0].clone())
+
+    def floors(self) -> dict[str, float]:
+        return {"majority": 0.5}
+
+    def show(self, example: Example) -> str:
+        return " ".join(map(str, example.tokens.tolist()))
+
+
+@register_task("fake_other_task")
+class FakeOtherTask(FakeTask):
+    """The same under another name."""
+
+    name: ClassVar[str] = "fake_other_task"
+
+
+def register(name: str, *, causal: bool = True, cross_attention: bool = True):
+    """Register under `name` with harmless claims."""
+    return register_attention(
+        name,
+        capabilities=Capabilities(
+            bidirectional=True, causal=causal, cross_attention=cross_attention, key_padding_mask=True, is_exact=True
+        ),
+        complexity=Complexity(
+            time="B H L S D", memory="B H L S", time_exponent=2, memory_exponent=2, sequential_ops="1", max_path="1"
+        ),
+        reference=Reference(title="Misbehaviour", authors="Tests", year=2026, url="https://example.org"),
+    )
+
+
+class Plain(AbstractAttention):
+    """Plain softmax attention that calls `misbehave` in training."""
+
+    def misbehave(self) -> None:
+        """Do nothing."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        if self.training:
+            self.misbehave()
+        return attention_weights(query, key, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask) @ value
+
+
+@register("fake_train_ok")
+class Fine(Plain):
+    """Never misbehaves, and says how many threads it has."""
+
+    def misbehave(self) -> None:
+        os.write(1, f"{torch.get_num_threads()} threads\n".encode())
+
+
+@register("fake_train_meets")
+class Meets(Plain):
+    """Goes on only when another process trains it too."""
+
+    def misbehave(self) -> None:
+        marks, end = Path(os.environ["FAKE_MARKS"]), time.monotonic() + 90
+        (marks / f"meets-{os.getpid()}").touch()
+        while len(list(marks.glob("meets-*"))) < 2:
+            assert time.monotonic() < end, "nobody came"
+            time.sleep(0.05)
+
+
+@register("fake_train_slow")
+class Slow(Plain):
+    """Takes its time."""
+
+    def misbehave(self) -> None:
+        time.sleep(0.1)
+
+
+@register("fake_train_hang")
+class Hang(Plain):
+    """Sleeps for minutes."""
+
+    def misbehave(self) -> None:
+        time.sleep(300)
+
+
+@register("fake_train_segfault")
+class Segfault(Plain):
+    """Reads address 0."""
+
+    def misbehave(self) -> None:
+        ctypes.string_at(0)
+
+
+@register("fake_train_killed")
+class Killed(Plain):
+    """Is killed from outside the first time, as by an impatient administrator, and then left alone."""
+
+    def misbehave(self) -> None:
+        mark = Path(os.environ["FAKE_MARKS"]) / "killed"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register("fake_train_one_way", causal=False, cross_attention=False)
+class OneWay(Plain):
+    """Declares that it is bidirectional only."""
+
+
+@register("fake_train_no_cross", cross_attention=False)
+class NoCross(Plain):
+    """Declares that it has no cross-attention."""

@@ -1,0 +1,107 @@
+"""Compiled training gives the numbers of plain training; FLOPs are counted all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from attn_zoo.records import Score
+from attn_zoo.training import batches, run_training, updates
+from tests.training.toy_task import cell, toy_task
+
+
+@pytest.fixture(autouse=True)
+def toy():
+    with toy_task() as task:
+        yield task
+    torch.compiler.reset()
+
+
+def scores(level: str, device: str = "cpu", **overrides: Any) -> tuple[Score, Score]:
+    found = []
+    for is_compiled in (False, True):
+        run = cell(level, **{"num_steps": 10, "eval_every": 5, "compile": is_compiled, **overrides})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler, about itself
+            result = run_training(dataclasses.replace(run, device=device))
+        assert result.score is not None, result.reason
+        found.append(result.score)
+    return found[0], found[1]
+
+
+def expect_equal(plain: Score, compiled: Score, rel: float = 1e-4) -> None:
+    assert compiled.settings["compile"]
+    for one, two in zip(plain.curve, compiled.curve, strict=True):
+        assert two == pytest.approx(one, rel=rel)
+    assert compiled.train_flops == plain.train_flops
+    assert compiled.pretrain_flops == plain.pretrain_flops
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides"),
+    [
+        ("plain", {"norm": "batch_norm"}),  # its running statistics must not see the forward that counts
+        ("pair", {"pretrain": "masked", "pretrain_steps": 10}),
+        ("language", {"is_full_length": True}),
+    ],
+    ids=["plain", "pair", "language"],
+)
+def test_a_traced_model_learns_the_same(monkeypatch, level, overrides):
+    """Through torch's tracing and differentiation, without its code generator, which takes a minute."""
+    used = []
+    original = torch.compile
+
+    def traced(model, **options):
+        used.append(options)
+        return original(model, backend="aot_eager", dynamic=options["dynamic"])
+
+    monkeypatch.setattr(torch, "compile", traced)
+    expect_equal(*scores(level, **overrides))
+    assert len(used) == (2 if "pretrain" in overrides else 1)
+    assert all(options["mode"] is None for options in used), "CUDA graphs are for GPUs"
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same():
+    expect_equal(*scores("plain"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_full_length", [False, True], ids=["compiled", "cuda-graphs"])
+def test_on_a_gpu(is_full_length):
+    plain, compiled = scores("plain", "cuda", is_full_length=is_full_length)
+    expect_equal(plain, compiled, rel=1e-2)
+    assert plain.peak_bytes is not None
+    assert plain.peak_bytes < 2**30, "of the allocator, not of the process"
+
+
+@pytest.mark.gpu
+def test_no_update_waits_for_the_gpu(monkeypatch):
+    """Between two looks at the loss the host only sends work: anything else would raise here."""
+    original = updates.Updater._update
+
+    def watched(self, step, batch):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            original(self, step, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    original_batch = batches.Batcher.batch
+
+    def watched_batch(self, feed, rows):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original_batch(self, feed, rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(updates.Updater, "_update", watched)
+    monkeypatch.setattr(batches.Batcher, "batch", watched_batch)
+    for level in ("plain", "tokens", "seq2seq"):
+        run = dataclasses.replace(cell(level, num_steps=10), device="cuda")
+        assert run_training(run).status == "ok"
