@@ -44,9 +44,11 @@ def _alone(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # where no lock can be had, each makes its own: slower, not wrong
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(path.with_name(f".{path.name}.lock").open("ab"))
+            name = path.with_name(f".{path.name}.lock")
+            lock = stack.enter_context(name.open("ab"))
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            stack.callback(name.unlink, missing_ok=True)  # who waits holds the file itself, and then finds the data
         yield
 
 

@@ -127,7 +127,7 @@ class Source:
         """
         if self.found(data_dir) is not None:
             return None
-        return f"{self.name}: needs {', '.join(self.missing(data_dir))}. {self.hint} (attn-zoo data list)"
+        return f"{self.name}: missing {', '.join(self.missing(data_dir))}. {self.hint} (attn-zoo data list)"
 
     def digest(self, data_dir: Path | None) -> str:
         """Return a hash of the content of all files.

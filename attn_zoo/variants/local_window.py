@@ -51,8 +51,8 @@ class LocalWindowConfig(VariantConfig):
 
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
-        """Return a window of parts of blocks, one of whole blocks, and one of the query alone."""
-        return {"window_size": 5}, {"window_size": 32}, {"window_size": 0}
+        """Return a window of parts of blocks, one of whole blocks, and one of the nearest neighbours."""
+        return {"window_size": 5}, {"window_size": 32}, {"window_size": 1}
 
     @classmethod
     def budgets(cls, seq_len: int) -> tuple[dict[str, Any], ...]:

@@ -161,6 +161,7 @@ def test_too_few_films_are_an_error(folder):
             "line 2: expected the URL of a film",
         ),
     ],
+    ids=["no gzip", "cut short", "no film"],  # the bytes hold the time of day
 )
 def test_broken_lists_are_refused(tmp_path, content, message):
     path = tmp_path / "urls.txt.gz"
