@@ -6,15 +6,10 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from attn_zoo.tasks.cache import cached_tensors
+from attn_zoo.tasks.cached_splits import cached_splits
 from attn_zoo.tasks.contract import AbstractTask, Split, SplitName
 
 __all__ = ["AbstractFileTask"]
-
-_SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
-_FIELDS = ("tokens", "lengths", "labels", "other_tokens", "other_lengths")
 
 
 class AbstractFileTask(AbstractTask):
@@ -58,16 +53,4 @@ class AbstractFileTask(AbstractTask):
         if not self.is_slow:
             return self.read(paths)
         kept = f"{self.name}-{self.level}-{self.digest(self.level, data_dir=self.data_dir)}"
-        return _unflat(cached_tensors(kept, lambda: _flat(self.read(paths))))
-
-
-def _flat(splits: dict[SplitName, Split]) -> dict[str, Tensor]:
-    named = {f"{name}.{field}": getattr(split, field) for name, split in splits.items() for field in _FIELDS}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
-def _unflat(tensors: dict[str, Tensor]) -> dict[SplitName, Split]:
-    return {
-        name: Split(**{field: tensors[f"{name}.{field}"] for field in _FIELDS if f"{name}.{field}" in tensors})
-        for name in _SPLITS
-    }
+        return cached_splits(kept, lambda: self.read(paths))

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attn_zoo.tasks.cache import cached_tensors
+from attn_zoo.tasks.cached_splits import cached_splits
 from attn_zoo.tasks.contract import IGNORED_LABEL, AbstractTask, Split, SplitName, TaskSpec
 from attn_zoo.tasks.drawing import Draws
 
@@ -133,7 +133,7 @@ class AbstractGeneratedTask(AbstractTask, Generic[PartT]):
                 self._splits = self._draw_splits()
             else:
                 file = f"{self.name}-{self.level}-{self.digest(self.level)}"
-                self._splits = _unflat(cached_tensors(file, lambda: _flat(self._draw_splits())))
+                self._splits = cached_splits(file, self._draw_splits)
         return self._splits[name]
 
     def _draw_splits(self) -> dict[SplitName, Split]:
@@ -211,15 +211,3 @@ def _stacked(arrays: list[NDArray[np.integer]], fill: int) -> Tensor:
         whole[first : first + len(array), : array.shape[1]] = array
         first += len(array)
     return torch.from_numpy(whole)
-
-
-_FIELDS = ("tokens", "lengths", "labels", "other_tokens", "other_lengths", "groups")
-
-
-def _flat(splits: dict[SplitName, Split]) -> dict[str, Tensor]:
-    named = {f"{name}.{field}": getattr(split, field) for name, split in splits.items() for field in _FIELDS}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
-def _unflat(tensors: dict[str, Tensor]) -> dict[SplitName, Split]:
-    return {name: Split(**{field: tensors.get(f"{name}.{field}") for field in _FIELDS}) for name in _STREAMS}  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.cache import cached_tensors
+from attn_zoo.tasks.cached_splits import cached_splits
 from attn_zoo.tasks.contract import AbstractTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.floors import lookup_floor, majority_floor
 from attn_zoo.tasks.listops_drawing import STREAMS, ListOpsLevel, generate_splits, padded
@@ -158,18 +158,5 @@ class ListOps(AbstractTask):
             return {name: padded(*read_tsv(paths[name]), self.spec.max_seq_len) for name in STREAMS}
         if self.config.num_train < _CACHED_FROM:
             return generate_splits(self.config)
-        tensors = cached_tensors(
-            f"{self.name}-{self.level}-{self.digest(self.level)}", lambda: _flat(generate_splits(self.config))
-        )
-        return {
-            name: Split(**{key: tensors[f"{name}.{key}"] for key in ("tokens", "lengths", "labels")})
-            for name in STREAMS
-        }
-
-
-def _flat(splits: dict[SplitName, Split]) -> dict[str, Tensor]:
-    return {
-        f"{name}.{key}": tensor
-        for name, split in splits.items()
-        for key, tensor in (("tokens", split.tokens), ("lengths", split.lengths), ("labels", split.labels))
-    }
+        name = f"{self.name}-{self.level}-{self.digest(self.level)}"
+        return cached_splits(name, lambda: generate_splits(self.config))
