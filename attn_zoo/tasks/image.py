@@ -117,15 +117,24 @@ class Image(AbstractFileTask):
             "lra": ImageLevel(),
         }
     )
-    # The release has queries, keys and values 64 wide beside embeddings of 128; our heads divide the embedding, and a
-    # protocol has no field for it. Its one cycle of the cosine counts from step 0; ours runs from the end of warm-up.
+    # The release has queries, keys and values 64 wide in all beside embeddings of 128: 8 heads of 8. Its one cycle of
+    # the cosine counts from step 0; ours runs from the end of warm-up.
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
-            "lra-small": {"batch_size": 256, "num_steps": 35_000, "warmup_steps": 175, "eval_every": 175},
+            "cpu-small": {"pretrain_mask_prob": 0.5},
+            "lra-small": {
+                "batch_size": 256,
+                "num_steps": 35_000,
+                "warmup_steps": 175,
+                "eval_every": 175,
+                "pretrain_mask_prob": 0.5,
+            },
             "lra-original": {
+                "pretrain_mask_prob": 0.5,
                 "num_layers": 1,
                 "embed_dim": 128,
                 "num_heads": 8,
+                "head_dim": 8,
                 "ffn_dim": 128,
                 "position": "learned",
                 "dropout_p": 0.2,

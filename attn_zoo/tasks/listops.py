@@ -80,8 +80,16 @@ class ListOps(AbstractTask):
     )
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
-            "lra-small": {"batch_size": 32, "num_steps": 5_000, "warmup_steps": 1_000, "eval_every": 50},
+            "cpu-small": {"pretrain_mask_prob": 0.1},
+            "lra-small": {
+                "batch_size": 32,
+                "num_steps": 5_000,
+                "warmup_steps": 1_000,
+                "eval_every": 50,
+                "pretrain_mask_prob": 0.1,
+            },
             "lra-original": {
+                "pretrain_mask_prob": 0.1,
                 "num_layers": 4,
                 "embed_dim": 512,
                 "num_heads": 8,

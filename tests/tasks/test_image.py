@@ -203,6 +203,7 @@ def test_missing_pictures_name_the_hub(tmp_path):
 def test_settings_are_the_published_ones():
     original = resolve_protocol("lra-original", task_settings=Image.settings["lra-original"])
     assert (original.num_layers, original.num_heads, original.embed_dim, original.ffn_dim) == (1, 8, 128, 128)
+    assert (original.head_dim, original.pretrain_mask_prob) == (8, 0.5)
     assert (original.schedule, original.base_lr, original.weight_decay, original.pooling) == (
         "cosine",
         5e-4,

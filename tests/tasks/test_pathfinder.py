@@ -248,6 +248,7 @@ def test_protocols_resolve_with_the_published_settings():
     assert (small.batch_size, small.num_steps, small.warmup_steps, small.eval_every) == (256, 62_400, 312, 312)
     original = resolve_protocol("lra-original", task_settings=Pathfinder.settings["lra-original"])
     assert (original.num_layers, original.embed_dim, original.ffn_dim, original.num_heads) == (4, 32, 32, 4)
+    assert (original.head_dim, original.pretrain_mask_prob) == (4, 0.5)
     assert (original.batch_size, original.num_steps, original.schedule) == (512, 62_400, "cosine")
     assert (original.dropout_p, original.resid_dropout_p, original.pooling) == (0.1, 0.2, "mean")
 
