@@ -123,6 +123,8 @@ class Score(Json):
         num_examples: in test.
         chance: what guessing scores.
         floors: what trivial models score on the same test set, by name.
+        references: what models score that are not trivial but need no attention either, or read what a trained one has
+            to find; by name.
         best_step: step of the selected weights.
         num_steps: steps trained.
         num_params: trainable parameters.
@@ -148,6 +150,7 @@ class Score(Json):
     num_examples: int
     chance: float
     floors: dict[str, float] = field(default_factory=dict)
+    references: dict[str, float] = field(default_factory=dict)
     best_step: int
     num_steps: int
     num_params: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -28,6 +28,7 @@ class AccuracyGroup:
         metric: of all scores.
         chance: what guessing scores, or None where no run finished.
         floors: what trivial models score, by name.
+        references: what further models score that need no attention; no row is judged by them.
         scores: ordered by label, from scratch first.
         trials: what was tuned, by label and start; one trial each where nothing was.
         baseline: label of the exact variant that differences refer to, or empty.
@@ -43,6 +44,7 @@ class AccuracyGroup:
     metric: Metric
     chance: float | None
     floors: Mapping[str, float] = field(default_factory=dict)
+    references: Mapping[str, float] = field(default_factory=dict)
     scores: tuple[LabelScore, ...] = ()
     trials: Mapping[tuple[str, str], tuple[Trial, ...]] = field(default_factory=dict)
     baseline: str = ""
@@ -107,6 +109,15 @@ def _how(setting: Setting) -> str:
     return ", ".join([f"protocol {setting.protocol}", *changes, *tuned, *machine])
 
 
+def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over the runs that have it."""
+    values: dict[str, list[float]] = {}
+    for one in found:
+        for name, value in one.items():
+            values.setdefault(name, []).append(value)
+    return {name: fmean(values[name]) for name in sorted(values)}
+
+
 def _group(setting: Setting, runs: list[Training], results: Results, name: str) -> AccuracyGroup:
     scored = [run for run in runs if run.is_scored]
     metric = Metric(scored[0].metric if scored else next((run.metric for run in runs if run.metric), "score"))
@@ -115,13 +126,9 @@ def _group(setting: Setting, runs: list[Training], results: Results, name: str) 
         members.setdefault((run.label, run.start), []).append(run)
     trials = {key: make_trials(found, metric) for key, found in members.items()}
     chosen = {key: next(trial for trial in found if trial.is_selected).runs for key, found in trials.items()}
-    floors: dict[str, list[float]] = {}
-    for run in scored:
-        for floor, value in run.floors.items():
-            floors.setdefault(floor, []).append(value)
     chances = [run.chance for run in scored if run.chance is not None]
     chance = fmean(chances) if chances else None
-    means = {floor: fmean(values) for floor, values in sorted(floors.items())}
+    means = _means([run.floors for run in scored])
     baseline = _baseline(chosen, results)
     title = _title(setting)
     ran = {key: found for key, found in trials.items() if any(run.status != "unsupported" for run in members[key])}
@@ -135,6 +142,7 @@ def _group(setting: Setting, runs: list[Training], results: Results, name: str) 
         metric=metric,
         chance=chance,
         floors=means,
+        references=_means([run.references for run in scored]),
         scores=tuple(
             make_label_score(
                 key,

@@ -72,9 +72,11 @@ def _row(score: LabelScore) -> dict[str, Any]:
 
 
 def floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
-    """Return chance and the floors as rows of a table with these fields, best first."""
+    """Return references, then chance and the floors, as rows of a table with these fields, best first."""
     empty: dict[str, Any] = dict.fromkeys(fields)
-    return [
+    known = sorted(group.references.items(), key=lambda mark: group.metric.order(mark[1]))
+    references = [{**empty, "variant": f"reference: {name}", "score": value} for name, value in known]
+    return references + [
         {**empty, "variant": "chance" if name == "chance" else f"floor: {name}", "score": value}
         for name, value in reversed(group.marks.items())
     ]

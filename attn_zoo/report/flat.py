@@ -28,16 +28,16 @@ _SCORE = (
     "pretrain_s",
     "pretrain_flops",
 )
-_SCORE_JSON = ("floors", "breakdown", "curve", "settings")
+_SCORE_JSON = ("floors", "references", "breakdown", "curve", "settings")
 
 COLUMNS: tuple[str, ...] = (
     *("variant", "label", "kind", "seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device"),
     *("pass", "scope", "is_causal", "has_padding", "dropout_p", "status", "reason", *_TIMING, *_MEMORY),
     *("flops", "counted_flops", "energy_joules", "kernel", "is_simulated", "num_params", "task", "level", *_SCORE),
-    *("train_peak_bytes", "floors", "seed", "threads", "protocol", "overrides", "grid", "protocol_version", "options"),
-    *("variant_digest", "data_digest", "environment", "run", "key", "started", "duration_s", "isolation", "attempt"),
-    *("exit_code", "num_jobs", "gate", "flags", "num_samples", "samples_ms", "breakdown", "curve", "settings"),
-    "correct",
+    *("train_peak_bytes", "floors", "references", "seed", "threads", "protocol", "overrides", "grid"),
+    *("protocol_version", "options", "variant_digest", "data_digest", "environment", "run", "key", "started"),
+    *("duration_s", "isolation", "attempt", "exit_code", "num_jobs", "gate", "flags", "num_samples", "samples_ms"),
+    *("breakdown", "curve", "settings", "correct"),
 )
 """Every column, in the order of the export. Units are in the suffixes; what was not measured is empty."""
 

@@ -87,6 +87,7 @@ class Training:
     pretrain_flops: float | None
     correct: str
     floors: Mapping[str, float] = field(default_factory=dict)
+    references: Mapping[str, float] = field(default_factory=dict)
     curve: tuple[Mapping[str, float], ...] = ()
     breakdown: tuple[Mapping[str, float], ...] = ()
 
@@ -154,6 +155,7 @@ def _trainings(rows: Sequence[Mapping[Any, Any]]) -> list[Training]:
             metric=str(row["metric"]),
             correct=str(row["correct"]),
             floors=_json(row["floors"], {}),
+            references=_json(row["references"], {}),
             curve=tuple(_json(row["curve"], [])),
             breakdown=tuple(_json(row["breakdown"], [])),
             **_numbers(row),

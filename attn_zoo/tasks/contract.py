@@ -216,6 +216,13 @@ class AbstractTask(ABC):
     def floors(self) -> dict[str, float]:
         """Return what trivial models, fitted on train, score on test, by name; computed, never quoted."""
 
+    def references(self) -> dict[str, float]:
+        """Return what further models score on test that no result has to beat but every reader should know, by name.
+
+        Such as a bag of words for text, or an oracle that reads part of the answer. Computed, never quoted.
+        """
+        return {}
+
     @abstractmethod
     def show(self, example: Example) -> str:
         """Return one example as text for people."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from attn_zoo.tasks.cache import cached_tensors
 from attn_zoo.tasks.contract import AbstractTask
 
-__all__ = ["floors_of", "lookup_floor", "majority_floor"]
+__all__ = ["floors_of", "lookup_floor", "majority_floor", "references_of"]
 
 
 @cache
@@ -35,12 +36,25 @@ def floors_of(task: AbstractTask) -> dict[str, float]:
     Args:
         task: at its level, with its data.
     """
+    return _once(task, "floors", task.floors)
+
+
+def references_of(task: AbstractTask) -> dict[str, float]:
+    """Return `task.references()`, likewise computed once.
+
+    Args:
+        task: at its level, with its data.
+    """
+    return _once(task, "references", task.references)
+
+
+def _once(task: AbstractTask, what: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
     digest = task.digest(task.level, data_dir=task.data_dir)
 
-    def compute() -> dict[str, torch.Tensor]:
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in task.floors().items()}
+    def tensors() -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in compute().items()}
 
-    kept = cached_tensors(f"floors-{task.name}-{task.level}-{digest}-{_code(type(task))}", compute)
+    kept = cached_tensors(f"{what}-{task.name}-{task.level}-{digest}-{_code(type(task))}", tensors)
     return {name: float(value) for name, value in kept.items()}
 
 

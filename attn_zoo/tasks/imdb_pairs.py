@@ -34,7 +34,7 @@ from attn_zoo.tasks.film_pairs import Pairs, film_pairs
 from attn_zoo.tasks.film_reviews import FILMS, FilmReviews, check_order, read_film_reviews
 from attn_zoo.tasks.from_files import AbstractFileTask
 from attn_zoo.tasks.labelled import shuffled
-from attn_zoo.tasks.pair_floors import pair_floors
+from attn_zoo.tasks.pair_floors import pair_floors, pair_references
 from attn_zoo.tasks.sources import Source
 
 __all__ = ["ImdbPairs", "ImdbPairsLevel"]
@@ -171,6 +171,10 @@ class ImdbPairs(AbstractFileTask):
     def floors(self) -> dict[str, float]:
         """Return what `pair_floors` finds: no knowledge of order, nor of what stands where."""
         return pair_floors(self.split("train"), self.split("test"))
+
+    def references(self) -> dict[str, float]:
+        """Return what `pair_references` finds: words in common, without order."""
+        return pair_references(self.split("train"), self.split("test"))
 
     def show(self, example: Example) -> str:
         assert example.other_tokens is not None

@@ -36,7 +36,7 @@ from attn_zoo.tasks.sources import Source
 __all__ = ["ListOps"]
 
 _CACHED_FROM = 50_000  # examples; fewer are drawn faster than a file is checked
-_DEEPEST_FLOOR = 3
+_DEEPEST_RUNG = 3
 _SHORT = Grammar(max_depth=4, max_args=5, min_len=9, max_len=64)
 _URL = "https://storage.googleapis.com/long-range-arena/lra_release/listops-1000/"
 _FILES: Mapping[str, str] = MappingProxyType(
@@ -129,19 +129,19 @@ class ListOps(AbstractTask):
         return self._splits[name]
 
     def floors(self) -> dict[str, float]:
-        """Return the majority class, the most frequent label of the root operator, and what reading a bit deeper gives.
-
-        `depth_1` to `depth_3` are rungs of the `ladder`, as far as they do not read the whole tree.
-        """
+        """Return the majority class, and the most frequent label of the root operator, which reads one token."""
         train, test = self.split("train"), self.split("test")
         labels = train.labels.numpy(), test.labels.numpy()
         first = train.tokens[:, 0].numpy(), test.tokens[:, 0].numpy()
-        found = {
+        return {
             "majority": majority_floor(*labels),
             "root_operator": lookup_floor(first[0], labels[0], first[1], labels[1]),
         }
-        rungs = self.ladder(min(_DEEPEST_FLOOR, self.config.grammar.max_depth - 2))[1:]
-        return found | {f"depth_{rung.depth}": rung.accuracy for rung in rungs}
+
+    def references(self) -> dict[str, float]:
+        """Return what reading the tree to some depth gives: rungs of the `ladder` that do not read the whole tree."""
+        rungs = self.ladder(min(_DEEPEST_RUNG, self.config.grammar.max_depth - 2))[1:]
+        return {f"reads_depth_{rung.depth}": rung.accuracy for rung in rungs}
 
     def ladder(self, deepest: int = 8) -> list[Rung]:
         """Return what reading the tree to each depth from 0 to `deepest` gives; nothing where rows are cut short."""

@@ -29,7 +29,7 @@ from attn_zoo.registry import register_task
 from attn_zoo.tasks.bytes_text import VOCAB_SIZE, TextRows, byte_symbols, text_of
 from attn_zoo.tasks.contract import Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.from_files import AbstractFileTask
-from attn_zoo.tasks.pair_floors import pair_floors
+from attn_zoo.tasks.pair_floors import pair_floors, pair_references
 from attn_zoo.tasks.sources import Source
 
 __all__ = ["PAPERS", "Retrieval", "RetrievalLevel", "read_pairs"]
@@ -177,6 +177,10 @@ class Retrieval(AbstractFileTask):
     def floors(self) -> dict[str, float]:
         """Return what `pair_floors` finds: no knowledge of order, nor of what stands where."""
         return pair_floors(self.split("train"), self.split("test"))
+
+    def references(self) -> dict[str, float]:
+        """Return what `pair_references` finds: words in common, without order."""
+        return pair_references(self.split("train"), self.split("test"))
 
     def show(self, example: Example) -> str:
         assert example.other_tokens is not None

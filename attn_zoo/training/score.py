@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from attn_zoo.records import Score
 from attn_zoo.tasks import AbstractTask
-from attn_zoo.tasks.floors import floors_of
+from attn_zoo.tasks.floors import floors_of, references_of
 from attn_zoo.training.evaluation import breakdown
 from attn_zoo.training.loop import Trainer
 from attn_zoo.training.updates import DivergedError
@@ -42,6 +42,7 @@ def score_on_test(task: AbstractTask, trainer: Trainer) -> Score:
         num_examples=len(feed.lengths),
         chance=spec.chance,
         floors=floors_of(task),
+        references=references_of(task),
         best_step=numbers.best_step,
         num_steps=numbers.step,
         num_params=sum(part.numel() for part in trainer.model.parameters() if part.requires_grad),

@@ -277,10 +277,11 @@ def test_a_balanced_level_cannot_have_any_number_of_examples():
 
 
 def test_the_registered_balanced_level_leaves_nothing_to_the_root_operator():
-    floors = ListOps("short_balanced").floors()
+    task = ListOps("short_balanced")
+    floors = task.floors()
     assert floors["majority"] == 0.1
     assert floors["root_operator"] == 0.1
-    assert floors["depth_1"] > 0.15, "what balancing roots cannot take away"
+    assert task.references()["reads_depth_1"] > 0.15, "what balancing roots cannot take away"
 
 
 def test_sm_med_level_has_these_operators_only():

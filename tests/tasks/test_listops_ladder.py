@@ -88,12 +88,11 @@ def test_a_reader_of_everything_is_always_right_and_chunks_do_not_matter(small, 
 
 def test_rungs_rise_and_the_first_is_the_root_operator():
     task = ListOps("short")
-    rungs, floors = task.ladder(2), task.floors()
+    rungs, floors, references = task.ladder(2), task.floors(), task.references()
     assert rungs[0].accuracy == pytest.approx(floors["root_operator"], abs=0.01)  # fitted on 25 000 of 40 000
     assert rungs[0].certain_frac == 0.0
     assert [rung.accuracy for rung in rungs] == sorted(rung.accuracy for rung in rungs)
-    assert [floors["depth_1"], floors["depth_2"]] == [rung.accuracy for rung in rungs[1:]]
-    assert "depth_3" not in floors, "it would read the whole tree"
+    assert references == {"reads_depth_1": rungs[1].accuracy, "reads_depth_2": rungs[2].accuracy}, "3 reads it all"
 
 
 def test_rows_that_are_cut_have_no_ladder(small):

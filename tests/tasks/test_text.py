@@ -137,10 +137,11 @@ def test_empty_and_wide_texts_are_read(folder):
 
 
 def test_floors_find_the_words_that_tell(folder):
-    floors = Text("1000", data_dir=folder).floors()
+    task = Text("1000", data_dir=folder)
+    floors = task.floors()
     assert floors["majority"] == 0.5
     assert floors["byte_histogram"] == 1.0
-    assert floors["bag_of_words"] == 1.0
+    assert task.references() == {"bag_of_words": 1.0}
 
 
 def test_a_review_is_shown_with_its_verdict(folder):
