@@ -7,12 +7,13 @@ STAMP := $(VENV)/.installed
 OUT ?= runs
 TIME_LIMIT ?= 9
 WORKERS ?= 2
+JOBS ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-all peers test lint typecheck format docs gpu-test gpu clean
+.PHONY: help setup bench bench-all peers test lint typecheck format docs gpu-test gpu gpu-peers gpu-accuracy clean
 
 help:  ## show this help
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## make .venv with everything (other targets do this by themselves)
 
@@ -59,6 +60,14 @@ gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
 gpu:  ## scaling on the GPU, resumable, TIME_LIMIT minutes a call, results in OUT, with PYTHON as it is
 	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/scaling-gpu.toml --device cuda --out $(OUT)/scaling-gpu --time-limit $(TIME_LIMIT)
 	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/scaling-gpu
+
+gpu-peers:  ## exact kernels and other projects' implementations on the GPU, likewise
+	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/peers-gpu.toml --device cuda --out $(OUT)/peers-gpu --time-limit $(TIME_LIMIT) $(PEERS:%=--variant-file %)
+	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/peers-gpu
+
+gpu-accuracy:  ## benchmarks/lra-small.toml on the GPU, JOBS trainings at once, likewise
+	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/lra-small.toml --device cuda --jobs $(JOBS) --out $(OUT)/lra-small --time-limit $(TIME_LIMIT)
+	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/lra-small
 
 clean:  ## remove the virtual environment and caches; results stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .benchmarks .hypothesis build dist

@@ -177,8 +177,8 @@ def test_files_that_are_no_matrix(tmp_path):
 
 
 ROOT = Path(__file__).parents[2]
-PEERS = ROOT / "benchmarks" / "peers-cpu.toml"  # of variants in plain files
-MATRICES = sorted(set((ROOT / "benchmarks").glob("*.toml")) - {PEERS})
+PEERS = sorted((ROOT / "benchmarks").glob("peers-*.toml"))  # of variants in plain files
+MATRICES = sorted(set((ROOT / "benchmarks").glob("*.toml")) - set(PEERS))
 
 
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
@@ -191,7 +191,8 @@ def test_the_matrices_of_this_repository_can_be_planned(path):
     assert all(item.refusal is None or item.refusal[0] in {"cuda", "data", "causal"} for item in plan.cells)
 
 
-def test_the_matrix_of_peers_can_be_planned_with_their_files():
+@pytest.mark.parametrize("path", PEERS, ids=lambda path: path.stem)
+def test_the_matrices_of_peers_can_be_planned_with_their_files(path):
     """In a process of its own, for their names would stay for all other tests."""
     code = """
         import sys
@@ -204,7 +205,7 @@ def test_the_matrix_of_peers_can_be_planned_with_their_files():
         matrix = load_matrix(sys.argv[1])
         print(len(make_plan(matrix, device="cpu").cells) == matrix.num_cells)
     """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(PEERS)]
+    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.stdout.strip() == "True", done.stderr
 
