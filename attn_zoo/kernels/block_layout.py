@@ -144,11 +144,14 @@ def layout_pattern(layout: BlockLayout, num_heads: int, key: tuple[int, ...], de
     low, high = layout.candidates.low[:, None], layout.candidates.high[:, None]
     window = low + np.arange(layout.num_window_blocks)
     drawn, counts = layout.draw(num_heads, key)
-    blocks = np.concatenate([np.broadcast_to(window, (num_heads, *window.shape)), drawn], axis=-1)
+    # Column by column in memory, as they were drawn and as they will be sorted.
+    blocks = np.empty((window.shape[1] + drawn.shape[2], num_heads, len(window)), dtype=np.int32)
+    blocks[: window.shape[1]] = window.T[:, None]
+    blocks[window.shape[1] :] = np.moveaxis(drawn, -1, 0)
     is_entry = np.concatenate([window < high, np.arange(drawn.shape[-1]) < counts[:, None]], axis=-1)
     pattern = make_pattern(
-        blocks,
-        np.broadcast_to(is_entry, blocks.shape),
+        np.moveaxis(blocks, 0, -1),
+        is_entry,
         query_len=layout.query_len,
         key_len=layout.key_len,
         block_size=layout.block_size,

@@ -204,8 +204,11 @@ def transpose_table(indices: Tensor, counts: Tensor, num_columns: int) -> tuple[
     return result.view(heads, num_columns, widest), column_counts.view(heads, num_columns).int()
 
 
+_WIDEST_NETWORK = 16  # columns; the network takes their square, sorting by row does not
+
+
 def make_pattern(
-    blocks: NDArray[np.int64],
+    blocks: NDArray[np.integer],
     is_entry: NDArray[np.bool_],
     *,
     query_len: int,
@@ -220,7 +223,7 @@ def make_pattern(
 
     Args:
         blocks: key blocks `[P, R, width]` in any order, none twice in a row.
-        is_entry: bool `[P, R, width]`, which of them count.
+        is_entry: bool `[P, R, width]`, or `[R, width]` if alike for all P, which of them count.
         query_len: L.
         key_len: S.
         block_size: tokens in a block.
@@ -235,27 +238,57 @@ def make_pattern(
     num_key_blocks = -(-key_len // block_size)
     if (key_len - query_len) % block_size:
         raise ValueError(f"key_len - query_len: expected a multiple of {block_size}; got {key_len - query_len}")
-    counts = is_entry.sum(-1)
-    width = int(counts.max(initial=0))
-    entries = np.sort(np.where(is_entry, blocks, num_key_blocks), axis=-1)[..., :width].astype(np.int32)
-    kept = np.arange(width) < counts[..., None]
-    if ((entries < num_global) & kept).any() or ((entries >= num_key_blocks) & kept).any():
-        raise ValueError(f"blocks: expected key blocks {num_global} .. {num_key_blocks - 1}")
-    if ((entries[..., 1:] == entries[..., :-1]) & kept[..., 1:]).any():
-        raise ValueError("blocks: expected none twice in a row")
-    own = np.arange(counts.shape[1]) + num_dense_rows + (key_len - query_len) // block_size
-    if is_causal and not np.array_equal(
-        np.where(kept, entries, -1).max(-1, initial=-1), np.broadcast_to(own, counts.shape)
-    ):
-        raise ValueError("blocks: under a causal mask each row's last entry must be the block it stands in")
+    counts = is_entry.sum(-1, dtype=np.int32)  # [R] or [P, R]
+    columns = _sorted_columns(blocks, is_entry, num_key_blocks)[: int(counts.max(initial=0))]
+    for place, column in enumerate(columns):
+        is_kept = counts > place
+        if (((column < num_global) | (column >= num_key_blocks)) & is_kept).any():
+            raise ValueError(f"blocks: expected key blocks {num_global} .. {num_key_blocks - 1}")
+        if place and ((column == columns[place - 1]) & is_kept).any():
+            raise ValueError("blocks: expected none twice in a row")
+    rows = np.arange(blocks.shape[1]) + num_dense_rows + (key_len - query_len) // block_size
+    if is_causal:
+        ends_elsewhere = [((column != rows) & (counts == place + 1)).any() for place, column in enumerate(columns)]
+        if any(ends_elsewhere) or (counts == 0).any():
+            raise ValueError("blocks: under a causal mask each row's last entry must be the block it stands in")
+    indices = np.zeros((*blocks.shape[:2], len(columns)), dtype=np.int32)
+    for place, column in enumerate(columns):
+        np.copyto(indices[..., place], column, where=counts > place)
     return BlockPattern(
         query_len=query_len,
         key_len=key_len,
         block_size=block_size,
         num_global=num_global,
         num_dense_rows=num_dense_rows,
-        indices=torch.from_numpy(np.where(kept, entries, 0).astype(np.int32)),
-        counts=torch.from_numpy(counts.astype(np.int32)),
+        indices=torch.from_numpy(indices),
+        counts=torch.from_numpy(np.broadcast_to(counts, blocks.shape[:2]).copy()),
         is_causal=is_causal,
         reach=reach,
     )
+
+
+def _sorted_columns(
+    blocks: NDArray[np.integer], is_entry: NDArray[np.bool_], beyond: int
+) -> list[NDArray[np.int32]] | NDArray[np.int32]:
+    """Return the columns of `blocks` `[P, R, width]`, int32 `[P, R]` each, after every row was sorted.
+
+    Few columns are sorted whole against whole by a network (odd-even transposition), far faster than row by row.
+
+    Args:
+        blocks: lists by row.
+        is_entry: which of them count.
+        beyond: stands for those that do not, and so comes last.
+    """
+    width = blocks.shape[-1]
+    if width > _WIDEST_NETWORK:
+        ordered = np.sort(np.where(is_entry, blocks, beyond).astype(np.int32), axis=-1)
+        return np.moveaxis(ordered, -1, 0)
+    columns = [
+        np.where(is_entry[..., at], blocks[..., at].astype(np.int32, copy=False), np.int32(beyond))
+        for at in range(width)
+    ]
+    for turn in range(width):
+        for left in range(turn % 2, width - 1, 2):
+            low, high = columns[left], columns[left + 1]
+            columns[left], columns[left + 1] = np.minimum(low, high), np.maximum(low, high)
+    return columns

@@ -43,9 +43,24 @@ class Candidates:
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    """Mix in place and return the same array: a second array holds what is shifted, and no other is made."""
+    shifted = np.right_shift(state, np.uint64(30))
+    state ^= shifted
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= np.right_shift(state, np.uint64(27), out=shifted)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= np.right_shift(state, np.uint64(31), out=shifted)
+    return state
+
+
+def _stream(key: Sequence[int]) -> np.uint64:
+    """Return where the stream named by `key` starts."""
+    state = key[0] & _LOW_64
+    for word in key[1:]:
+        start = np.array([(state + _GOLDEN) & _LOW_64], dtype=np.uint64)
+        # Mixed again after the word goes in: streams of neighbouring words must not be shifts of one another.
+        state = int(_mix(np.array([int(_mix(start)[0]) ^ (word & _LOW_64)], dtype=np.uint64))[0])
+    return np.uint64(state)
 
 
 def counter_bits(key: Sequence[int], counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -59,20 +74,15 @@ def counter_bits(key: Sequence[int], counters: NDArray[np.uint64]) -> NDArray[np
     >>> counter_bits((1234567,), np.arange(2, dtype=np.uint64)).tolist()
     [6457827717110365317, 3203168211198807973]
     """
-    state = key[0] & _LOW_64
-    for word in key[1:]:
-        start = np.array([(state + _GOLDEN) & _LOW_64], dtype=np.uint64)
-        # Mixed again after the word goes in: streams of neighbouring words must not be shifts of one another.
-        state = int(_mix(np.array([int(_mix(start)[0]) ^ (word & _LOW_64)], dtype=np.uint64))[0])
-    steps = (counters + np.uint64(1)) * np.uint64(_GOLDEN)
-    return _mix(steps + np.array([state], dtype=np.uint64)).reshape(counters.shape)
+    return _mix((counters + np.uint64(1)) * np.uint64(_GOLDEN) + np.array([_stream(key)])).reshape(counters.shape)
 
 
 def _below(bits: NDArray[np.uint64], bound: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Scale 64 random bits to `0 .. bound - 1`; the bias is below bound / 2^32."""
-    scaled = ((bits >> np.uint64(32)) * bound.astype(np.uint64)) >> np.uint64(32)
-    blocks: NDArray[np.int64] = scaled.astype(np.int64)
-    return blocks
+    """Scale 64 random bits to `0 .. bound - 1`, in place; the bias is below bound / 2^32."""
+    bits >>= np.uint64(32)
+    bits *= bound.astype(np.uint64)
+    bits >>= np.uint64(32)
+    return bits.view(np.int64)
 
 
 def uniform_blocks(
@@ -88,24 +98,31 @@ def uniform_blocks(
 
     Returns:
         Blocks, int64 `[H, R, width]`, of which the first `counts[row]` are drawn; and the counts, int64 `[R]`. The
-        width is `num_random`, or less where no row has so many candidates.
+        width is `num_random`, or less where no row has so many candidates. Each column lies together in memory.
     """
     total = candidates.counts
     num_random = min(num_random, int(total.max(initial=0)))
     counts = np.minimum(total, num_random)
-    rows = len(total)
-    ranks = np.full((num_heads, rows, num_random), -1, dtype=np.int64)
+    streams = np.array([_stream((*key, head)) for head in range(num_heads)], dtype=np.uint64)[:, None]
+    first_counters = np.arange(len(total), dtype=np.uint64) * np.uint64(num_random)
+    ranks = np.empty((num_random, num_heads, len(total)), dtype=np.int64)
     for draw in range(num_random):
         last = total - counts + draw  # Floyd: a rank up to this one, or this one itself if that is taken
-        is_drawn = draw < counts
-        counters = np.arange(rows, dtype=np.uint64) * np.uint64(num_random) + np.uint64(draw)
-        bits = np.stack([counter_bits((*key, head), counters) for head in range(num_heads)])
-        rank = _below(bits, last + 1)
-        is_taken = (ranks[..., :draw] == rank[..., None]).any(-1)
-        ranks[..., draw] = np.where(is_drawn, np.where(is_taken, last, rank), -1)
-    before = candidates.low - candidates.first
-    skipped = np.where(ranks >= before[:, None], (candidates.high - candidates.low)[:, None], 0)
-    return np.where(ranks >= 0, ranks + candidates.first + skipped, 0), counts
+        steps = (first_counters + np.uint64(draw + 1)) * np.uint64(_GOLDEN)
+        rank = _below(_mix(steps + streams), last + 1)
+        is_taken = np.zeros(rank.shape, dtype=bool)
+        for earlier in ranks[:draw]:
+            is_taken |= earlier == rank
+        np.copyto(rank, last, where=is_taken)
+        np.copyto(rank, -1, where=draw >= counts)
+        ranks[draw] = rank
+    before, skipped = candidates.low - candidates.first, candidates.high - candidates.low
+    for rank in ranks:
+        is_drawn = rank >= 0
+        np.add(rank, skipped, out=rank, where=rank >= before)
+        rank += candidates.first
+        rank *= is_drawn  # what is not drawn is 0
+    return np.moveaxis(ranks, 0, -1), counts
 
 
 def permuted_blocks(
