@@ -78,7 +78,8 @@ def _data_uri(svg: bytes) -> str:
 
 
 def _run(name: str, matrices: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    described = " ".join(str(matrix["description"]) for matrix in matrices if matrix.get("description"))
+    texts = dict.fromkeys(str(matrix["description"]) for matrix in matrices if matrix.get("description"))
+    described = " ".join(texts)
     return {"name": clean(name), "description": clean(described), "count": count}
 
 
