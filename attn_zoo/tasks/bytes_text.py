@@ -12,7 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["VOCAB_SIZE", "TextRows", "byte_symbols", "encode_texts", "text_of"]
+from attn_zoo.tasks.contract import TaskKind, TaskSpec
+
+__all__ = ["VOCAB_SIZE", "TextRows", "byte_spec", "byte_symbols", "encode_texts", "text_of"]
 
 VOCAB_SIZE = 257
 """256 bytes and padding."""
@@ -20,6 +22,19 @@ VOCAB_SIZE = 257
 _NEVER = 0xFF  # no UTF-8 text has this byte; without it every id fits into 8 bits, half of what 16 would take
 _ID_OF_BYTE = bytes((byte + 1) % 256 for byte in range(256))
 _SPACE, _PAD_SYMBOL = "\u2423", "pad"
+
+
+def byte_spec(max_len: int, kind: TaskKind) -> TaskSpec:
+    """Return what a model must know about a yes-or-no question on texts of at most `max_len` bytes, one or two."""
+    return TaskSpec(
+        vocab_size=VOCAB_SIZE,
+        num_classes=2,
+        max_seq_len=max_len,
+        metric="accuracy",
+        chance=0.5,
+        kind=kind,
+        other_max_seq_len=max_len if kind == "pair" else 0,
+    )
 
 
 class TextRows:

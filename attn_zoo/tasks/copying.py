@@ -22,18 +22,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import numpy as np
-from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.context_floors import context_floors, position_majority_floor
-from attn_zoo.tasks.contract import IGNORED_LABEL, Example, TaskSpec
 from attn_zoo.tasks.drawing import Draws
-from attn_zoo.tasks.generated import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows
+from attn_zoo.tasks.generated import Part, Rows
+from attn_zoo.tasks.symbol_copying import AbstractCopyingTask, SymbolLevel, copying_rows
 
 __all__ = ["Copying", "DelayLevel", "DelayPart"]
-
-_BLANK, _MARKER, _FIRST_SYMBOL = 1, 2, 3
-_WORDS = {PAD: "_", _BLANK: ".", _MARKER: "?"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +52,7 @@ class DelayPart(Part):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DelayLevel(GeneratedLevel[DelayPart]):
+class DelayLevel(SymbolLevel[DelayPart]):
     """One level.
 
     Args:
@@ -69,7 +64,7 @@ class DelayLevel(GeneratedLevel[DelayPart]):
 
 @final
 @register_task("copying")
-class Copying(AbstractGeneratedTask[DelayPart]):
+class Copying(AbstractCopyingTask[DelayPart]):
     """Copying memory at one level.
 
     Args:
@@ -114,35 +109,9 @@ class Copying(AbstractGeneratedTask[DelayPart]):
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {"cpu-small": {"batch_size": 64, "base_lr": 2e-3, "num_steps": 500, "eval_every": 100}}
     )
-    config: DelayLevel
-
-    @property
-    def spec(self) -> TaskSpec:
-        return self.drawn_spec(_FIRST_SYMBOL + self.config.num_symbols, self.config.num_symbols)
 
     def draw(self, draws: Draws, part: DelayPart, count: int) -> Rows:
-        end = part.seq_len - part.num_tokens
-        first = end - part.delay - part.num_tokens
         symbols = draws.below(self.config.num_symbols, count, part.num_tokens)
-        tokens = np.full((count, part.seq_len), _BLANK, np.int64)
-        labels = np.full((count, part.seq_len), IGNORED_LABEL, np.int64)
-        tokens[:, first : first + part.num_tokens] = symbols + _FIRST_SYMBOL
-        tokens[:, end:] = _MARKER
-        labels[:, end:] = symbols
-        return Rows(tokens, labels)
-
-    def floors(self) -> dict[str, float]:
-        """Return rules that know which symbols there are but not their order, and the best constant per position."""
-        train, test = self.split("train"), self.split("test")
-        options = test.tokens.numpy().astype(np.int64) - _FIRST_SYMBOL
-        floors = context_floors(options, test.labels.numpy(), train.labels.numpy(), self.config.num_symbols)
-        position = position_majority_floor(train.labels.numpy(), test.labels.numpy())
-        return {**floors, "majority_of_position": position}
-
-    def show(self, example: Example) -> str:
-        """Return such as `. s3 s7 . . . ? ? -> s3 s7`."""
-        answer = " ".join(f"s{label}" for label in example.label.tolist() if label != IGNORED_LABEL)
-        return f"{' '.join(self.symbols(example.tokens))} -> {answer}"
-
-    def symbols(self, tokens: Tensor) -> list[str]:
-        return [_WORDS.get(token, f"s{token - _FIRST_SYMBOL}") for token in tokens.tolist()]
+        first = part.seq_len - 2 * part.num_tokens - part.delay
+        places = np.broadcast_to(first + np.arange(part.num_tokens), symbols.shape)
+        return copying_rows(symbols, places, part.seq_len)

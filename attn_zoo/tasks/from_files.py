@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from attn_zoo.tasks.cached_splits import cached_splits
 from attn_zoo.tasks.contract import AbstractTask, Split, SplitName
+from attn_zoo.tasks.sources import Source
 
 __all__ = ["AbstractFileTask"]
 
@@ -16,6 +17,7 @@ class AbstractFileTask(AbstractTask):
     """A task whose splits are read from the files of its `source`.
 
     Class attributes:
+        files: what every level reads.
         is_slow: reading takes longer than a few seconds, so the tensors are kept in the cache.
 
     Args:
@@ -23,12 +25,18 @@ class AbstractFileTask(AbstractTask):
         data_dir: folder to look in first; see `Source.folders`.
     """
 
+    files: ClassVar[Source]
     is_slow: ClassVar[bool] = False
 
     def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
         super().__init__(level, data_dir=data_dir)
         self.config: Any = self.levels[level]
         self._splits: dict[SplitName, Split] = {}
+
+    @classmethod
+    def source(cls, level: str) -> Source | None:
+        cls.check_level(level)
+        return cls.files
 
     @abstractmethod
     def read(self, paths: dict[str, Path]) -> dict[SplitName, Split]:

@@ -110,6 +110,7 @@ class Image(AbstractFileTask):
 
     name: ClassVar[str] = "image"
     version: ClassVar[int] = 1
+    files: ClassVar[Source] = PICTURES
     is_slow: ClassVar[bool] = True
     levels: ClassVar[Mapping[str, ImageLevel]] = MappingProxyType(
         {
@@ -149,11 +150,6 @@ class Image(AbstractFileTask):
             },
         }
     )
-
-    @classmethod
-    def source(cls, level: str) -> Source | None:
-        cls.check_level(level)
-        return PICTURES
 
     @property
     def image_shape(self) -> tuple[int, int]:

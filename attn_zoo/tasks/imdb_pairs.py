@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.bytes_text import VOCAB_SIZE, byte_symbols, encode_texts, text_of
+from attn_zoo.tasks.bytes_text import byte_spec, byte_symbols, encode_texts, text_of
 from attn_zoo.tasks.contract import Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.drawing import Ints
 from attn_zoo.tasks.film_pairs import Pairs, film_pairs
@@ -35,6 +35,7 @@ from attn_zoo.tasks.film_reviews import FILMS, FilmReviews, check_order, read_fi
 from attn_zoo.tasks.from_files import AbstractFileTask
 from attn_zoo.tasks.labelled import shuffled
 from attn_zoo.tasks.pair_floors import pair_floors, pair_references
+from attn_zoo.tasks.retrieval import Retrieval
 from attn_zoo.tasks.sources import Source
 
 __all__ = ["ImdbPairs", "ImdbPairsLevel"]
@@ -93,6 +94,7 @@ class ImdbPairs(AbstractFileTask):
 
     name: ClassVar[str] = "imdb_pairs"
     version: ClassVar[int] = 1
+    files: ClassVar[Source] = FILMS
     levels: ClassVar[Mapping[str, ImdbPairsLevel]] = MappingProxyType(
         {
             "short": ImdbPairsLevel(max_len=256, max_validation=1_000, max_test=4_000),
@@ -101,38 +103,11 @@ class ImdbPairs(AbstractFileTask):
         }
     )
     # Nothing is published for this task: these are the settings of the one it stands in for.
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-        {
-            "lra-small": {"batch_size": 32, "num_steps": 30_000, "warmup_steps": 800, "eval_every": 300},
-            "lra-original": {
-                "num_layers": 4,
-                "embed_dim": 128,
-                "num_heads": 4,
-                "ffn_dim": 512,
-                "batch_size": 32,
-                "num_steps": 5_000,
-                "warmup_steps": 8_000,
-                "eval_every": 100,
-            },
-        }
-    )
-
-    @classmethod
-    def source(cls, level: str) -> Source | None:
-        cls.check_level(level)
-        return FILMS
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = Retrieval.settings
 
     @property
     def spec(self) -> TaskSpec:
-        return TaskSpec(
-            vocab_size=VOCAB_SIZE,
-            num_classes=2,
-            max_seq_len=self.config.max_len,
-            metric="accuracy",
-            chance=0.5,
-            kind="pair",
-            other_max_seq_len=self.config.max_len,
-        )
+        return byte_spec(self.config.max_len, "pair")
 
     def read(self, paths: dict[str, Path]) -> dict[SplitName, Split]:
         reviews = read_film_reviews(paths)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.bytes_text import VOCAB_SIZE, TextRows, byte_symbols, text_of
+from attn_zoo.tasks.bytes_text import TextRows, byte_spec, byte_symbols, text_of
 from attn_zoo.tasks.contract import Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.from_files import AbstractFileTask
 from attn_zoo.tasks.pair_floors import pair_floors, pair_references
@@ -127,6 +127,7 @@ class Retrieval(AbstractFileTask):
 
     name: ClassVar[str] = "retrieval"
     version: ClassVar[int] = 1
+    files: ClassVar[Source] = PAPERS
     is_slow: ClassVar[bool] = True
     levels: ClassVar[Mapping[str, RetrievalLevel]] = MappingProxyType(
         {
@@ -152,22 +153,9 @@ class Retrieval(AbstractFileTask):
         }
     )
 
-    @classmethod
-    def source(cls, level: str) -> Source | None:
-        cls.check_level(level)
-        return PAPERS
-
     @property
     def spec(self) -> TaskSpec:
-        return TaskSpec(
-            vocab_size=VOCAB_SIZE,
-            num_classes=2,
-            max_seq_len=self.config.max_len,
-            metric="accuracy",
-            chance=0.5,
-            kind="pair",
-            other_max_seq_len=self.config.max_len,
-        )
+        return byte_spec(self.config.max_len, "pair")
 
     def read(self, paths: dict[str, Path]) -> dict[SplitName, Split]:
         max_rows: Mapping[SplitName, int] = self.config.max_rows or {}

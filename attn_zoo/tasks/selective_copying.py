@@ -24,18 +24,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import numpy as np
-from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.context_floors import context_floors, position_majority_floor
-from attn_zoo.tasks.contract import IGNORED_LABEL, Example, TaskSpec
 from attn_zoo.tasks.drawing import Draws
-from attn_zoo.tasks.generated import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows
+from attn_zoo.tasks.generated import Part, Rows
+from attn_zoo.tasks.symbol_copying import AbstractCopyingTask, SymbolLevel, copying_rows
 
 __all__ = ["CopyLevel", "CopyPart", "SelectiveCopying"]
-
-_BLANK, _MARKER, _FIRST_SYMBOL = 1, 2, 3
-_WORDS = {PAD: "_", _BLANK: ".", _MARKER: "?"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +52,7 @@ class CopyPart(Part):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CopyLevel(GeneratedLevel[CopyPart]):
+class CopyLevel(SymbolLevel[CopyPart]):
     """One level.
 
     Args:
@@ -69,7 +64,7 @@ class CopyLevel(GeneratedLevel[CopyPart]):
 
 @final
 @register_task("selective_copying")
-class SelectiveCopying(AbstractGeneratedTask[CopyPart]):
+class SelectiveCopying(AbstractCopyingTask[CopyPart]):
     """Selective copying at one level.
 
     Args:
@@ -106,35 +101,8 @@ class SelectiveCopying(AbstractGeneratedTask[CopyPart]):
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {"cpu-small": {"batch_size": 64, "base_lr": 3e-3, "num_steps": 4_000, "eval_every": 250}}
     )
-    config: CopyLevel
-
-    @property
-    def spec(self) -> TaskSpec:
-        return self.drawn_spec(_FIRST_SYMBOL + self.config.num_symbols, self.config.num_symbols)
 
     def draw(self, draws: Draws, part: CopyPart, count: int) -> Rows:
-        context_len = part.seq_len - part.num_tokens
-        places = np.sort(draws.distinct(context_len, part.num_tokens, count), axis=1)
+        places = np.sort(draws.distinct(part.seq_len - part.num_tokens, part.num_tokens, count), axis=1)
         symbols = draws.below(self.config.num_symbols, count, part.num_tokens)
-        tokens = np.full((count, part.seq_len), _BLANK, np.int64)
-        labels = np.full((count, part.seq_len), IGNORED_LABEL, np.int64)
-        np.put_along_axis(tokens, places, symbols + _FIRST_SYMBOL, 1)
-        tokens[:, context_len:] = _MARKER
-        labels[:, context_len:] = symbols
-        return Rows(tokens, labels)
-
-    def floors(self) -> dict[str, float]:
-        """Return rules that know which symbols there are but not their order, and the best constant per position."""
-        train, test = self.split("train"), self.split("test")
-        options = test.tokens.numpy().astype(np.int64) - _FIRST_SYMBOL
-        floors = context_floors(options, test.labels.numpy(), train.labels.numpy(), self.config.num_symbols)
-        position = position_majority_floor(train.labels.numpy(), test.labels.numpy())
-        return {**floors, "majority_of_position": position}
-
-    def show(self, example: Example) -> str:
-        """Return such as `. s3 . . s7 ? ? -> s3 s7`."""
-        answer = " ".join(f"s{label}" for label in example.label.tolist() if label != IGNORED_LABEL)
-        return f"{' '.join(self.symbols(example.tokens))} -> {answer}"
-
-    def symbols(self, tokens: Tensor) -> list[str]:
-        return [_WORDS.get(token, f"s{token - _FIRST_SYMBOL}") for token in tokens.tolist()]
+        return copying_rows(symbols, places, part.seq_len)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.bytes_text import VOCAB_SIZE, byte_symbols, encode_texts, text_of
+from attn_zoo.tasks.bytes_text import VOCAB_SIZE, byte_spec, byte_symbols, encode_texts, text_of
 from attn_zoo.tasks.contract import Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.drawing import Ints
 from attn_zoo.tasks.floors import majority_floor
@@ -120,6 +120,7 @@ class Text(AbstractFileTask):
 
     name: ClassVar[str] = "text"
     version: ClassVar[int] = 1
+    files: ClassVar[Source] = REVIEWS
     levels: ClassVar[Mapping[str, TextLevel]] = MappingProxyType(
         {
             "short": TextLevel(max_len=256, max_test=5_000),
@@ -147,21 +148,9 @@ class Text(AbstractFileTask):
         }
     )
 
-    @classmethod
-    def source(cls, level: str) -> Source | None:
-        cls.check_level(level)
-        return REVIEWS
-
     @property
     def spec(self) -> TaskSpec:
-        return TaskSpec(
-            vocab_size=VOCAB_SIZE,
-            num_classes=2,
-            max_seq_len=self.config.max_len,
-            metric="accuracy",
-            chance=0.5,
-            kind="classification",
-        )
+        return byte_spec(self.config.max_len, "classification")
 
     def read(self, paths: dict[str, Path]) -> dict[SplitName, Split]:
         reviews = read_reviews(REVIEWS.name, paths)
