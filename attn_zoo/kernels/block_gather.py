@@ -48,6 +48,7 @@ class _GatherAttention(torch.autograd.Function):
         pattern, dropout = plan.pattern, plan.dropout(query.device)
         note_path("block_sparse.gather" if is_fused(query, dropout) else "block_sparse.gather_unfused")
         pieces = plan.pieces(query, padding, dropout)
+        key_reader, value_reader, head_dim = _Near(pattern), _Near(pattern), query.shape[-1]
         output = torch.empty_like(query)
         lse = torch.empty(query.shape[:3], dtype=wide_dtype(query.dtype), device=query.device)
         for group in pieces.groups():
@@ -57,7 +58,8 @@ class _GatherAttention(torch.autograd.Function):
             for chunk in pieces.chunks():
                 source = pieces.source(group, chunk)
                 block = group.read(query, chunk.start, chunk.stop, chunk.size)
-                near_keys, near_values = (_near(x, source, group, block, pattern) for x in (keys, values))
+                near_keys = key_reader.read(keys, source, group, head_dim)
+                near_values = value_reader.read(values, source, group, head_dim)
                 mask, is_dead = pieces.mask(group, chunk)
                 out, out_lse = attend(block, near_keys, near_values, mask, plan.scale, dropout)
                 if is_dead is not None:
@@ -77,6 +79,7 @@ class _GatherAttention(torch.autograd.Function):
             grad_output = grad_output.contiguous()
         pattern, dropout = plan.pattern, plan.dropout(query.device)
         pieces, wide = plan.pieces(query, padding, dropout), wide_dtype(query.dtype)
+        key_reader, value_reader, head_dim = _Near(pattern), _Near(pattern), query.shape[-1]
         grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
         for group in pieces.groups():
             keys, values = (
@@ -88,7 +91,8 @@ class _GatherAttention(torch.autograd.Function):
                 block, out, out_lse, grad = (
                     group.read(x, chunk.start, chunk.stop, chunk.size) for x in (query, output, lse, grad_output)
                 )
-                near_keys, near_values = (_near(x, source, group, block, pattern) for x in (keys, values))
+                near_keys = key_reader.read(keys, source, group, head_dim)
+                near_values = value_reader.read(values, source, group, head_dim)
                 mask, is_dead = pieces.mask(group, chunk)
                 if is_dead is not None:
                     grad = grad.masked_fill(is_dead, 0.0)
@@ -98,7 +102,7 @@ class _GatherAttention(torch.autograd.Function):
                 group.write(grad_query, chunk.start, part)
                 for total, addend in ((key_sum, key_part), (value_sum, value_part)):
                     if source is None:
-                        _leading(total, group, query.shape[-1], pattern).add_(addend)
+                        _leading(total, group, head_dim, pattern).add_(addend)
                     else:
                         total.index_add_(0, source, addend.reshape(len(source), -1).to(wide))
             for result, total in ((grad_key, key_sum), (grad_value, value_sum)):
@@ -106,16 +110,29 @@ class _GatherAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
+class _Near:
+    """Reads the keys (or values) that the queries of a piece see, into a buffer that is used again.
+
+    Fresh memory for each piece would be taken from the system and given back, which costs as much as the copy.
+    """
+
+    def __init__(self, pattern: BlockPattern) -> None:
+        self._pattern = pattern
+        self._buffer: Tensor | None = None
+
+    def read(self, keys: Tensor, source: Tensor | None, group: Group, head_dim: int) -> Tensor:
+        """Return `[sequences * blocks, keys, D]`, valid until the next read."""
+        if source is None:
+            return _leading(keys, group, head_dim, self._pattern)
+        if self._buffer is None or len(self._buffer) < len(source):
+            self._buffer = keys.new_empty(len(source), keys.shape[1])
+        gathered = torch.index_select(keys, 0, source, out=self._buffer[: len(source)])
+        return gathered.view(-1, self._pattern.table.shape[-1] * self._pattern.block_size, head_dim)
+
+
 def _leading(keys: Tensor, group: Group, head_dim: int, pattern: BlockPattern) -> Tensor:
     """Return the keys that dense rows see, `[sequences, keys, D]`: a view."""
     return keys.view(group.num_sequences, -1, head_dim)[:, : pattern.dense_key_len]
-
-
-def _near(keys: Tensor, source: Tensor | None, group: Group, block: Tensor, pattern: BlockPattern) -> Tensor:
-    """Return the keys (or values) that the queries of a piece see, `[sequences * blocks, keys, D]`."""
-    if source is None:
-        return _leading(keys, group, block.shape[-1], pattern)
-    return keys.index_select(0, source).view(len(block), -1, block.shape[-1])
 
 
 def gather_attention(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from attn_zoo.kernels.block_pattern import BlockPattern, band_pairs, make_pattern
 from attn_zoo.kernels.block_random import Candidates, permuted_blocks, uniform_blocks
@@ -72,19 +73,20 @@ class BlockLayout:
         low, high = np.maximum(rows - reach, self.num_leading), np.minimum(rows + reach + 1, end)
         return Candidates(self.num_leading, low, high, end)
 
-    def draw(self, num_heads: int, key: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the random blocks `[H, R, r]` of the listed rows, and how many each row has, int64 `[R]`.
+    def draw(self, num_heads: int, key: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor]:
+        """Return the random blocks `[H, R, r]` of the listed rows, and how many each row has, int32 `[R]`.
 
         Args:
             num_heads: H; each draws its own.
             key: names the draw, such as (seed, layer); head and length are added to it.
+            device: of the result; the blocks are the same everywhere.
         """
         rows, count, stream = len(self.candidates.low), self.num_random_blocks, (*key, self.num_key_blocks)
         if self.is_permuted and rows >= self.num_window_blocks + count:
             reach = self.num_window_blocks // 2
             blocks = permuted_blocks(stream, num_heads, count, self.num_key_blocks, self.num_leading, reach)
-            return blocks, np.full(rows, count)
-        return uniform_blocks(stream, num_heads, count, self.candidates)
+            return torch.from_numpy(blocks).to(device), torch.full((rows,), count, dtype=torch.int32, device=device)
+        return uniform_blocks(stream, num_heads, count, self.candidates, device)
 
     @cached_property
     def mean_pairs(self) -> float:
@@ -141,17 +143,13 @@ def layout_pattern(layout: BlockLayout, num_heads: int, key: tuple[int, ...], de
         key: names the draw, such as (seed, layer).
         device: of the pattern's tensors.
     """
-    low, high = layout.candidates.low[:, None], layout.candidates.high[:, None]
-    window = low + np.arange(layout.num_window_blocks)
-    drawn, counts = layout.draw(num_heads, key)
-    # Column by column in memory, as they were drawn and as they will be sorted.
-    blocks = np.empty((window.shape[1] + drawn.shape[2], num_heads, len(window)), dtype=np.int32)
-    blocks[: window.shape[1]] = window.T[:, None]
-    blocks[window.shape[1] :] = np.moveaxis(drawn, -1, 0)
-    is_entry = np.concatenate([window < high, np.arange(drawn.shape[-1]) < counts[:, None]], axis=-1)
-    pattern = make_pattern(
-        np.moveaxis(blocks, 0, -1),
-        is_entry,
+    low, high = (torch.from_numpy(x).to(device)[:, None] for x in (layout.candidates.low, layout.candidates.high))
+    window = low + torch.arange(layout.num_window_blocks, device=device)
+    drawn, counts = layout.draw(num_heads, key, device)
+    slots = torch.arange(drawn.shape[-1], device=device)
+    return make_pattern(
+        torch.cat([window.int().expand(num_heads, -1, -1).movedim(-1, 0), drawn.int().movedim(-1, 0)]).movedim(0, -1),
+        torch.cat([window < high, slots < counts[:, None]], dim=-1),
         query_len=layout.query_len,
         key_len=layout.key_len,
         block_size=layout.block_size,
@@ -160,4 +158,3 @@ def layout_pattern(layout: BlockLayout, num_heads: int, key: tuple[int, ...], de
         is_causal=layout.is_causal,
         reach=layout.reach,
     )
-    return pattern if device == "cpu" else pattern.to(device)

@@ -11,9 +11,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["BlockPattern", "band_pairs", "make_pattern"]
@@ -208,8 +206,8 @@ _WIDEST_NETWORK = 16  # columns; the network takes their square, sorting by row 
 
 
 def make_pattern(
-    blocks: NDArray[np.integer],
-    is_entry: NDArray[np.bool_],
+    blocks: Tensor,
+    is_entry: Tensor,
     *,
     query_len: int,
     key_len: int,
@@ -219,10 +217,10 @@ def make_pattern(
     is_causal: bool,
     reach: int | None = None,
 ) -> BlockPattern:
-    """Sort lists of key blocks into a `BlockPattern`, as narrow as its longest list.
+    """Sort lists of key blocks into a `BlockPattern`, as narrow as its longest list, on the device of the lists.
 
     Args:
-        blocks: key blocks `[P, R, width]` in any order, none twice in a row.
+        blocks: key blocks `[P, R, width]` in any order, none twice in a row; integers.
         is_entry: bool `[P, R, width]`, or `[R, width]` if alike for all P, which of them count.
         query_len: L.
         key_len: S.
@@ -238,38 +236,42 @@ def make_pattern(
     num_key_blocks = -(-key_len // block_size)
     if (key_len - query_len) % block_size:
         raise ValueError(f"key_len - query_len: expected a multiple of {block_size}; got {key_len - query_len}")
-    counts = is_entry.sum(-1, dtype=np.int32)  # [R] or [P, R]
-    columns = _sorted_columns(blocks, is_entry, num_key_blocks)[: int(counts.max(initial=0))]
+    counts = is_entry.sum(-1, dtype=torch.int32)  # [R] or [P, R]
+    width = int(counts.max()) if counts.numel() else 0
+    columns = _sorted_columns(blocks, is_entry, num_key_blocks)
+    num_inside = torch.zeros_like(counts).expand(blocks.shape[:2]).clone()
+    rows = torch.arange(blocks.shape[1], device=blocks.device) + num_dense_rows + (key_len - query_len) // block_size
+    is_low, is_double, ends_elsewhere = (torch.zeros_like(num_inside, dtype=torch.bool) for _ in range(3))
     for place, column in enumerate(columns):
         is_kept = counts > place
-        if (((column < num_global) | (column >= num_key_blocks)) & is_kept).any():
-            raise ValueError(f"blocks: expected key blocks {num_global} .. {num_key_blocks - 1}")
-        if place and ((column == columns[place - 1]) & is_kept).any():
-            raise ValueError("blocks: expected none twice in a row")
-    rows = np.arange(blocks.shape[1]) + num_dense_rows + (key_len - query_len) // block_size
-    if is_causal:
-        ends_elsewhere = [((column != rows) & (counts == place + 1)).any() for place, column in enumerate(columns)]
-        if any(ends_elsewhere) or (counts == 0).any():
-            raise ValueError("blocks: under a causal mask each row's last entry must be the block it stands in")
-    indices = np.zeros((*blocks.shape[:2], len(columns)), dtype=np.int32)
-    for place, column in enumerate(columns):
-        np.copyto(indices[..., place], column, where=counts > place)
+        num_inside += column < num_key_blocks
+        is_low |= column < num_global
+        if place:
+            is_double |= (column == columns[place - 1]) & is_kept
+        if is_causal:
+            ends_elsewhere |= (column != rows) & (counts == place + 1)
+    # What does not count became num_key_blocks, so as many lie inside as count.
+    if (is_low | (num_inside != counts)).any():
+        raise ValueError(f"blocks: expected key blocks {num_global} .. {num_key_blocks - 1}")
+    if is_double.any():
+        raise ValueError("blocks: expected none twice in a row")
+    if is_causal and (ends_elsewhere | (counts == 0)).any():
+        raise ValueError("blocks: under a causal mask each row's last entry must be the block it stands in")
+    kept = [column * (column < num_key_blocks) for column in columns[:width]]
     return BlockPattern(
         query_len=query_len,
         key_len=key_len,
         block_size=block_size,
         num_global=num_global,
         num_dense_rows=num_dense_rows,
-        indices=torch.from_numpy(indices),
-        counts=torch.from_numpy(np.broadcast_to(counts, blocks.shape[:2]).copy()),
+        indices=torch.stack(kept, dim=-1) if kept else blocks.new_zeros((*blocks.shape[:2], 0), dtype=torch.int32),
+        counts=counts.expand(blocks.shape[:2]).contiguous(),
         is_causal=is_causal,
         reach=reach,
     )
 
 
-def _sorted_columns(
-    blocks: NDArray[np.integer], is_entry: NDArray[np.bool_], beyond: int
-) -> list[NDArray[np.int32]] | NDArray[np.int32]:
+def _sorted_columns(blocks: Tensor, is_entry: Tensor, beyond: int) -> list[Tensor]:
     """Return the columns of `blocks` `[P, R, width]`, int32 `[P, R]` each, after every row was sorted.
 
     Few columns are sorted whole against whole by a network (odd-even transposition), far faster than row by row.
@@ -279,16 +281,11 @@ def _sorted_columns(
         is_entry: which of them count.
         beyond: stands for those that do not, and so comes last.
     """
-    width = blocks.shape[-1]
-    if width > _WIDEST_NETWORK:
-        ordered = np.sort(np.where(is_entry, blocks, beyond).astype(np.int32), axis=-1)
-        return np.moveaxis(ordered, -1, 0)
-    columns = [
-        np.where(is_entry[..., at], blocks[..., at].astype(np.int32, copy=False), np.int32(beyond))
-        for at in range(width)
-    ]
-    for turn in range(width):
-        for left in range(turn % 2, width - 1, 2):
+    columns = [torch.where(is_entry[..., at], blocks[..., at].int(), beyond) for at in range(blocks.shape[-1])]
+    if len(columns) > _WIDEST_NETWORK:
+        return list(torch.stack(columns, dim=-1).sort(dim=-1).values.unbind(-1))
+    for turn in range(len(columns)):
+        for left in range(turn % 2, len(columns) - 1, 2):
             low, high = columns[left], columns[left + 1]
-            columns[left], columns[left + 1] = np.minimum(low, high), np.maximum(low, high)
+            columns[left], columns[left + 1] = torch.minimum(low, high), torch.maximum(low, high)
     return columns

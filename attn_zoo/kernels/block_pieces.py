@@ -102,6 +102,8 @@ class Pieces:
         self._wide = wide_dtype(query.dtype)
         self._sizes = query.shape[:2]
         size, device = pattern.block_size, query.device
+        self._sources: tuple[Group, Tensor] | None = None
+        self._is_full = pattern.is_full_row.all(0).tolist()  # of rows, in all heads
         self._within = torch.arange(size, dtype=torch.int32, device=device)
         if padding is not None:
             self._is_key = pad(~padding, (0, pattern.num_key_blocks * size - pattern.key_len), value=False)
@@ -147,11 +149,11 @@ class Pieces:
         """
         if chunk.rows is None:
             return None
-        table = self._table(self.pattern.table, group, chunk.rows)
-        if group.num_sequences == 1:
-            return table.flatten()
-        first = torch.arange(group.num_sequences, device=table.device) * self.pattern.num_key_blocks
-        return (table + first.view(*group.shape, 1, 1)).flatten()
+        if self._sources is None or self._sources[0] != group:
+            table = self._table(self.pattern.table, group, slice(None))
+            first = torch.arange(group.num_sequences, device=table.device) * self.pattern.num_key_blocks
+            self._sources = group, (table + first.view(*group.shape, 1, 1)).flatten(0, 1)
+        return self._sources[1][:, chunk.rows].flatten()
 
     @staticmethod
     def _table(table: Tensor, group: Group, rows: slice) -> Tensor:
@@ -164,7 +166,7 @@ class Pieces:
         keys]` and `[sequences * blocks, size or 1, 1]`.
         """
         pattern, rows = self.pattern, chunk.rows
-        is_full = rows is None or bool(self._table(pattern.is_full_row, group, rows).all())
+        is_full = rows is None or all(self._is_full[rows])
         has_distance = pattern.is_causal or self.slopes is not None or pattern.reach is not None
         if is_full and self.padding is None and not has_distance:
             return None, None

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 __all__ = ["Candidates", "counter_bits", "permuted_blocks", "uniform_blocks"]
 
@@ -42,52 +44,55 @@ class Candidates:
         return counts
 
 
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix in place and return the same array: a second array holds what is shifted, and no other is made."""
-    shifted = np.right_shift(state, np.uint64(30))
-    state ^= shifted
-    state *= np.uint64(0xBF58476D1CE4E5B9)
-    state ^= np.right_shift(state, np.uint64(27), out=shifted)
-    state *= np.uint64(0x94D049BB133111EB)
-    state ^= np.right_shift(state, np.uint64(31), out=shifted)
+def _signed(word: int) -> int:
+    """Return the 64 bits of `word` as torch's int64 holds them: products and sums wrap around alike."""
+    word &= _LOW_64
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shift(state: Tensor, places: int, out: Tensor | None = None) -> Tensor:
+    """Shift to the right and fill with zeros: torch's own shift repeats the sign."""
+    shifted = torch.bitwise_right_shift(state, places, out=out)
+    return shifted.bitwise_and_((1 << (64 - places)) - 1)
+
+
+def _mix(state: Tensor) -> Tensor:
+    """Mix in place and return the same tensor: a second one holds what is shifted, and no other is made."""
+    shifted = _shift(state, 30)
+    state.bitwise_xor_(shifted).mul_(_signed(0xBF58476D1CE4E5B9))
+    state.bitwise_xor_(_shift(state, 27, out=shifted)).mul_(_signed(0x94D049BB133111EB))
+    return state.bitwise_xor_(_shift(state, 31, out=shifted))
+
+
+def _streams(key: Sequence[int], last: Tensor) -> Tensor:
+    """Return where the streams named by `key` and one more word each start, int64 as `last`."""
+    state = torch.tensor([_signed(key[0])], device=last.device)
+    for word in (*(torch.tensor([_signed(word)], device=last.device) for word in key[1:]), last):
+        # Mixed again after the word goes in: streams of neighbouring words must not be shifts of one another.
+        state = _mix(_mix(state + _signed(_GOLDEN)) ^ word)
     return state
 
 
-def _stream(key: Sequence[int]) -> np.uint64:
-    """Return where the stream named by `key` starts."""
-    state = key[0] & _LOW_64
-    for word in key[1:]:
-        start = np.array([(state + _GOLDEN) & _LOW_64], dtype=np.uint64)
-        # Mixed again after the word goes in: streams of neighbouring words must not be shifts of one another.
-        state = int(_mix(np.array([int(_mix(start)[0]) ^ (word & _LOW_64)], dtype=np.uint64))[0])
-    return np.uint64(state)
-
-
-def counter_bits(key: Sequence[int], counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def counter_bits(key: Sequence[int], counters: Tensor) -> Tensor:
     """Return 64 random bits for each counter in the stream named by `key`.
 
     Args:
         key: non-negative integers below 2^64; every change of one gives an unrelated stream. For `(seed,)` it is
             SplitMix64's own for that seed.
-        counters: uint64 of any shape; 0 is the first number of the stream.
+        counters: int64 of any shape; 0 is the first number of the stream.
 
-    >>> counter_bits((1234567,), np.arange(2, dtype=np.uint64)).tolist()
+    >>> [number % 2**64 for number in counter_bits((1234567,), torch.arange(2)).tolist()]
     [6457827717110365317, 3203168211198807973]
     """
-    return _mix((counters + np.uint64(1)) * np.uint64(_GOLDEN) + np.array([_stream(key)])).reshape(counters.shape)
-
-
-def _below(bits: NDArray[np.uint64], bound: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Scale 64 random bits to `0 .. bound - 1`, in place; the bias is below bound / 2^32."""
-    bits >>= np.uint64(32)
-    bits *= bound.astype(np.uint64)
-    bits >>= np.uint64(32)
-    return bits.view(np.int64)
+    start = torch.tensor([_signed(key[0])], device=counters.device)
+    if len(key) > 1:
+        start = _streams(key[:-1], torch.tensor([_signed(key[-1])], device=counters.device))
+    return _mix((counters + 1) * _signed(_GOLDEN) + start)
 
 
 def uniform_blocks(
-    key: Sequence[int], num_heads: int, num_random: int, candidates: Candidates
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    key: Sequence[int], num_heads: int, num_random: int, candidates: Candidates, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Draw for each head and row a uniform subset of its candidates, without replacement (Floyd's algorithm).
 
     Args:
@@ -95,34 +100,37 @@ def uniform_blocks(
         num_heads: H.
         num_random: blocks to draw; a row with fewer candidates takes them all.
         candidates: what each of R rows may draw.
+        device: where to draw; the blocks are the same everywhere.
 
     Returns:
-        Blocks, int64 `[H, R, width]`, of which the first `counts[row]` are drawn; and the counts, int64 `[R]`. The
+        Blocks, int32 `[H, R, width]`, of which the first `counts[row]` are drawn; and the counts, int32 `[R]`. The
         width is `num_random`, or less where no row has so many candidates. Each column lies together in memory.
     """
-    total = candidates.counts
-    num_random = min(num_random, int(total.max(initial=0)))
-    counts = np.minimum(total, num_random)
-    streams = np.array([_stream((*key, head)) for head in range(num_heads)], dtype=np.uint64)[:, None]
-    first_counters = np.arange(len(total), dtype=np.uint64) * np.uint64(num_random)
-    ranks = np.empty((num_random, num_heads, len(total)), dtype=np.int64)
+    num_random = min(num_random, int(candidates.counts.max(initial=0)))
+    sizes = (candidates.counts, candidates.low - candidates.first, candidates.high - candidates.low)
+    total, before, skipped = (torch.from_numpy(size).to(device) for size in sizes)
+    counts = total.clamp(max=num_random)
+    is_short = bool((candidates.counts < num_random).any())
+    starts = _streams(key, torch.arange(num_heads, device=device))[:, None]
+    first_counters = torch.arange(len(total), device=device) * num_random
+    blocks = torch.empty(num_random, num_heads, len(total), dtype=torch.int32, device=device)
+    ranks: list[Tensor] = []
     for draw in range(num_random):
-        last = total - counts + draw  # Floyd: a rank up to this one, or this one itself if that is taken
-        steps = (first_counters + np.uint64(draw + 1)) * np.uint64(_GOLDEN)
-        rank = _below(_mix(steps + streams), last + 1)
-        is_taken = np.zeros(rank.shape, dtype=bool)
-        for earlier in ranks[:draw]:
-            is_taken |= earlier == rank
-        np.copyto(rank, last, where=is_taken)
-        np.copyto(rank, -1, where=draw >= counts)
-        ranks[draw] = rank
-    before, skipped = candidates.low - candidates.first, candidates.high - candidates.low
-    for rank in ranks:
-        is_drawn = rank >= 0
-        np.add(rank, skipped, out=rank, where=rank >= before)
-        rank += candidates.first
-        rank *= is_drawn  # what is not drawn is 0
-    return np.moveaxis(ranks, 0, -1), counts
+        last = total - counts + draw
+        bits = _mix((first_counters + (draw + 1)) * _signed(_GOLDEN) + starts)
+        # Scaled to 0 .. last; the bias is below last / 2^32.
+        rank = _shift(_shift(bits, 32, out=bits).mul_(last + 1), 32)
+        for earlier in ranks:  # Floyd: a rank up to `last`, or `last` itself, which is new, if that is taken
+            rank = torch.where(earlier == rank, last, rank)
+        ranks.append(rank)
+        block = rank + candidates.first + skipped * (rank >= before)
+        blocks[draw] = block * (draw < counts) if is_short else block  # what is not drawn is 0
+    return blocks.movedim(0, -1), counts.int()
+
+
+def _order(key: Sequence[int], count: int) -> NDArray[np.int64]:
+    """Return a random order of `0 .. count - 1`."""
+    return np.argsort(counter_bits(key, torch.arange(count)).numpy().view(np.uint64), kind="stable")
 
 
 def permuted_blocks(
@@ -155,11 +163,11 @@ def permuted_blocks(
     numbers = np.arange(rows, dtype=np.int64)
     images = np.empty((num_heads, rows, num_random), dtype=np.int64)
     for head in range(num_heads):
-        offsets = np.argsort(counter_bits((*key, head, 0), np.arange(spare, dtype=np.uint64)), kind="stable")
+        offsets = _order((*key, head, 0), spare)
         images[head] = (numbers[:, None] + reach + 1 + offsets[None, :num_random]) % rows
         for turn in range(_NUM_ROUNDS * num_random):
             draw = turn % num_random
-            order = np.argsort(counter_bits((*key, head, 1 + turn), numbers.astype(np.uint64)), kind="stable")
+            order = _order((*key, head, 1 + turn), rows)
             left, right = order[: rows // 2], order[rows - rows // 2 :]
             old_left, old_right = images[head, left, draw], images[head, right, draw]
             others = np.delete(images[head], draw, axis=1)

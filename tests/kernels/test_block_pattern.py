@@ -6,7 +6,6 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -166,11 +165,11 @@ def test_patterns_are_kept():
     [([[[1, 1]]], "twice"), ([[[0, 2]]], "expected key blocks 1 .. 3"), ([[[2, 4]]], "expected key blocks 1 .. 3")],
 )
 def test_impossible_lists_are_refused(blocks: list[list[list[int]]], message: str):
-    entries = np.array(blocks)
+    entries = torch.tensor(blocks)
     with pytest.raises(ValueError, match=message):
         make_pattern(
             entries,
-            np.ones_like(entries, dtype=bool),
+            torch.ones_like(entries, dtype=torch.bool),
             query_len=8,
             key_len=16,
             block_size=4,
@@ -181,11 +180,11 @@ def test_impossible_lists_are_refused(blocks: list[list[list[int]]], message: st
 
 
 def test_causal_rows_must_end_in_their_own_block():
-    entries = np.array([[[1], [1]]])
+    entries = torch.tensor([[[1], [1]]])
     with pytest.raises(ValueError, match="stands in"):
         make_pattern(
             entries,
-            np.ones_like(entries, dtype=bool),
+            torch.ones_like(entries, dtype=torch.bool),
             query_len=12,
             key_len=12,
             block_size=4,
@@ -193,3 +192,12 @@ def test_causal_rows_must_end_in_their_own_block():
             num_dense_rows=1,
             is_causal=True,
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_pattern_made_on_a_gpu_is_the_one_made_on_the_cpu(is_causal: bool):
+    layout = BlockLayout(query_len=5000, is_causal=is_causal, **SMALL)
+    pattern = layout_pattern(layout, 3, (4, 1), "cuda")
+    assert pattern.indices.is_cuda
+    assert pattern.digest == layout_pattern(layout, 3, (4, 1)).digest
