@@ -14,9 +14,9 @@ from attn_zoo.kernels.block_pattern import BlockPattern
 
 __all__ = ["Chunk", "Group", "Pieces"]
 
-# Gathered keys of one piece, per thread: half a second-level cache of 1 MiB. With twice as much, the fused backward by
-# itself fell from 88 to 50 GFLOP/s (float32, two threads): its buffers go back to the system after each piece.
-_CPU_PIECE_BYTES = 1 << 19
+# Gathered keys of one piece, per thread: the size of a second-level cache. With a quarter of it forward took 1.5 times
+# as long (float32, two threads), as every piece has its fixed cost; with two and four times as much it was no faster.
+_CPU_PIECE_BYTES = 1 << 20
 _GPU_PIECE_BYTES = 1 << 26
 
 

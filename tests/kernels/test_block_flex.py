@@ -207,7 +207,7 @@ def test_gpu_paths_agree_with_dense_attention(
     plain = value_and_gradients(dense, inputs)
     with recording() as paths:
         actual = value_and_gradients(run, inputs)
-    assert paths == ["block_sparse.flex" if backend == "flex" else "block_sparse.gather_unfused"]
+    assert paths == ["block_sparse.flex" if backend == "flex" else "block_sparse.gather"]
     for found, rough, wanted in zip(actual, plain, truth, strict=True):
         error, plain_error = (float((x.double() - wanted).abs().max()) for x in (found, rough))
         # TensorFloat32, which kernels may use for float32 products, keeps 10 bits.

@@ -210,7 +210,7 @@ def test_dropout_has_the_gradient_of_what_it_computed(is_causal: bool):
     leaves = [x.clone().requires_grad_() for x in inputs]
     with recording() as paths:
         gradients = torch.autograd.grad(run(leaves), leaves, weights)
-    assert paths == ["block_sparse.gather_unfused"]
+    assert paths == ["block_sparse.gather"]
     for index, (gradient, direction) in enumerate(zip(gradients, directions, strict=True)):
         # Along one direction in all, not gradcheck's fast mode: its tolerance is so wide that wrong gradients pass.
         sides = []
