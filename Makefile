@@ -10,7 +10,7 @@ WORKERS ?= 2
 JOBS ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-all peers test lint typecheck format docs gpu-test gpu gpu-peers gpu-accuracy clean
+.PHONY: help setup bench bench-all peers test lint typecheck format docs gpu-test gpu gpu-peers gpu-energy gpu-accuracy clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -64,6 +64,10 @@ gpu:  ## scaling on the GPU, resumable, TIME_LIMIT minutes a call, results in OU
 gpu-peers:  ## exact kernels and other projects' implementations on the GPU, likewise
 	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/peers-gpu.toml --device cuda --out $(OUT)/peers-gpu --time-limit $(TIME_LIMIT) $(PEERS:%=--variant-file %)
 	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/peers-gpu
+
+gpu-energy:  ## joules of three mechanisms on the GPU, where its counter can be read, likewise
+	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/energy-gpu.toml --device cuda --out $(OUT)/energy-gpu --time-limit $(TIME_LIMIT)
+	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/energy-gpu
 
 gpu-accuracy:  ## benchmarks/lra-small.toml on the GPU, JOBS trainings at once, likewise
 	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/lra-small.toml --device cuda --jobs $(JOBS) --out $(OUT)/lra-small --time-limit $(TIME_LIMIT)

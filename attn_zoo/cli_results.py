@@ -92,7 +92,7 @@ def doctor(as_json: Json = False) -> None:
 
     from attn_zoo.console import out as console
     from attn_zoo.console import print_json, print_table
-    from attn_zoo.doctor import diagnose_backends, diagnose_packages
+    from attn_zoo.doctor import diagnose_backends, diagnose_device, diagnose_packages
     from attn_zoo.measure.environment import capture_environment
     from attn_zoo.registry import tasks, variants
 
@@ -100,9 +100,16 @@ def doctor(as_json: Json = False) -> None:
     packages = diagnose_packages()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     backends = {device: diagnose_backends(device) for device in devices}
+    answers = {device: diagnose_device(device) for device in devices}
     failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
     if as_json:
-        found = {"environment": environment.to_dict(), "packages": packages, "backends": backends, "failures": failures}
+        found = {
+            "environment": environment.to_dict(),
+            "packages": packages,
+            "devices": answers,
+            "backends": backends,
+            "failures": failures,
+        }
         print_json(found)
         return
     gpu = environment.gpu or "no GPU that torch can use"
@@ -111,6 +118,7 @@ def doctor(as_json: Json = False) -> None:
     )
     print_table("\nPackages", ("package", "version", "for"), packages)
     for device, rows in backends.items():
+        print_table(f"\nThe device {device}", ("question", "answer"), answers[device])
         print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
     if failures:
         print_table("\nCould not be loaded", ("provider", "reason"), failures)

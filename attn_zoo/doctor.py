@@ -6,13 +6,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from attn_zoo.attention import BuildContext, build_attention
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
+from attn_zoo.measure.energy import can_count_energy, clocks
 from attn_zoo.registry import Variant, variants
 
-__all__ = ["backends_of", "diagnose_backends", "diagnose_packages"]
+__all__ = ["backends_of", "diagnose_backends", "diagnose_device", "diagnose_packages"]
 
 _PACKAGES = {
     "torch": "everything",
@@ -64,3 +66,31 @@ def diagnose_backends(device: str) -> list[tuple[str, str, str]]:
             except AttnZooError as error:
                 rows.append((name, backend, f"no: {error}"))
     return rows
+
+
+def diagnose_device(device: str) -> list[tuple[str, str]]:
+    """Return (question, answer) for what a reader of timings should know of the device.
+
+    Which kernel torch itself would take for exact attention is asked for heads stored first, `[B, H, L, D]`, and for
+    tokens stored first, as projections leave them: they need not be the same.
+
+    Args:
+        device: `"cpu"` or `"cuda"`.
+    """
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    heads = torch.zeros(1, 8, 1024, 64, device=device, dtype=dtype)
+    tokens = torch.zeros(1, 1024, 8, 64, device=device, dtype=dtype).transpose(1, 2)
+    rows = [
+        (f"torch's choice, {name}", SDPBackend(torch._fused_sdp_choice(x, x, x)).name.lower())
+        for name, x in (("heads first", heads), ("tokens first", tokens))
+    ]
+    if device != "cuda":
+        return rows
+    state = clocks(device)
+    power = "not readable" if state is None else f"{state.power_w} W, {state.sm_mhz} MHz, {state.temperature_c} C"
+    return [
+        *rows,
+        ("cuDNN", str(torch.backends.cudnn.version())),  # type: ignore[no-untyped-call]
+        ("power, clock, temperature now", power),
+        ("energy counter", "readable" if can_count_energy(device) else "not readable"),
+    ]

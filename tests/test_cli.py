@@ -262,6 +262,7 @@ def test_doctor_says_what_runs_here(call):
     answer = call("doctor")
     assert answer.code == 0
     assert re.search(r"sdpa\.math", answer.out)
+    assert re.search(r"torch's choice, tokens first +flash_attention", answer.out)
     assert "CUDA" in answer.out
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Clocks", "Energy", "clocks", "driver_version", "energy_of_call", "num_other_processes"]
+__all__ = ["Clocks", "Energy", "can_count_energy", "clocks", "driver_version", "energy_of_call", "num_other_processes"]
 
 BATCH_S = 0.02
 """Calls queued between two looks at the clock take about this long."""
@@ -167,6 +167,16 @@ def num_other_processes(device: torch.device | str) -> int | None:
     return max(0, len(numbers - {os.getpid()}) - is_ours_hidden)
 
 
+def _counter_mj(nvml: Any, handle: Any) -> int | None:
+    return _read(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
+
+def can_count_energy(device: torch.device | str) -> bool:
+    """Tell whether the energy counter of `device` can be read."""
+    connection = _connect(device)
+    return connection is not None and _counter_mj(*connection) is not None
+
+
 def energy_of_call(
     call: Callable[[], object],
     *,
@@ -192,9 +202,6 @@ def energy_of_call(
         return None
     nvml, handle = connection
 
-    def counter_mj() -> int | None:
-        return _read(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-
     def repeat(count: int) -> None:
         for _ in range(count):
             call()
@@ -206,11 +213,11 @@ def energy_of_call(
     per_batch = max(1, int(BATCH_S / max(clock() - started, 1e-6)))
     windows: list[tuple[int, float, int]] = []
     for window in range(num_windows):
-        before, started, num_calls = counter_mj(), clock(), 0
+        before, started, num_calls = _counter_mj(nvml, handle), clock(), 0
         while num_calls == 0 or clock() - started < window_s + PHASE_S * window:
             repeat(per_batch)
             num_calls += per_batch
-        after, elapsed_s = counter_mj(), clock() - started
+        after, elapsed_s = _counter_mj(nvml, handle), clock() - started
         if before is None or after is None or after <= before:
             return None
         windows.append((after - before, elapsed_s, num_calls))

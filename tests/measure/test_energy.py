@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_zoo.measure.energy import clocks, driver_version, energy_of_call, num_other_processes
+from attn_zoo.measure.energy import can_count_energy, clocks, driver_version, energy_of_call, num_other_processes
 
 UUID = "0000-1111"
 
@@ -104,7 +104,9 @@ def test_clocks_and_throttling(nvml):
 
 
 def test_what_nvml_refuses_is_none_and_the_rest_stays(nvml):
+    assert can_count_energy("cuda")
     nvml.refused = {"energy", "clock", "throttle", "processes", "driver"}
+    assert not can_count_energy("cuda")
     assert energy(nvml) is None
     state = clocks("cuda")
     assert state is not None
@@ -128,6 +130,7 @@ def test_a_counter_that_stands_still_gives_no_energy(nvml):
 
 def test_without_the_package_or_on_cpu_there_is_nothing(nvml, monkeypatch):
     assert clocks("cpu") is None
+    assert not can_count_energy("cpu")
     assert energy_of_call(lambda: None, device="cpu") is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # import raises ImportError
     assert clocks("cuda") is None
