@@ -161,6 +161,11 @@ class BlockPattern:
         """
         return transpose_table(self.indices, self.counts, self.num_key_blocks)
 
+    @cached_property
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """What `transpose` returns, made once: making it waits for the device."""
+        return self.transpose()
+
     def to_dense(self) -> Tensor:
         """Return bool `[P, L, S]`, True = may be seen. Quadratic: for tests and small examples."""
         heads, rows, _ = self.indices.shape

@@ -1,14 +1,17 @@
 """Block-sparse attention: the engine behind every variant whose pattern is made of blocks.
 
-A variant makes a `BlockPattern` and calls `block_sparse_attention`. Two paths compute it:
+A variant makes a `BlockPattern` and calls `block_sparse_attention`. Three paths compute it:
 
 * `gather`: any device and dtype, linear in time and memory, dropout and ALiBi included (`block_gather.py`);
-* `flex`: PyTorch's FlexAttention on a GPU, with a block mask built directly from the table (`block_sparse_flex.py`).
+* `flex`: PyTorch's FlexAttention on a GPU, with a block mask built directly from the table (`block_sparse_flex.py`);
+* `triton`: our own kernels on a GPU, which compile once for all lengths (`block_triton.py`).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,13 +21,19 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.block_gather import gather_attention
 from attn_zoo.kernels.block_pattern import BlockPattern
 
-__all__ = ["Backend", "block_sparse_attention", "why_not_flex"]
+__all__ = ["Backend", "block_sparse_attention", "why_not_flex", "why_not_triton"]
 
-Backend = Literal["auto", "gather", "flex"]
+Backend = Literal["auto", "gather", "flex", "triton"]
 
-_FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What `auto` tries, in order. Of the two on a GPU, FlexAttention compiles for every length and computes the global
+# columns in a second pass whose result it merges; neither has been timed against the other yet.
+_ORDER: tuple[Backend, ...] = ("triton", "flex", "gather")
+
+_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLEX_MIN_HEAD_DIM = 16
 _FLEX_MIN_BLOCK_SIZE = 16
+_TRITON_SIZES = (16, 32, 64, 128)  # a matrix product has 16 rows at least, and tiles have to fit into shared memory
+_TRITON_CAPABILITY = (8, 0)  # Ampere, for bfloat16 and asynchronous copies
 
 
 def why_not_flex(query: Tensor, pattern: BlockPattern, dropout_p: float) -> str | None:
@@ -35,12 +44,35 @@ def why_not_flex(query: Tensor, pattern: BlockPattern, dropout_p: float) -> str 
         return "FlexAttention needs the package triton, which is not installed"
     if dropout_p:
         return f"FlexAttention has no dropout; got dropout_p = {dropout_p}"
-    if query.dtype not in _FLEX_DTYPES:
+    if query.dtype not in _GPU_DTYPES:
         return f"FlexAttention runs in float32, bfloat16 and float16; got {query.dtype}"
     if query.shape[-1] < _FLEX_MIN_HEAD_DIM:
         return f"FlexAttention needs head_dim >= {_FLEX_MIN_HEAD_DIM}; got {query.shape[-1]}"
     if pattern.block_size < _FLEX_MIN_BLOCK_SIZE or pattern.block_size & (pattern.block_size - 1):
         return f"FlexAttention needs block_size a power of two >= {_FLEX_MIN_BLOCK_SIZE}; got {pattern.block_size}"
+    return None
+
+
+def why_not_triton(query: Tensor, pattern: BlockPattern, dropout_p: float, scale: float | None = None) -> str | None:
+    """Return the sentence that says why our Triton kernels cannot serve a call, or None when they can."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if query.device.type != "cuda" and not is_interpreted:
+        return f"backend 'triton' needs a CUDA device; got {query.device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "backend 'triton' needs the package triton, which is not installed"
+    if not is_interpreted and torch.cuda.get_device_capability(query.device) < _TRITON_CAPABILITY:
+        least, found = _TRITON_CAPABILITY, torch.cuda.get_device_capability(query.device)
+        return f"backend 'triton' needs a GPU of compute capability {least[0]}.{least[1]}; got {found[0]}.{found[1]}"
+    if dropout_p:
+        return f"backend 'triton' has no dropout; got dropout_p = {dropout_p}"
+    if query.dtype not in _GPU_DTYPES:
+        return f"backend 'triton' runs in float32, bfloat16 and float16; got {query.dtype}"
+    if query.shape[-1] not in _TRITON_SIZES:
+        return f"backend 'triton' needs head_dim in {_TRITON_SIZES}; got {query.shape[-1]}"
+    if pattern.block_size not in _TRITON_SIZES:
+        return f"backend 'triton' needs block_size in {_TRITON_SIZES}; got {pattern.block_size}"
+    if scale is not None and scale <= 0:
+        return f"backend 'triton' needs scale > 0, as it scales the greatest score; got {scale}"
     return None
 
 
@@ -69,7 +101,7 @@ def block_sparse_attention(
         dropout_p: probability of dropping an attention weight.
         slopes: ALiBi's `[H]`; the bias of a pair is minus the slope times the distance of the positions.
         scale: of the scores; None means D ** -0.5.
-        backend: `"auto"` takes FlexAttention where it can serve the call, else the gather path.
+        backend: a path; `"auto"` takes the first of `"triton"`, `"flex"` and `"gather"` that can serve the call.
 
     Returns:
         `[B, H, L, D]`; zeros where a query sees no key that is not padding.
@@ -84,10 +116,22 @@ def block_sparse_attention(
             f"pattern: expected one for L = {query.shape[2]}, S = {key.shape[2]}, H = {query.shape[1]}; "
             f"got L = {pattern.query_len}, S = {pattern.key_len}, H = {heads}"
         )
-    reason = why_not_flex(query, pattern, dropout_p) if backend != "gather" else ""
-    if backend == "flex" and reason is not None:
+    reasons: dict[str, Callable[[], str | None]] = {
+        "triton": lambda: why_not_triton(query, pattern, dropout_p, scale),
+        "flex": lambda: why_not_flex(query, pattern, dropout_p),
+        "gather": lambda: None,
+    }
+    if backend == "auto":
+        backend = next(path for path in _ORDER if reasons[path]() is None)
+    elif (reason := reasons[backend]()) is not None:
         raise UnsupportedError("backend", reason)
-    if reason is None:
+    if backend == "triton":
+        from attn_zoo.kernels.block_triton import triton_block_attention
+
+        return triton_block_attention(
+            query, key, value, pattern, key_padding_mask=key_padding_mask, slopes=slopes, scale=scale
+        )
+    if backend == "flex":
         from attn_zoo.kernels.block_sparse_flex import flex_block_attention
 
         return flex_block_attention(

@@ -36,8 +36,8 @@ class BigBirdConfig(VariantConfig):
         mode: `"itc"`, the first g blocks of the sequence are the global ones; `"etc"`, g * b extra tokens are.
         random: `"uniform"`, as the paper; `"permutation"`, which also puts each block into exactly r rows, where the
             blocks that are not global are at least w + r, else as `"uniform"`.
-        backend: `"gather"` runs anywhere, `"flex"` is FlexAttention on a GPU; `"auto"` takes the latter where it can
-            serve the call. A named one runs or is refused.
+        backend: `"gather"` runs anywhere, `"flex"` is FlexAttention on a GPU, `"triton"` are our own kernels on a GPU;
+            `"auto"` takes one on a GPU where it can serve the call. A named one runs or is refused.
     """
 
     block_size: int = 64
@@ -148,6 +148,7 @@ def bigbird_bytes(shape: Shape, itemsize: int) -> int:
         sequential_ops="1",
         max_path="2",
         flops=bigbird_flops,
+        backward_ratio=2.5,  # five matrix products for two: the scores are recomputed
         bytes=bigbird_bytes,
     ),
     reference=Reference(
@@ -189,8 +190,8 @@ class BigBirdAttention(AbstractAttention):
             raise UnsupportedError("causal", reason)
         if build.position == "alibi" and config.mode == "etc":
             raise UnsupportedError("positions", "bigbird: extra tokens of mode='etc' have no position for ALiBi")
-        if build.dropout_p > 0 and config.backend == "flex":
-            raise UnsupportedError("attention_dropout", "bigbird: backend 'flex' has no attention dropout")
+        if build.dropout_p > 0 and config.backend in ("flex", "triton"):
+            raise UnsupportedError("attention_dropout", f"bigbird: backend {config.backend!r} has no attention dropout")
         if config.mode == "etc":
             shape = (build.num_kv_heads, config.num_extra_tokens, build.head_dim)
             self.extra_key = nn.Parameter(torch.randn(shape) * 0.02)  # as the authors start all embeddings

@@ -33,8 +33,8 @@ class LocalWindowConfig(VariantConfig):
 
     Args:
         window_size: W, positions on either side of a query (its past alone in the causal form), itself not counted.
-        backend: `"gather"` runs anywhere, `"flex"` is FlexAttention on a GPU; `"auto"` takes the latter where it can
-            serve the call. A named one runs or is refused.
+        backend: `"gather"` runs anywhere, `"flex"` is FlexAttention on a GPU, `"triton"` are our own kernels on a GPU;
+            `"auto"` takes one on a GPU where it can serve the call. A named one runs or is refused.
     """
 
     window_size: int = 128
@@ -101,6 +101,7 @@ def local_window_state_bytes(shape: Shape, itemsize: int) -> int:
         sequential_ops="1",
         max_path="L / W",
         flops=local_window_flops,
+        backward_ratio=2.5,  # five matrix products for two: the scores are recomputed
         bytes=local_window_bytes,
         state_bytes=local_window_state_bytes,
     ),
@@ -125,15 +126,16 @@ class LocalWindowAttention(AbstractAttention):
         build: sizes and direction.
 
     Raises:
-        UnsupportedError: attention dropout with backend `"flex"`, which has none.
+        UnsupportedError: attention dropout with backend `"flex"` or `"triton"`, which have none.
     """
 
     config: LocalWindowConfig
 
     def __init__(self, config: LocalWindowConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        if build.dropout_p > 0 and config.backend == "flex":
-            raise UnsupportedError("attention_dropout", "local_window: backend 'flex' has no attention dropout")
+        if build.dropout_p > 0 and config.backend in ("flex", "triton"):
+            reason = f"local_window: backend {config.backend!r} has no attention dropout"
+            raise UnsupportedError("attention_dropout", reason)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         build, config = self.build, self.config

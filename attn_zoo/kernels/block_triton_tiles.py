@@ -1,0 +1,141 @@
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""What the Triton kernels of block-sparse attention share: which tile a program works on, loads, and masks.
+
+Rows and columns of a pattern are alike: some leading lines meet every line of the other side, and are cut into
+stretches; the others meet a few leading ones and their entries of a table. So one addressing serves the forward pass,
+the gradient of the queries (by rows) and those of keys and values (by columns).
+
+Functions under `triton.jit` carry no annotations but `tl.constexpr`, which Triton itself reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = [
+    "LOG2_E",
+    "Tokens",
+    "block_at",
+    "find_tile",
+    "is_visible",
+    "load_tile",
+    "row_list",
+    "sequence_start",
+    "tokens",
+]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Tokens(NamedTuple):
+    """A tensor `[B, H, tokens, D]` as a kernel takes it: its features side by side, other strides as they are."""
+
+    data: Any
+    batch_stride: int
+    head_stride: int
+    token_stride: int
+
+
+def tokens(tensor: Tensor) -> Tokens:
+    """Return `tensor` `[B, H, tokens, D]` as a kernel takes it.
+
+    Strides are specialised on being multiples of 16, which loads of 16 bytes need; lengths are not in here.
+    """
+    assert tensor.stride(-1) == 1
+    return Tokens(tensor, *tensor.stride()[:3])
+
+
+@triton.jit
+def find_tile(program, num_split_tiles, num_listed_tiles, num_splits, num_sequences):
+    """Return what a program works on: whether the tile's line is split, the sequence, the tile and the stretch.
+
+    Split lines come first: their programs have the most to do, and so none of them runs alone at the end.
+    """
+    num_split = num_sequences * num_split_tiles * num_splits
+    is_split = program < num_split
+    index = tl.where(is_split, program // num_splits, program - num_split)
+    num_tiles = tl.where(is_split, num_split_tiles, num_listed_tiles)
+    tile = index % num_tiles + tl.where(is_split, 0, num_split_tiles)
+    return is_split, index // num_tiles, tile, program % num_splits
+
+
+@triton.jit
+def sequence_start(sequences, batch, head):
+    """Return a pointer to the first token of a batch entry and head, computed in 64 bits."""
+    return sequences.data + batch.to(tl.int64) * sequences.batch_stride + head.to(tl.int64) * sequences.head_stride
+
+
+@triton.jit
+def block_at(entries, place, num_leading, shift):
+    """Return the block at a place of a line's list: first the leading ones in order, then entries of the table.
+
+    Args:
+        entries: the line's entries.
+        place: in the list.
+        num_leading: leading blocks, the first of which is number 0.
+        shift: what an entry counts from.
+    """
+    return tl.load(entries + (place - num_leading), mask=place >= num_leading, other=place - shift) + shift
+
+
+@triton.jit
+def row_list(
+    indices,
+    counts,
+    head,
+    block,
+    split,
+    is_split,
+    key_len,
+    num_dense_rows,
+    num_rows,
+    num_global,
+    width,
+    num_tables,
+    row_shift,
+    split_blocks,
+    block_size: tl.constexpr,
+    is_causal: tl.constexpr,
+):
+    """Return a query block's list of key blocks: first place, last place (exclusive), leading blocks, and entries.
+
+    Of a dense row it is one stretch of all key blocks up to the one it stands in, or to the last.
+    """
+    line = (head % num_tables) * num_rows + tl.where(is_split, 0, block - num_dense_rows)
+    num_entries = tl.load(counts + line, mask=block >= num_dense_rows, other=0)
+    first_place, last_place = 0, num_global + num_entries
+    num_leading = num_global
+    if is_split:
+        last_place = tl.cdiv(key_len, block_size)
+        if is_causal:
+            last_place = tl.minimum(last_place, block + row_shift + 1)
+        first_place = split * split_blocks
+        last_place = tl.minimum(last_place, first_place + split_blocks)
+        num_leading = last_place
+    return first_place, last_place, num_leading, indices + line.to(tl.int64) * width
+
+
+@triton.jit
+def load_tile(start, token_stride, first, within, features, is_token, is_masked: tl.constexpr):
+    """Load tokens `first + within` as `[tokens, D]`; those that `is_token` excludes are zeros, whatever they hold."""
+    place = start + first.to(tl.int64) * token_stride + within[:, None] * token_stride + features[None, :]
+    if is_masked:
+        return tl.load(place, mask=is_token[:, None], other=0.0)
+    return tl.load(place)
+
+
+@triton.jit
+def is_visible(standing, key_at, reach, is_causal: tl.constexpr, has_reach: tl.constexpr):
+    """Return where a query standing at key position `standing` may see the key at `key_at`; both broadcast."""
+    distance = standing - key_at
+    visible = distance == distance
+    if is_causal:
+        visible = visible & (distance >= 0)
+    if has_reach:
+        visible = visible & (tl.abs(distance) <= reach)
+    return visible
