@@ -2,68 +2,103 @@
 
     out[m] = sum_j matrix[j, m] tokens[j]          (Linformer's E^T K and F^T V)
 
-This is a matrix product with a small result (k rows) and a very long sum (S terms). Three things are done about that.
-Heads that share a matrix are folded into the columns of one product, which is faster than a thin product for each head.
-Sums over positions are kept in float32 for bfloat16 and float16, chunk by chunk. On a GPU all chunks are one batched
-product (split-K), because the result alone has too few tiles to keep the device busy. Chunks are added in a fixed order
-and results repeat bit for bit. Padded positions are blanked in the copy of a chunk, so nothing more is stored.
+This is a matrix product with a small result (k rows) and a very long sum (S terms). Sums are kept in float32 at least,
+and in a fixed order, so results repeat bit for bit. Nothing but the inputs is kept for the backward pass.
+
+Three paths compute it. `"triton"`: our own kernels (`compress_triton`), which read tokens where they lie; taken on a
+GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks of
+positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels import compress_chunked
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["Short", "compress", "fit_rows"]
+__all__ = ["Path", "Short", "compress", "compress_pair", "fit_rows"]
 
+Path = Literal["auto", "triton", "split_k", "chunked"]
 Short = Literal["slice", "slice_renormalise", "interpolate"]
 
-CPU_CHUNK = 1024  # positions whose copy stays in the cache; 256 to 2048 measured alike
-GPU_TILES = 264  # two tiles for each of 132 multiprocessors
-GPU_TILE_SIDE = 128
-GPU_MIN_CHUNK = 256
+HAS_TRITON = find_spec("triton") is not None
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def compress(tokens: Tensor, matrix: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+def compress(tokens: Tensor, matrix: Tensor, *, key_padding_mask: Tensor | None = None, path: Path = "auto") -> Tensor:
     """Sum `tokens` over positions, weighted by the columns of `matrix`.
 
     Args:
         tokens: `[B, G, S, D]`, of any strides.
         matrix: `[B or 1, G or 1, S, k]`; a 1 is shared along that dimension.
         key_padding_mask: bool `[B, S]`, True = left out, whatever is stored there (NaN and infinity too).
+        path: `"auto"`, or the one that must run.
 
     Returns:
         `[B, G, k, D]` in the dtype of `tokens`; sums are kept in float32 at least. Differentiable once.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
+        UnsupportedError: the named path cannot serve this call. Another one is never taken in its place.
 
     >>> tokens = torch.tensor([[[[1.0], [2.0], [4.0]]]])
     >>> compress(tokens, torch.tensor([[[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]]])).flatten().tolist()
     [3.0, 4.0]
     """
-    batch_size, groups, key_len, _ = tokens.shape
-    fits = matrix.dim() == 4 and matrix.shape[0] in (1, batch_size) and matrix.shape[1] in (1, groups)
-    if not fits or matrix.shape[2] != key_len:
-        raise ValueError(
-            f"matrix: expected [B or 1, G or 1, S, k] = [{batch_size} or 1, {groups} or 1, {key_len}, k]; "
-            f"got {list(matrix.shape)}"
-        )
-    if matrix.dtype != tokens.dtype or matrix.device != tokens.device:
-        raise ValueError(
-            f"matrix: expected dtype and device of tokens ({tokens.dtype}, {tokens.device}); "
-            f"got {matrix.dtype}, {matrix.device}"
-        )
-    _check_mask(tokens, key_padding_mask)
-    note_path("compress.split_k" if tokens.is_cuda else "compress.chunked")
-    result: Tensor = _Compress.apply(tokens, matrix, key_padding_mask)
+    _check(tokens, matrix, key_padding_mask)
+    result: Tensor = _Compress.apply(_choose(path, tokens), 1, key_padding_mask, tokens, matrix)[0]
     return result
+
+
+def compress_pair(
+    tokens: tuple[Tensor, Tensor],
+    matrices: tuple[Tensor, Tensor],
+    *,
+    key_padding_mask: Tensor | None = None,
+    path: Path = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Compress keys and values, each with its own matrix or both with one, in one launch on a GPU.
+
+    The same tensor given twice, as tokens or as matrix, gets one gradient, summed where it is computed.
+
+    Args:
+        tokens: two as in `compress`, of equal shape.
+        matrices: two as in `compress`, of equal shape.
+        key_padding_mask: as in `compress`.
+        path: as in `compress`.
+
+    Returns:
+        Two `[B, G, k, D]`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        UnsupportedError: the named path cannot serve this call.
+    """
+    for one, other in zip(tokens, matrices, strict=True):
+        _check(one, other, key_padding_mask)
+    pairs = (tokens, matrices)
+    if any(a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype for a, b in pairs):
+        first, second = (
+            compress(*pair, key_padding_mask=key_padding_mask, path=path) for pair in zip(*pairs, strict=True)
+        )
+        return first, second
+    distinct = [(a,) if a is b else (a, b) for a, b in pairs]
+    if len(distinct[0]) == len(distinct[1]) == 1:
+        once = compress(tokens[0], matrices[0], key_padding_mask=key_padding_mask, path=path)
+        return once, once
+    first, second = _Compress.apply(
+        _choose(path, tokens[0]), len(distinct[0]), key_padding_mask, *distinct[0], *distinct[1]
+    )
+    return first, second
 
 
 def fit_rows(
@@ -103,7 +138,19 @@ def fit_rows(
     return rows.transpose(0, 1), stretch[..., None, None]
 
 
-def _check_mask(tokens: Tensor, mask: Tensor | None) -> None:
+def _check(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> None:
+    batch_size, groups, key_len, _ = tokens.shape
+    fits = matrix.dim() == 4 and matrix.shape[0] in (1, batch_size) and matrix.shape[1] in (1, groups)
+    if not fits or matrix.shape[2] != key_len:
+        raise ValueError(
+            f"matrix: expected [B or 1, G or 1, S, k] = [{batch_size} or 1, {groups} or 1, {key_len}, k]; "
+            f"got {list(matrix.shape)}"
+        )
+    if matrix.dtype != tokens.dtype or matrix.device != tokens.device:
+        raise ValueError(
+            f"matrix: expected dtype and device of tokens ({tokens.dtype}, {tokens.device}); "
+            f"got {matrix.dtype}, {matrix.device}"
+        )
     expected = (tokens.shape[0], tokens.shape[2])
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
         raise ValueError(
@@ -111,101 +158,67 @@ def _check_mask(tokens: Tensor, mask: Tensor | None) -> None:
         )
 
 
-def _fold(tokens: Tensor, shared: tuple[int, int]) -> Tensor:
-    """Return `[R, S, X]`: one block for each distinct matrix, and in its columns every (batch, head, D) that uses it.
-
-    Args:
-        tokens: `[B, G, S, D]`.
-        shared: the first two sizes of the matrix, each 1 or the size of `tokens`.
-    """
-    batch_size, groups, length, head_dim = tokens.shape
-    rows, heads = shared
-    split = tokens.reshape(rows, batch_size // rows, heads, groups // heads, length, head_dim)
-    return split.permute(0, 2, 4, 1, 3, 5).reshape(rows * heads, length, -1)
-
-
-def _unfold(folded: Tensor, shared: tuple[int, int], batch_size: int, groups: int) -> Tensor:
-    """Undo `_fold`: a view `[B, G, S, D]` or a copy."""
-    rows, heads = shared
-    split = folded.reshape(rows, heads, folded.shape[1], batch_size // rows, groups // heads, -1)
-    return split.permute(0, 3, 1, 4, 2, 5).reshape(batch_size, groups, folded.shape[1], -1)
+def _choose(path: Path, tokens: Tensor) -> str:
+    """Return the path to run: the one named, if it can, or by device and dtype alone, at any size."""
+    if path == "auto":
+        if not tokens.is_cuda:
+            return "chunked"
+        is_narrow = tokens.dtype in (torch.bfloat16, torch.float16)  # float32 has plain multiply-adds only
+        return "triton" if is_narrow and not _why_not_triton(tokens) else "split_k"
+    reason = None
+    if path == "triton":
+        reason = _why_not_triton(tokens)
+    elif tokens.is_cuda != (path == "split_k"):
+        reason = f"tokens are on {tokens.device}"
+    if reason:
+        raise UnsupportedError("path", f"compression by {path!r} cannot serve this call: {reason}")
+    return path
 
 
-def _clean(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    # Not a product: zero times the NaN or infinity that padding may hold is NaN.
-    return tokens if mask is None else tokens.masked_fill(mask[:, None, :, None], 0.0)
+def _why_not_triton(tokens: Tensor) -> str | None:
+    if not HAS_TRITON:
+        return "the package triton is not installed"
+    if tokens.dtype not in TRITON_DTYPES:
+        return f"no kernel for {tokens.dtype}"
+    if tokens.numel() == 0:
+        return "there is nothing to sum"
+    if tokens.is_cuda:
+        return None if torch.cuda.get_device_properties(tokens.device).major >= 8 else "needs compute capability 8.0"
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else "not on a GPU, and TRITON_INTERPRET=1 is not set"
 
 
-def _spans(tokens: Tensor) -> list[slice]:
-    """Return the positions to work on at a time: cache-sized on a CPU, all at once on a GPU."""
-    length = tokens.shape[2]
-    step = length if tokens.is_cuda else CPU_CHUNK
-    return [slice(start, min(start + step, length)) for start in range(0, length, max(step, 1))]
+def _module(path: str) -> Any:
+    """Return what computes a path: three functions over lists of tokens and matrices."""
+    if path != "triton":
+        return compress_chunked
+    from attn_zoo.kernels import compress_launch
 
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _split_k(matrix: Tensor, tokens: Tensor) -> Tensor:
-    """Return the wide `[R, k, X]` product of `[R, S, k]` transposed and `[R, S, X]`, as one batch of chunks."""
-    count, length, rank = matrix.shape
-    tiles = count * -(-rank // GPU_TILE_SIDE) * -(-tokens.shape[2] // GPU_TILE_SIDE)
-    num_chunks = max(1, min(GPU_TILES // tiles, length // GPU_MIN_CHUNK))
-    width = -(-length // num_chunks)
-    extra = num_chunks * width - length
-    left, right = (pad(x, (0, 0, 0, extra)) if extra else x for x in (matrix, tokens))
-    left = left.reshape(count * num_chunks, width, rank).mT
-    right = right.reshape(count * num_chunks, width, -1)
-    if tokens.dtype == _wide(tokens.dtype):
-        partial = torch.bmm(left, right)
-    else:
-        partial = torch.bmm(left, right, out_dtype=torch.float32)
-    total: Tensor = partial.unflatten(0, (count, num_chunks)).sum(dim=1)
-    return total
+    return compress_launch
 
 
 class _Compress(torch.autograd.Function):
     """The learned compression. Keeps its inputs for the backward pass and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> Tensor:
-        shared = (matrix.shape[0], matrix.shape[1])
-        batch_size, groups, _, head_dim = tokens.shape
-        rank, wide = matrix.shape[3], _wide(tokens.dtype)
-        flat = matrix.flatten(0, 1)  # [R, S, k]
-        columns = batch_size * groups * head_dim // flat.shape[0]
-        with torch.autocast(tokens.device.type, enabled=False):  # it would narrow the wide sums again
-            total = tokens.new_zeros((flat.shape[0], rank, columns), dtype=wide)
-            for span in _spans(tokens):
-                chunk = _fold(_clean(tokens[:, :, span], None if mask is None else mask[:, span]), shared)
-                if tokens.is_cuda:
-                    total = _split_k(flat[:, span], chunk)
-                else:
-                    total += torch.bmm(flat[:, span].to(wide).mT, chunk.to(wide))  # baddbmm_ escapes FLOP counters
-        ctx.save_for_backward(tokens, matrix, mask)
-        return _unfold(total.to(tokens.dtype), shared, batch_size, groups)
+    def forward(ctx: Any, path: str, num_tokens: int, mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        note_path(f"compress.{path}")
+        ctx.path, ctx.num_tokens = path, num_tokens
+        ctx.save_for_backward(mask, *tensors)
+        with torch.autocast(tensors[0].device.type, enabled=False):  # it would narrow the wide sums again
+            return tuple(_module(path).compress(list(tensors[:num_tokens]), list(tensors[num_tokens:]), mask))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        tokens, matrix, mask = ctx.saved_tensors
-        needs_tokens, needs_matrix, _ = ctx.needs_input_grad
-        shared = (matrix.shape[0], matrix.shape[1])
-        flat = matrix.flatten(0, 1)  # [R, S, k]
-        # The sums here are short (k, and the columns): the products' own accumulators are wide enough on a GPU, while
-        # half precision on a CPU is either slow or of unknown accumulation.
-        wide = tokens.dtype if tokens.is_cuda else _wide(tokens.dtype)
-        with torch.autocast(tokens.device.type, enabled=False):
-            folded = _fold(grad, shared).to(wide)  # [R, k, X]
-            grad_tokens = torch.empty_like(tokens) if needs_tokens else None
-            grad_flat = torch.empty_like(flat) if needs_matrix else None
-            for span in _spans(tokens):
-                chunk_mask = None if mask is None else mask[:, span]
-                if grad_tokens is not None:
-                    part = _unfold(flat[:, span].to(wide) @ folded, shared, *tokens.shape[:2])
-                    grad_tokens[:, :, span] = _clean(part, chunk_mask)
-                if grad_flat is not None:
-                    chunk = _fold(_clean(tokens[:, :, span], chunk_mask), shared)
-                    grad_flat[:, span] = chunk.to(wide) @ folded.mT
-        return grad_tokens, None if grad_flat is None else grad_flat.view_as(matrix), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mask, *tensors = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        tokens, matrices = tensors[: ctx.num_tokens], tensors[ctx.num_tokens :]
+        module, call = _module(ctx.path), (list(grads), tokens, matrices, mask)
+        of_tokens: Sequence[Tensor | None] = [None] * len(tokens)
+        of_matrices: Sequence[Tensor | None] = [None] * len(matrices)
+        with torch.autocast(tokens[0].device.type, enabled=False):
+            if any(needed[: len(tokens)]):
+                of_tokens = module.grad_tokens(*call)
+            if any(needed[len(tokens) :]):
+                of_matrices = module.grad_matrices(*call)
+        return None, None, None, *of_tokens, *of_matrices

@@ -88,6 +88,7 @@ def full_state_bytes(shape: Shape, itemsize: int) -> int:
         sequential_ops="1",
         max_path="1",
         flops=full_flops,
+        backward_ratio=2.5,  # five matrix products for two: the scores are recomputed
         bytes=full_bytes,
         state_bytes=full_state_bytes,
     ),

@@ -21,7 +21,8 @@ from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, M
 from attn_zoo.attention.masks import blank_padding, masked_softmax, score_bias, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.kernels.compress import Short, compress, fit_rows
+from attn_zoo.kernels.compress import Short, compress, compress_pair, fit_rows
+from attn_zoo.kernels.few_keys import attend_in_parts, num_parts
 from attn_zoo.kernels.sdpa import exact_attention
 from attn_zoo.kernels.windows import pool_windows, window_counts, window_matrix
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
@@ -142,6 +143,7 @@ def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> Abstra
         sequential_ops="1",
         max_path="1",
         flops=linformer_flops,
+        backward_ratio=2.25,  # half the work is compression (2), half attention with recomputed scores (2.5)
     ),
     reference=Reference(
         title="Linformer: Self-Attention with Linear Complexity",
@@ -210,12 +212,28 @@ class LinformerAttention(AbstractAttention):
 
     def compress(self, tokens: Tensor, weight: Tensor | None, key_padding_mask: Tensor | None) -> Tensor:
         """Compress `[B, G, S, D]` to `[B, G, k, D]` by one of `weights`; padded positions count for nothing."""
-        weight = None if weight is None else weight.to(tokens.dtype)
         if weight is None or self.config.projection == "conv":
+            weight = None if weight is None else weight.to(tokens.dtype)
             return pool_windows(tokens, self.width, weight, key_padding_mask=key_padding_mask)
-        rows, gain = fit_rows(weight, tokens.shape[2], self.config.short, key_padding_mask=key_padding_mask)
+        rows, gain = self._rows(weight, tokens, key_padding_mask)
         compressed = compress(tokens, rows, key_padding_mask=key_padding_mask)
         return compressed if gain is None else compressed * gain.to(tokens.dtype)
+
+    def compress_both(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compress keys by E and values by F, as `compress` does one of them; both at once where E is learned."""
+        e, f = self.weights
+        if e is None or f is None or self.config.projection == "conv":
+            return self.compress(key, e, key_padding_mask), self.compress(value, f, key_padding_mask)
+        key_rows, gain = self._rows(e, key, key_padding_mask)
+        value_rows = key_rows if f is e else self._rows(f, value, key_padding_mask)[0]
+        both = compress_pair((key, value), (key_rows, value_rows), key_padding_mask=key_padding_mask)
+        if gain is not None:  # of the lengths: the same for E and F
+            both = both[0] * gain.to(key.dtype), both[1] * gain.to(key.dtype)
+        return both
+
+    def _rows(self, weight: Tensor, tokens: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        weight = weight.to(tokens.dtype)
+        return fit_rows(weight, tokens.shape[2], self.config.short, key_padding_mask=key_padding_mask)
 
     def dense_matrix(self, weight: Tensor | None, key_len: int, mask: Tensor | None, like: Tensor) -> Tensor:
         """Return the `[B or 1, G or 1, S, k]` that `compress` amounts to, zero in padded rows: for the reference."""
@@ -236,22 +254,21 @@ class LinformerAttention(AbstractAttention):
         return window_counts(mask.shape[1], self.width, key_padding_mask=mask, device=mask.device) == 0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        matrices = zip((key, value), self.weights, strict=True)
-        key, value = (self.compress(tokens, weight, key_padding_mask) for tokens, weight in matrices)
+        key, value = self.compress_both(key, value, key_padding_mask)
         return self.attend(query, key, value, key_padding_mask)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Attend from `[B, H, L, D]` to compressed `[B, G, k, D]`; the mask is that of the positions, `[B, S]`."""
         empty = self._empty_rows(key_padding_mask)
         sized = partial(score_bias, query_len=query.shape[2], key_len=key.shape[2], device=query.device)
-        output = exact_attention(
-            query,
-            key,
-            value,
+        exact = partial(
+            exact_attention,
             bias_rows=partial(sized, key_padding_mask=empty),
             key_padding_mask=empty,
             dropout_p=self.build.dropout_p if self.training else 0.0,
         )
+        parts = num_parts(query, key) if empty is None else 1
+        output = attend_in_parts(query, key, value, exact, parts)
         return zero_padded_rows(output, key_padding_mask)
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -281,11 +298,8 @@ class CompressFirstMixer(MultiHeadMixer):
         """Mix positions; shapes as in `AbstractMixer.forward`."""
         tokens = (hidden if context is None else context)[:, None]  # [B, 1, S, E]: one head as wide as the model
         ones = tokens.new_ones(*tokens.shape[:3], 1)
-        e, f = self.attention.weights
-        rows_e, sum_e = (self.attention.compress(x, e, key_padding_mask) for x in (tokens, ones))
-        rows_f, sum_f = rows_e, sum_e
-        if f is not e:
-            rows_f, sum_f = (self.attention.compress(x, f, key_padding_mask) for x in (tokens, ones))
+        both = self.attention.compress_both
+        (rows_e, rows_f), (sum_e, sum_f) = (both(x, x, key_padding_mask) for x in (tokens, ones))
         build = self.build
         key = linear(rows_e, self.key_proj.weight) + sum_e * self.key_proj.bias  # [B, 1, k, G D]
         value = linear(rows_f, self.value_proj.weight) + sum_f * self.value_proj.bias

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels import compress as module
-from attn_zoo.kernels.compress import compress, fit_rows
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels import compress_chunked
+from attn_zoo.kernels.compress import compress, compress_pair, fit_rows
 from attn_zoo.kernels.trace import recording
 
 SHARINGS = [(1, 1), (1, 3), (2, 1), (2, 3)]
@@ -55,7 +56,7 @@ def padding(length: int) -> Tensor:
 @pytest.fixture(params=[1, 7, 37, 1024])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Chunks of one position, ragged, exactly the length, and longer than it."""
-    monkeypatch.setattr(module, "CPU_CHUNK", request.param)
+    monkeypatch.setattr(compress_chunked, "CPU_CHUNK", request.param)
     return int(request.param)
 
 
@@ -146,6 +147,46 @@ def test_frozen_inputs_get_no_gradient():
     assert matrix.grad is not None
 
 
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("shared", ["nothing", "matrix", "tokens", "both"])
+def test_a_pair_is_two_compressions(sharing: tuple[int, int], shared: str, chunk: int):
+    """What is given twice has one gradient: the sum of both."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, matrix = inputs(sharing)
+    others = [torch.randn(x.shape, generator=generator, dtype=x.dtype).requires_grad_() for x in (tokens, matrix)]
+    second = tokens if shared in ("tokens", "both") else others[0]
+    other = matrix if shared in ("matrix", "both") else others[1]
+    mask = padding(37)
+    leaves = [tokens, matrix, *(x for x in others if x is second or x is other)]
+    got = compress_pair((tokens, second), (matrix, other), key_padding_mask=mask)
+    want = plain(tokens, matrix, mask), plain(second, other, mask)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    upstream = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in want]
+    torch.testing.assert_close(
+        torch.autograd.grad(got, leaves, upstream),
+        torch.autograd.grad(want, leaves, upstream),
+        rtol=1e-12,
+        atol=1e-12,
+    )
+
+
+def test_a_pair_of_different_layouts_is_two_compressions():
+    tokens, matrix = inputs((1, 1))
+    strided = tokens.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    first, second = compress_pair((tokens, strided), (matrix, matrix))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("split_k", "tokens are on cpu"), ("triton", "no kernel for torch.float64|not installed")],
+)
+def test_a_named_path_that_cannot_run_is_refused(path: Any, message: str):
+    tokens, matrix = inputs((1, 1))
+    with pytest.raises(UnsupportedError, match=message):
+        compress(tokens, matrix, path=path)
+
+
 def test_strides_do_not_matter():
     tokens, matrix = inputs((1, 1))
     strided = tokens.detach().transpose(1, 2).contiguous().transpose(1, 2)
@@ -194,9 +235,9 @@ def test_split_k_on_the_gpu(dtype: torch.dtype, sharing: tuple[int, int], length
     tokens, matrix = (x.detach().cuda().requires_grad_() for x in inputs(sharing, length, dtype=dtype))
     mask = padding(length).cuda()
     with recording() as paths:
-        out = compress(tokens, matrix, key_padding_mask=mask)
+        out = compress(tokens, matrix, key_padding_mask=mask, path="split_k")
     assert paths == ["compress.split_k"]
     upstream = torch.randn_like(out)
     got = (out, *torch.autograd.grad(out, (tokens, matrix), upstream))
     checked(got, [x.detach().double().requires_grad_() for x in (tokens, matrix)], upstream, mask)
-    assert torch.equal(out, compress(tokens, matrix, key_padding_mask=mask))
+    assert torch.equal(out, compress(tokens, matrix, key_padding_mask=mask, path="split_k"))

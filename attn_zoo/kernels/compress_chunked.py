@@ -1,0 +1,153 @@
+"""The compression as matrix products of torch: chunk by chunk on a CPU, as one batch of chunks (split-K) on a GPU.
+
+Heads that share a matrix are folded into the columns of one product, which is faster than a thin product for each head.
+Sums over positions are wide (float32 at least), and chunks are added in a fixed order. Padded positions are blanked in
+the copy of a chunk, so on a CPU nothing as long as the sequence is made beyond the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+__all__ = ["compress", "grad_matrices", "grad_tokens"]
+
+CPU_CHUNK = 1024  # positions whose copy stays in the cache; 256 to 2048 measured alike
+GPU_TILES = 264  # two tiles for each of 132 multiprocessors
+GPU_TILE_SIDE = 128
+GPU_MIN_CHUNK = 256
+
+Tensors = Sequence[Tensor]
+
+
+def compress(tokens: Tensors, matrices: Tensors, mask: Tensor | None) -> list[Tensor]:
+    """Return matrix^T tokens of each pair, `[B, G, k, D]`; one that stands alone goes with both of the others."""
+    return [_sum(*pair, mask) for pair in _pairs(tokens, matrices)]
+
+
+def grad_tokens(grads: Tensors, tokens: Tensors, matrices: Tensors, mask: Tensor | None) -> list[Tensor]:
+    """Return the gradients of `tokens`, in their layout, zero in padding."""
+    found = [torch.empty_like(x) for x in tokens]
+    for index, (grad, (source, matrix)) in enumerate(zip(grads, _pairs(tokens, matrices), strict=True)):
+        folded = _fold(grad, _shared(matrix)).to(_short_sum(source))  # [R, k, X]
+        flat, into = matrix.flatten(0, 1), found[index % len(found)]
+        spans = _spans(source)
+        buffer = folded.new_empty(flat.shape[0], spans[0].stop if spans else 0, folded.shape[2])
+        for span in spans:
+            part = buffer[:, : span.stop - span.start]  # of one chunk and the next: it stays in the cache
+            torch.bmm(flat[:, span].to(folded.dtype), folded, out=part)
+            piece = _clean(_unfold(part, _shared(matrix), *source.shape[:2]), mask, span)
+            if index < len(found):
+                into[:, :, span] = piece
+            else:
+                into[:, :, span] += piece
+    return found
+
+
+def grad_matrices(grads: Tensors, tokens: Tensors, matrices: Tensors, mask: Tensor | None) -> list[Tensor]:
+    """Return the gradients of `matrices`."""
+    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in matrices]
+    for index, (grad, (source, matrix)) in enumerate(zip(grads, _pairs(tokens, matrices), strict=True)):
+        folded = _fold(grad, _shared(matrix)).to(_short_sum(source)).mT  # [R, X, k]
+        into = found[index % len(found)].flatten(0, 1)  # [R, S, k]
+        for span in _spans(source):
+            chunk = _fold(_clean(source[:, :, span], mask, span), _shared(matrix)).to(folded.dtype)
+            if index >= len(found):
+                into[:, span] += torch.bmm(chunk, folded)
+            elif into.dtype == folded.dtype:
+                torch.bmm(chunk, folded, out=into[:, span])
+            else:
+                into[:, span] = torch.bmm(chunk, folded)
+    return found
+
+
+def _pairs(tokens: Tensors, matrices: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
+    count = max(len(tokens), len(matrices))
+    return ((tokens[i % len(tokens)], matrices[i % len(matrices)]) for i in range(count))
+
+
+def _sum(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> Tensor:
+    """Return `[B, G, k, D]`, wide while it is summed."""
+    shared = _shared(matrix)
+    batch_size, groups, _, head_dim = tokens.shape
+    flat = matrix.flatten(0, 1)  # [R, S, k]
+    columns = batch_size * groups * head_dim // flat.shape[0]
+    total = tokens.new_zeros((flat.shape[0], matrix.shape[3], columns), dtype=_wide(tokens.dtype))
+    for span in _spans(tokens):
+        chunk = _fold(_clean(tokens[:, :, span], mask, span), shared)
+        if tokens.is_cuda:
+            total = _split_k(flat[:, span], chunk)
+        else:
+            total += torch.bmm(
+                flat[:, span].to(total.dtype).mT, chunk.to(total.dtype)
+            )  # baddbmm_ escapes FLOP counters
+    return _unfold(total.to(tokens.dtype), shared, batch_size, groups)
+
+
+def _shared(matrix: Tensor) -> tuple[int, int]:
+    return matrix.shape[0], matrix.shape[1]
+
+
+def _fold(tokens: Tensor, shared: tuple[int, int]) -> Tensor:
+    """Return `[R, S, X]`: one block for each distinct matrix, and in its columns every (batch, head, D) that uses it.
+
+    Args:
+        tokens: `[B, G, S, D]`.
+        shared: the first two sizes of the matrix, each 1 or the size of `tokens`.
+    """
+    batch_size, groups, length, head_dim = tokens.shape
+    rows, heads = shared
+    split = tokens.reshape(rows, batch_size // rows, heads, groups // heads, length, head_dim)
+    return split.permute(0, 2, 4, 1, 3, 5).reshape(rows * heads, length, -1)
+
+
+def _unfold(folded: Tensor, shared: tuple[int, int], batch_size: int, groups: int) -> Tensor:
+    """Undo `_fold`: a view `[B, G, S, D]` or a copy."""
+    rows, heads = shared
+    split = folded.reshape(rows, heads, folded.shape[1], batch_size // rows, groups // heads, -1)
+    return split.permute(0, 3, 1, 4, 2, 5).reshape(batch_size, groups, folded.shape[1], -1)
+
+
+def _clean(tokens: Tensor, mask: Tensor | None, span: slice) -> Tensor:
+    # Not a product: zero times the NaN or infinity that padding may hold is NaN.
+    return tokens if mask is None else tokens.masked_fill(mask[:, None, span, None], 0.0)
+
+
+def _spans(tokens: Tensor) -> list[slice]:
+    """Return the positions to work on at a time: cache-sized on a CPU, all at once on a GPU."""
+    length = tokens.shape[2]
+    step = length if tokens.is_cuda else CPU_CHUNK
+    return [slice(start, min(start + step, length)) for start in range(0, length, max(step, 1))]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _short_sum(tokens: Tensor) -> torch.dtype:
+    """Return the dtype for sums over k or over columns: a GPU's own accumulators are wide enough for those.
+
+    Half precision on a CPU is either slow or of unknown accumulation.
+    """
+    return tokens.dtype if tokens.is_cuda else _wide(tokens.dtype)
+
+
+def _split_k(matrix: Tensor, tokens: Tensor) -> Tensor:
+    """Return the wide `[R, k, X]` product of `[R, S, k]` transposed and `[R, S, X]`, as one batch of chunks."""
+    count, length, rank = matrix.shape
+    tiles = count * -(-rank // GPU_TILE_SIDE) * -(-tokens.shape[2] // GPU_TILE_SIDE)
+    num_chunks = max(1, min(GPU_TILES // tiles, length // GPU_MIN_CHUNK))
+    width = -(-length // num_chunks)
+    extra = num_chunks * width - length
+    left, right = (pad(x, (0, 0, 0, extra)) if extra else x for x in (matrix, tokens))
+    left = left.reshape(count * num_chunks, width, rank).mT
+    right = right.reshape(count * num_chunks, width, -1)
+    if tokens.dtype == _wide(tokens.dtype):
+        partial = torch.bmm(left, right)
+    else:
+        partial = torch.bmm(left, right, out_dtype=torch.float32)
+    total: Tensor = partial.unflatten(0, (count, num_chunks)).sum(dim=1)
+    return total
