@@ -177,6 +177,15 @@ class Shape:
         """Query length L in tokens."""
         return self.query_len
 
+    def io_bytes(self, itemsize: int) -> int:
+        """Return the bytes of queries, keys and values read once and the output written once: no mechanism needs less.
+
+        >>> Shape(batch_size=1, num_heads=2, num_kv_heads=1, query_len=8, key_len=8, head_dim=4).io_bytes(4)
+        768
+        """
+        heads = 2 * self.num_heads * self.query_len + 2 * self.num_kv_heads * self.key_len
+        return self.batch_size * self.head_dim * itemsize * heads
+
 
 CostFormula = Callable[[Shape], int]
 
@@ -193,7 +202,10 @@ class Complexity:
         sequential_ops: operations that cannot be parallelised ("Attention Is All You Need", table 1).
         max_path: longest path a signal travels between two positions (same table).
         flops: forward floating-point operations (a multiply-add counts 2), or None where no formula is known.
-        bytes: forward bytes that must move for the given dtype size in bytes, at least.
+        backward_ratio: floating-point operations of the backward over those of the forward. Each matrix product has two
+            in the backward; a kernel that recomputes the scores instead of storing them has one more of those.
+        bytes: forward bytes that must move for the given dtype size in bytes, at least; None stands for
+            `Shape.io_bytes`.
         state_bytes: bytes of decode state after `key_len` tokens, for a dtype size in bytes.
     """
 
@@ -204,6 +216,7 @@ class Complexity:
     sequential_ops: str
     max_path: str
     flops: CostFormula | None = None
+    backward_ratio: float = 2.0
     bytes: Callable[[Shape, int], int] | None = None
     state_bytes: Callable[[Shape, int], int] | None = None
 

@@ -12,13 +12,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from attn_zoo.errors import StoreError
-from attn_zoo.results import LOWER_IS_BETTER, Json, Memory, Score, Timing
+from attn_zoo.results import LOWER_IS_BETTER, Ceilings, Json, Memory, Score, Timing
 
 __all__ = [
     "LOWER_IS_BETTER",
+    "MEASURED_PHASES",
     "PROTOCOL_VERSION",
     "SCHEMA_VERSION",
     "STATUSES",
+    "Ceilings",
     "Cell",
     "Environment",
     "Memory",
@@ -39,6 +41,9 @@ PROTOCOL_VERSION = 1
 TRAINING_VERSION = 2
 """Of the way we train; likewise for accuracy cells. History: 1, first; 2, every kind of task, bucketing by length,
 self-pretraining."""
+
+MEASURED_PHASES = frozenset({"timing", "memory", "energy", "training"})
+"""Of `Record.phases`, those in which the harness measures; the others are what it adds."""
 
 Status = Literal[
     "ok",
@@ -100,6 +105,8 @@ class Cell(Json):
         grid: the names among `overrides` that the matrix tunes: the same trials for every variant, of which the report
             takes the one that is best on validation.
         data_digest: of the task's data.
+        together: digest of all that are timed in turns with this cell, itself included, and in how many processes;
+            empty where it is timed alone. The same for all lengths.
         protocol_version: `PROTOCOL_VERSION` or, for accuracy, `TRAINING_VERSION`.
     """
 
@@ -128,6 +135,7 @@ class Cell(Json):
     overrides: dict[str, Any] = field(default_factory=dict)
     grid: tuple[str, ...] = ()
     data_digest: str = ""
+    together: str = ""
     protocol_version: int = PROTOCOL_VERSION
 
     def __post_init__(self) -> None:
@@ -138,8 +146,9 @@ class Cell(Json):
     def key(self) -> str:
         """First 20 hexadecimal digits of the SHA-256 of all fields: the name of the cell's record."""
         data = asdict(self)
-        if not self.grid:  # newer than the first results, whose keys must stay what they are
-            del data["grid"]
+        for name in ("grid", "together"):  # newer than the first results, whose keys must stay what they are
+            if not data[name]:
+                del data[name]
         try:
             text = json.dumps(data, sort_keys=True, allow_nan=False)
         except ValueError as error:
@@ -239,15 +248,22 @@ class Record(Json):
         environment: digest of the environment, described in `run.json`.
         started: UTC time, ISO 8601.
         duration_s: of the whole cell, set-up included.
-        isolation: `"cell"` or `"lane"`: whether the process had run other cells before.
+        isolation: `"cell"`: a process of its own; `"lane"`: one that may have run other cells of this variant before;
+            `"interleaved"`: one in which several variants are timed in turns.
+        bundle: id shared by the cells that were timed in turns: sample k of each process was taken in the same round.
+            Empty for a cell that was timed alone, which one of an interleaved group may be: its reason says why.
+        phases: seconds by name, over the time from the end of the cell before to the end of this one: see
+            `overhead_s`.
         attempt: 1 for the first.
         exit_code: of the worker process, where it ended abnormally; negative for a signal.
         kernels: paths that really ran, in order of first use.
         num_jobs: cells that shared the device, this one included: with more than one, times mean little.
         is_simulated: the variant computes dense scores underneath, so its cost says nothing about the mechanism.
         gate: checks passed before timing.
-        flops: forward FLOPs from the variant's formula (times 3.5 or 2.5 for passes with recomputing backward is not
-            applied: this is one forward).
+        flops: forward FLOPs from the variant's formula: of one forward, whatever the pass.
+        min_bytes: bytes that one forward must move at least: from the variant's formula, or its inputs read once and
+            its output written once.
+        backward_ratio: FLOPs of the backward over those of the forward, as the variant counts them.
         counted_flops: forward FLOPs as counted while running, or None where the counter does not see the kernel.
         energy_joules: per call, where NVML is readable.
         clocks_mhz: GPU clock before and after.
@@ -263,13 +279,16 @@ class Record(Json):
     environment: str = ""
     started: str = ""
     duration_s: float = 0.0
-    isolation: Literal["cell", "lane"] = "cell"
+    isolation: Literal["cell", "lane", "interleaved"] = "cell"
+    bundle: str = ""
     attempt: int = 1
     exit_code: int | None = None
     kernels: tuple[str, ...] = ()
     is_simulated: bool = False
     gate: tuple[str, ...] = ()
     flops: int | None = None
+    min_bytes: int | None = None
+    backward_ratio: float | None = None
     counted_flops: int | None = None
     energy_joules: float | None = None
     clocks_mhz: tuple[float, ...] = ()
@@ -279,4 +298,17 @@ class Record(Json):
     memory: Memory | None = None
     score: Score | None = None
     trace: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
+
+    @property
+    def overhead_s(self) -> float | None:
+        """Seconds that the harness took around what it measured, or None where nothing is known.
+
+        All phases but `"timing"` (first call, warm-up, samples), `"memory"`, `"energy"` and `"training"`: what is left
+        is `"driver"` (storing the record before, choosing this cell), `"start"` (waiting for a process that has loaded
+        torch), `"build"`, `"gate"`, `"count"` and `"exchange"` (requests, answers, ending the process).
+        """
+        if not self.phases:
+            return None
+        return sum(seconds for name, seconds in self.phases.items() if name not in MEASURED_PHASES)

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from attn_zoo.errors import StoreError
 
-__all__ = ["LOWER_IS_BETTER", "Json", "Memory", "Score", "Timing"]
+__all__ = ["LOWER_IS_BETTER", "Ceilings", "Json", "Memory", "Score", "Timing"]
 
 LOWER_IS_BETTER = frozenset({"bits_per_byte"})
 """Metrics of which a smaller value is the better one; all others are fractions of what was right."""
@@ -71,6 +71,11 @@ class Timing(Json):
         inner_loops: calls per sample.
         timer: `"perf_counter"` or `"cuda_event"`.
         process_cpu_ms: processor time per call over all threads, on CPU.
+        process_sizes: how many samples each process took, where several did, in the order of `samples_ms`; what is not
+            about samples is then of the first process. Empty for one process.
+        graph_ms: of the same call replayed from a CUDA graph, cache warm: median over samples of many replays. Only
+            where a single call is bound by its launches.
+        graph_reason: why there is no such time although there should be one.
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
 
@@ -85,6 +90,9 @@ class Timing(Json):
     inner_loops: int
     timer: str
     process_cpu_ms: float | None = None
+    process_sizes: tuple[int, ...] = ()
+    graph_ms: float | None = None
+    graph_reason: str = ""
     flags: tuple[str, ...] = ()
 
 
@@ -171,3 +179,56 @@ class Score(Json):
     def is_lower_better(self) -> bool:
         """Whether a smaller value is the better one."""
         return self.metric in LOWER_IS_BETTER
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceilings(Json):
+    """What a machine could do just before a run, on random data, and what its maker promises: the roof of a roofline.
+
+    Args:
+        device: `"cpu"` or `"cuda"`.
+        dtype: of the matrix product.
+        threads: CPU threads, as the cells ask for them; None leaves torch's default.
+        matmul_flops_per_s: of a large matrix product, a multiply-add being two; the fastest of a few.
+        copy_bytes_per_s: of a copy too large for a cache, read and written bytes both counted; the fastest of a few.
+        peak_flops_per_s: on the maker's data sheet, dense, or None where we know of none.
+        peak_bytes_per_s: of the memory, likewise.
+        environment: digest of the environment, described in `run.json`.
+        measured: UTC time, ISO 8601.
+        idle_watts: drawn by the GPU just before, where it tells.
+        temperature_c: of the GPU just before.
+        clocks_mhz: of the GPU before and after.
+        flags: what makes the figures doubtful, such as `"loaded_host"`.
+    """
+
+    device: str
+    dtype: str
+    threads: int | None = None
+    matmul_flops_per_s: float
+    copy_bytes_per_s: float
+    peak_flops_per_s: float | None = None
+    peak_bytes_per_s: float | None = None
+    environment: str = ""
+    measured: str = ""
+    idle_watts: float | None = None
+    temperature_c: float | None = None
+    clocks_mhz: tuple[float, ...] = ()
+    flags: tuple[str, ...] = ()
+
+    @property
+    def subject(self) -> tuple[str, str, str, int | None]:
+        """What was measured: environment, device, dtype and threads. One run keeps one entry for each."""
+        return self.environment, self.device, self.dtype, self.threads
+
+    def floor_s(self, flops: float, num_bytes: float) -> float:
+        """Return the shortest time that so much work can take: arithmetic and traffic overlap, the longer one counts.
+
+        Args:
+            flops: useful operations.
+            num_bytes: that must move: inputs read once, outputs written once.
+
+        >>> roof = Ceilings(device="cpu", dtype="float32", matmul_flops_per_s=1e11, copy_bytes_per_s=1e10)
+        >>> roof.floor_s(2e9, 1e6), roof.floor_s(2e9, 1e9)
+        (0.02, 0.1)
+        """
+        return max(flops / self.matmul_flops_per_s, num_bytes / self.copy_bytes_per_s)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from attn_zoo.measure.timing import time_callable
+from attn_zoo.records import Ceilings
 
-__all__ = ["Ceilings", "Peak", "exceeds_physical", "measure_ceilings", "peak_of", "roofline_frac"]
+__all__ = ["Peak", "exceeds_physical", "measure_ceilings", "peak_of"]
 
-_MATMUL_DIM = {"cpu": 1024, "cuda": 8192}
-_COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+_MATMUL_DIM = {"cpu": 2048, "cuda": 8192}
+_SMALLEST_DIM = 256
+_COPY_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
 
 GUARDED_BYTES = 256 * 2**20
 """Smaller transfers may stay in a cache, and are not held against the bandwidth of the memory."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ceilings:
-    """Measured on this machine, in this run, on random data.
-
-    Args:
-        matmul_flops_per_s: of a large matrix product, a multiply-add being two.
-        copy_bytes_per_s: of a copy, read and written bytes both counted.
-    """
-
-    matmul_flops_per_s: float
-    copy_bytes_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +64,26 @@ def _best_s(call: Callable[[], object], device: torch.device, budget_s: float) -
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> float:
-    dim = _MATMUL_DIM[device.type]
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(dim, dim, generator=generator, device=device).to(dtype) for _ in range(2))
-    product = torch.empty_like(left)
-    return 2.0 * dim**3 / _best_s(lambda: torch.mm(left, right, out=product), device, budget_s)
+    """Return the rate of the largest product of which a few fit into the budget.
+
+    Some dtypes have no fast product on some machines: float16 at 2048 takes a CPU a minute.
+    """
+    largest = _MATMUL_DIM[device.type]
+    dim = min(_SMALLEST_DIM, largest)
+    while True:
+        left, right = (
+            torch.randn(dim, dim, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
+            for seed in (0, 1)
+        )
+        product = torch.empty_like(left)
+        multiply = partial(torch.mm, left, right, out=product)
+        if dim == largest:
+            break
+        tried_s = _best_s(multiply, device, budget_s / 20)
+        if 8 * tried_s > budget_s / 3:
+            break
+        dim = min(2 * dim, largest)
+    return 2.0 * dim**3 / _best_s(multiply, device, budget_s)
 
 
 def _copy_rate(device: torch.device, budget_s: float) -> float:
@@ -89,39 +94,31 @@ def _copy_rate(device: torch.device, budget_s: float) -> float:
 
 
 def measure_ceilings(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, budget_s: float = 0.3
-) -> Ceilings:
-    """Measure a large matrix product and a large copy on random data, with the threads torch uses now.
+    device: torch.device | str = "cpu", dtypes: Sequence[str] = ("float32",), budget_s: float = 0.3
+) -> tuple[Ceilings, ...]:
+    """Measure a large matrix product in each dtype and one large copy, on random data, with the threads torch uses now.
 
     Zeros would flatter a GPU: fewer bits switch, so that it clocks higher.
 
     Args:
         device: CPU or CUDA.
-        dtype: of the product.
-        budget_s: for each of the two.
+        dtypes: names, such as `"bfloat16"`.
+        budget_s: for each product and for the copy.
     """
     device = torch.device(device)
-    return Ceilings(
-        matmul_flops_per_s=_matmul_rate(device, dtype, budget_s), copy_bytes_per_s=_copy_rate(device, budget_s)
+    copied = _copy_rate(device, budget_s)
+    peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return tuple(
+        Ceilings(
+            device=device.type,
+            dtype=dtype,
+            matmul_flops_per_s=_matmul_rate(device, getattr(torch, dtype), budget_s),
+            copy_bytes_per_s=copied,
+            peak_flops_per_s=peak.flops_per_s.get(dtype) if peak else None,
+            peak_bytes_per_s=peak.bytes_per_s if peak else None,
+        )
+        for dtype in dtypes
     )
-
-
-def roofline_frac(flops: float, num_bytes: float, seconds: float, ceilings: Ceilings) -> float:
-    """Return the shortest time the ceilings allow, as a fraction of the time it took: 1 is the roof.
-
-    Args:
-        flops: useful operations.
-        num_bytes: that must move: inputs read once, outputs written once.
-        seconds: measured.
-        ceilings: of the same machine and run.
-
-    >>> roofline_frac(2e9, 1e6, 0.04, Ceilings(matmul_flops_per_s=1e11, copy_bytes_per_s=1e10))
-    0.5
-    """
-    if seconds <= 0:
-        raise ValueError(f"seconds: expected a positive number; got {seconds!r}")
-    floor_s = max(flops / ceilings.matmul_flops_per_s, num_bytes / ceilings.copy_bytes_per_s)
-    return floor_s / seconds
 
 
 def exceeds_physical(

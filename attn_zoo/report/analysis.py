@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attn_zoo.report.accuracy import AccuracyGroup, make_accuracy_groups
+from attn_zoo.report.efficiency import Efficiency, efficiencies
 from attn_zoo.report.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.load import Results, read_results
 from attn_zoo.report.overview import Overview, make_overviews
 from attn_zoo.report.series import Panel, make_panels
+from attn_zoo.report.units import human_length
 
 __all__ = ["Analysis", "PanelAnalysis", "analyse"]
 
@@ -25,6 +27,7 @@ class PanelAnalysis:
         memory: growth of peak memory, by label.
         crossings: in time, against the fastest exact series (and each exact one).
         memory_crossings: in peak memory, likewise.
+        efficiency: rates beside the ceilings of the machine, by label; empty where the run has not measured those.
     """
 
     panel: Panel
@@ -32,6 +35,7 @@ class PanelAnalysis:
     memory: dict[str, Growth]
     crossings: tuple[Crossing, ...]
     memory_crossings: tuple[Crossing, ...]
+    efficiency: dict[str, list[Efficiency]]
 
     def crossing(self, label: str) -> Crossing | None:
         """Return where `label` gets faster than the fastest exact series, if both were measured."""
@@ -82,11 +86,13 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
             memory={series.label: growth(series, "peak_bytes") for series in panel.series},
             crossings=tuple(crossings(panel, "time")),
             memory_crossings=tuple(crossings(panel, "peak_bytes")),
+            efficiency=efficiencies(panel),
         )
         for panel in make_panels(results)
     )
     groups = tuple(make_accuracy_groups(results))
     doubts = tuple(warning for group in groups for warning in group.warnings)
+    doubts += tuple(text for one in panels for text in _impossible(one))
     return Analysis(
         results=replace(results, warnings=(*results.warnings, *doubts)),
         panels=panels,
@@ -94,3 +100,16 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
         overviews=tuple(make_overviews(groups)),
         labels=tuple(sorted(set(results.frame["label"]), key=lambda label: (str(label).casefold(), label))),
     )
+
+
+def _impossible(one: PanelAnalysis) -> list[str]:
+    """Return a sentence for each variant that is faster than the measured ceilings allow."""
+    said = []
+    for label, rows in one.efficiency.items():
+        doubtful = [row for row in rows if row.doubt]
+        if doubtful:
+            lengths = ", ".join(human_length(row.seq_len) for row in doubtful)
+            said.append(
+                f"{label}, {one.panel.title}, at {lengths}: {max(doubtful, key=lambda row: row.roof_frac).doubt}"
+            )
+    return said

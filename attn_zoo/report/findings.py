@@ -52,5 +52,5 @@ def _panel(one: PanelAnalysis) -> str:
     crossings = [found for found in one.crossings if found.is_fastest][:MOST]
     if crossings and one.panel.baseline is not None:
         wins = [f"{found.label} {crossing_text(found)}" for found in crossings]
-        said.append(f"faster than {one.panel.baseline.label}: {', '.join(wins)}")
+        said.append(f"crossover with {one.panel.baseline.label}: {', '.join(wins)}")
     return f"{capital}: {'; '.join(said)}."

@@ -33,27 +33,73 @@ _SCORE_JSON = ("floors", "references", "breakdown", "curve", "settings")
 COLUMNS: tuple[str, ...] = (
     *("variant", "label", "kind", "seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device"),
     *("pass", "scope", "is_causal", "has_padding", "dropout_p", "status", "reason", *_TIMING, *_MEMORY),
-    *("flops", "counted_flops", "energy_joules", "kernel", "is_simulated", "num_params", "task", "level", *_SCORE),
+    *(
+        "flops",
+        "min_bytes",
+        "backward_ratio",
+        "counted_flops",
+        "energy_joules",
+        "kernel",
+        "is_simulated",
+        "num_params",
+        "task",
+        "level",
+        *_SCORE,
+    ),
     *("train_peak_bytes", "floors", "references", "seed", "threads", "protocol", "overrides", "grid"),
     *("protocol_version", "options", "variant_digest", "data_digest", "environment", "run", "key", "started"),
-    *("duration_s", "isolation", "attempt", "exit_code", "num_jobs", "gate", "flags", "num_samples", "samples_ms"),
+    *(
+        "duration_s",
+        "overhead_s",
+        "phases",
+        "isolation",
+        "bundle",
+        "attempt",
+        "exit_code",
+        "num_jobs",
+        "gate",
+        "flags",
+        "num_samples",
+        "samples_ms",
+    ),
     *("breakdown", "curve", "settings", "correct"),
 )
 """Every column, in the order of the export. Units are in the suffixes; what was not measured is empty."""
 
 INTEGER_COLUMNS: tuple[str, ...] = (
     *("seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "seed", "threads", "protocol_version"),
-    *(*_MEMORY, "flops", "counted_flops", "num_params", "num_warmup", "inner_loops", "num_examples", "best_step"),
+    *(
+        *_MEMORY,
+        "flops",
+        "min_bytes",
+        "counted_flops",
+        "num_params",
+        "num_warmup",
+        "inner_loops",
+        "num_examples",
+        "best_step",
+    ),
     *("num_steps", "attempt", "exit_code", "num_samples", "num_jobs", "train_peak_bytes"),
 )
 
 NUMBER_COLUMNS: tuple[str, ...] = (
-    *("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms", "process_cpu_ms", "energy_joules", "dropout_p"),
-    *("value", "validation", "chance", "train_flops", "train_s", "tokens_per_s", "duration_s"),
+    *("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms", "process_cpu_ms", "graph_ms", "dropout_p"),
+    *("energy_joules", "backward_ratio"),
+    *("value", "validation", "chance", "train_flops", "train_s", "tokens_per_s", "duration_s", "overhead_s"),
     *("padding_frac", "pretrain_s", "pretrain_flops"),
 )
 
-TEXT_COLUMNS: tuple[str, ...] = ("pass", "scope", "task", "level", "metric", "protocol", "timer", "pretrain")
+TEXT_COLUMNS: tuple[str, ...] = (
+    "pass",
+    "scope",
+    "task",
+    "level",
+    "metric",
+    "protocol",
+    "timer",
+    "pretrain",
+    "graph_reason",
+)
 
 _FROM_CELL = (
     "variant",
@@ -83,12 +129,16 @@ _FROM_RECORD = (
     "status",
     "reason",
     "flops",
+    "min_bytes",
+    "backward_ratio",
     "counted_flops",
     "energy_joules",
     "is_simulated",
     "started",
     "duration_s",
+    "overhead_s",
     "isolation",
+    "bundle",
     "attempt",
     "exit_code",
     "num_jobs",
@@ -126,5 +176,7 @@ def flat_row(record: Record, run: str, environment: str) -> dict[str, Any]:
         "num_samples": len(timing.samples_ms) if timing else None,
         "samples_ms": list(timing.samples_ms) if timing else [],
         "correct": score.correct if score else "",
+        "phases": json.dumps(record.phases, sort_keys=True),
+        "process_sizes": list(timing.process_sizes) if timing else [],
     }
     return row

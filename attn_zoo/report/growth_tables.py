@@ -80,7 +80,7 @@ def crossing_text(crossing: Crossing) -> str:
         return f"from {round_length(found.length)}"
     if len(found.lengths) == 1:
         return f"{'cheaper' if found.kind == 'always_faster' else 'not cheaper'} at {first}, the only length"
-    return f"from {first} or less" if found.kind == "always_faster" else f"not up to {last}"
+    return f"from {first} or less" if found.kind == "always_faster" else f"none up to {last}"
 
 
 def round_length(tokens: float) -> str:
@@ -91,7 +91,7 @@ def round_length(tokens: float) -> str:
 
 _CHEAPER = (
     "The length from which a variant costs less than the fastest exact kernel of the same run and stays "
-    "cheaper; interval: 95 %, from resampling both. Not up to N is a result."
+    "cheaper; interval: 95 %, from resampling both. None up to N is a result."
 )
 _NO_BASELINE = "Nothing to compare: it takes an exact variant and another one, both measured in the same run."
 
@@ -126,7 +126,7 @@ def crossover_table(analysis: Analysis) -> Table:
             text_column("variant", "variant", priority=0),
             text_column("of", "quantity", priority=1),
             text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
-            Column(heading="cheaper", show=lambda row: row["words"], sort=_crossing_rank, align="left", priority=0),
+            Column(heading="crossover", show=lambda row: row["words"], sort=_crossing_rank, align="left", priority=0),
             Column(heading="interval", show=_crossing_interval, align="left", priority=3),
             text_column("than", "against", priority=4),
         ),

@@ -16,6 +16,9 @@ from attn_zoo.report.units import human_bytes, human_length, human_ms, human_num
 __all__ = ["length_table", "measurement_table"]
 
 
+_GRAPHS = "In parentheses, where a call is bound by its launches: the same call replayed from a CUDA graph, cache warm."
+
+
 def length_table(one: PanelAnalysis, quantity: str) -> Table:
     """Return variants down, lengths across: median time with its interval, or peak memory.
 
@@ -49,10 +52,12 @@ def length_table(one: PanelAnalysis, quantity: str) -> Table:
         "time": ("Time", "Median, with the 95 % interval of the median in brackets."),
         "memory": ("Peak memory", "Most bytes that tensors occupied at once, inputs included."),
     }[quantity]
+    has_graphs = quantity == "time" and any(point.graph_ms for series in panel.series for point in series.points)
+    note = f"{words[1]} {_GRAPHS} {panel.subtitle}." if has_graphs else f"{words[1]} {panel.subtitle}."
     return Table(
         name=f"{quantity}-{panel.name}",
         title=f"{words[0]}, {panel.title}",
-        note=f"{words[1]} {panel.subtitle}.",
+        note=note,
         columns=tuple(columns),
         rows=tuple(rows),
         fields=("variant", *map(str, lengths)),
@@ -95,13 +100,18 @@ def interval_ms(median_ms: float, low_ms: float, high_ms: float) -> str:
     return f"{median} {unit} [{low}, {high}]"
 
 
+def _time(point: Point) -> str:
+    text = interval_ms(point.median_ms, point.low_ms, point.high_ms)
+    return f"{text} ({human_ms(point.graph_ms)})" if point.graph_ms else text
+
+
 def _memory(point: Point) -> str:
     return "" if point.peak_bytes is None else human_bytes(point.peak_bytes)
 
 
 _CELLS: Mapping[str, tuple[Callable[[Point], str], Callable[[Point], str], Callable[[Point], float | None]]] = {
     "time": (
-        lambda point: interval_ms(point.median_ms, point.low_ms, point.high_ms),
+        _time,
         lambda point: human_ms(point.median_ms),
         lambda point: point.median_ms,
     ),
@@ -112,18 +122,21 @@ _CELLS: Mapping[str, tuple[Callable[[Point], str], Callable[[Point], str], Calla
 def measurement_table(analysis: Analysis) -> Table:
     """Return every measured or failed length of every panel as one row."""
     rows = [row for one in analysis.panels for row in _panel_rows(one)]
+    has_graphs = any(row["graph_ms"] for row in rows)
+    graphs = " From a graph: the same call replayed from a CUDA graph, cache warm." if has_graphs else ""
     return Table(
         name="scaling",
         title="All measurements",
         note=(
             "Median with 95 % interval. Extra memory: peak without inputs, output and gradients of the inputs. Saved: "
-            "kept for backward. Speed-up: over the fastest exact kernel at the same length."
+            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs}"
         ),
         columns=(
             text_column("variant", "variant", priority=0),
             text_column("pass", "pass", priority=0 if len(analysis.panels) > 1 else 5),
             number_column("length", "seq_len", human_length, priority=0),
             Column(heading="time", show=_row_time, brief=_row_brief, sort=lambda row: row["median_ms"], priority=0),
+            *([number_column("from a graph", "graph_ms", human_ms, priority=4)] if has_graphs else []),
             number_column("speed-up", "speed_up", ratio, priority=3),
             number_column("peak memory", "peak_bytes", human_bytes, priority=1),
             number_column("extra memory", "extra_bytes", human_bytes, priority=5),
@@ -153,7 +166,18 @@ def _panel_rows(one: PanelAnalysis) -> list[Row]:
 
 
 _MEASURED = (
-    *("median_ms", "low_ms", "high_ms", "q1_ms", "q3_ms", "peak_bytes", "extra_bytes", "saved_bytes", "flops"),
+    *(
+        "median_ms",
+        "low_ms",
+        "high_ms",
+        "q1_ms",
+        "q3_ms",
+        "graph_ms",
+        "peak_bytes",
+        "extra_bytes",
+        "saved_bytes",
+        "flops",
+    ),
     *("kernel", "flags"),
 )
 

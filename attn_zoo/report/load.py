@@ -11,7 +11,8 @@ from typing import Any
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, StoreError
-from attn_zoo.records import SCHEMA_VERSION, Environment, Record
+from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
+from attn_zoo.report.ceilings import read_ceilings
 from attn_zoo.report.flat import COLUMNS, INTEGER_COLUMNS, NUMBER_COLUMNS, TEXT_COLUMNS, flat_row
 
 __all__ = ["Claim", "Results", "Run", "load_runs", "read_results", "read_run"]
@@ -45,6 +46,7 @@ class Run:
         matrices: what was run into the folder, resolved, oldest first.
         environments: by digest.
         claims: by variant.
+        ceilings: what the machines could do; empty in folders of older versions.
         records: what could be read, ordered by key.
         warnings: what could not be read, one sentence each.
     """
@@ -53,6 +55,7 @@ class Run:
     matrices: tuple[Mapping[str, Any], ...] = ()
     environments: Mapping[str, Environment] = field(default_factory=dict)
     claims: Mapping[str, Claim] = field(default_factory=dict)
+    ceilings: tuple[Ceilings, ...] = ()
     records: tuple[Record, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -74,6 +77,11 @@ class Results:
     def claim(self, variant: str) -> Claim | None:
         """Return the claim of `variant` from the first run that stored one."""
         return next((run.claims[variant] for run in self.runs if variant in run.claims), None)
+
+    def ceilings(self, environment: str, device: str, dtype: str, threads: int | None) -> Ceilings | None:
+        """Return what a machine could do, from the first run that measured it."""
+        every = (one for run in self.runs for one in run.ceilings)
+        return next((one for one in every if one.subject == (environment, device, dtype, threads)), None)
 
     @property
     def environments(self) -> dict[str, Environment]:
@@ -141,6 +149,7 @@ def read_run(path: str | Path) -> Run:
         matrices=tuple(matrices),
         environments=_environments(data.get("environments"), path.name, warnings),
         claims=_claims(data.get("claims"), path.name, warnings),
+        ceilings=read_ceilings(path, warnings),
         records=tuple(records),
         warnings=tuple(warnings),
     )

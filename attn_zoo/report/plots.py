@@ -8,6 +8,7 @@ from attn_zoo.report.breakdown_plots import breakdown_picture
 from attn_zoo.report.bubble_plot import bubble_picture, overview_picture
 from attn_zoo.report.curves import Picture
 from attn_zoo.report.learning_plots import learning_picture
+from attn_zoo.report.roofline_plot import roofline_picture
 from attn_zoo.report.scaling_plots import memory_picture, speed_up_picture, time_picture
 from attn_zoo.report.style import looks
 from attn_zoo.report.tuning_plot import tuning_picture
@@ -27,6 +28,7 @@ def make_pictures(analysis: Analysis) -> list[Picture]:
             speed_up_picture(one, look_of),
             memory_picture(one, look_of, "peak_bytes"),
             memory_picture(one, look_of, "extra_bytes"),
+            roofline_picture(one, look_of),
         ]
     pictures += [overview_picture(overview, look_of) for overview in analysis.overviews]
     kinds = (accuracy_picture, bubble_picture, learning_picture, breakdown_picture, tuning_picture)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from attn_zoo.records import Ceilings
 from attn_zoo.report.load import Claim, Results
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 from attn_zoo.statistics import median_interval, quartiles
@@ -30,6 +31,11 @@ class Point:
     extra_bytes: int | None
     saved_bytes: int | None
     flops: int | None
+    min_bytes: int | None
+    backward_ratio: float | None
+    graph_ms: float | None
+    bundle: str
+    process_sizes: tuple[int, ...]
     kernel: str
     flags: str
 
@@ -75,6 +81,8 @@ class Panel:
         name: for file names; unique among the panels of one report.
         series: ordered by label.
         baseline: at each length the fastest exact series, or None where the run has none.
+        pass_: what is timed, as recorded.
+        ceilings: of the machine, or None where the run has not measured them.
     """
 
     title: str
@@ -82,6 +90,8 @@ class Panel:
     name: str
     series: tuple[Series, ...]
     baseline: Series | None
+    pass_: str = ""
+    ceilings: Ceilings | None = None
 
 
 def make_panels(results: Results) -> list[Panel]:
@@ -129,7 +139,14 @@ def _panel(setting: dict[str, Any], rows: pd.DataFrame, name: str, results: Resu
         name=name,
         series=tuple(series),
         baseline=fastest_exact(series),
+        pass_=str(setting["pass"]),
+        ceilings=_ceilings(setting, results),
     )
+
+
+def _ceilings(setting: dict[str, Any], results: Results) -> Ceilings | None:
+    threads = None if pd.isna(setting["threads"]) else int(setting["threads"])
+    return results.ceilings(str(setting["environment"]), str(setting["device"]), str(setting["dtype"]), threads)
 
 
 def _point(seq_len: int, rows: pd.DataFrame) -> Point:
@@ -152,6 +169,11 @@ def _point(seq_len: int, rows: pd.DataFrame) -> Point:
         extra_bytes=_largest(rows["extra_bytes"]),
         saved_bytes=_largest(rows["saved_bytes"]),
         flops=_largest(rows["flops"]),
+        min_bytes=_largest(rows["min_bytes"]),
+        backward_ratio=_mean(rows["backward_ratio"]),
+        graph_ms=_mean(rows["graph_ms"]),
+        bundle=str(first["bundle"]) if len(rows) == 1 else "",  # pooled samples are of no common rounds
+        process_sizes=tuple(first["process_sizes"]) if len(rows) == 1 else (),
         kernel=str(first["kernel"]),
         flags=" + ".join(sorted({flag for flag in rows["flags"] if flag})),
     )
@@ -160,6 +182,11 @@ def _point(seq_len: int, rows: pd.DataFrame) -> Point:
 def _largest(column: pd.Series[Any]) -> int | None:
     known = column.dropna()
     return int(known.max()) if len(known) else None
+
+
+def _mean(column: pd.Series[Any]) -> float | None:
+    known = column.dropna()
+    return float(known.mean()) if len(known) else None
 
 
 def fastest_exact(series: Sequence[Series]) -> Series | None:

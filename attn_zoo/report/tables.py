@@ -5,6 +5,7 @@ from __future__ import annotations
 from attn_zoo.report.accuracy import AccuracyGroup
 from attn_zoo.report.accuracy_table import accuracy_table, cost_table
 from attn_zoo.report.analysis import Analysis
+from attn_zoo.report.efficiency_tables import efficiency_table, rate_table
 from attn_zoo.report.growth_tables import crossover_table, exponent_table
 from attn_zoo.report.learning import equal_cost_table
 from attn_zoo.report.length_tables import length_table, measurement_table
@@ -14,6 +15,7 @@ from attn_zoo.report.published import published_table, sources_table
 from attn_zoo.report.score_table import score_table
 from attn_zoo.report.table import Table
 from attn_zoo.report.tuning_tables import pretraining_table, trials_table
+from attn_zoo.report.turns_table import turns_table
 
 __all__ = ["long_tables", "make_tables", "summary_tables"]
 
@@ -23,6 +25,12 @@ def summary_tables(analysis: Analysis) -> list[Table]:
     tables = [length_table(one, quantity) for quantity in ("time", "memory") for one in analysis.panels]
     if analysis.panels:
         tables += [exponent_table(analysis), crossover_table(analysis)]
+    rates = [
+        turns_table(analysis),
+        efficiency_table(analysis, is_brief=True),
+        *(rate_table(one) for one in analysis.panels),
+    ]
+    tables += [table for table in rates if table]
     tables += [overview_table(overview) for overview in analysis.overviews]
     tables += [table for group in analysis.accuracy for table in _accuracy(group, analysis)]
     sources = sources_table([group for group in analysis.accuracy if not group.metric.is_lower_better])
@@ -47,5 +55,7 @@ def long_tables(analysis: Analysis) -> list[Table]:
 
 
 def make_tables(analysis: Analysis) -> list[Table]:
-    """Return the summary and, last, the long table of all measurements."""
-    return [*summary_tables(analysis), *([measurement_table(analysis)] if analysis.panels else [])]
+    """Return the summary and, last, the long tables: efficiency, where ceilings were measured, and all measurements."""
+    rates = efficiency_table(analysis)
+    long = [*([rates] if rates else []), *([measurement_table(analysis)] if analysis.panels else [])]
+    return [*summary_tables(analysis), *long]

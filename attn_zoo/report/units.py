@@ -8,11 +8,13 @@ import unicodedata
 __all__ = [
     "capital",
     "clean",
+    "human_bandwidth",
     "human_bytes",
     "human_flops",
     "human_length",
     "human_ms",
     "human_number",
+    "percent",
     "ratio",
     "shorten",
     "slug",
@@ -81,6 +83,27 @@ def human_flops(value: float) -> str:
         if abs(value) < 0.9995 * 10 ** (power + 3):
             return f"{human_number(value / 10**power)} {letter}FLOP"
     return f"{human_number(value / 1e18)} EFLOP"
+
+
+def human_bandwidth(value: float) -> str:
+    """Return bytes per second with a decimal unit, as makers of memory count.
+
+    >>> human_bandwidth(14.9e9), human_bandwidth(4.8e12)
+    ('14.9 GB/s', '4.8 TB/s')
+    """
+    for power, letter in ((6, "M"), (9, "G")):
+        if abs(value) < 0.9995 * 10 ** (power + 3):
+            return f"{human_number(value / 10**power)} {letter}B/s"
+    return f"{human_number(value / 1e12)} TB/s"
+
+
+def percent(frac: float) -> str:
+    """Return a share.
+
+    >>> percent(0.634), percent(0.0051), percent(1.02)
+    ('63 %', '0.51 %', '102 %')
+    """
+    return f"{100 * frac:.0f} %" if frac >= 0.0995 else f"{human_number(100 * frac, 2)} %"
 
 
 def human_length(tokens: float) -> str:

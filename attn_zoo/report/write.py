@@ -44,7 +44,8 @@ def write_analysis(analysis: Analysis, out: str | Path) -> list[Path]:
         files[out / "figures" / f"{picture.name}.png"] = render(picture.figure, "png")
     for table in tables:
         files[out / "tables" / f"{table.name}.md"] = to_markdown(table).encode()
-        if not table.name.startswith(("time-", "memory-")):  # their numbers are in scaling.csv, one row each
+        # Their numbers are in scaling.csv and efficiency.csv, one row each.
+        if not table.name.startswith(("time-", "memory-", "rates-", "efficiency-")):
             files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
     for table in long_tables(analysis):
         files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()

@@ -6,16 +6,23 @@ import pytest
 import torch
 
 from attn_zoo.measure import ceilings
-from attn_zoo.measure.ceilings import Ceilings, exceeds_physical, measure_ceilings, peak_of, roofline_frac
+from attn_zoo.measure.ceilings import exceeds_physical, measure_ceilings, peak_of
+from attn_zoo.records import Ceilings
 
-ROOF = Ceilings(matmul_flops_per_s=100.0, copy_bytes_per_s=10.0)
+ROOF = Ceilings(device="cpu", dtype="float32", matmul_flops_per_s=100.0, copy_bytes_per_s=10.0)
 
 
 def test_the_larger_of_the_two_floors_is_the_roof():
-    assert roofline_frac(200.0, 1.0, 4.0, ROOF) == 0.5  # compute bound: 2 s
-    assert roofline_frac(1.0, 30.0, 4.0, ROOF) == 0.75  # memory bound: 3 s
-    with pytest.raises(ValueError, match="positive"):
-        roofline_frac(1.0, 1.0, 0.0, ROOF)
+    assert ROOF.floor_s(200.0, 1.0) == 2.0  # compute bound
+    assert ROOF.floor_s(1.0, 30.0) == 3.0  # memory bound
+
+
+def test_ceilings_survive_json_and_know_their_subject():
+    roof = Ceilings(
+        device="cuda", dtype="bfloat16", matmul_flops_per_s=1.0, copy_bytes_per_s=2.0, clocks_mhz=(1.0, 2.0)
+    )
+    assert Ceilings.from_dict(roof.to_dict()) == roof
+    assert roof.subject == ("", "cuda", "bfloat16", None)
 
 
 def test_known_devices_have_a_peak_and_others_none():
@@ -51,17 +58,37 @@ def test_the_guard_accuses_only_the_impossible():
 def test_measured_ceilings_are_within_what_computers_do(monkeypatch):
     monkeypatch.setitem(ceilings._MATMUL_DIM, "cpu", 256)
     monkeypatch.setitem(ceilings._COPY_BYTES, "cpu", 4 * 2**20)
-    measured = measure_ceilings("cpu", torch.float32, budget_s=0.02)
-    assert 1e8 < measured.matmul_flops_per_s < 1e14
-    assert 1e8 < measured.copy_bytes_per_s < 1e13
+    measured = measure_ceilings("cpu", ["float32", "float64"], budget_s=0.02)
+    assert [(one.device, one.dtype) for one in measured] == [("cpu", "float32"), ("cpu", "float64")]
+    for one in measured:
+        assert 1e8 < one.matmul_flops_per_s < 1e15
+        assert 1e8 < one.copy_bytes_per_s < 1e13
+        assert one.peak_flops_per_s is None
+    assert measured[0].copy_bytes_per_s == measured[1].copy_bytes_per_s, "one copy for all dtypes"
+
+
+def test_a_dtype_without_a_fast_product_is_measured_on_a_smaller_one(monkeypatch):
+    """The time of a product is invented: 10 ms at 256, so that 1024 would take longer than the budget allows."""
+    sizes = []
+
+    def best_s(call, _device, _budget_s):
+        dim = call.args[0].shape[0]
+        sizes.append(dim)
+        return 0.010 * (dim / 256) ** 3
+
+    monkeypatch.setattr(ceilings, "_best_s", best_s)
+    rate = ceilings._matmul_rate(torch.device("cpu"), torch.float32, 0.3)
+    assert sizes == [256, 512, 512]
+    assert rate == pytest.approx(2 * 256**3 / 0.010)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_ceilings_stay_below_the_data_sheet():
-    measured = measure_ceilings("cuda", torch.bfloat16)
+    (measured,) = measure_ceilings("cuda", ["bfloat16"])
     peak = peak_of(torch.cuda.get_device_name())
     if peak is None:
         pytest.skip("no data sheet of this GPU")
+    assert measured.peak_flops_per_s == peak.flops_per_s["bfloat16"]
     assert 0.3 < measured.matmul_flops_per_s / peak.flops_per_s["bfloat16"] < 1
     assert 0.3 < measured.copy_bytes_per_s / peak.bytes_per_s < 1

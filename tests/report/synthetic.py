@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attn_zoo.records import Cell, Environment, Memory, Record, Score, Status, Timing
+from attn_zoo.records import Ceilings, Cell, Environment, Memory, Record, Score, Status, Timing
 
 MACHINE = Environment(
     host="0123456789ab",
@@ -98,6 +99,24 @@ def scaling(
         timing=timing(cost, seed=seq_len, spread=spread) if is_ok else None,
         memory=Memory(peak_bytes=inputs + extra, extra_bytes=extra, saved_bytes=inputs) if is_ok else None,
     )
+
+
+def costed(record: Record, flops: int, min_bytes: int, backward_ratio: float = 2.5) -> Record:
+    """Return a scaling record with what the formulas of its variant say of one forward."""
+    return replace(record, flops=flops, min_bytes=min_bytes, backward_ratio=backward_ratio)
+
+
+def roof(**changes: Any) -> Ceilings:
+    """Return invented ceilings that fit the cells of `scaling`: 100 GFLOP/s and 10 GB/s."""
+    fields: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 2,
+        "matmul_flops_per_s": 1e11,
+        "copy_bytes_per_s": 1e10,
+        "environment": MACHINE.digest,
+    }
+    return Ceilings(**(fields | changes))
 
 
 def accuracy(
@@ -212,6 +231,7 @@ def write_run(
     name: str = "quick",
     claims: Mapping[str, Any] | None = None,
     environment: Environment = MACHINE,
+    ceilings: Iterable[Ceilings] = (),
     **extra: Any,
 ) -> Path:
     """Write a results folder as the store does and return its path."""
@@ -227,6 +247,9 @@ def write_run(
         **extra,
     }
     (path / "run.json").write_text(json.dumps(head), encoding="utf-8")
+    measured = [one.to_dict() for one in ceilings]
+    if measured:
+        (path / "ceilings.json").write_text(json.dumps({"schema": 1, "ceilings": measured}), encoding="utf-8")
     for record in records:
         (cells / f"{record.cell.key}.json").write_text(record.to_json(), encoding="utf-8")
     return path

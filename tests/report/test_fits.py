@@ -72,7 +72,7 @@ def test_crossover_is_where_the_curves_meet(tmp_path):
     assert crossing_text(found).startswith("from 4,0")
 
 
-@pytest.mark.parametrize(("unit", "words"), [(1e-6, "from 512 or less"), (10.0, "not up to 32k")])
+@pytest.mark.parametrize(("unit", "words"), [(1e-6, "from 512 or less"), (10.0, "none up to 32k")])
 def test_never_and_always_are_results(tmp_path, unit, words):
     one = panel(tmp_path, [*powers("full", 2, 1e-5), *powers("bigbird", 1, unit)])
     found = one.crossing("bigbird")

@@ -79,7 +79,7 @@ def test_terminal_report_fits_and_says_the_main_things(analysis, width):
 def test_findings_name_the_fastest_and_count_what_is_missing(analysis):
     said = findings(analysis)
     assert "at 4k tokens the fastest is linformer" in said[0]
-    assert "faster than full: bigbird from 1,2" in said[0]
+    assert "crossover with full: bigbird from 1,2" in said[0]
     assert re.search(r"5 of \d+ cells gave no measurement", said[-1])
 
 

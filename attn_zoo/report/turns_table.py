@@ -1,0 +1,104 @@
+"""Variants that were timed in turns: how much longer each takes than the fastest of its rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_zoo.report.analysis import Analysis, PanelAnalysis
+from attn_zoo.report.columns import number_column, text_column
+from attn_zoo.report.length_tables import interval_ms
+from attn_zoo.report.series import Point
+from attn_zoo.report.table import Column, Row, Table
+from attn_zoo.report.units import human_length, human_ms, human_number, ratio
+from attn_zoo.statistics import time_ratio
+
+__all__ = ["turns_table"]
+
+
+def turns_table(analysis: Analysis) -> Table | None:
+    """Return one row for each variant of each bundle, the fastest first; None where nothing was timed in turns."""
+    rows = [row for one in analysis.panels for row in _panel_rows(one)]
+    if not rows:
+        return None
+    return Table(
+        name="turns",
+        title="Timed in turns",
+        note=(
+            "Each group was timed in one process, in rounds of one call each, and again in further processes. Beside "
+            "the fastest: median over rounds of the ratio of two calls of one round, with its 95 % interval over "
+            "rounds and processes."
+        ),
+        columns=(
+            text_column("pass", "pass", priority=0),
+            number_column("length", "seq_len", human_length, priority=0),
+            text_column("variant", "variant", priority=0),
+            Column(heading="time", show=_time, brief=_brief_time, sort=lambda row: row["median_ms"], priority=1),
+            Column(heading="beside the fastest", show=_ratio, brief=_brief_ratio, sort=_sort_ratio, priority=0),
+            number_column("rounds", "num_rounds", str, priority=3),
+            text_column("kernel", "kernel", priority=4),
+        ),
+        rows=tuple(rows),
+        fields=tuple(rows[0]),
+    )
+
+
+def _panel_rows(one: PanelAnalysis) -> list[dict[str, Any]]:
+    bundles: dict[tuple[int, str], list[tuple[Point, str]]] = {}
+    for series in one.panel.series:
+        for point in series.points:
+            if point.bundle:
+                bundles.setdefault((point.seq_len, point.bundle), []).append((point, series.label))
+    rows = []
+    for (seq_len, bundle), found in sorted(bundles.items()):
+        members = sorted(found, key=lambda member: (member[0].median_ms, member[1]))
+        fastest = members[0][0]
+        for point, label in members:
+            compared = time_ratio(
+                point.samples_ms,
+                fastest.samples_ms,
+                is_paired=True,
+                sizes_a=point.process_sizes,
+                sizes_b=fastest.process_sizes,
+            )
+            rows.append(
+                {
+                    "pass": one.panel.title,
+                    "settings": one.panel.subtitle,
+                    "seq_len": seq_len,
+                    "variant": label,
+                    "median_ms": point.median_ms,
+                    "low_ms": point.low_ms,
+                    "high_ms": point.high_ms,
+                    "fastest": members[0][1],
+                    "ratio": compared.value,
+                    "ratio_low": compared.low,
+                    "ratio_high": compared.high,
+                    "num_rounds": compared.num_pairs,
+                    "num_processes": max(1, len(point.process_sizes)),
+                    "kernel": point.kernel,
+                    "bundle": bundle,
+                }
+            )
+    return rows
+
+
+def _time(row: Row) -> str:
+    return interval_ms(row["median_ms"], row["low_ms"], row["high_ms"])
+
+
+def _brief_time(row: Row) -> str:
+    return human_ms(row["median_ms"])
+
+
+def _ratio(row: Row) -> str:
+    if row["variant"] == row["fastest"]:
+        return "fastest"
+    return f"{ratio(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"
+
+
+def _brief_ratio(row: Row) -> str:
+    return "fastest" if row["variant"] == row["fastest"] else ratio(row["ratio"])
+
+
+def _sort_ratio(row: Row) -> float:
+    return float(row["ratio"])

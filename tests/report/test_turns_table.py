@@ -1,0 +1,57 @@
+"""Variants timed in turns: ratios by round, beside the fastest of the same bundle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attn_zoo.records import Record
+from attn_zoo.report.analysis import analyse
+from attn_zoo.report.turns_table import turns_table
+from tests.report.synthetic import scaling, write_run
+
+ROUNDS = (1.0, 4.0, 1.0, 1.0, 5.0, 1.0)  # how slow the machine was in each round
+
+
+def member(variant: str, times_ms: float, bundle: str, *, num_rounds: int = len(ROUNDS), label: str = "") -> Record:
+    """Return a record whose samples are slow in the slow rounds; two processes with half of the rounds each."""
+    record = scaling(variant, 2048, label=label)
+    assert record.timing is not None
+    samples = tuple(times_ms * slow for slow in ROUNDS[:num_rounds])
+    sizes = (num_rounds // 2, num_rounds - num_rounds // 2)
+    timing = replace(record.timing, samples_ms=samples, median_ms=times_ms, process_sizes=sizes)
+    return replace(record, timing=timing, bundle=bundle, isolation="interleaved")
+
+
+def test_ratios_are_taken_round_by_round(tmp_path: Path):
+    records = [member("full", 30.0, "b1"), member("linformer", 10.0, "b1"), member("bigbird", 12.0, "b1")]
+    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    assert table is not None
+    found = [(row["variant"], row["fastest"]) for row in table.rows]
+    assert found == [("linformer", "linformer"), ("bigbird", "linformer"), ("full", "linformer")]
+    for row, expected in zip(table.rows, (1.0, 1.2, 3.0), strict=True):
+        # What slowed a round slowed all of it: the ratio has no spread, although the times have.
+        assert [row[name] for name in ("ratio", "ratio_low", "ratio_high")] == pytest.approx([expected] * 3)
+        assert (row["num_rounds"], row["num_processes"]) == (6, 2)
+    shown = [[column.show(row) for column in table.columns] for row in table.rows]
+    assert any("fastest" in cell for cell in shown[0])
+    assert any("[" in cell and "3" in cell for cell in shown[2])
+
+
+def test_bundles_are_not_compared_with_each_other(tmp_path: Path):
+    records = [
+        member("full", 30.0, "b1"),
+        member("bigbird", 12.0, "b1"),
+        member("full", 31.0, "b2", label="full again"),
+        member("linformer", 10.0, "b2"),
+    ]
+    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    assert table is not None
+    fastest = {row["variant"]: row["fastest"] for row in table.rows}
+    assert fastest == {"full": "bigbird", "bigbird": "bigbird", "full again": "linformer", "linformer": "linformer"}
+
+
+def test_runs_without_bundles_have_no_such_table(tmp_path: Path):
+    assert turns_table(analyse([write_run(tmp_path / "run", [scaling("full", 512)])])) is None
