@@ -311,6 +311,7 @@ def _stored_plan(store: Store, files: list[Path] | None, data_dir: Path | None =
 def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show what a results folder has, what is left, and what failed with which reason."""
     from attn_zoo.console import print_json, print_standing
+    from attn_zoo.matrix.ceilings import ceilings_text
     from attn_zoo.matrix.runner import standing
     from attn_zoo.matrix.store import Store
 
@@ -319,9 +320,11 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
     now = standing(planned, list(scan.records.values()))
     if as_json:
         counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
-        print_json({"done": counts, "left": [item.cell.id for item in now.left], "stale": len(now.stale)})
+        left = [item.cell.id for item in now.left]
+        ceilings = [one.to_dict() for one in store.ceilings()]
+        print_json({"done": counts, "left": left, "stale": len(now.stale), "ceilings": ceilings})
     else:
-        print_standing(now, scan.problems, folder)
+        print_standing(now, scan.problems, [ceilings_text(one) for one in store.ceilings()], folder)
 
 
 @app.command()

@@ -220,8 +220,8 @@ def print_summary(summary: Summary) -> None:
         out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)
 
 
-def print_standing(now: Standing, problems: Mapping[str, str], folder: Path) -> None:
-    """Print what a results folder has, what failed with which reason, and what is left."""
+def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequence[str], folder: Path) -> None:
+    """Print what a results folder has, what failed with which reason, what is left, and what its machines could do."""
     counts = Counter(record.status for record in now.done)
     print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
     failed = [record for record in now.done if record.status != "ok"]
@@ -232,6 +232,9 @@ def print_standing(now: Standing, problems: Mapping[str, str], folder: Path) -> 
     if problems:
         out.print()
         print_table("No records", ("file", "why"), sorted(problems.items()))
+    if ceilings:
+        out.print()
+        print_table("Measured ceilings", ("",), [(text,) for text in ceilings])
     out.print()
     stale = f"; {len(now.stale)} records are stale: their source or data changed" if now.stale else ""
     other = f"; {len(now.other)} records belong to other matrices" if now.other else ""

@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from attn_zoo.scaling_fit import (
+    NUM_RESAMPLES,
     TAILS,
     CostFit,
     Exponent,
@@ -33,6 +33,7 @@ __all__ = [
     "Exponent",
     "LocalSlope",
     "PairedDifference",
+    "Ratio",
     "crossover",
     "fit_cost",
     "fit_exponent",
@@ -41,6 +42,7 @@ __all__ = [
     "median_interval",
     "paired_difference",
     "quartiles",
+    "time_ratio",
 ]
 
 
@@ -64,26 +66,131 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
+def _by_process(samples: Sequence[float], sizes: Sequence[int], what: str) -> list[NDArray[np.float64]]:
+    """Return the samples of each process; all of them in one where no sizes are given."""
+    array = _finite(samples, 1, what)
+    if not sizes:
+        return [array]
+    if min(sizes) < 1 or sum(sizes) != array.size:
+        raise ValueError(f"{what}: expected positive sizes that add up to {array.size} samples; got {list(sizes)}")
+    return np.split(array, np.cumsum(sizes)[:-1])
+
+
+def _resampled_medians(processes: Sequence[NDArray[np.float64]], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return medians of resamples: of processes with replacement, then of the samples of each."""
+    if len(processes) == 1:
+        return bootstrap_medians(np.sort(processes[0]), rng)
+    # Sorted within each process: within one the order does not matter.
+    ordered = [np.sort(samples) for samples in processes]
+    medians = np.empty(NUM_RESAMPLES)
+    for index in range(NUM_RESAMPLES):
+        drawn = [ordered[pick] for pick in rng.integers(0, len(ordered), len(ordered))]
+        medians[index] = np.median(np.concatenate([part[rng.integers(0, part.size, part.size)] for part in drawn]))
+    return medians
+
+
+def _tails(resampled: NDArray[np.float64], confidence: float) -> tuple[float, float]:
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(resampled, [tail, 1.0 - tail])
+    return float(low), float(high)
+
+
+def median_interval(
+    samples: Sequence[float], confidence: float = 0.95, seed: int = 0, process_sizes: Sequence[int] = ()
+) -> tuple[float, float]:
     """Return the percentile bootstrap interval of the median.
 
     Identical samples give an interval of width zero, and so does a single one, of which nothing more can be said: show
     the number of samples beside the interval. With fewer than about six samples it is little more than their range.
 
+    Samples of one process resemble each other more than those of another, which found its memory and its clocks in
+    another state. Where `process_sizes` says which samples belong together, processes are resampled too; with two or
+    three of them the interval is about the range of their medians.
+
     Args:
-        samples: in any order; the result does not depend on it.
+        samples: in any order within each process; the result does not depend on it.
+        confidence: probability the interval is meant to cover.
+        seed: of the resampling.
+        process_sizes: how many samples each process took, in order (`Timing.process_sizes`); empty for one process.
+
+    Raises:
+        ValueError: there is no sample, or one is not finite, `confidence` is not between 0 and 1, or the sizes do not
+            add up.
+    """
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
+    processes = _by_process(samples, process_sizes, "samples")
+    return _tails(_resampled_medians(processes, np.random.default_rng(seed)), confidence)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """How many times one quantity is another, with its interval.
+
+    Args:
+        value: the median of the ratios of pairs, or the ratio of the medians where there are no pairs.
+        low: lower end of the interval.
+        high: upper end.
+        num_pairs: that were compared; 0 where the samples were not taken in turns.
+    """
+
+    value: float
+    low: float
+    high: float
+    num_pairs: int
+
+
+def time_ratio(
+    samples_a: Sequence[float],
+    samples_b: Sequence[float],
+    *,
+    is_paired: bool,
+    sizes_a: Sequence[int] = (),
+    sizes_b: Sequence[int] = (),
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Ratio:
+    """Return how many times a takes what b takes, with a percentile bootstrap interval.
+
+    Samples taken in turns are pairs: sample k of both, of the same process, is that of the same round. What slowed the
+    machine in that round slowed both, and drops out of their ratio. The series may differ in length, because a slower
+    callable spends its budget in fewer rounds: the rounds that only one has say nothing and are left out. Processes are
+    resampled, then the pairs within each.
+
+    Without pairing (two runs, two bundles) both medians are resampled for themselves, processes included.
+
+    Args:
+        samples_a: positive, in the order in which they were taken.
+        samples_b: likewise.
+        is_paired: both were taken in turns: their records have the same, non-empty `bundle`.
+        sizes_a: samples of each process (`Timing.process_sizes`); empty for one.
+        sizes_b: likewise.
         confidence: probability the interval is meant to cover.
         seed: of the resampling.
 
     Raises:
-        ValueError: there is no sample, or one is not finite, or `confidence` is not between 0 and 1.
+        ValueError: no samples, one that is not positive and finite, sizes that do not add up, or pairs of different
+            numbers of processes.
+
+    >>> time_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0, 1.0], is_paired=True)
+    Ratio(value=2.0, low=2.0, high=2.0, num_pairs=3)
     """
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
-    ordered = np.sort(_finite(samples, 1, "samples"))
-    tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(bootstrap_medians(ordered, np.random.default_rng(seed)), [tail, 1.0 - tail])
-    return float(low), float(high)
+    first, second = _by_process(samples_a, sizes_a, "samples_a"), _by_process(samples_b, sizes_b, "samples_b")
+    if min(float(part.min()) for part in (*first, *second)) <= 0:
+        raise ValueError("expected positive samples; a time of zero has no ratio")
+    rng = np.random.default_rng(seed)
+    if not is_paired:
+        value = float(np.median(np.concatenate(first)) / np.median(np.concatenate(second)))
+        low, high = _tails(_resampled_medians(first, rng) / _resampled_medians(second, rng), confidence)
+        return Ratio(value=value, low=low, high=high, num_pairs=0)
+    if len(first) != len(second):
+        raise ValueError(f"expected pairs of as many processes; got {len(first)} and {len(second)}")
+    rounds = [min(a.size, b.size) for a, b in zip(first, second, strict=True)]
+    ratios = [a[:count] / b[:count] for a, b, count in zip(first, second, rounds, strict=True)]
+    low, high = _tails(_resampled_medians(ratios, rng), confidence)
+    return Ratio(value=float(np.median(np.concatenate(ratios))), low=low, high=high, num_pairs=sum(rounds))
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
@@ -104,6 +211,8 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
     array = _finite(values, 1, "values")
     if array.size == 1:
         return None
+    from scipy import special  # a fifth of a second that no worker needs
+
     quantile = special.stdtrit(array.size - 1, 0.5 + confidence / 2.0)
     half = float(quantile) * float(array.std(ddof=1)) / array.size**0.5
     return float(array.mean()) - half, float(array.mean()) + half
@@ -157,6 +266,8 @@ def paired_difference(correct_a: str | Sequence[int], correct_b: str | Sequence[
     if not {*first, *second} <= {0, 1}:
         raise ValueError(f"expected only 0 and 1 as marks; got {sorted({*first, *second})}")
     count = len(first)
+    from scipy import special
+
     only_a = sum(a > b for a, b in zip(first, second, strict=True))
     only_b = sum(b > a for a, b in zip(first, second, strict=True))
     differing = only_a + only_b

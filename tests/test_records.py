@@ -224,3 +224,22 @@ def test_an_environments_digest_forgets_the_commit_only():
 def test_statuses_are_those_of_the_type():
     assert set(STATUSES) == set(Status.__args__)  # type: ignore[attr-defined]
     assert "skipped_after_oom" in STATUSES
+
+
+def test_phases_say_what_the_harness_adds():
+    phases = {"start": 1.5, "gate": 0.25, "timing": 3.0, "memory": 1.0, "energy": 7.0, "exchange": 0.25}
+    record = replace(RECORD, phases=phases)
+    assert record.overhead_s == 2.0
+    assert Record.from_dict(json.loads(record.to_json())) == record
+    assert replace(RECORD, phases={}).overhead_s is None
+
+
+def test_records_of_earlier_versions_are_read_and_keep_their_keys():
+    old = RECORD.to_dict()
+    for name in ("bundle", "phases"):
+        del old[name]
+    del old["cell"]["together"]
+    assert Record.from_dict(old) == RECORD
+    alone = Cell(kind="scaling", variant="full", seq_len=512, batch_size=1, pass_="fwd", options={"b": [1], "a": 1})
+    assert alone.key == "2b8e276a34a79e5e25c8"
+    assert replace(alone, together="x").key != alone.key

@@ -21,6 +21,7 @@ from attn_zoo.statistics import (
     median_interval,
     paired_difference,
     quartiles,
+    time_ratio,
 )
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -336,3 +337,87 @@ def test_crossover_lies_in_range_and_ignores_the_unit(lists_x, lists_baseline):
         assert scaled.length == pytest.approx(result.length, rel=1e-5)
     for end in (result.low, result.high):
         assert end is None or 64 - 1e-6 <= end <= 512 + 1e-6
+
+
+# Several processes, and pairs by round --------------------------------------------------------------------------------
+
+
+def in_processes(rng, num=3, size=12, spread=0.0, noise=0.05):
+    """Return samples around 10, each process with a shift of its own, and their sizes."""
+    parts = [10 * (1 + spread * rng.standard_normal()) * (1 + noise * rng.standard_normal(size)) for _ in range(num)]
+    return list(np.concatenate(parts)), [size] * num
+
+
+def test_the_interval_covers_what_differs_between_processes():
+    samples, sizes = [10.0] * 40 + [12.0] * 40 + [13.0] * 40, (40, 40, 40)
+    assert median_interval(samples, process_sizes=sizes) == (10.0, 13.0)
+    assert median_interval(samples) == (12.0, 12.0), "one pool of samples hides it"
+    assert median_interval([5.0] * 6, process_sizes=(2, 4)) == (5.0, 5.0)
+
+
+def test_one_process_is_the_plain_interval_and_the_order_within_a_process_does_not_matter():
+    rng = np.random.default_rng(0)
+    samples, sizes = in_processes(rng, spread=0.1)
+    assert median_interval(samples, process_sizes=(len(samples),)) == median_interval(samples)
+    shuffled = list(np.concatenate([rng.permutation(part) for part in np.split(np.array(samples), 3)]))
+    assert median_interval(shuffled, process_sizes=sizes) == median_interval(samples, process_sizes=sizes)
+
+
+def test_resampling_processes_covers_the_truth_far_more_often_where_they_differ():
+    rng = np.random.default_rng(1)
+    hits = {True: 0, False: 0}
+    for _ in range(60):
+        samples, sizes = in_processes(rng, num=5, spread=0.1)
+        for has_processes in hits:
+            low, high = median_interval(samples, process_sizes=sizes if has_processes else ())
+            hits[has_processes] += low <= 10 <= high
+    assert hits[True] >= 45, "few processes: less than 95 %, but most"
+    assert hits[False] <= 35, "as if there were no processes"
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (4, -1), (3, 0), (2,)])
+def test_sizes_must_add_up(sizes):
+    with pytest.raises(ValueError, match="expected positive sizes that add up to 3 samples"):
+        median_interval([1.0, 2.0, 3.0], process_sizes=sizes)
+
+
+def test_pairs_remove_what_slowed_both():
+    rng = np.random.default_rng(2)
+    weather = np.exp(0.5 * rng.standard_normal(40))  # of the machine, round by round
+    a, b = 2 * weather * (1 + 0.01 * rng.standard_normal(40)), weather * (1 + 0.01 * rng.standard_normal(40))
+    paired = time_ratio(list(a), list(b), is_paired=True)
+    unpaired = time_ratio(list(a), list(b), is_paired=False)
+    assert paired.low <= 2 <= paired.high
+    assert paired.high - paired.low < 0.05 < unpaired.high - unpaired.low
+    assert unpaired.low <= 2 <= unpaired.high
+    assert (paired.num_pairs, unpaired.num_pairs) == (40, 0)
+
+
+def test_pairs_are_those_of_the_same_process_and_round():
+    a, b = [2.0, 20.0, 3.0, 30.0, 300.0], [1.0, 10.0, 100.0, 1.0, 10.0]
+    found = time_ratio(a, b, is_paired=True, sizes_a=(2, 3), sizes_b=(3, 2))
+    assert found.num_pairs == 2 + 2
+    assert found.value == 2.5, "2, 2, 3 and 3; the third rounds of either process are no pairs"
+    assert (found.low, found.high) == (2.0, 3.0)
+    backwards = time_ratio(b, a, is_paired=True, sizes_a=(3, 2), sizes_b=(2, 3))
+    assert backwards.value == pytest.approx((1 / 2 + 1 / 3) / 2)
+    with pytest.raises(ValueError, match="expected pairs of as many processes; got 2 and 1"):
+        time_ratio(a, b, is_paired=True, sizes_a=(2, 3))
+
+
+@given(sample_lists, sample_lists, st.booleans())
+@settings(deadline=None, max_examples=30)
+def test_a_ratio_lies_in_its_interval_and_turns_round_with_its_sides(a, b, is_paired):
+    found = time_ratio(a, b, is_paired=is_paired)
+    assert found.low <= found.value * (1 + 1e-9)
+    assert found.value <= found.high * (1 + 1e-9)
+    assert found == time_ratio(a, b, is_paired=is_paired), "seeded"
+    scaled = time_ratio([4 * x for x in a], b, is_paired=is_paired)
+    assert scaled.value == pytest.approx(4 * found.value)
+
+
+@pytest.mark.parametrize("bad", [[0.0], [-1.0], [math.nan], []])
+def test_a_ratio_needs_positive_samples(bad):
+    for pair in ((bad, [1.0]), ([1.0], bad)):
+        with pytest.raises(ValueError, match=r"positive|expected at least 1"):
+            time_ratio(*pair, is_paired=False)

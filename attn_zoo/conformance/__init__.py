@@ -7,6 +7,17 @@ subset that runs before anything is timed. Neither knows any variant by name.
 from attn_zoo.conformance.catalogue import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, exit_code
 from attn_zoo.conformance.gate import GATE_CHECKS, gate
+from attn_zoo.conformance.own_length import check_output
 from attn_zoo.conformance.runner import run_checks
 
-__all__ = ["CHECKS", "GATE_CHECKS", "Check", "CheckResult", "Outcome", "exit_code", "gate", "run_checks"]
+__all__ = [
+    "CHECKS",
+    "GATE_CHECKS",
+    "Check",
+    "CheckResult",
+    "Outcome",
+    "check_output",
+    "exit_code",
+    "gate",
+    "run_checks",
+]

@@ -28,10 +28,14 @@ GATE_CHECKS = (
 )
 """What is checked before a timing: everything that would make the timing one of something else."""
 
+LENGTH_CHECKS = ("shape_and_dtype", "matches_reference")
+"""What is checked again where all of it held at another length before: parameters and patterns depend on the length."""
+
 SHORT_LEN, LONG_LEN = 7, 131  # odd, so that no block size divides them; long enough for several blocks
 SPAN_LEN = 709  # for one comparison of outputs: eleven blocks of 64 and a ragged one
 
-# Cells of one process that differ only in a length beyond the gate's own are gated once. Failures are not kept.
+# Cells of one process that differ only in a length beyond the gate's own are gated once. Failures are not kept. The
+# second key leaves the length out.
 _held: dict[Hashable, tuple[str, ...]] = {}
 
 
@@ -83,10 +87,13 @@ def gate(
         forms.append("mixer")
     # Parameters may grow with the longest length: a gate must not cost more for a longer cell.
     build = replace(build, max_seq_len=min(build.max_seq_len, span))
-    key = (variant.attention, variant.mixer, config_digest(config), build, dtype, device, short, long, span, *forms)
+    anywhere = replace(build, max_seq_len=1)
+    any_length = (variant.attention, variant.mixer, config_digest(config), anywhere, dtype, device, short, long, *forms)
+    key = (*any_length, build.max_seq_len, span)
     if key in _held:
         return _held[key]
-    held: dict[str, None] = {}
+    known = _held.get(any_length) if span > long else None
+    held: dict[str, None] = dict.fromkeys(known or ())
     for each in forms:
         subject = Subject(
             variant=variant,
@@ -100,7 +107,7 @@ def gate(
             is_fixed=True,
             may_refuse=True,
         )
-        for check in find_checks(GATE_CHECKS):
+        for check in find_checks(GATE_CHECKS if known is None else LENGTH_CHECKS):
             if each not in check.forms:
                 continue
             result = run_one(check, subject)
@@ -113,5 +120,5 @@ def gate(
                 raise UnsupportedError("options", result.message)
             if result.outcome == "passed":
                 held[check.name] = None
-    _held[key] = tuple(held)
+    _held[key] = _held[any_length] = tuple(held)
     return _held[key]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,17 +38,22 @@ def expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[Pl
 
     groups: tuple[ScalingGroup | AccuracyGroup, ...] = (*matrix.scaling, *matrix.accuracy)
     for group in groups:
+        members: list[dict[str, Any]] = []
         for entry in group.variants:
             options = {**matrix.options.get(entry.name, {}), **entry.options}
-            common: dict[str, Any] = {
+            member = {
                 "variant": entry.name,
                 "label": entry.label or entry.name,
                 "options": json.loads(json.dumps(options)),  # a copy of its own for every entry
                 "variant_digest": source_digest(variants[entry.name]),
-                "device": group.device,
-                "threads": group.threads,
             }
-            for item in _scaling(group, common) if isinstance(group, ScalingGroup) else trainings(group, common, known):
+            members.append(member)
+        for member in members:
+            common = {**member, "device": group.device, "threads": group.threads}
+            cells = (
+                _scaling(group, common, members) if isinstance(group, ScalingGroup) else trainings(group, common, known)
+            )
+            for item in cells:
                 yield item if has_cuda or group.device != "cuda" else _refused(item, "cuda", "no CUDA device here")
 
 
@@ -54,7 +61,14 @@ def _refused(item: PlannedCell, capability: str, reason: str) -> PlannedCell:
     return PlannedCell(cell=item.cell, refusal=(capability, reason), isolation=item.isolation)
 
 
-def _scaling(group: ScalingGroup, common: dict[str, Any]) -> Iterator[PlannedCell]:
+def _together(group: ScalingGroup, members: Sequence[dict[str, Any]], common: dict[str, Any]) -> str:
+    """Return the digest of what is timed in turns and how: another peer, or another source of one, is another cell."""
+    lane = {name: value for name, value in common.items() if name not in {*members[0], "seq_len"}}
+    text = json.dumps([list(members), group.repeats, lane], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _scaling(group: ScalingGroup, common: dict[str, Any], members: Sequence[dict[str, Any]]) -> Iterator[PlannedCell]:
     axes: dict[str, Sequence[Any]] = {
         "scope": group.scope,
         "dtype": group.dtypes,
@@ -72,16 +86,20 @@ def _scaling(group: ScalingGroup, common: dict[str, Any]) -> Iterator[PlannedCel
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         cell = Cell(kind="scaling", num_kv_heads=group.num_kv_heads or point["num_heads"], **point, **common)
+        if group.isolation == "interleaved":
+            cell = replace(cell, together=_together(group, members, {**point, **common}))
         refusal = _refusal(cell)
         rough = Estimate() if refusal else estimate(cell, config, group.budget_s, group.isolation)
+        seconds = None if rough.seconds is None else rough.seconds * group.repeats
         yield PlannedCell(
             cell=cell,
             refusal=refusal,
             isolation=group.isolation,
+            repeats=group.repeats,
             timeout_s=group.timeout_s,
             budget_s=group.budget_s,
             has_energy=group.has_energy,
-            estimate_s=rough.seconds,
+            estimate_s=seconds,
             estimate_bytes=rough.num_bytes,
         )
 

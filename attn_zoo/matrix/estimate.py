@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from attn_zoo.metadata import Shape
+from attn_zoo.matrix.costs import DTYPE_BYTES, shape_of
 from attn_zoo.records import Cell, Record
 from attn_zoo.registry import VariantConfig, variants
 
@@ -17,8 +17,7 @@ __all__ = ["Estimate", "TrainingTimes", "estimate", "scaled_seconds"]
 _RATE = {"cpu": 2e10, "cuda": 2e13}
 _HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
 _PASS_COST = {"infer": 1.0, "fwd": 1.0, "bwd": 3.5, "fwd_bwd": 3.5}
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_START_S = {"cell": 2.5, "lane": 0.5}
+_START_S = {"cell": 2.5, "lane": 0.5, "interleaved": 1.5}
 _CALLS = 5  # warm-up, the fewest samples, memory, counted FLOPs
 
 
@@ -40,21 +39,12 @@ def estimate(cell: Cell, config: VariantConfig, budget_s: float, isolation: str)
         cell: a scaling cell.
         config: its variant's options.
         budget_s: seconds of sampling.
-        isolation: `"cell"` or `"lane"`.
+        isolation: `"cell"`, `"lane"` or `"interleaved"`.
     """
     variant = variants[cell.variant]
     assert cell.batch_size is not None and cell.num_heads is not None  # noqa: PT018  a scaling cell has all sizes
     assert cell.seq_len is not None and cell.head_dim is not None and cell.pass_ is not None  # noqa: PT018
-    shape = Shape(
-        batch_size=cell.batch_size,
-        num_heads=cell.num_heads,
-        num_kv_heads=cell.num_kv_heads or cell.num_heads,
-        query_len=cell.seq_len,
-        key_len=cell.seq_len,
-        head_dim=cell.head_dim,
-        is_causal=cell.is_causal,
-        config=config,
-    )
+    shape = shape_of(cell, config)
     rows = float(cell.batch_size * cell.num_heads)
     claim = variant.complexity
     try:
@@ -63,12 +53,12 @@ def estimate(cell: Cell, config: VariantConfig, budget_s: float, isolation: str)
         )
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
         return Estimate()
-    rate = _RATE[cell.device] * (_HALF_GAIN[cell.device] if _DTYPE_BYTES[cell.dtype] == 2 else 1.0)
+    rate = _RATE[cell.device] * (_HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0)
     call_s = flops * _PASS_COST[cell.pass_] / rate
     has_grads = cell.pass_ in {"bwd", "fwd_bwd"}
     tensors = 4 * rows * cell.seq_len * cell.head_dim * (2 if has_grads else 1)
     scores = rows * cell.seq_len**claim.memory_exponent if claim.memory_exponent > 1 else 0.0
-    num_bytes = (tensors + scores * (3 if has_grads else 2)) * _DTYPE_BYTES[cell.dtype]
+    num_bytes = (tensors + scores * (3 if has_grads else 2)) * DTYPE_BYTES[cell.dtype]
     return Estimate(_START_S[isolation] + max(budget_s, 3 * call_s) + _CALLS * call_s, int(num_bytes))
 
 

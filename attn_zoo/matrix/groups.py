@@ -101,7 +101,10 @@ class ScalingGroup(_Group):
         is_causal: later keys hidden.
         has_padding: the last quarter of every second sequence is padding.
         dropout_p: on attention weights.
-        isolation: a process for each cell, or one for all lengths of a lane.
+        isolation: a process for each cell, one for all lengths of a lane, or one in which all variants of the group are
+            timed in turns (`"interleaved"`): the way to compare peers.
+        repeats: how many processes time each length in turns; with several, intervals cover what differs between
+            processes.
         timeout_s: seconds one cell may take.
         budget_s: seconds of sampling per cell; fewer samples, wider intervals.
         has_energy: also measure the energy of a call: some seven seconds more per cell, on a GPU that tells.
@@ -117,7 +120,8 @@ class ScalingGroup(_Group):
     is_causal: Axis[bool] = (False,)
     has_padding: Axis[bool] = (False,)
     dropout_p: Axis[Annotated[float, Field(ge=0, lt=1)]] = (0.0,)
-    isolation: Literal["cell", "lane"] = "cell"
+    isolation: Literal["cell", "lane", "interleaved"] = "cell"
+    repeats: Annotated[int, Field(ge=1, le=20)] = 1
     timeout_s: Seconds = 600.0
     budget_s: Seconds = 1.0
     has_energy: bool = False

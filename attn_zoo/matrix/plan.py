@@ -78,14 +78,15 @@ def make_plan(
     matrix = _resolved(matrix, add_variants, device, auto)
     lanes: dict[str, dict[str, PlannedCell]] = {}
     for item in expand(matrix, has_cuda, data_dir):
-        lanes.setdefault(item.cell.lane, {}).setdefault(item.cell.key, item)
+        # What is timed in turns stays together, whatever is done with lanes.
+        lanes.setdefault(item.cell.together or item.cell.lane, {}).setdefault(item.cell.key, item)
     ordered = [_ascending(lane.values()) for lane in lanes.values()]
     if shard is not None:
         index, count = shard
         if not 1 <= index <= count:
             raise ConfigError("shard", [("", f"expected I/N with 1 <= I <= N; got {index}/{count}")])
         ordered = ordered[index - 1 :: count]
-    cells = [item for lane in ordered for item in lane]
+    cells = _counted_once([item for lane in ordered for item in lane])
     if only:
         kept = [item for item in cells if any(fnmatchcase(item.cell.id, pattern) for pattern in only)]
         if not kept:
@@ -102,8 +103,21 @@ def make_plan(
 
 
 def _ascending(lane: Iterable[PlannedCell]) -> list[PlannedCell]:
-    items = sorted(lane, key=lambda item: item.cell.seq_len or 0)
-    return [replace(item, has_count=index == 0 or item.isolation == "lane") for index, item in enumerate(items)]
+    return sorted(lane, key=lambda item: item.cell.seq_len or 0)
+
+
+def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
+    """Leave the count of FLOPs to the first of the cells that differ in length and pass only: a forward is a forward.
+
+    The counter takes up to a second to load, so only a process that runs many lengths counts all of them.
+    """
+    found: list[PlannedCell] = []
+    first: dict[str, PlannedCell] = {}
+    for item in cells:
+        seen = first.setdefault(replace(item.cell, pass_=None, together="").lane, item)
+        is_same_lane = item.isolation == "lane" and seen.cell.lane == item.cell.lane
+        found.append(replace(item, has_count=seen is item or is_same_lane))
+    return found
 
 
 def _has_cuda() -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from attn_zoo.records import Cell
@@ -20,12 +22,14 @@ class PlannedCell:
     Args:
         cell: what is measured.
         refusal: why it will not run, or None.
-        isolation: a process of its own, or one shared with the shorter lengths of its lane.
+        isolation: a process of its own; one shared with the shorter lengths of its lane and with the lane's other
+            passes; or one in which it is timed in turns with other variants.
+        repeats: processes in which it is timed in turns.
         timeout_s: seconds it may take.
         budget_s: seconds of sampling.
         has_energy: measure energy too.
-        has_count: count FLOPs too. One length checks the formula, and the counter takes seconds to load, so isolated
-            cells leave it to the shortest of their lane.
+        has_count: count FLOPs too. One length and pass checks the formula, and the counter takes up to a second to
+            load, so isolated cells leave it to the first of their kind.
         keep_weights: store what was trained.
         estimate_s: rough seconds, set-up included; None where nothing is known (training).
         estimate_bytes: rough bytes at the peak; None likewise.
@@ -33,7 +37,8 @@ class PlannedCell:
 
     cell: Cell
     refusal: Refusal | None = None
-    isolation: Literal["cell", "lane"] = "cell"
+    isolation: Literal["cell", "lane", "interleaved"] = "cell"
+    repeats: int = 1
     timeout_s: float = 600.0
     budget_s: float = 1.0
     has_energy: bool = False
@@ -41,3 +46,20 @@ class PlannedCell:
     keep_weights: bool = False
     estimate_s: float | None = None
     estimate_bytes: int | None = None
+
+    @property
+    def track(self) -> str:
+        """Cells of one track run one after another, under one supervisor, and may share a process."""
+        if self.isolation == "interleaved":
+            return self.cell.together
+        if self.isolation == "cell":
+            return self.cell.lane
+        data = {name: value for name, value in asdict(self.cell).items() if name not in {"seq_len", "pass_"}}
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]
+
+    @property
+    def unit(self) -> tuple[str, int | None]:
+        """Cells of one unit run at once: those that are timed in turns, otherwise each cell by itself."""
+        if self.isolation == "interleaved":
+            return self.cell.together, self.cell.seq_len
+        return self.cell.key, self.cell.seq_len

@@ -116,7 +116,9 @@ class PlainProgress(Progress):
 
     def finished(self, record: Record) -> None:
         self.done += 1
-        self._line(f"[{self.done}/{self.total}] {record.cell.id}  {describe(record)}  [{span(record.duration_s)}]")
+        around = "" if record.overhead_s is None else f", {span(record.overhead_s)} beside what it measured"
+        took = span(sum(record.phases.values()) or record.duration_s)
+        self._line(f"[{self.done}/{self.total}] {record.cell.id}  {describe(record)}  [{took}{around}]")
 
     def say(self, text: str) -> None:
         self._line(text)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.records import SCHEMA_VERSION, Environment, Record
+from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
 
-__all__ = ["RunInfo", "Scan", "differences", "read_info", "read_record"]
+__all__ = ["RunInfo", "Scan", "differences", "read_ceilings", "read_info", "read_record"]
 
 _KEY_DIGITS = 20
 
@@ -75,6 +75,19 @@ def read_info(path: Path) -> RunInfo:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise FolderError(f"{path}: damaged: {type(error).__name__} {error}") from None
+
+
+def read_ceilings(path: Path) -> tuple[Ceilings, ...]:
+    """Return what `ceilings.json` says, nothing where there is none; `StoreError` says why it cannot be used."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("ceilings"), list):
+        raise StoreError(f'{path}: expected an object with a list "ceilings"')
+    return tuple(Ceilings.from_dict(item if isinstance(item, dict) else {}, str(path)) for item in data["ceilings"])
 
 
 def _refuse_newer(schema: int, source: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from attn_zoo.matrix.ceilings import measure_missing
 from attn_zoo.matrix.claims import claims_of
 from attn_zoo.matrix.engines.local import LocalEngine
 from attn_zoo.matrix.plan import Plan, PlannedCell
@@ -118,6 +119,8 @@ def run(
         progress.begin(len(plan.cells), len(plan.cells) - len(left))
         try:
             with _signals(session.interrupt):
+                if not engine.is_remote:
+                    measure_missing(left, store, environment.digest, progress.say, session.is_over)
                 for item in left:
                     if item.refusal is not None:
                         session.finished(_refused(item, environment.digest))
@@ -144,12 +147,15 @@ def _refused(item: PlannedCell, environment: str) -> Record:
 
 
 def _lanes(left: Sequence[PlannedCell], records: dict[str, Record]) -> Lanes:
-    """Group runnable cells by lane, each with the records that its lane has."""
+    """Group runnable cells by track, each with the records that its lanes have."""
     prior: dict[str, list[Record]] = {}
     for record in records.values():
         prior.setdefault(record.cell.lane, []).append(record)
-    lanes: dict[str, list[PlannedCell]] = {}
+    tracks: dict[str, list[PlannedCell]] = {}
     for item in left:
         if item.refusal is None:
-            lanes.setdefault(item.cell.lane, []).append(item)
-    return [(items, prior.get(lane, [])) for lane, items in lanes.items()]
+            tracks.setdefault(item.track, []).append(item)
+    return [
+        (items, [record for lane in dict.fromkeys(item.cell.lane for item in items) for record in prior.get(lane, [])])
+        for items in tracks.values()
+    ]

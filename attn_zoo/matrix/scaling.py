@@ -1,77 +1,221 @@
-"""A scaling cell in this process: build, check, then time and weigh one call."""
+"""A scaling cell in this process: build, check, time and weigh one call; in steps, so that cells can take turns."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from attn_zoo.conformance import gate
+from attn_zoo.conformance import check_output, gate
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.conditions import Conditions
 from attn_zoo.matrix.workload import Workload, make_workload
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.energy import Energy, energy_of_call
-from attn_zoo.measure.flops import count_flops
+from attn_zoo.measure.graphs import with_graph_time
 from attn_zoo.measure.memory import memory_of_pass
-from attn_zoo.measure.passes import clear_grads, make_pass, time_pass
-from attn_zoo.records import Cell, Record
+from attn_zoo.measure.passes import clear_grads, make_pass
+from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
+from attn_zoo.measure.timing import Sampling, quiet_collector
+from attn_zoo.records import Cell, Memory, Record, Timing
 from attn_zoo.registry import variants
 
-__all__ = ["measure_scaling"]
+__all__ = ["Trial", "measure_scaling"]
 
 COUNT_BELOW_MS = 2_000.0
 """FLOPs are counted by one more forward, where that is cheap; the formula needs none."""
 
 
-def measure_scaling(record: Record, budget_s: float, *, has_energy: bool = False, has_count: bool = True) -> Record:
-    """Return the record with everything that was measured.
+class Trial:
+    """One scaling cell on its way to a record: `prepare`, then samples of `sampling`, then `finish`.
 
     Args:
         record: of the cell, otherwise empty.
         budget_s: seconds of sampling.
         has_energy: also measure energy, where the device tells.
         has_count: also count FLOPs, where that is cheap.
+        is_repeat: take times only: another process of this run has put this very cell through the gate and weighed it.
+            The output of the first call is checked all the same.
 
-    Raises:
-        GateError: the variant is not right, so nothing was timed.
-        UnsupportedError: it cannot do what the cell asks.
+    Attributes:
+        phases: seconds by what they were spent on.
     """
-    cell = record.cell
-    if cell.threads is not None:
-        torch.set_num_threads(cell.threads)
-    work = make_workload(cell)
-    variant = variants[cell.variant]
-    checks = gate(
-        cell.variant,
-        cell.options,
-        work.build,
-        dtype=cell.dtype,
-        device=cell.device,
-        seq_len=work.shape.seq_len,
-        form=cell.scope,
-    )
-    with recording() as kernels, Conditions(cell.device) as conditions:
-        timing = time_pass(work.forward, work.leaves, work.pass_, device=cell.device, budget_s=budget_s)
-    formula = variant.complexity.flops
-    flops = formula(work.shape) if formula else None
-    _refuse_impossible(cell, flops, timing.median_ms)
-    memory = memory_of_pass(work.forward, work.leaves, work.pass_, device=cell.device)
-    energy = _energy(work, cell.device) if has_energy else None
-    return replace(
-        record,
-        kernels=tuple(kernels),
-        is_simulated=variant.capabilities.is_simulated,
-        gate=checks,
-        timing=replace(timing, flags=(*timing.flags, *conditions.flags)),
-        clocks_mhz=conditions.clocks_mhz,
-        energy_joules=energy.joules if energy else None,
-        memory=memory,
-        flops=flops,
-        counted_flops=_counted_flops(work) if has_count and timing.median_ms < COUNT_BELOW_MS else None,
-        num_params=sum(item.numel() for item in work.module.parameters()),
-    )
+
+    def __init__(
+        self,
+        record: Record,
+        budget_s: float,
+        *,
+        has_energy: bool = False,
+        has_count: bool = True,
+        is_repeat: bool = False,
+    ) -> None:
+        self._record, self._cell, self._budget_s = record, record.cell, budget_s
+        self._has_energy, self._has_count, self._is_repeat = has_energy, has_count, is_repeat
+        self.phases: dict[str, float] = {}
+        self._work: Workload | None = None
+        self._sampling: Sampling | None = None
+        self._timing: Timing | None = None
+        self._checks: tuple[str, ...] = ()
+        self._kernels: tuple[str, ...] = ()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
+
+    @property
+    def device(self) -> str:
+        """Where it runs."""
+        return self._cell.device
+
+    @property
+    def sampling(self) -> Sampling:
+        """The samples, after `prepare`."""
+        assert self._sampling is not None
+        return self._sampling
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """What the call is given, after `prepare`."""
+        assert self._work is not None
+        return self._work.inputs
+
+    def prepare(
+        self,
+        inputs: Sequence[Tensor] | None = None,
+        make_stopwatch: Callable[[str], AbstractStopwatch] = stopwatch_for,
+    ) -> None:
+        """Build and check the variant, make the first call, check its output, and warm up.
+
+        Args:
+            inputs: to share with another cell that differs in the variant only.
+            make_stopwatch: for the device.
+
+        Raises:
+            GateError: the variant is not right, so nothing was timed.
+            UnsupportedError: it cannot do what the cell asks.
+        """
+        cell = self._cell
+        if cell.threads is not None:
+            torch.set_num_threads(cell.threads)
+        with self.phase("build"):
+            self._work = work = make_workload(cell, inputs)
+        if not self._is_repeat:
+            with self.phase("gate"):
+                self._checks = gate(
+                    cell.variant,
+                    cell.options,
+                    work.build,
+                    dtype=cell.dtype,
+                    device=cell.device,
+                    seq_len=work.shape.seq_len,
+                    form=cell.scope,
+                )
+        with recording() as kernels:
+            with self.phase("timing"):
+                clear_grads(work.leaves)
+                call, setup = make_pass(work.forward, work.leaves, work.pass_)
+                watch = make_stopwatch(cell.device)
+                self._sampling = Sampling(call, setup=setup, budget_s=self._budget_s, stopwatch=watch)
+                output = self._sampling.begin()
+            assert isinstance(output, Tensor)
+            with self.phase("gate"):  # nothing of this is timed yet: the first call is reported apart
+                self._checks += check_output(
+                    output,
+                    work.inputs,
+                    variant=variants[cell.variant],
+                    form=cell.scope or "mixer",
+                    build=work.build,
+                    key_padding_mask=work.key_padding_mask,
+                    is_random=work.module.training and cell.dropout_p > 0,
+                )
+            del output
+            with self.phase("timing"):
+                self._sampling.warm_up()
+        self._kernels = tuple(kernels)
+
+    def end_timing(self) -> None:
+        """Keep what the samples say, and let go of the timed call, which may hold a graph."""
+        self._timing = self.sampling.timing()
+        self._release()
+
+    def finish(self, conditions: Conditions) -> Record:
+        """Return the record, after measuring memory and what else was asked for.
+
+        Args:
+            conditions: under which the samples were taken.
+
+        Raises:
+            AttnZooError: the work cannot have been done in the time it took.
+        """
+        cell, work, timing = self._cell, self._work, self._timing
+        assert work is not None
+        assert timing is not None
+        variant = variants[cell.variant]
+        formula = variant.complexity.flops
+        flops = formula(work.shape) if formula else None
+        _refuse_impossible(cell, flops, timing.median_ms)
+        memory = energy = counted = None
+        if not self._is_repeat:
+            with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
+                timing = with_graph_time(timing, lambda: make_pass(work.forward, work.leaves, work.pass_), cell.device)
+                clear_grads(work.leaves)
+            memory, energy, counted = self._weigh(work, timing.median_ms)
+        return replace(
+            self._record,
+            kernels=self._kernels,
+            is_simulated=variant.capabilities.is_simulated,
+            gate=self._checks,
+            timing=replace(timing, flags=(*timing.flags, *conditions.flags)),
+            clocks_mhz=conditions.clocks_mhz,
+            energy_joules=energy.joules if energy else None,
+            memory=memory,
+            flops=flops,
+            counted_flops=counted,
+            num_params=sum(item.numel() for item in work.module.parameters()),
+        )
+
+    def _weigh(self, work: Workload, median_ms: float) -> tuple[Memory, Energy | None, int | None]:
+        cell, energy, counted = self._cell, None, None
+        with self.phase("memory"):
+            memory = memory_of_pass(work.forward, work.leaves, work.pass_, device=cell.device)
+        if self._has_energy:
+            with self.phase("energy"):
+                energy = _energy(work, cell.device)
+        if self._has_count and median_ms < COUNT_BELOW_MS:
+            with self.phase("count"):
+                counted = _counted_flops(work)
+        return memory, energy, counted
+
+    def drop(self) -> None:
+        """Let go of everything."""
+        self._release()
+        self._work = None
+
+    def _release(self) -> None:
+        self._sampling = None
+        if self._work is not None:
+            clear_grads(self._work.leaves)
+
+
+def measure_scaling(trial: Trial) -> Record:
+    """Measure one cell by itself and return its record. Raises as the steps of `Trial` do."""
+    trial.prepare()
+    with Conditions(trial.device) as conditions, trial.phase("timing"), quiet_collector():
+        while not trial.sampling.is_done:
+            trial.sampling.take()
+    trial.end_timing()
+    return trial.finish(conditions)
 
 
 def _refuse_impossible(cell: Cell, flops: int | None, median_ms: float) -> None:
@@ -87,6 +231,8 @@ def _refuse_impossible(cell: Cell, flops: int | None, median_ms: float) -> None:
 
 def _counted_flops(work: Workload) -> int | None:
     """Count one forward without a graph, so that the count needs no more memory than the timing did."""
+    from attn_zoo.measure.flops import count_flops  # loads a fifth of a second's worth of torch
+
     leaves = [leaf for leaf in work.leaves if leaf.requires_grad]
     try:
         for leaf in leaves:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from attn_zoo.matrix.costs import with_costs
 from attn_zoo.matrix.estimate import TrainingTimes, scaled_seconds
 from attn_zoo.matrix.plan import PlannedCell
 from attn_zoo.matrix.progress import Progress
@@ -80,7 +81,7 @@ class Session(Control):
             return scaled_seconds(known.duration_s, known.cell.seq_len, cell.seq_len, exponent)
         return item.estimate_s or 0.0
 
-    def may_start(self, item: PlannedCell) -> bool:
+    def may_start(self, item: PlannedCell, *beside: PlannedCell) -> bool:
         if self.is_over():
             self.stopped = self.stopped or "time limit"
             return False
@@ -88,7 +89,8 @@ class Session(Control):
             return True
         if item.cell.kind == "accuracy":
             return True  # it goes on from its checkpoint another time
-        if time.monotonic() + min(self.forecast_s(item), item.timeout_s) <= self._deadline:
+        forecast_s = sum(min(self.forecast_s(each), each.timeout_s) for each in (item, *beside))
+        if time.monotonic() + forecast_s <= self._deadline:
             return True
         self.stopped = self.stopped or "time limit"  # cells of other lanes may still fit
         return False
@@ -110,6 +112,7 @@ class Session(Control):
         return False
 
     def finished(self, record: Record) -> None:
+        record = with_costs(record)
         self._store.write(record)
         self._waiting.pop(record.cell.key, None)
         self._known[record.cell.lane] = record

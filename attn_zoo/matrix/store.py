@@ -1,6 +1,7 @@
 """A results folder: `run.json`, one record per cell, logs. Each file is whole or absent, whatever happens and when.
 
 run.json            the resolved matrices and every environment by digest
+ceilings.json       what each machine could do before it timed anything
 cells/<key>.json    one record; the file is the mark that the cell is done
 logs/<key>.log      what the cell printed
 weights/            what was trained, one file per cell, where the matrix asks to keep it
@@ -12,7 +13,7 @@ quarantine/         files in `cells` that are no records, each with its reason
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,8 +22,8 @@ from typing import Any
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.matrix.files import hold_lock, write_whole
-from attn_zoo.matrix.reading import RunInfo, Scan, differences, read_info, read_record
-from attn_zoo.records import SCHEMA_VERSION, Environment, Record
+from attn_zoo.matrix.reading import RunInfo, Scan, differences, read_ceilings, read_info, read_record
+from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
 
 __all__ = ["RunInfo", "Scan", "Store"]
 
@@ -41,6 +42,7 @@ class Store:
         self.weights = self.folder / "weights"
         self._cells = self.folder / "cells"
         self._info = self.folder / "run.json"
+        self._ceilings = self.folder / "ceilings.json"
 
     @property
     def exists(self) -> bool:
@@ -168,6 +170,20 @@ class Store:
         with hold_lock(self.folder, None, name=".lock-info", wait=True):
             info = self.info()
             self._enter(info.matrices[-1], environment, allow_mixed_env=True, claims={})
+
+    def ceilings(self) -> tuple[Ceilings, ...]:
+        """Return what machines could do before they timed anything; nothing in a folder of an older version.
+
+        Raises:
+            StoreError: the file cannot be read.
+        """
+        return read_ceilings(self._ceilings)
+
+    def add_ceilings(self, found: Iterable[Ceilings]) -> None:
+        """Store ceilings; of what was measured before, the first stays."""
+        first = {one.subject: one for one in (*found, *self.ceilings())}
+        data = {"schema": SCHEMA_VERSION, "ceilings": [first[subject].to_dict() for subject in sorted(first, key=str)]}
+        write_whole(self._ceilings, json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
 
     def write(self, record: Record) -> None:
         """Store a record, once and for all.

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,11 @@ from attn_zoo.matrix.limits import be_first_to_die, die_with_parent, limit_memor
 from attn_zoo.matrix.statuses import CLEAN
 from attn_zoo.records import Cell, Record
 
-__all__ = ["run_cell"]
+__all__ = ["run_cell", "run_cells_in_turns"]
+
+
+def _empty(cell: Cell, **fields: Any) -> Record:
+    return Record(cell=cell, status="ok", started=datetime.now(UTC).isoformat(timespec="seconds"), **fields)
 
 
 def run_cell(
@@ -31,7 +36,7 @@ def run_cell(
     has_energy: bool = False,
     has_count: bool = True,
     environment: str = "",
-    isolation: Literal["cell", "lane"] = "cell",
+    isolation: Literal["cell", "lane", "interleaved"] = "cell",
     attempt: int = 1,
     data_dir: Path | None = None,
     checkpoint_dir: Path | None = None,
@@ -58,31 +63,73 @@ def run_cell(
     """
     from attn_zoo.matrix.outcomes import outcome_of, short_trace
 
-    started, begin = datetime.now(UTC), time.monotonic()
-    record = Record(
-        cell=cell,
-        status="ok",
-        environment=environment,
-        started=started.isoformat(timespec="seconds"),
-        isolation=isolation,
-        attempt=attempt,
-    )
+    begin = time.monotonic()
+    record = _empty(cell, environment=environment, isolation=isolation, attempt=attempt)
+    phases: dict[str, float] = {}
     try:
         if cell.kind == "scaling":
-            from attn_zoo.matrix.scaling import measure_scaling
+            from attn_zoo.matrix.scaling import Trial, measure_scaling
 
-            record = measure_scaling(record, budget_s, has_energy=has_energy, has_count=has_count)
+            trial = Trial(record, budget_s, has_energy=has_energy, has_count=has_count)
+            phases = trial.phases
+            record = measure_scaling(trial)
         else:
             from attn_zoo.matrix.accuracy import measure_accuracy
 
             record = measure_accuracy(record, data_dir=data_dir, checkpoint_dir=checkpoint_dir, weights_dir=weights_dir)
+            phases = {"training": time.monotonic() - begin}
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a variant may even call sys.exit: it becomes a named outcome
         status, reason = outcome_of(error, room_bytes)
         trace = short_trace(error) if status == "error" else ""
         record = replace(record, status=status, reason=reason, trace=trace)
-    return replace(record, duration_s=round(time.monotonic() - begin, 4))
+    return replace(record, duration_s=round(time.monotonic() - begin, 4), phases=phases)
+
+
+def run_cells_in_turns(
+    cells: Sequence[Cell],
+    *,
+    budget_s: float = 1.0,
+    has_energy: bool = False,
+    has_count: Sequence[bool] = (),
+    is_repeat: bool = False,
+    environment: str = "",
+    bundle: str = "",
+    seed: int = 0,
+    attempt: int = 1,
+    tell: Callable[[int], object] = lambda index: None,  # noqa: ARG005
+    room_bytes: int | None = None,
+) -> list[Record]:
+    """Run scaling cells that differ in the variant only, timed in turns; as `run_cell` otherwise.
+
+    Args:
+        cells: what to run.
+        budget_s: seconds of sampling for each.
+        has_energy: measure energy.
+        has_count: for each cell, whether to count FLOPs.
+        is_repeat: times only: another process has checked and weighed these very cells before.
+        environment: digest that the records carry.
+        bundle: id that the records carry.
+        seed: of the order in each round.
+        attempt: 1 for the first.
+        tell: told the index of a cell whenever work on it begins.
+        room_bytes: of memory that could be allocated at the start, for messages.
+
+    Returns:
+        A record of each cell; of failures only, where one of them left the device unusable.
+    """
+    from attn_zoo.matrix.bundle import measure_together
+    from attn_zoo.matrix.scaling import Trial
+
+    records = [
+        _empty(cell, environment=environment, isolation="interleaved", bundle=bundle, attempt=attempt) for cell in cells
+    ]
+    trials = [
+        Trial(record, budget_s, has_energy=has_energy, has_count=counts, is_repeat=is_repeat)
+        for record, counts in zip(records, has_count or [True] * len(records), strict=True)
+    ]
+    return measure_together(records, trials, seed=seed, tell=tell, room_bytes=room_bytes)
 
 
 def _private_streams() -> tuple[IO[str], IO[str]]:
@@ -106,39 +153,40 @@ def _log_to(path: str) -> None:
     os.close(log)
 
 
-def _answer(request: dict[str, Any]) -> Record:
+def _answer(request: dict[str, Any], tell: Callable[[int], object]) -> list[Record]:
     from attn_zoo.discovery import load_file
     from attn_zoo.errors import AttnZooError, ConfigError
     from attn_zoo.matrix.sources import source_digest
     from attn_zoo.registry import variants
 
-    cell = Cell.from_dict(request["cell"], "request")
-    room = limit_memory() if cell.device == "cpu" else None
+    cells = [Cell.from_dict(data, "request") for data in request["cells"]]
+    room = limit_memory() if cells[0].device == "cpu" else None
     try:
         for path in request["variant_files"]:
             load_file(path, None)  # this process is the isolation: no need to try the import in another one first
-        if source_digest(variants[cell.variant]) != cell.variant_digest:
-            raise ConfigError(cell.variant, [("", "its source was changed while the matrix ran; run again")])
+        for cell in cells:
+            if source_digest(variants[cell.variant]) != cell.variant_digest:
+                raise ConfigError(cell.variant, [("", "its source was changed while the matrix ran; run again")])
     except AttnZooError as error:
-        return Record(cell=cell, status="error", reason=str(error), environment=request["environment"])
+        empty = [_empty(cell, environment=request["environment"]) for cell in cells]
+        return [replace(record, status="error", reason=str(error)) for record in empty]
+    common: dict[str, Any] = {name: request[name] for name in ("budget_s", "has_energy", "environment", "attempt")}
+    if request["isolation"] == "interleaved":
+        extra = {name: request[name] for name in ("has_count", "is_repeat", "bundle", "seed")}
+        return run_cells_in_turns(cells, tell=tell, room_bytes=room, **common, **extra)
     names = ("data_dir", "checkpoint_dir", "weights_dir")
-    folders = {name: Path(request[name]) if request[name] else None for name in names}
-    return run_cell(
-        cell,
-        budget_s=request["budget_s"],
-        has_energy=request["has_energy"],
-        has_count=request["has_count"],
-        environment=request["environment"],
-        isolation=request["isolation"],
-        attempt=request["attempt"],
-        room_bytes=room,
-        **folders,
+    folders: dict[str, Any] = {name: Path(request[name]) if request[name] else None for name in names}
+    (has_count,) = request["has_count"]
+    record = run_cell(
+        cells[0], has_count=has_count, isolation=request["isolation"], room_bytes=room, **common, **folders
     )
+    return [record]
 
 
 def main() -> None:
     """Answer requests until the supervisor closes the pipe, or a failure makes this process unfit for another cell."""
     die_with_parent(int(sys.argv[1]))
+    place = int(sys.argv[2])
     be_first_to_die()
     requests, answers = _private_streams()
     importlib.import_module("attn_zoo.matrix.scaling")  # and torch: before "ready", so that no cell pays for it
@@ -146,11 +194,15 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         _log_to(request["log"])
-        record = _answer(request)
+        # Written, not sent: a message would wake the supervisor while something is timed.
+        records = _answer(request, lambda index: os.pwrite(place, index.to_bytes(4, "little"), 0))
         sys.stdout.flush()
-        print(json.dumps({"event": "done", "record": record.to_dict()}, allow_nan=False), file=answers, flush=True)
-        if record.status not in CLEAN:
-            return
+        answer = {"event": "done", "records": [record.to_dict() for record in records]}
+        print(json.dumps(answer, allow_nan=False), file=answers, flush=True)
+        if any(record.status not in CLEAN for record in records):
+            break
+    sys.stderr.flush()
+    os._exit(0)  # taking a loaded torch apart takes a fifth of a second, and nothing here needs it
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +61,8 @@ class Workload:
     Args:
         module: the variant.
         forward: one call, without arguments.
+        inputs: of that call.
+        key_padding_mask: of that call, or None.
         leaves: inputs and parameters that take gradients.
         pass_: what is timed.
         build: what the module was built for.
@@ -69,6 +71,8 @@ class Workload:
 
     module: nn.Module
     forward: Callable[[], Tensor]
+    inputs: Sequence[Tensor]
+    key_padding_mask: Tensor | None
     leaves: list[Tensor]
     pass_: Pass
     build: BuildContext
@@ -106,8 +110,12 @@ def make_module(cell: Cell) -> tuple[nn.Module, BuildContext]:
     return make(cell.variant, build, **cell.options), build
 
 
-def make_workload(cell: Cell) -> Workload:
+def make_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Workload:
     """Build the variant and random normal inputs; the same for the same seed.
+
+    Args:
+        cell: what to build.
+        inputs: of another cell that differs in the variant only, to share instead of drawing the same ones again.
 
     Raises:
         UnsupportedError: the variant, or this machine, cannot do what the cell asks.
@@ -121,14 +129,8 @@ def make_workload(cell: Cell) -> Workload:
     module = module.to(device=cell.device, dtype=dtype)
     has_graph = sizes.pass_ not in GRAPH_FREE
     module.train(has_graph)
-    generator = torch.Generator(cell.device).manual_seed(cell.seed)
-    rows = (sizes.batch_size, sizes.num_heads, sizes.seq_len, sizes.head_dim)
-    kv_rows = (sizes.batch_size, sizes.num_kv_heads, sizes.seq_len, sizes.head_dim)
-    hidden = (sizes.batch_size, sizes.seq_len, build.embed_dim)
-    inputs = [
-        torch.randn(shape, generator=generator, device=cell.device, dtype=dtype).requires_grad_(has_graph)
-        for shape in ([rows, kv_rows, kv_rows] if cell.scope == "attention" else [hidden])
-    ]
+    if inputs is None:
+        inputs = _draw(cell, sizes, dtype, has_graph)
     mask = padding_of(sizes.batch_size, sizes.seq_len, cell.device) if cell.has_padding else None
 
     def forward() -> Tensor:
@@ -139,4 +141,25 @@ def make_workload(cell: Cell) -> Workload:
     shape = build.shape(sizes.batch_size, sizes.seq_len, config=config)
     parameters = [item for item in module.parameters() if item.requires_grad]
     leaves = [*inputs, *parameters]
-    return Workload(module=module, forward=forward, leaves=leaves, pass_=sizes.pass_, build=build, shape=shape)
+    return Workload(
+        module=module,
+        forward=forward,
+        inputs=inputs,
+        key_padding_mask=mask,
+        leaves=leaves,
+        pass_=sizes.pass_,
+        build=build,
+        shape=shape,
+    )
+
+
+def _draw(cell: Cell, sizes: _Sizes, dtype: torch.dtype, has_graph: bool) -> list[Tensor]:
+    """Return query, key and value, or hidden states."""
+    generator = torch.Generator(cell.device).manual_seed(cell.seed)
+    rows = (sizes.batch_size, sizes.num_heads, sizes.seq_len, sizes.head_dim)
+    kv_rows = (sizes.batch_size, sizes.num_kv_heads, sizes.seq_len, sizes.head_dim)
+    hidden = (sizes.batch_size, sizes.seq_len, sizes.num_heads * sizes.head_dim)
+    return [
+        torch.randn(shape, generator=generator, device=cell.device, dtype=dtype).requires_grad_(has_graph)
+        for shape in ([rows, kv_rows, kv_rows] if cell.scope == "attention" else [hidden])
+    ]

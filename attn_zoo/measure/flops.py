@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 __all__ = ["count_flops"]
 
+_COMPILER = "torch._dynamo"
 _TRANSPARENT_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d"})
 
 
@@ -31,33 +32,61 @@ class _OpaqueOperation(BaseException):
     """Something ran whose operations nobody knows. Not an `Exception`: no fall-back in the callable may swallow it."""
 
 
-class _Watchman(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stops before an operation that the counter would silently count as nothing."""
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what torch's table of formulas says, and stops before an operation that would count as nothing.
 
-    def __init__(self, formulas: Mapping[Any, Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._formulas = formulas
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        is_known = func._overloadpacket in self._formulas
-        if not is_known and (func.namespace not in _TRANSPARENT_NAMESPACES or "attention" in func.name()):
-            raise _OpaqueOperation(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-class _HigherOrderWatchman(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stops before a higher-order operator: FlexAttention would compute all scores here, and count as dense."""
+    `torch.utils.flop_counter.FlopCounterMode` would serve, but as every mode it loads torch's compiler to keep it out,
+    which takes a second. See `_new_counter`.
+    """
 
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+        extra = {operation: shape_wrapper(formula) for operation, formula in _EXTRA_FORMULAS.items()}  # type: ignore[no-untyped-call]
+        self._formulas: dict[Any, Any] = {**flop_registry, **extra}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
-            raise _OpaqueOperation(str(func))
-        return func(*args, **(kwargs or {}))
+            raise _OpaqueOperation(str(func))  # FlexAttention would compute all scores here, and count as dense
+        if (formula := self._formulas.get(func._overloadpacket)) is not None:
+            output = func(*args, **kwargs)
+            self.total += int(formula(*args, **kwargs, out_val=output))
+            return output
+        if func.namespace != "prim":
+            with self:  # what consists of other operations is counted by those
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        if func.namespace not in _TRANSPARENT_NAMESPACES or "attention" in func.name():
+            raise _OpaqueOperation(func.name())
+        return func(*args, **kwargs)
+
+
+def _new_counter() -> _Counter:
+    """Return a counter that keeps the compiler out of itself, where there is one: to say so loads it."""
+    if _COMPILER not in sys.modules:
+        return _Counter()
+
+    class Uncompiled(_Counter):  # type: ignore[no-untyped-call]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Uncompiled()
 
 
 @contextmanager
@@ -90,13 +119,15 @@ def count_flops(forward: Callable[[], object]) -> int | None:
         The count, or None where an operation ran that the counter cannot see into: FlexAttention, a kernel of another
         package, a Triton kernel. It stops at the first of those.
     """
-    formulas = {**flop_registry, **_EXTRA_FORMULAS}
-    counter = FlopCounterMode(display=False, custom_mapping=_EXTRA_FORMULAS)
+    had_compiler = _COMPILER in sys.modules
+    counter = _new_counter()
     try:
-        # One watchman stands outside the counter and sees what it could not take apart; the other must be asked first.
-        inner = _HigherOrderWatchman()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), _no_triton_launch(), _Watchman(formulas), counter, inner:
+        with torch.no_grad(), _no_triton_launch(), counter:
             forward()
     except _OpaqueOperation:
         return None
-    return int(counter.get_total_flops())
+    except Exception:
+        if had_compiler or _COMPILER not in sys.modules:
+            raise
+        return count_flops(forward)  # it has just loaded the compiler, which then took the counter apart too
+    return counter.total

@@ -16,6 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from attn_zoo.measure.graphs import with_graph_time
 from attn_zoo.measure.stopwatch import AbstractStopwatch
 from attn_zoo.measure.timing import time_callable
 from attn_zoo.records import Pass, Timing
@@ -67,8 +68,8 @@ def require_graph(output: Tensor, pass_: Pass) -> Tensor:
 
 def make_pass(
     forward: Callable[[], Tensor], leaves: Sequence[Tensor], pass_: Pass
-) -> tuple[Callable[[], object], Callable[[], None] | None]:
-    """Return what to time and what to run before each call of it.
+) -> tuple[Callable[[], Tensor], Callable[[], None] | None]:
+    """Return what to time, each call of which returns the output, and what to run before each call.
 
     The gradient that backward starts from is made once, in the first call. Graph-free means `torch.no_grad`, not
     `inference_mode`: tensors that a module caches in its first call must stay usable for training.
@@ -114,8 +115,9 @@ def make_pass(
     output = fwd()
     seed = seed_for(output)
 
-    def bwd() -> None:
+    def bwd() -> Tensor:
         output.backward(seed, retain_graph=True)  # type: ignore[no-untyped-call]
+        return output
 
     return bwd, clear
 
@@ -135,6 +137,8 @@ def time_pass(
 ) -> Timing:
     """Time one pass of `forward`. The numbers mean what they mean in `time_callable`.
 
+    A GPU pass that is bound by its launches has the time of its replay from a CUDA graph too; see `graphs`.
+
     Args:
         forward: computes the output, a tensor.
         leaves: inputs and parameters; their gradients are None afterwards.
@@ -153,7 +157,7 @@ def time_pass(
     clear_grads(leaves)
     call, setup = make_pass(forward, leaves, pass_)
     try:
-        return time_callable(
+        timing = time_callable(
             call,
             device=device,
             setup=setup,
@@ -164,5 +168,7 @@ def time_pass(
             flush_cache=flush_cache,
             stopwatch=stopwatch,
         )
+        del call, setup  # they may hold an autograd graph of these leaves, bound to the stream it was made on
+        return with_graph_time(timing, lambda: make_pass(forward, leaves, pass_), device)
     finally:
         clear_grads(leaves)

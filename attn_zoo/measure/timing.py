@@ -1,10 +1,13 @@
-"""Time one callable: warm up until it is steady, take samples within a budget, say what is doubtful about them."""
+"""Time one callable: warm up until it is steady, take samples within a budget, say what is doubtful about them.
+
+`time_callable` does it at once; a `Sampling` does the same in steps, so that several callables can take turns.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +16,7 @@ from attn_zoo.measure.stopwatch import AbstractStopwatch, Sample, stopwatch_for
 from attn_zoo.records import Timing
 from attn_zoo.statistics import median_interval, quartiles
 
-__all__ = ["time_callable"]
+__all__ = ["Sampling", "quiet_collector", "time_callable"]
 
 MIN_WARMUP_CALLS = 3
 MIN_WARMUP_S = 0.025
@@ -33,7 +36,7 @@ Call = Callable[[], object]
 
 
 @contextmanager
-def _quiet_collector() -> Iterator[None]:
+def quiet_collector() -> Iterator[None]:
     """Keep the garbage collector out of the samples.
 
     Everything that exists is frozen, so that collecting by hand between samples is cheap: reference cycles in a
@@ -81,66 +84,125 @@ def _choose_loops(
     return min(max(loops, math.ceil(loops * min_sample_s / tried_s)), MAX_LOOPS), loops
 
 
-def _take_samples(
-    watch: AbstractStopwatch,
-    call: Call,
-    setup: Call | None,
-    samples: list[Sample],
-    *,
-    expected_s: float,
-    loops: int,
-    budget_s: float,
-    num_range: tuple[int, int],
-) -> None:
-    """Append samples while the budget lasts, at least and at most as many in all as `num_range` says."""
-    minimum, maximum = num_range
-    spent = sum(sample.wall_s for sample in samples)
-    while len(samples) < maximum:
-        num_affordable = math.floor((budget_s - spent) / expected_s + 1e-6)  # sums of times are rounded
-        count = min(watch.batch_size, maximum - len(samples), max(num_affordable, minimum - len(samples)))
+class Sampling:
+    """One callable on its way to a `Timing`: `begin`, `warm_up`, `take` until `is_done`, `timing`.
+
+    The arguments, and what the numbers mean, are those of `time_callable`. Samples belong into a `quiet_collector`.
+
+    Raises:
+        ValueError: a number makes no sense, or the device is neither CPU nor CUDA.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        *,
+        device: torch.device | str = "cpu",
+        setup: Call | None = None,
+        budget_s: float = 1.0,
+        min_samples: int = 5,
+        max_samples: int = 50,
+        min_sample_ms: float = 2.0,
+        flush_cache: bool = True,
+        stopwatch: AbstractStopwatch | None = None,
+    ) -> None:
+        if not (budget_s > 0 and min_sample_ms >= 0 and 1 <= min_samples <= max_samples):
+            raise ValueError(
+                "expected budget_s > 0, min_sample_ms >= 0 and 1 <= min_samples <= max_samples; "
+                f"got {budget_s}, {min_sample_ms}, {min_samples}, {max_samples}"
+            )
+        self._watch = stopwatch_for(device, flush_cache=flush_cache) if stopwatch is None else stopwatch
+        self._call, self._setup = call, setup
+        self._budget_s, self._min_sample_ms = budget_s, min_sample_ms
+        self._min_samples, self._range = min_samples, (min_samples, max_samples)
+        self._flags: list[str] = []
+        self._samples: list[Sample] = []
+        self._first_s, self._num_warmup, self._loops = 0.0, 0, 1
+        self._expected_s = math.inf
+
+    def begin(self) -> object:
+        """Make the first call, which may compile, and return what it returned."""
+        results: list[object] = []
+        self._first_s = self._watch.once(lambda: results.append(self._call()), self._setup)
+        return results[0]
+
+    def warm_up(self) -> None:
+        """Call until the calls are steady, and choose how many of them fill a sample."""
+        watch, call, setup, budget_s = self._watch, self._call, self._setup, self._budget_s
+        warm_s: list[float] = []
+        if self._first_s >= budget_s:
+            # Slow, or slow once because it compiled? The next call tells, and is kept if it is slow too.
+            probe = watch.take(call, setup, count=1, loops=1)
+            if probe[0].wall_s >= budget_s:
+                self._samples += probe
+            else:
+                warm_s.append(probe[0].wall_s)
+        if not self._samples and not _warm_up(watch, call, setup, warm_s, budget_s):
+            self._flags.append("unsteady_warmup")
+        call_s = max(self._samples[0].wall_s if self._samples else min(warm_s), 1e-9)
+        num_calibrating = 0
+        if self._samples:
+            self._range = (min(LONG_SAMPLES, self._range[1]),) * 2
+        else:
+            self._loops, num_calibrating = _choose_loops(watch, call, setup, call_s, 1e-3 * self._min_sample_ms)
+        self._num_warmup = 1 + len(warm_s) + num_calibrating
+        self._expected_s = call_s * self._loops
+
+    def _num_next(self) -> int:
+        """Return how many samples may be taken next: none once the budget is spent and there are enough."""
+        minimum, maximum = self._range
+        spent = sum(sample.wall_s for sample in self._samples)
+        num_affordable = math.floor((self._budget_s - spent) / self._expected_s + 1e-6)  # sums of times are rounded
+        taken = len(self._samples)
+        return min(self._watch.batch_size, maximum - taken, max(num_affordable, minimum - taken))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the budget is spent."""
+        return self._num_next() < 1
+
+    def take(self, most: int | None = None) -> None:
+        """Take the next samples, at most `most`; nothing where the budget is spent."""
+        count = self._num_next() if most is None else min(most, self._num_next())
         if count < 1:
             return
-        taken = watch.take(call, setup, count=count, loops=loops)
-        samples += taken
-        spent += sum(sample.wall_s for sample in taken)
-        expected_s = max(spent / len(samples), 1e-9)
+        self._samples += self._watch.take(self._call, self._setup, count=count, loops=self._loops)
+        self._expected_s = max(sum(sample.wall_s for sample in self._samples) / len(self._samples), 1e-9)
         gc.collect()
 
-
-def _summarise(
-    samples: Sequence[Sample],
-    *,
-    watch: AbstractStopwatch,
-    loops: int,
-    first_s: float,
-    num_warmup: int,
-    flags: list[str],
-) -> Timing:
-    values = [1e3 * sample.wall_s / loops for sample in samples]
-    q1, median, q3 = quartiles(values)
-    low, high = median_interval(values)
-    processor = [1e3 * sample.cpu_s / loops for sample in samples if sample.cpu_s is not None]
-    processor_ms = quartiles(processor)[1] if processor else None
-    if q3 - q1 > UNSTABLE_FRAC * median:
-        flags.append("unstable")
-    if max(abs(value - median) for value in values) > OUTLIER_FRAC * median:
-        flags.append("outliers")
-    if processor_ms is not None and processor_ms < WAITING_FRAC * median:
-        flags.append("waiting")
-    return Timing(
-        samples_ms=tuple(values),
-        median_ms=median,
-        q1_ms=q1,
-        q3_ms=q3,
-        low_ms=low,
-        high_ms=high,
-        first_ms=1e3 * first_s,
-        num_warmup=num_warmup,
-        inner_loops=loops,
-        timer=watch.name,
-        process_cpu_ms=processor_ms,
-        flags=tuple(flags),
-    )
+    def timing(self) -> Timing:
+        """Return the samples and what they say."""
+        flags = list(self._flags)
+        if len(self._samples) < self._min_samples:
+            flags.append("few_samples")
+        floor_s = max(100 * self._watch.resolution_s, 0.5e-3 * self._min_sample_ms if self._watch.has_loops else 0.0)
+        if min(sample.wall_s for sample in self._samples) < floor_s:
+            flags.append("too_short")
+        values = [1e3 * sample.wall_s / self._loops for sample in self._samples]
+        q1, median, q3 = quartiles(values)
+        low, high = median_interval(values)
+        processor = [1e3 * sample.cpu_s / self._loops for sample in self._samples if sample.cpu_s is not None]
+        processor_ms = quartiles(processor)[1] if processor else None
+        if q3 - q1 > UNSTABLE_FRAC * median:
+            flags.append("unstable")
+        if max(abs(value - median) for value in values) > OUTLIER_FRAC * median:
+            flags.append("outliers")
+        if processor_ms is not None and processor_ms < WAITING_FRAC * median:
+            flags.append("waiting")
+        return Timing(
+            samples_ms=tuple(values),
+            median_ms=median,
+            q1_ms=q1,
+            q3_ms=q3,
+            low_ms=low,
+            high_ms=high,
+            first_ms=1e3 * self._first_s,
+            num_warmup=self._num_warmup,
+            inner_loops=self._loops,
+            timer=self._watch.name,
+            process_cpu_ms=processor_ms,
+            flags=tuple(flags),
+        )
 
 
 def time_callable(
@@ -187,46 +249,20 @@ def time_callable(
     Raises:
         ValueError: a number makes no sense, or the device is neither CPU nor CUDA.
     """
-    if not (budget_s > 0 and min_sample_ms >= 0 and 1 <= min_samples <= max_samples):
-        raise ValueError(
-            "expected budget_s > 0, min_sample_ms >= 0 and 1 <= min_samples <= max_samples; "
-            f"got {budget_s}, {min_sample_ms}, {min_samples}, {max_samples}"
-        )
-    watch = stopwatch_for(device, flush_cache=flush_cache) if stopwatch is None else stopwatch
-    flags: list[str] = []
-    samples: list[Sample] = []
-    warm_s: list[float] = []
-    first_s = watch.once(call, setup)
-    if (
-        first_s >= budget_s
-    ):  # slow, or slow once because it compiled? The next call tells, and is kept if it is slow too
-        probe = watch.take(call, setup, count=1, loops=1)
-        if probe[0].wall_s >= budget_s:
-            samples += probe
-        else:
-            warm_s.append(probe[0].wall_s)
-    if not samples and not _warm_up(watch, call, setup, warm_s, budget_s):
-        flags.append("unsteady_warmup")
-
-    call_s = max(samples[0].wall_s if samples else min(warm_s), 1e-9)
-    loops, num_calibrating = (1, 0) if samples else _choose_loops(watch, call, setup, call_s, 1e-3 * min_sample_ms)
-    num_range = (min(LONG_SAMPLES, max_samples),) * 2 if samples else (min_samples, max_samples)
-    with _quiet_collector():
-        _take_samples(
-            watch,
-            call,
-            setup,
-            samples,
-            expected_s=call_s * loops,
-            loops=loops,
-            budget_s=budget_s,
-            num_range=num_range,
-        )
-    if len(samples) < min_samples:
-        flags.append("few_samples")
-    floor_s = max(100 * watch.resolution_s, 0.5e-3 * min_sample_ms if watch.has_loops else 0.0)
-    if min(sample.wall_s for sample in samples) < floor_s:
-        flags.append("too_short")
-    return _summarise(
-        samples, watch=watch, loops=loops, first_s=first_s, num_warmup=1 + len(warm_s) + num_calibrating, flags=flags
+    sampling = Sampling(
+        call,
+        device=device,
+        setup=setup,
+        budget_s=budget_s,
+        min_samples=min_samples,
+        max_samples=max_samples,
+        min_sample_ms=min_sample_ms,
+        flush_cache=flush_cache,
+        stopwatch=stopwatch,
     )
+    sampling.begin()
+    sampling.warm_up()
+    with quiet_collector():
+        while not sampling.is_done:
+            sampling.take()
+    return sampling.timing()

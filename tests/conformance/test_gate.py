@@ -105,6 +105,36 @@ def test_a_gate_that_held_is_not_repeated_for_a_longer_cell() -> None:
         assert Counts.num_calls > calls
 
 
+def test_at_another_short_length_only_what_depends_on_it_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WrongWhenLong(Softmax):
+        lengths: ClassVar[list[int]] = []
+        is_wrong: ClassVar[bool] = False
+
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            WrongWhenLong.lengths.append(query.shape[-2])
+            output = super().attend(query, key, value, mask)
+            return output * 2 if WrongWhenLong.is_wrong and query.shape[-2] > 512 else output
+
+        def reference(
+            self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None
+        ) -> Tensor:
+            return Softmax.attend(self, query, key, value, key_padding_mask)
+
+    with registered(Broken(cls=WrongWhenLong, check="")) as name:
+        first = gate(name, {}, build(max_seq_len=512), seq_len=512)
+        calls = len(WrongWhenLong.lengths)
+        assert gate(name, {}, build(max_seq_len=1024), seq_len=1024) == first
+        again = WrongWhenLong.lengths[calls:]
+        assert SPAN_LEN in again
+        assert len(again) < calls / 2
+    WrongWhenLong.is_wrong = True
+    monkeypatch.setitem(gate.__globals__, "_held", {})
+    with registered(Broken(cls=WrongWhenLong, check="")) as name:
+        gate(name, {}, build(max_seq_len=300), seq_len=300)
+        with pytest.raises(GateError, match="matches_reference"):
+            gate(name, {}, build(max_seq_len=1024), seq_len=1024)
+
+
 class NotesLengths(Softmax):
     built: ClassVar[list[int]] = []
 

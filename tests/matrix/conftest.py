@@ -37,6 +37,12 @@ def _misbehaving_variants():
             registry.remove(name)
 
 
+@pytest.fixture(autouse=True)
+def _no_ceilings(monkeypatch):
+    """Seconds that only the tests of ceilings need."""
+    monkeypatch.setattr("attn_zoo.matrix.runner.measure_missing", lambda *_: None)
+
+
 def make_matrix(names: list[Any], **changes: Any):
     group = {
         "variants": names,

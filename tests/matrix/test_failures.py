@@ -153,7 +153,7 @@ class Ending:
     def is_over(self):
         return self.is_ending
 
-    def may_start(self, item):
+    def may_start(self, item, *beside):
         return True
 
     def started(self, item):

@@ -50,7 +50,7 @@ class Notes:
         self.check()
         return self.stop
 
-    def may_start(self, item):
+    def may_start(self, item, *beside):
         self.check()
         return not self.stop
 

@@ -169,3 +169,52 @@ def test_probe_asks_constructors_and_survives_what_they_do():
     asked = make_plan(matrix, variant_files=[VARIANT_FILE], should_probe=True)
     refused = {item.cell.id.partition("/fp32")[0]: item.refusal for item in asked.cells if item.refusal}
     assert refused == {"fake_picky/scaling/fwd/L1024": ("max_seq_len", "at most 800 tokens")}
+
+
+def test_what_is_timed_in_turns_is_one_track_and_each_length_one_unit():
+    plan = tiny_plan(["full", "fake_ok"], isolation="interleaved", passes=["fwd", "bwd"], seq_len=[64, 16], repeats=3)
+    tracks = [list(items) for _, items in itertools.groupby(plan.cells, key=lambda item: item.track)]
+    assert len(tracks) == 2, "one for each pass"
+    for track in tracks:
+        units = [list(items) for _, items in itertools.groupby(track, key=lambda item: item.unit)]
+        assert [[(item.cell.label, item.cell.seq_len) for item in unit] for unit in units] == [
+            [("full", 16), ("fake_ok", 16)],
+            [("full", 64), ("fake_ok", 64)],
+        ]
+        assert {item.cell.together for item in track} == {track[0].track}
+        assert {item.repeats for item in track} == {3}
+    for shard in (1, 2):
+        cells = tiny_plan(["full", "fake_ok"], isolation="interleaved", passes=["fwd", "bwd"], seq_len=[64, 16]).matrix
+        part = make_plan(cells, shard=(shard, 2)).cells
+        assert len({item.track for item in part}) == 1, "a shard tears nothing apart"
+
+
+def test_another_peer_or_number_of_processes_is_another_cell_and_alone_is_the_old_one():
+    def keys(names, **changes):
+        return {item.cell.label: item.cell.key for item in tiny_plan(names, seq_len=[16], **changes).cells}
+
+    pair = keys(["full", "fake_ok"], isolation="interleaved")
+    assert keys(["full", "fake_ok"], isolation="interleaved") == pair
+    assert keys(["full", "linformer"], isolation="interleaved")["full"] != pair["full"]
+    assert keys(["full", "fake_ok"], isolation="interleaved", repeats=2)["full"] != pair["full"]
+    alone = keys(["full", "fake_ok"])
+    assert alone["full"] != pair["full"]
+    assert keys(["full"])["full"] == alone["full"] == keys(["full"], isolation="lane")["full"]
+
+
+def test_a_lane_shares_its_process_with_the_other_passes_of_its_variant_only():
+    lanes = tiny_plan(["full", "fake_ok"], isolation="lane", passes=["fwd", "bwd"]).cells
+    assert len({item.cell.lane for item in lanes}) == 4
+    assert len({item.track for item in lanes}) == 2
+    isolated = tiny_plan(["full", "fake_ok"], passes=["fwd", "bwd"]).cells
+    assert {item.track for item in isolated} == {item.cell.lane for item in isolated}
+
+
+def test_flops_are_counted_once_for_cells_that_differ_in_length_and_pass():
+    def counted(**changes):
+        plan = tiny_plan(["full"], passes=["fwd", "bwd"], seq_len=[16, 64], **changes)
+        return [(item.cell.pass_, item.cell.seq_len) for item in plan.cells if item.has_count]
+
+    assert counted() == [("fwd", 16)]
+    assert counted(isolation="lane") == [("fwd", 16), ("fwd", 64)]
+    assert counted(isolation="interleaved") == [("fwd", 16)]

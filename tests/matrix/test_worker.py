@@ -16,7 +16,7 @@ from attn_zoo.matrix.conditions import Conditions
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.matrix.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.scaling import _refuse_impossible
-from attn_zoo.matrix.worker import run_cell
+from attn_zoo.matrix.worker import run_cell, run_cells_in_turns
 from attn_zoo.matrix.workload import make_workload, padding_of
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
@@ -228,3 +228,21 @@ def test_a_time_that_the_hardware_cannot_reach_is_rejected(monkeypatch):
     with pytest.raises(AttnZooError, match="rejected"):
         _refuse_impossible(backward, flops, 10.0)
     _refuse_impossible(replace(on_gpu, device="cpu"), flops, 3.0)
+
+
+def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_only(monkeypatch):
+    calls = []
+
+    def with_graph(timing, make, device):
+        call, setup = make()
+        calls.append((device, setup is not None, call().shape[-2]))
+        return replace(timing, graph_ms=0.25)
+
+    monkeypatch.setattr("attn_zoo.matrix.scaling.with_graph_time", with_graph)
+    record = run_cell(cell(pass_="fwd_bwd"), budget_s=0.01)
+    assert record.timing is not None, record.reason + record.trace
+    assert record.timing.graph_ms == 0.25
+    assert calls == [("cpu", True, 16)]
+    (repeat,) = run_cells_in_turns([cell(pass_="fwd_bwd")], budget_s=0.01, is_repeat=True)
+    assert repeat.timing is not None
+    assert repeat.timing.graph_ms is None

@@ -9,8 +9,9 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from attn_zoo.errors import StoreError
 from attn_zoo.matrix.limits import available_bytes, num_oom_kills, resident_bytes
 from attn_zoo.records import Record
 
-__all__ = ["Ended", "WorkerProcess"]
+__all__ = ["Ended", "WorkerProcess", "spawn_environment"]
 
 START_TIMEOUT_S = 120.0
 TERM_GRACE_S = 2.0
@@ -36,12 +37,36 @@ class Ended:
         exit_code: negative for a signal.
         was_memory: the kernel's out-of-memory killer, as far as can be told.
         was_ready: it had come as far as waiting for requests.
+        at: index of the cell that it was working on.
     """
 
     why: Literal["exit", "timeout", "stopped"]
     exit_code: int
     was_memory: bool = False
     was_ready: bool = True
+    at: int = 0
+
+
+def spawn_environment(threads: int | None) -> dict[str, str]:
+    """Return the environment of processes that measure.
+
+    Args:
+        threads: for OpenMP and MKL, which read it at start; None leaves their default.
+    """
+    environment = dict(os.environ)
+    # Works from the source tree too, without an installed package.
+    root = str(Path(attn_zoo.__path__[0]).parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    # Threads that spin long while they wait lose their core to any other process and are late at every barrier.
+    # BigBird, two cores, H=8, D=64, forward and backward at 4096 tokens in ms, one run each, idle and with one core
+    # busy elsewhere: 286 and 5575 at 100 000 rounds; 265 and 1263 at 10 000; 337 and 617 at 1 000. Left alone it is
+    # erratic when busy (962 in one run, 13 412 in another). Sleeping at once (OMP_WAIT_POLICY=passive) took 1214
+    # instead of 624 at 8192 tokens on an idle machine.
+    environment.setdefault("GOMP_SPINCOUNT", "10000")
+    environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
+    if threads is not None:
+        environment.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
+    return environment
 
 
 class WorkerProcess:
@@ -50,29 +75,26 @@ class WorkerProcess:
     Args:
         log: file for what it prints before its first cell.
         threads: for OpenMP and MKL, which read it at start; None leaves their default.
+
+    Attributes:
+        threads: likewise.
+        waited_s: how long the last `run` waited for the process to be ready.
     """
 
     def __init__(self, log: Path, threads: int | None) -> None:
-        environment = dict(os.environ)
-        # Works from the source tree too, without an installed package.
-        root = str(Path(attn_zoo.__path__[0]).parent)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
-        # Threads that spin long while they wait lose their core to any other process and are late at every barrier.
-        # BigBird, two cores, H=8, D=64, forward and backward at 4096 tokens in ms, one run each, idle and with one core
-        # busy elsewhere: 286 and 5575 at 100 000 rounds; 265 and 1263 at 10 000; 337 and 617 at 1 000. Left alone it is
-        # erratic when busy (962 in one run, 13 412 in another). Sleeping at once (OMP_WAIT_POLICY=passive) took 1214
-        # instead of 624 at 8192 tokens on an idle machine.
-        environment.setdefault("GOMP_SPINCOUNT", "10000")
-        environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
-        if threads is not None:
-            environment.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
+        self.threads, self.waited_s = threads, 0.0
+        # The worker writes here which cell it is at. A file outlives it, and nobody is woken by a write.
+        self._place = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
+        place = self._place.fileno()
+        module = "attn_zoo.matrix.worker"
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "attn_zoo.matrix.worker", str(os.getpid())],
+                [sys.executable, "-X", "faulthandler", "-m", module, str(os.getpid()), str(place)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=environment,
+                env=spawn_environment(threads),
+                pass_fds=(place,),
                 start_new_session=True,
             )
         self._buffer = b""
@@ -81,42 +103,56 @@ class WorkerProcess:
         self._room, self._kills = available_bytes(), num_oom_kills()
         self._peak = 0
 
-    def run(self, request: dict[str, Any], timeout_s: float, should_stop: Callable[[], bool]) -> Record | Ended:
-        """Have one cell run; the clock of `timeout_s` starts when the worker is ready.
+    def run(
+        self, request: dict[str, Any], limits_s: Sequence[float], should_stop: Callable[[], bool]
+    ) -> list[Record] | Ended:
+        """Have cells run; the clocks start when the worker is ready.
 
         Args:
             request: for the worker; see `attn_zoo.matrix.worker`.
-            timeout_s: seconds from then on.
+            limits_s: seconds that each cell may take; time counts for the one that the worker is at.
             should_stop: asked several times a second; True ends the worker at once.
         """
         assert self._process.stdin is not None  # opened above
+        os.pwrite(self._place.fileno(), bytes(4), 0)
         with contextlib.suppress(BrokenPipeError):  # it is gone: the exit code says more
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-        deadline = time.monotonic() + timeout_s if self._is_ready else self._spawned + START_TIMEOUT_S
+        left_s = list(limits_s)
+        asked = seen = time.monotonic()
+        self.waited_s = 0.0
         while True:
             message = self._next_message(_TICK_S)
             self._peak = max(self._peak, resident_bytes(self._process.pid))
+            now, at = time.monotonic(), self._at
+            if self._is_ready:
+                left_s[at] -= now - seen
+            seen = now
             if message is not None:
                 if message["event"] == "done":
-                    return self._record(message["record"])
+                    return self._records(message["records"])
                 self._is_ready = True
-                deadline = time.monotonic() + timeout_s
+                self.waited_s = now - asked
             elif should_stop():
                 return Ended("stopped", self.kill())
-            elif time.monotonic() > deadline:
-                return Ended("timeout", self.kill(), was_ready=self._is_ready)
+            elif left_s[at] < 0 if self._is_ready else now > self._spawned + START_TIMEOUT_S:
+                return Ended("timeout", self.kill(), was_ready=self._is_ready, at=at)
             elif self._process.poll() is not None:
                 last = self._next_message(0.0)  # written just before it ended
                 while last is not None and last["event"] != "done":
                     last = self._next_message(0.0)
                 if last is not None:
-                    return self._record(last["record"])
-                return Ended("exit", self.kill(), was_memory=self._was_memory(), was_ready=self._is_ready)
+                    return self._records(last["records"])
+                at, was_memory = self._at, self._was_memory()
+                return Ended("exit", self.kill(), was_memory=was_memory, was_ready=self._is_ready, at=at)
 
-    def _record(self, data: dict[str, Any]) -> Record | Ended:
+    @property
+    def _at(self) -> int:
+        return int.from_bytes(os.pread(self._place.fileno(), 4, 0), "little")
+
+    def _records(self, data: Sequence[dict[str, Any]]) -> list[Record] | Ended:
         try:
-            return Record.from_dict(data, "worker")
+            return [Record.from_dict(item, "worker") for item in data]
         except StoreError:
             return Ended("exit", self.kill())
 
@@ -156,7 +192,7 @@ class WorkerProcess:
                 self._process.wait(TERM_GRACE_S)
         self._signal_group(signal.SIGKILL)  # also for children that outlived it
         code = self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._process.stdin, self._process.stdout, self._place):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()

@@ -36,7 +36,7 @@ class _Collector:
     def is_over(self) -> bool:
         return False
 
-    def may_start(self, item: PlannedCell) -> bool:  # noqa: ARG002
+    def may_start(self, item: PlannedCell, *beside: PlannedCell) -> bool:  # noqa: ARG002
         return True
 
     def started(self, item: PlannedCell) -> None:

@@ -42,9 +42,9 @@ class SharedControl(Control):
         with self._lock:
             return self._is_abandoned or self._control.is_over()
 
-    def may_start(self, item: PlannedCell) -> bool:
+    def may_start(self, item: PlannedCell, *beside: PlannedCell) -> bool:
         with self._lock:
-            return not self._is_abandoned and self._control.may_start(item)
+            return not self._is_abandoned and self._control.may_start(item, *beside)
 
     def started(self, item: PlannedCell) -> None:
         with self._lock:

@@ -1,0 +1,191 @@
+"""Cells timed in turns: one record each, whatever becomes of the others; pairs by round; several processes pooled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_zoo.matrix.pooling import pooled
+from attn_zoo.matrix.runner import run
+from attn_zoo.matrix.scaling import Trial
+from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.worker import run_cells_in_turns
+from attn_zoo.records import Record, Timing
+from tests.matrix.conftest import tiny_plan
+
+TURNS = {"isolation": "interleaved", "seq_len": [1024]}
+
+
+def ran(folder: Path, names: Sequence[object], **changes) -> dict[str, Record]:
+    """Run one bundle in real processes; return its records by label."""
+    store = Store(folder / "run")
+    run(tiny_plan(list(names), **{**TURNS, **changes}), store)
+    return {record.cell.label: record for record in store.records()}
+
+
+def cells(names: Sequence[object], **changes):
+    return [item.cell for item in tiny_plan(list(names), **{**TURNS, **changes}).cells]
+
+
+def test_each_member_has_a_record_of_its_own(tmp_path):
+    found = ran(tmp_path, ["full", "fake_ok", "fake_bug", "fake_nan", "fake_picky"], passes=["fwd_bwd"])
+    statuses = {name: record.status for name, record in found.items()}
+    assert statuses == {
+        "full": "ok",
+        "fake_ok": "ok",
+        "fake_bug": "error",
+        "fake_nan": "gate_failed",
+        "fake_picky": "unsupported",
+    }
+    assert len({record.bundle for record in found.values()}) == 1
+    assert found["full"].bundle.startswith("attention/fwd_bwd/L1024/")
+    assert {record.isolation for record in found.values()} == {"interleaved"}
+    full = found["full"]
+    assert full.timing is not None
+    assert full.memory is not None
+    assert {"matches_oracle", "own_rows"} <= set(full.gate)
+    assert full.kernels != ()
+    assert full.flops == full.counted_flops
+    assert full.duration_s > 0
+    assert {"driver", "start", "exchange", "build", "gate", "timing", "memory"} <= set(full.phases)
+    assert full.overhead_s == pytest.approx(
+        sum(full.phases.values()) - full.phases["timing"] - full.phases["memory"], abs=1e-6
+    )
+    assert "in misbehave" in found["fake_bug"].trace
+
+
+def test_a_member_that_ends_the_process_takes_the_blame_and_the_others_begin_anew(tmp_path):
+    found = ran(tmp_path, ["fake_ok", "fake_segfault", "full"])
+    assert {name: record.status for name, record in found.items()} == {
+        "fake_ok": "ok",
+        "fake_segfault": "crashed",
+        "full": "ok",
+    }
+    assert "SIGSEGV" in found["fake_segfault"].reason
+    assert "misbehaving.py" in found["fake_segfault"].trace
+    assert found["full"].bundle == found["fake_ok"].bundle != ""
+
+
+def test_a_member_that_hangs_is_timed_out_alone(tmp_path):
+    found = ran(tmp_path, ["fake_ok", "fake_hang"], timeout_s=4, seq_len=[1024, 1100])
+    assert found["fake_hang"].status == "timeout"
+    assert found["fake_ok"].status == "ok"
+
+
+def test_a_member_without_memory_is_tried_again_by_itself(tmp_path):
+    found = ran(tmp_path, ["fake_ok", "fake_memory_error", "fake_killed"])
+    failed = found["fake_memory_error"]
+    assert (failed.status, failed.isolation, failed.bundle) == ("oom_host", "cell", ""), "so the failure is its own"
+    assert found["fake_ok"].status == "ok"
+    assert (found["fake_killed"].status, found["fake_killed"].attempt) == ("crashed", 2), "perhaps it was another's"
+
+
+def test_samples_of_several_processes_are_kept_apart(tmp_path):
+    found = ran(tmp_path, ["full", "fake_ok"], repeats=3)
+    sizes = {}
+    for name, record in found.items():
+        assert record.status == "ok", record.reason
+        assert record.timing is not None
+        sizes[name] = record.timing.process_sizes
+        assert len(sizes[name]) == 3
+        assert sum(sizes[name]) == len(record.timing.samples_ms)
+        assert record.timing.low_ms <= record.timing.median_ms <= record.timing.high_ms
+        assert "matches_oracle" in record.gate
+        assert record.memory is not None
+        assert json.loads(record.to_json())["timing"]["process_sizes"] == list(sizes[name])
+
+
+def test_longer_lengths_of_a_member_that_timed_out_are_not_tried_but_those_of_others_are(tmp_path):
+    store = Store(tmp_path / "run")
+    plan = tiny_plan(["fake_ok", "fake_hang"], isolation="interleaved", seq_len=[900, 1000], timeout_s=3)
+    run(plan, store)
+    found = {(record.cell.label, record.cell.seq_len): record for record in store.records()}
+    assert found["fake_ok", 1000].status == "ok"
+    assert found["fake_hang", 1000].reason == "not started: length 900 of the lane timed out"
+
+
+def test_all_share_their_inputs_and_one_round_is_one_round(monkeypatch):
+    seen: list[int] = []
+    prepare = Trial.prepare
+
+    def noting(self, *arguments, **keywords):
+        prepare(self, *arguments, **keywords)
+        seen.append(self.inputs[0].data_ptr())
+
+    monkeypatch.setattr(Trial, "prepare", noting)
+    told: list[int] = []
+    names = ["full", "fake_ok", "fake_loud"]
+    found = run_cells_in_turns(cells(names, seq_len=[64]), budget_s=0.02, tell=told.append, bundle="b")
+    assert [record.status for record in found] == ["ok"] * 3
+    assert len(set(seen)) == 1
+    assert set(told) == {0, 1, 2}
+    assert {record.bundle for record in found} == {"b"}
+
+
+def test_a_repeat_takes_times_only_but_still_checks_the_output():
+    (record,) = run_cells_in_turns(cells(["full"]), budget_s=0.02, is_repeat=True)
+    assert record.timing is not None
+    assert record.memory is None
+    assert record.gate == ("own_shape", "own_rows")
+    (wrong,) = run_cells_in_turns(cells(["fake_nan"]), budget_s=0.02, is_repeat=True)
+    assert (wrong.status, wrong.timing) == ("gate_failed", None)
+
+
+def test_a_device_that_an_error_left_unusable_ends_the_process(monkeypatch):
+    monkeypatch.setattr("attn_zoo.matrix.bundle._tidy", lambda device: False)
+    found = run_cells_in_turns(cells(["fake_ok", "fake_bug", "full"]), budget_s=0.02)
+    assert [(record.cell.label, record.status) for record in found] == [("fake_bug", "error")]
+
+
+def test_ctrl_c_is_not_a_result(monkeypatch):
+    def interrupt(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attn_zoo.matrix.scaling.make_workload", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_cells_in_turns(cells(["full"]))
+
+
+def timing(samples: list[float], **changes) -> Timing:
+    base = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "low_ms": 1.0, "high_ms": 1.0, "first_ms": 9.0}
+    rest = {"num_warmup": 3, "inner_loops": 1, "timer": "perf_counter"}
+    return Timing(samples_ms=tuple(samples), **{**base, **rest, **changes})
+
+
+def test_pooling_keeps_order_sums_times_and_widens_the_interval():
+    (cell,) = cells(["full"])
+    first = Record(cell=cell, status="ok", duration_s=2.0, kernels=("a",), phases={"gate": 1.0, "timing": 0.5})
+    records = [
+        replace(first, timing=timing([1.0] * 10, flags=("unstable",))),
+        replace(first, timing=timing([2.0] * 10), kernels=("b",), attempt=2, phases={"timing": 0.5}),
+        replace(first, timing=timing([3.0] * 4), kernels=("a",)),
+    ]
+    whole = pooled(records)
+    assert whole.timing is not None
+    assert whole.timing.samples_ms == (1.0,) * 10 + (2.0,) * 10 + (3.0,) * 4
+    assert whole.timing.process_sizes == (10, 10, 4)
+    assert whole.timing.median_ms == 2.0
+    assert (whole.timing.low_ms, whole.timing.high_ms) == (1.0, 3.0), "about the range of the processes"
+    assert whole.timing.flags == ("unstable", "kernels_differ")
+    assert whole.timing.first_ms == 9.0
+    assert (whole.duration_s, whole.attempt, whole.kernels) == (6.0, 2, ("a", "b"))
+    assert whole.phases == {"gate": 2.0, "timing": 1.5}
+    assert pooled(records[:1]) == records[0]
+
+
+@pytest.mark.gpu
+def test_peers_on_the_gpu_are_timed_in_turns(tmp_path):
+    changes = {"device": "cuda", "dtypes": ["bfloat16"], "head_dim": 64, "num_heads": 4, "repeats": 2}
+    found = ran(tmp_path, ["full", "linformer"], passes=["fwd_bwd"], timeout_s=120, budget_s=0.2, **changes)
+    for record in found.values():
+        assert record.status == "ok", record.reason + record.trace
+        assert record.timing is not None
+        assert record.timing.timer == "cuda_event"
+        assert len(record.timing.process_sizes) == 2
+        assert record.memory is not None
+    assert torch.cuda.is_available()

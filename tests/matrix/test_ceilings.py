@@ -1,0 +1,166 @@
+"""Ceilings of a run: measured once, in a process of its own, before anything else, and stored by the driver."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from attn_zoo.errors import StoreError
+from attn_zoo.matrix import ceilings as module
+from attn_zoo.matrix import runner
+from attn_zoo.matrix.ceilings import ceilings_text, measure_missing
+from attn_zoo.matrix.costs import with_costs
+from attn_zoo.matrix.progress import PlainProgress
+from attn_zoo.matrix.store import Store
+from attn_zoo.records import Ceilings, Record
+from tests.matrix.conftest import environment, tiny_plan, training_plan
+from tests.matrix.test_runner import FakeEngine
+
+MACHINE = environment()
+
+
+def ceiling(**changes) -> Ceilings:
+    fields = {"device": "cpu", "dtype": "float32", "threads": 1, "matmul_flops_per_s": 1e11, "copy_bytes_per_s": 1e10}
+    return Ceilings(**{**fields, "environment": MACHINE.digest, **changes})
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    found = Store(tmp_path / "run")
+    with found.writing({"name": "test"}, MACHINE):
+        return found
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[tuple[tuple[str, int | None], list[str]]]:
+    """Stand in for the process that measures; note what it was asked."""
+    calls = []
+
+    def measure(place, dtypes, _should_stop):
+        calls.append((place, dtypes))
+        return [ceiling(threads=place[1], dtype=dtype, environment="") for dtype in dtypes]
+
+    monkeypatch.setattr(module, "_measure", measure)
+    return calls
+
+
+def run_once(plan, store, said=None):
+    measure_missing(plan.cells, store, MACHINE.digest, (said if said is not None else []).append, lambda: False)
+
+
+def test_the_real_process_measures_this_machine_and_leaves_the_driver_alone(store):
+    said: list[str] = []
+    began = time.monotonic()
+    run_once(tiny_plan(["fake_ok"], dtypes=["float32", "float64"], seq_len=[16]), store, said)
+    assert time.monotonic() - began < module.LIMIT_S
+    found = {one.dtype: one for one in store.ceilings()}
+    assert set(found) == {"float32", "float64"}
+    for one in found.values():
+        assert 1e8 < one.matmul_flops_per_s < 1e15
+        assert 1e8 < one.copy_bytes_per_s < 1e13
+        assert (one.environment, one.threads, one.peak_flops_per_s) == (MACHINE.digest, 1, None)
+        assert one.measured.endswith("+00:00")
+    assert said[0] == "measuring the ceilings of this machine ..."
+    assert len(said) == 3
+
+
+def test_each_device_dtype_and_thread_count_is_measured_once(store, asked):
+    run_once(tiny_plan(["fake_ok"], dtypes=["float32", "float64"]), store)
+    run_once(tiny_plan(["fake_ok"], dtypes=["float32", "float64"]), store)
+    assert asked == [(("cpu", 1), ["float32", "float64"])]
+    run_once(tiny_plan(["fake_ok"], dtypes=["float32", "bfloat16"], threads=2), store)
+    run_once(tiny_plan(["fake_ok"], dtypes=["float32", "bfloat16"]), store)
+    assert asked[1:] == [(("cpu", 2), ["bfloat16", "float32"]), (("cpu", 1), ["bfloat16"])]
+    assert len(store.ceilings()) == 5
+
+
+def test_the_first_figures_stay_and_other_machines_add_their_own(store, asked):
+    store.add_ceilings([ceiling(matmul_flops_per_s=5.0)])
+    store.add_ceilings([ceiling(matmul_flops_per_s=7.0), ceiling(environment="other")])
+    assert sorted(one.matmul_flops_per_s for one in store.ceilings()) == [5.0, 1e11]
+    run_once(tiny_plan(["fake_ok"]), store)
+    assert asked == []
+    assert not list(store.folder.glob(".ceilings*.tmp"))
+
+
+def test_only_timings_that_will_run_need_them(store, asked):
+    run_once(training_plan(["fake_ok"]), store)
+    run_once(tiny_plan(["fake_modest"], is_causal=[True]), store)  # all refused
+    assert asked == []
+    assert store.ceilings() == ()
+
+
+def test_a_run_measures_first_and_says_so(tmp_path, monkeypatch, asked):
+    monkeypatch.setattr("attn_zoo.measure.environment.capture_environment", environment)
+    monkeypatch.setattr(runner, "measure_missing", measure_missing)
+    stream, store, order = io.StringIO(), Store(tmp_path / "run"), []
+    engine = FakeEngine(before=lambda _: order.append(len(asked)))
+    runner.run(tiny_plan(["fake_ok"]), store, engine=engine, progress=PlainProgress(stream))
+    assert set(order) == {1}
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == "measuring the ceilings of this machine ..."
+    assert lines[2].strip() == "cpu float32, 1 threads: products 0.1 TFLOP/s, copies 10 GB/s"
+    assert lines[3].startswith("[1/2]")
+    remote = FakeEngine()
+    remote.is_remote = True
+    runner.run(tiny_plan(["fake_ok"], dtypes=["float64"]), store, engine=remote)
+    assert len(asked) == 1, "a driver cannot speak for the nodes of a cluster"
+
+
+def test_a_process_that_fails_is_a_message_and_the_run_goes_on(store, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(
+        module, "spawn_environment", lambda _: {**os.environ, "PYTHONPATH": "/nowhere", "PYTHONHOME": "/"}
+    )
+    run_once(tiny_plan(["fake_ok"]), store, said)
+    assert len(said) == 2
+    assert said[1].startswith("no ceilings of cpu: ")
+    assert store.ceilings() == ()
+
+
+def test_ctrl_c_and_the_limit_end_it(store, monkeypatch):
+    said: list[str] = []
+    plan = tiny_plan(["fake_ok"])
+    measure_missing(plan.cells, store, MACHINE.digest, said.append, lambda: True)
+    assert said[-1] == "no ceilings of cpu: stopped"
+    monkeypatch.setattr(module, "LIMIT_S", 0.4)
+    run_once(plan, store, said)
+    assert said[-1] == "no ceilings of cpu: not done within 0.4 s"
+    assert store.ceilings() == ()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"ceilings": 3}', '{"ceilings": [{"device": "cpu"}]}'])
+def test_a_damaged_file_is_named_and_left_alone(store, asked, text):
+    path = store.folder / "ceilings.json"
+    path.write_text(text)
+    with pytest.raises(StoreError, match=r"ceilings\.json"):
+        store.ceilings()
+    said: list[str] = []
+    run_once(tiny_plan(["fake_ok"]), store, said)
+    assert len(said) == 1
+    assert "nothing new is measured" in said[0]
+    assert path.read_text() == text
+    assert asked == []
+
+
+def test_the_text_names_what_is_doubtful():
+    gpu = ceiling(device="cuda", threads=None, idle_watts=76.4, flags=("throttled",), dtype="bfloat16")
+    assert ceilings_text(gpu) == "cuda bfloat16: products 0.1 TFLOP/s, copies 10 GB/s, idle 76 W (throttled)"
+
+
+def test_records_get_their_least_traffic_and_the_cost_of_their_backward():
+    (item, *_) = tiny_plan(["full"], seq_len=[16]).cells
+    record = with_costs(Record(cell=item.cell, status="ok", flops=4 * 16 * 16 * 8))
+    assert record.min_bytes == 4 * 16 * 8 * 4  # four tensors of one head in float32
+    assert record.backward_ratio == 2.5
+    assert with_costs(replace(record, flops=None, min_bytes=None)).min_bytes is None
+    mixer = replace(item.cell, scope="mixer")
+    assert with_costs(Record(cell=mixer, status="ok", flops=1)).min_bytes is None, "projections have no formula"
+    old = json.loads(record.to_json())
+    del old["min_bytes"], old["backward_ratio"]
+    assert Record.from_dict(old).backward_ratio is None
