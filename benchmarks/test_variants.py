@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BATCH_SIZE, HEAD_DIM, NUM_HEADS, Case
+from conftest import BATCH_SIZE, HEAD_DIM, NUM_HEADS, OURS, Case
 
-from attn_zoo import list_variants
 from attn_zoo.kernels.trace import recording
 
 SEQ_LENS = (1024, 4096)
@@ -42,8 +41,7 @@ def work(case: Case, pass_: str, device: str) -> Callable[[], None]:
     return synchronised if device == "cuda" else run
 
 
-@pytest.mark.parametrize("name", list_variants())
-@pytest.mark.parametrize("seq_len", SEQ_LENS)
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("pass_", PASSES)
 def test_variant(
     benchmark: Any, make_case: Callable[[str, int], Case], device: str, name: str, seq_len: int, pass_: str

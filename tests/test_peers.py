@@ -20,33 +20,47 @@ import torch
 from attn_zoo import BuildContext, UnsupportedError, build_attention, build_mixer, load_file
 from attn_zoo.registry import variants
 
-path, seq_len = sys.argv[1], int(sys.argv[2])
+path, seq_len, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 load_file(path)
 name = path.rpartition("/")[2].removesuffix(".py")
 build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=seq_len)
 torch.manual_seed(0)
 answer = {"name": name}
+
+
+def off(one, other):
+    return float((one - other).abs().max())
+
+
 try:
     if variants[name].attention is None:
-        module, inputs = build_mixer(name, build, proj_len=16), [torch.randn(2, seq_len, 32)]
+        module, inputs = build_mixer(name, build, **options), [torch.randn(2, seq_len, 32)]
     else:
-        module, inputs = build_attention(name, build), [torch.randn(2, 2, seq_len, 16) for _ in range(3)]
-    module.eval()
-    with torch.no_grad():
-        output = module(*inputs)
-        answer["difference"] = float((output - module.reference(*inputs)).abs().max())
-        if hasattr(module, "_run"):
-            lean = build_attention(name, build, stores_probs=False).eval()
-            answer["lean"] = float((output - lean(*inputs)).abs().max())
-            answer["explained"] = float((output - module._run(*inputs)[1] @ inputs[2]).abs().max())
+        module, inputs = build_attention(name, build, **options), [torch.randn(2, 2, seq_len, 16) for _ in range(3)]
+    for mode in ("evaluation", "training"):
+        module.train(mode == "training")
+        with torch.no_grad():
+            output = module(*inputs)
+            found = answer[mode] = {"reference": off(output, module.reference(*inputs))}
+            if name == "huggingface_bigbird":
+                lean = build_attention(name, build, stores_probs=False, draws_each_call=False).train(module.training)
+                lean(*inputs)
+                found["lean"] = off(output, lean(*inputs))
+                probs, counts = module._run(*inputs)[1], module.counts(seq_len)
+                per_pair = counts.repeat_interleave(64, 1).repeat_interleave(64, 2)
+                found["probs"] = off(output, probs @ inputs[2])
+                found["one copy"] = off(probs, module.weights(*inputs[:2]) / per_pair.clamp(min=1))
+                found["copies"] = int(counts.max())
+                found["row sums"] = float(probs.sum(-1).mean())
 except UnsupportedError as error:
     answer["refused"] = error.reason
 print(json.dumps(answer))
 """
 
 
-def ask(path: Path, seq_len: int) -> dict[str, Any]:
-    command = [sys.executable, "-c", PROGRAM, str(path), str(seq_len)]
+def ask(name: str, seq_len: int, **options: Any) -> dict[str, Any]:
+    [path] = [path for path in PEERS if path.stem == name]
+    command = [sys.executable, "-c", PROGRAM, str(path), str(seq_len), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -60,8 +74,7 @@ PACKAGES = {"linformer_package": "linformer", "huggingface_bigbird": "transforme
 def test_a_peer_whose_package_is_absent_says_how_to_get_it(name):
     if importlib.util.find_spec(PACKAGES[name]) is not None:
         pytest.skip(f"{PACKAGES[name]} is installed")
-    [path] = [path for path in PEERS if path.stem == name]
-    assert "attn-zoo[peers]" in str(ask(path, 64)["refused"])
+    assert "attn-zoo[peers]" in str(ask(name, 64)["refused"])
 
 
 def test_every_peer_registers_one_variant_named_after_its_file():
@@ -70,13 +83,53 @@ def test_every_peer_registers_one_variant_named_after_its_file():
     assert {path.stem for path in PEERS} >= set(PACKAGES)
 
 
-def test_the_linformer_package_computes_equation_7():
-    pytest.importorskip("linformer")
-    [path] = [path for path in PEERS if path.stem == "linformer_package"]
-    assert ask(path, 64)["difference"] < 1e-5
+@pytest.mark.parametrize(
+    ("name", "options"), [("plain_sdpa", {}), ("torch_multihead", {}), ("linformer_package", {"proj_len": 16})]
+)
+def test_a_peer_computes_its_equation(name, options):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    answer = ask(name, 64, **options)
+    assert answer["evaluation"]["reference"] < 1e-5
+    assert answer["training"]["reference"] < 1e-5
 
 
-def test_taking_the_dense_matrix_from_bigbird_changes_nothing_else():
+NUM_RANDOM = 3  # of the peer's configuration
+DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN = 64 * 11, 64 * 12, 1024
+
+
+@pytest.fixture(scope="module")
+def bigbird() -> dict[int, dict[str, Any]]:
     pytest.importorskip("transformers")
-    [path] = [path for path in PEERS if path.stem == "huggingface_bigbird"]
-    assert ask(path, 64 * 12)["lean"] == 0.0
+    return {length: ask("huggingface_bigbird", length) for length in (DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN)}
+
+
+@pytest.mark.parametrize("mode", ["evaluation", "training"])
+@pytest.mark.parametrize("length", [DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN])
+def test_hugging_face_bigbird_is_softmax_over_its_blocks_with_repetition(bigbird, length, mode):
+    assert bigbird[length][mode]["reference"] < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["evaluation", "training"])
+@pytest.mark.parametrize("length", [SPARSE_LEN, OLD_PLAN_LEN])
+def test_taking_the_extras_from_hugging_face_bigbird_changes_nothing_else(bigbird, length, mode):
+    assert bigbird[length][mode]["lean"] == 0.0
+
+
+@pytest.mark.parametrize("length", [SPARSE_LEN, OLD_PLAN_LEN])
+def test_the_probabilities_hugging_face_bigbird_returns_lack_copies(bigbird, length):
+    """In evaluation block 0 is listed once as global and once for each random block; one copy's share is returned."""
+    found = bigbird[length]["evaluation"]
+    assert found["copies"] == 1 + NUM_RANDOM
+    assert found["one copy"] < 1e-6
+    assert found["row sums"] < 0.8
+    assert found["probs"] > 0.1, "so they do not explain the output"
+
+
+def test_in_training_hugging_face_bigbird_repeats_blocks_only_by_its_old_plan(bigbird):
+    """At 1024, 3072 and 4096 tokens the last rows may draw blocks of their own window."""
+    ordinary, old_plan = bigbird[SPARSE_LEN]["training"], bigbird[OLD_PLAN_LEN]["training"]
+    assert ordinary["copies"] == 1
+    assert ordinary["probs"] < 1e-5
+    assert old_plan["copies"] > 1
+    assert old_plan["one copy"] < 1e-6

@@ -6,7 +6,6 @@ machine. The host never waits for the device inside a step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from attn_zoo.training.batches import Batch, Batcher, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
 from attn_zoo.training.evaluation import precision
 from attn_zoo.training.flops import CompiledFlopCounter, FlopCounter
+from attn_zoo.training.graphs import GraphedUpdate
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.order import DataOrder
 from attn_zoo.training.peak import peak_bytes, reset_peak
@@ -54,14 +54,10 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
         {"params": [p for p, is_in in zip(trained, is_decayed, strict=True) if is_in is decays], "weight_decay": decay}
         for decays, decay in ((True, protocol.weight_decay), (False, 0.0))
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=protocol.betas, eps=protocol.eps, fused=True)
-
-
-def _compiled(model: nn.Module, batcher: Batcher) -> nn.Module:
-    """Return the model compiled: as CUDA graphs where every batch has the same shape."""
-    is_graph = batcher.is_full_length and batcher.device.type == "cuda"
-    dynamic = False if batcher.is_full_length else None
-    return cast(nn.Module, torch.compile(model, dynamic=dynamic, mode="reduce-overhead" if is_graph else None))
+    # On a GPU the rate is a number on the device: it can change without the host sending an update anew.
+    is_cuda = any(parameter.is_cuda for parameter in trained)
+    rate = torch.zeros((), device=trained[0].device) if is_cuda else 0.0
+    return torch.optim.AdamW(groups, lr=rate, betas=protocol.betas, eps=protocol.eps, fused=True, capturable=is_cuda)
 
 
 class Updater:
@@ -92,10 +88,16 @@ class Updater:
         self.num_steps, self.seed, self.dtype = num_steps, seed, dtype
         self.optimizer = make_optimizer(model, protocol)
         self.flops = CompiledFlopCounter(model) if protocol.compile else FlopCounter(model)
-        self._compiled = _compiled(model, batcher) if protocol.compile else model
+        self._compiled, self._run = model, self._learn
+        if protocol.compile:
+            dynamic = False if batcher.is_full_length else None
+            self._compiled = cast(nn.Module, torch.compile(model, dynamic=dynamic))
+            if batcher.is_full_length and batcher.device.type == "cuda":
+                self._run = GraphedUpdate(self._learn)
         self.numbers = Numbers()
         self.best_weights: dict[str, Tensor] = {}
-        self._first_bad = torch.zeros((), dtype=torch.int64, device=batcher.device)
+        self._step = torch.zeros((), dtype=torch.int64, device=batcher.device)
+        self._first_bad = torch.zeros_like(self._step)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=batcher.device)
 
     def order(self, feed: Feed) -> DataOrder:
@@ -136,6 +138,7 @@ class Updater:
         every, first = self.protocol.eval_every, self.numbers.step + 1
         stop = min(self.num_steps, (self.numbers.step // every + 1) * every)
         self._loss_sum.zero_()
+        self.model.train()
         reset_peak(self.batcher.device)
         with self._timed():
             for step in range(first, stop + 1):
@@ -152,18 +155,12 @@ class Updater:
         return mean_loss
 
     def _update(self, step: int, batch: Batch) -> None:
+        """Set what differs between updates, and learn."""
         protocol = self.protocol
-        self.model.train()
         batch = self.objective.prepare(batch, step)
-        with precision(self.dtype, self.batcher.device):
-            if isinstance(self.flops, CompiledFlopCounter):
+        if isinstance(self.flops, CompiledFlopCounter):
+            with precision(self.dtype, self.batcher.device):
                 self.flops.add(batch.shapes, partial(self.objective.outputs, self.model, batch))
-            seed_everything(derive_seed(self.seed, "dropout", step))
-            outputs = self.objective.outputs(self._compiled, batch)
-        loss = self.objective.loss(outputs, batch)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), protocol.clip_norm or math.inf)
         rate = learning_rate(
             protocol.schedule,
             step,
@@ -173,13 +170,31 @@ class Updater:
             embed_dim=protocol.embed_dim,
         )
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm)) & (self._first_bad == 0)
-        self._first_bad += is_bad * step
-        self._loss_sum += loss.detach()
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._step.fill_(step)
+        seed_everything(derive_seed(self.seed, "dropout", step))
+        self._run(batch)
         self.numbers.num_tokens += batch.num_tokens
         self.numbers.num_positions += batch.num_positions
+
+    def _learn(self, batch: Batch) -> None:
+        """Make an update on the device; nothing here depends on the host."""
+        with precision(self.dtype, self.batcher.device):
+            outputs = self.objective.outputs(self._compiled, batch)
+        loss = self.objective.loss(outputs, batch)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if self.protocol.clip_norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.protocol.clip_norm, norm)
+        self.optimizer.step()
+        is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm)) & (self._first_bad == 0)
+        self._first_bad += is_bad * self._step
+        self._loss_sum += loss.detach()
 
     def _look(self) -> None:
         if (step := int(self._first_bad)) > 0:

@@ -1,19 +1,27 @@
-"""Peer: BigBird of Hugging Face transformers, as shipped and without the dense matrix it returns.
+"""Peer: BigBird of Hugging Face transformers, as shipped and without what is not the mechanism.
 
 Installed by `pip install attn-zoo[peers]`. The attention is called between projections, so that it stands beside ours.
 As shipped it also assembles the attention probabilities, [B, H, L, L] and mostly zeros, whether or not anybody asks for
-them: quadratic in time and memory. `stores_probs = false` takes that away and leaves the rest as it is: the fair
-comparison of the mechanism. Window and global blocks are fixed (three; the first and the last).
+them, and in training it draws its random blocks anew in every forward, in Python and from one seed, so always the same.
+`stores_probs = false` and `draws_each_call = false` take these away and leave the rest as it is: the fair comparison of
+the mechanism. Window and global blocks are fixed (three; the first and the last).
+
+It computes softmax over a list of blocks; a block that is listed several times counts several times (`reference`). In
+evaluation every random block is block 0, which so counts 1 + r times. The probabilities it returns are not those
+weights: copies of a block overwrite one another in the dense matrix, so one copy's share is left of them, and rows sum
+to less than 1 (0.62 on normal inputs with r = 3).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,22 +31,24 @@ from attn_zoo.metadata import Capabilities, Complexity, Reference
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceBigBirdConfig(VariantConfig):
-    """What can be chosen there, and whether it also stores the probabilities.
+    """What can be chosen there, and what it does besides.
 
     Args:
         block_size: tokens in a block.
         num_random_blocks: random blocks of each row.
         stores_probs: as shipped. False swallows the writes into the dense matrix.
+        draws_each_call: as shipped. False draws the random blocks of a length once and keeps them.
     """
 
     block_size: int = 64
     num_random_blocks: int = 3
     stores_probs: bool = True
+    draws_each_call: bool = True
 
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
-        """Return both forms."""
-        return {}, {"stores_probs": False}
+        """Return all it does, and the mechanism alone."""
+        return {}, {"stores_probs": False, "draws_each_call": False}
 
 
 class _Swallow:
@@ -50,14 +60,10 @@ class _Swallow:
     def __setitem__(self, where: Any, what: Any) -> None:
         pass
 
-    def __getitem__(self, where: Any) -> _Swallow:
+    def __getitem__(self, *anything: Any) -> _Swallow:
         return self
 
-    def view(self, *shape: int) -> _Swallow:
-        return self
-
-    def scatter_(self, *arguments: Any) -> _Swallow:
-        return self
+    view = scatter_ = __getitem__
 
 
 @contextlib.contextmanager
@@ -90,9 +96,9 @@ def _without_dense_matrix(module: Any, seq_len: int) -> Iterator[None]:
         seq_len_multiple=64,
         why={
             "causal": "it has no causal form",
+            "decode": "it has no causal form",
             "cross_attention": "blocks are places in one sequence",
             "key_padding_mask": "not wrapped here",
-            "decode": "it has no causal form",
             "seq_len_multiple": "it takes whole blocks only",
         },
     ),
@@ -112,8 +118,11 @@ def _without_dense_matrix(module: Any, seq_len: int) -> Iterator[None]:
         code="https://github.com/huggingface/transformers",
         deviations=(
             "random blocks are drawn only while training; in evaluation every row gets block 0 in their place",
+            "a block that is listed several times counts several times: in evaluation the first one 1 + r times",
+            "the probabilities it returns keep one copy of such a block: times the values, they are not the output",
             "masks are -10000 on the scores",
-            "below 5 + 2 r blocks its model turns to full attention",
+            "up to 5 + 2 r blocks its model turns to full attention",
+            "every forward in training seeds numpy's global generator",
         ),
     ),
 )
@@ -136,32 +145,60 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
             from transformers.models.big_bird import modeling_big_bird
             from transformers.models.big_bird.configuration_big_bird import BigBirdConfig
         except ImportError as error:
-            raise UnsupportedError(
-                "requires", f"huggingface_bigbird: pip install 'attn-zoo[peers]' ({error})"
-            ) from error
+            hint = "huggingface_bigbird: pip install 'attn-zoo[peers]'"
+            raise UnsupportedError("requires", f"{hint} ({error})") from error
         self._source = modeling_big_bird
-        settings = BigBirdConfig(
-            hidden_size=build.num_heads * build.head_dim,
-            num_attention_heads=build.num_heads,
-            block_size=config.block_size,
-            num_random_blocks=config.num_random_blocks,
-            max_position_embeddings=build.max_seq_len,
-        )
+        sizes = {"block_size": config.block_size, "num_random_blocks": config.num_random_blocks}
+        sizes |= {"hidden_size": build.num_heads * build.head_dim, "num_attention_heads": build.num_heads}
+        settings = BigBirdConfig(**sizes, max_position_embeddings=build.max_seq_len)
         inner = modeling_big_bird.BigBirdBlockSparseAttention(settings, seed=build.seed)
         for name in ("query", "key", "value"):  # projections are the mixer's
             setattr(inner, name, None)
         self.inner = inner
-        self._masks: tuple[Tensor, ...] | None = None
+        self._masks: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
+        self._drawn: dict[tuple[int, bool], list[np.ndarray]] = {}
 
-    def _ones(self, batch_size: int, seq_len: int, device: torch.device) -> tuple[Tensor, ...]:
+    def _ones(self, query: Tensor) -> tuple[Tensor, ...]:
         """Return the masks of sequences without padding, made once."""
-        if self._masks is None or self._masks[1].shape[:3:2] != (batch_size, seq_len):
-            mask = torch.ones(batch_size, seq_len, device=device)
+        key = (query.shape[0], query.shape[2], query.dtype)
+        if key not in self._masks:
+            mask = torch.ones(key[:2], device=query.device, dtype=query.dtype)
             blocked, band, from_mask, to_mask = self._source.BigBirdModel.create_masks_for_block_sparse_attn(
                 mask, self.config.block_size
             )
-            self._masks = (band, from_mask, to_mask, blocked, blocked)
-        return self._masks
+            self._masks[key] = (band, from_mask, to_mask, blocked, blocked)
+        return self._masks[key]
+
+    def _draw(self, seq_len: int) -> list[np.ndarray]:
+        """Return the random blocks its own code draws: `[blocks - 2, r]` for each head."""
+        inner, size, count = self.inner, self.config.block_size, self.config.num_random_blocks
+        heads = range(self.build.num_heads)
+        if inner.training:
+            np.random.seed(self.build.seed)  # noqa: NPY002 - what it does itself
+        if seq_len in (1024, 3072, 4096):  # "old plans used in paper"
+            spans, row_of = (inner.max_seqlen, inner.max_seqlen, size, size), inner._bigbird_block_rand_mask
+            return [row_of(*spans, count, last_idx=1024)[: seq_len // size - 2] for _ in heads]
+        plan = inner._get_rand_attn_plan(seq_len, size, count)
+        spans = (seq_len, seq_len, size, size)
+        return list(inner._bigbird_block_rand_mask_with_head(*spans, len(heads), *plan))
+
+    @contextlib.contextmanager
+    def _kept_draw(self, seq_len: int) -> Iterator[None]:
+        """Let its code get the blocks that were drawn at the first forward of this length."""
+        inner, key = self.inner, (seq_len, self.inner.training)
+        if key not in self._drawn:
+            self._drawn[key] = self._draw(seq_len)
+        heads = itertools.cycle(self._drawn[key])
+        inner._bigbird_block_rand_mask = lambda *_, **__: next(heads)
+        inner._bigbird_block_rand_mask_with_head = lambda *_, **__: self._drawn[key]
+        try:
+            yield
+        finally:
+            del inner._bigbird_block_rand_mask, inner._bigbird_block_rand_mask_with_head
+
+    def _is_dense(self, seq_len: int) -> bool:
+        """Whether its model would turn to full attention."""
+        return seq_len // self.config.block_size <= 5 + 2 * self.config.num_random_blocks
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         return self._run(query, key, value)[0]
@@ -169,26 +206,45 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
     def _run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         batch_size, num_heads, seq_len, head_dim = query.shape
         config = self.config
-        if seq_len // config.block_size < 5 + 2 * config.num_random_blocks:  # as its model decides
+        if self._is_dense(seq_len):
             probs = torch.softmax(query @ key.mT / head_dim**0.5, dim=-1)
             return probs @ value, probs
-        stored = contextlib.nullcontext() if config.stores_probs else _without_dense_matrix(self._source, seq_len)
-        with stored:
+        with contextlib.ExitStack() as stack:
+            if not config.stores_probs:
+                stack.enter_context(_without_dense_matrix(self._source, seq_len))
+            if not config.draws_each_call:
+                stack.enter_context(self._kept_draw(seq_len))
             output, probs = self.inner.bigbird_block_sparse_attention(
-                query,
-                key,
-                value,
-                *self._ones(batch_size, seq_len, query.device),
-                num_heads,
-                config.num_random_blocks,
-                head_dim,
-                config.block_size,
-                config.block_size,
-                batch_size,
-                seq_len,
-                seq_len,
+                *(query, key, value),
+                *self._ones(query),
+                *(num_heads, config.num_random_blocks, head_dim, config.block_size, config.block_size),
+                *(batch_size, seq_len, seq_len),
                 seed=self.build.seed,
                 plan_from_length=None,
                 plan_num_rand_blocks=None,
             )
         return output.transpose(1, 2), probs  # [B, H, L, D]
+
+    def counts(self, seq_len: int) -> Tensor:
+        """Return how often each row of blocks lists each block, `[H, blocks, blocks]`."""
+        num_blocks = seq_len // self.config.block_size
+        counts = torch.ones(self.build.num_heads, num_blocks, num_blocks)
+        if self._is_dense(seq_len):
+            return counts
+        counts[:, 1:-1] = 0
+        for head, drawn in enumerate(self._draw(seq_len)):
+            for row, blocks in enumerate(drawn.tolist(), start=1):
+                near = {row - 1, row, row + 1} | {0, num_blocks - 1}
+                for block in [*near, *blocks]:
+                    counts[head, row, block] += 1
+        return counts
+
+    def weights(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return what its output weighs the values by, `[B, H, L, L]`: a block listed twice counts twice."""
+        size = self.config.block_size
+        counts = self.counts(query.shape[2]).to(query).repeat_interleave(size, 1).repeat_interleave(size, 2)
+        return torch.softmax(query @ key.mT / query.shape[-1] ** 0.5 + counts.log(), dim=-1)
+
+    def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Compute softmax over its list of blocks, dense; only the choice of random blocks is its own code's."""
+        return self.weights(query, key) @ value

@@ -11,6 +11,7 @@ import torch
 
 from attn_zoo.records import Score
 from attn_zoo.training import batches, run_training, updates
+from attn_zoo.training.graphs import GRAPH_PATH
 from tests.training.toy_task import cell, toy_task
 
 
@@ -62,7 +63,7 @@ def test_a_traced_model_learns_the_same(monkeypatch, level, overrides):
     monkeypatch.setattr(torch, "compile", traced)
     expect_equal(*scores(level, **overrides))
     assert len(used) == (2 if "pretrain" in overrides else 1)
-    assert all(options["mode"] is None for options in used), "CUDA graphs are for GPUs"
+    assert all(options.keys() == {"dynamic"} for options in used), "CUDA graphs hold whole updates: training/graphs.py"
 
 
 @pytest.mark.slow
@@ -105,3 +106,22 @@ def test_no_update_waits_for_the_gpu(monkeypatch):
     for level in ("plain", "tokens", "seq2seq"):
         run = dataclasses.replace(cell(level, num_steps=10), device="cuda")
         assert run_training(run).status == "ok"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["full", "linformer", "bigbird"])
+def test_updates_of_one_shape_are_one_graph(variant):
+    """And whoever reads the record sees it. With dropout: the numbers drawn must be new at every replay."""
+    overrides: dict[str, Any] = {
+        "num_steps": 10,
+        "eval_every": 5,
+        "compile": True,
+        "is_full_length": True,
+        "dropout_p": 0.1,
+    }
+    run = dataclasses.replace(cell("plain", variant=variant, **overrides), device="cuda")
+    one, two = run_training(run), run_training(run)
+    assert GRAPH_PATH in one.kernels, "it went on uncaptured; see GraphedUpdate.reason"
+    assert one.score is not None
+    assert two.score is not None
+    assert one.score.curve == two.score.curve
