@@ -153,7 +153,12 @@ def _public_objects() -> list[tuple[str, object]]:
     for info in pkgutil.walk_packages([str(ROOT)], "attn_zoo."):
         if info.name == "attn_zoo.__main__":
             continue
-        module = importlib.import_module(info.name)
+        try:
+            module = importlib.import_module(info.name)
+        except ModuleNotFoundError as error:
+            if error.name not in OPTIONAL:
+                raise
+            continue  # loaded on use only, where its package is
         found.append((info.name, module))
         for name in getattr(module, "__all__", []):
             found.append((f"{info.name}.{name}", getattr(module, name)))

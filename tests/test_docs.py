@@ -73,5 +73,11 @@ MODULES = [info.name for info in pkgutil.walk_packages(attn_zoo.__path__, "attn_
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name):
-    failed, _ = doctest.testmod(importlib.import_module(name))
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        pytest.skip("our Triton kernels are loaded on use only, where the package is")
+    failed, _ = doctest.testmod(module)
     assert failed == 0
