@@ -42,6 +42,9 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=1, sort_keys=True, default=str, allow_nan=False))  # noqa: T201
 
 
+_SHORT = 12  # columns that are no wider keep their width: it is the long ones that are cut where room is short
+
+
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
 ) -> None:
@@ -56,11 +59,13 @@ def print_table(
     )
     for index, column in enumerate(columns):
         is_last = index == len(columns) - 1
+        width = max(len(column), *(len(str(row[index])) for row in rows)) if rows else len(column)
         table.add_column(
             column,
             justify="right" if column in right else "left",
             no_wrap=not is_last,
             overflow="fold" if is_last else "ellipsis",
+            min_width=width if width <= _SHORT else None,
         )
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))

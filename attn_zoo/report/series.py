@@ -34,8 +34,6 @@ class Point:
     min_bytes: int | None
     backward_ratio: float | None
     graph_ms: float | None
-    bundle: str
-    process_sizes: tuple[int, ...]
     kernel: str
     flags: str
 
@@ -47,6 +45,21 @@ class Failure:
     seq_len: int
     status: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One record of a cell that was timed in turns with others: not pooled, because its samples are of their rounds."""
+
+    label: str
+    seq_len: int
+    bundle: str
+    samples_ms: tuple[float, ...]
+    process_sizes: tuple[int, ...]
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    kernel: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +96,7 @@ class Panel:
         baseline: at each length the fastest exact series, or None where the run has none.
         pass_: what is timed, as recorded.
         ceilings: of the machine, or None where the run has not measured them.
+        turns: what was timed in turns, record by record.
     """
 
     title: str
@@ -92,6 +106,7 @@ class Panel:
     baseline: Series | None
     pass_: str = ""
     ceilings: Ceilings | None = None
+    turns: tuple[Turn, ...] = ()
 
 
 def make_panels(results: Results) -> list[Panel]:
@@ -141,6 +156,25 @@ def _panel(setting: dict[str, Any], rows: pd.DataFrame, name: str, results: Resu
         baseline=fastest_exact(series),
         pass_=str(setting["pass"]),
         ceilings=_ceilings(setting, results),
+        turns=_turns(rows),
+    )
+
+
+def _turns(rows: pd.DataFrame) -> tuple[Turn, ...]:
+    good = rows[(rows["status"] == "ok") & (rows["bundle"] != "") & rows["median_ms"].notna()]
+    return tuple(
+        Turn(
+            label=str(row["label"]),
+            seq_len=int(row["seq_len"]),
+            bundle=str(row["bundle"]),
+            samples_ms=tuple(float(sample) for sample in row["samples_ms"]),
+            process_sizes=tuple(row["process_sizes"]),
+            median_ms=float(row["median_ms"]),
+            low_ms=float(row["low_ms"]),
+            high_ms=float(row["high_ms"]),
+            kernel=str(row["kernel"]),
+        )
+        for _, row in good.iterrows()
     )
 
 
@@ -172,8 +206,6 @@ def _point(seq_len: int, rows: pd.DataFrame) -> Point:
         min_bytes=_largest(rows["min_bytes"]),
         backward_ratio=_mean(rows["backward_ratio"]),
         graph_ms=_mean(rows["graph_ms"]),
-        bundle=str(first["bundle"]) if len(rows) == 1 else "",  # pooled samples are of no common rounds
-        process_sizes=tuple(first["process_sizes"]) if len(rows) == 1 else (),
         kernel=str(first["kernel"]),
         flags=" + ".join(sorted({flag for flag in rows["flags"] if flag})),
     )

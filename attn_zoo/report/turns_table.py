@@ -7,7 +7,7 @@ from typing import Any
 from attn_zoo.report.analysis import Analysis, PanelAnalysis
 from attn_zoo.report.columns import number_column, text_column
 from attn_zoo.report.length_tables import interval_ms
-from attn_zoo.report.series import Point
+from attn_zoo.report.series import Turn
 from attn_zoo.report.table import Column, Row, Table
 from attn_zoo.report.units import human_length, human_ms, human_number, ratio
 from attn_zoo.statistics import time_ratio
@@ -43,21 +43,19 @@ def turns_table(analysis: Analysis) -> Table | None:
 
 
 def _panel_rows(one: PanelAnalysis) -> list[dict[str, Any]]:
-    bundles: dict[tuple[int, str], list[tuple[Point, str]]] = {}
-    for series in one.panel.series:
-        for point in series.points:
-            if point.bundle:
-                bundles.setdefault((point.seq_len, point.bundle), []).append((point, series.label))
+    bundles: dict[tuple[int, str], list[Turn]] = {}
+    for turn in one.panel.turns:
+        bundles.setdefault((turn.seq_len, turn.bundle), []).append(turn)
     rows = []
-    for (seq_len, bundle), found in sorted(bundles.items()):
-        members = sorted(found, key=lambda member: (member[0].median_ms, member[1]))
-        fastest = members[0][0]
-        for point, label in members:
+    for (seq_len, bundle), members in sorted(bundles.items()):
+        members.sort(key=lambda turn: (turn.median_ms, turn.label))
+        fastest = members[0]
+        for turn in members:
             compared = time_ratio(
-                point.samples_ms,
+                turn.samples_ms,
                 fastest.samples_ms,
                 is_paired=True,
-                sizes_a=point.process_sizes,
+                sizes_a=turn.process_sizes,
                 sizes_b=fastest.process_sizes,
             )
             rows.append(
@@ -65,17 +63,17 @@ def _panel_rows(one: PanelAnalysis) -> list[dict[str, Any]]:
                     "pass": one.panel.title,
                     "settings": one.panel.subtitle,
                     "seq_len": seq_len,
-                    "variant": label,
-                    "median_ms": point.median_ms,
-                    "low_ms": point.low_ms,
-                    "high_ms": point.high_ms,
-                    "fastest": members[0][1],
+                    "variant": turn.label,
+                    "median_ms": turn.median_ms,
+                    "low_ms": turn.low_ms,
+                    "high_ms": turn.high_ms,
+                    "fastest": fastest.label,
                     "ratio": compared.value,
                     "ratio_low": compared.low,
                     "ratio_high": compared.high,
                     "num_rounds": compared.num_pairs,
-                    "num_processes": max(1, len(point.process_sizes)),
-                    "kernel": point.kernel,
+                    "num_processes": max(1, len(turn.process_sizes)),
+                    "kernel": turn.kernel,
                     "bundle": bundle,
                 }
             )
