@@ -133,7 +133,6 @@ def band_layout(length: int, reach: int, block_size: int, *, is_causal: bool) ->
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # made once and kept: nothing in it for a compiler
 @lru_cache(maxsize=64)
 def layout_pattern(layout: BlockLayout, num_heads: int, key: tuple[int, ...], device: str = "cpu") -> BlockPattern:
     """Return the pattern of a layout, made in O(rows (window + random)) and kept.

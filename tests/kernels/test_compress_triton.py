@@ -81,7 +81,9 @@ def compiled(launch: Any, folder: Path) -> tuple[Any, str]:
     source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     (folder / "kernel.ptx").write_text(binary.asm["ptx"])
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    from triton.backends.nvidia.compiler import get_ptxas  # there are several, and not all read this PTX
+
+    assembler = get_ptxas(90).path
     command = [str(assembler), "-v", "--gpu-name", "sm_90a", str(folder / "kernel.ptx"), "-o", str(folder / "out")]
     return binary, subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
