@@ -15,7 +15,7 @@ from attn_zoo.report.labels import EndLabel, label_width
 from attn_zoo.report.metric import Metric
 from attn_zoo.report.standing import near_marks
 from attn_zoo.report.statuses import outcome
-from attn_zoo.report.style import INK, MUTED, Look, new_figure, plain, styled
+from attn_zoo.report.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
 
 __all__ = ["accuracy_picture"]
 
@@ -47,7 +47,7 @@ def accuracy_picture(group: AccuracyGroup, look_of: Mapping[str, Look]) -> Pictu
     total = head + height + foot
     with styled():
         figure = new_figure(WIDTH, total)
-        figure.text(0.14 / WIDTH, 1 - 0.3 / total, plain(title, 78), fontsize=12.5, fontweight="bold", va="center")
+        draw_title(figure, title)
         note = "large: mean over seeds with its 95 % t-interval; small: each seed; dashed: chance and trivial models"
         if far:
             note += f"; off the scale: {', '.join(f'{name} {metric.show(value)}' for name, value in far.items())}"

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from attn_zoo.report.labels import EndLabel, label_width
-from attn_zoo.report.style import INK, MUTED, new_figure
+from attn_zoo.report.style import INK, MUTED, draw_title, new_figure
 from attn_zoo.report.units import human_length
 
 __all__ = ["Frame", "Mark", "length_axis", "make_frame", "reference_slopes", "value_axis"]
@@ -67,7 +67,7 @@ def make_frame(
     strip_labels = [EndLabel(f"{mark.name}: {mark.words}", "", mark.colour, 1, 1) for mark in marks]
     right = min(3.4, max(label_width(figure, [*labels]), 0.94 * label_width(figure, strip_labels), 0.9) + 0.36)
     left = 0.82
-    figure.text(0.14 / WIDTH, 1 - 0.3 / total, title, fontsize=12.5, fontweight="bold", va="center")
+    draw_title(figure, title)
     for row, line in enumerate(lines):
         figure.text(0.14 / WIDTH, 1 - (0.53 + 0.17 * row) / total, line, fontsize=8.5, color=MUTED, va="center")
     across = (left / WIDTH, (WIDTH - left - right) / WIDTH)

@@ -17,7 +17,7 @@ from attn_zoo.report.overview import Overview
 from attn_zoo.report.placing import Box, Spot, place_names
 from attn_zoo.report.speed_axes import draw_floors, score_against_speed
 from attn_zoo.report.standing import near_marks
-from attn_zoo.report.style import INK, MUTED, Look, new_figure, plain, styled
+from attn_zoo.report.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
 from attn_zoo.report.units import human_bytes
 
 __all__ = ["bubble_picture", "overview_picture"]
@@ -107,7 +107,7 @@ def _picture(
     left, right = 0.82, 1.5 if has_peaks else 0.3
     with styled():
         figure = new_figure(WIDTH, total)
-        figure.text(0.14 / WIDTH, 1 - 0.3 / total, plain(title, 78), fontsize=12.5, fontweight="bold", va="center")
+        draw_title(figure, title)
         for row, line in enumerate(lines):
             top = 1 - (0.53 + 0.17 * row) / total
             figure.text(0.14 / WIDTH, top, plain(line, 130), fontsize=8.5, color=MUTED, va="center")

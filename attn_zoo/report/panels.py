@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.style import MUTED, Look, new_figure, plain
+from attn_zoo.report.style import MUTED, Look, draw_title, new_figure, plain
 
 __all__ = ["legend_entry", "make_panels_figure"]
 
@@ -71,7 +71,7 @@ def make_panels_figure(
     foot, left = 0.6, 0.78
     total = head + rows * height + (rows - 1) * gap_y + foot
     figure = new_figure(WIDTH, total)
-    figure.text(0.14 / WIDTH, 1 - 0.3 / total, plain(title, 78), fontsize=12.5, fontweight="bold", va="center")
+    draw_title(figure, title)
     for row, line in enumerate(lines):
         top = 1 - (0.53 + 0.17 * row) / total
         figure.text(0.14 / WIDTH, top, plain(line, 130), fontsize=8.5, color=MUTED, va="center")

@@ -24,7 +24,7 @@ from attn_zoo.report.efficiency import Efficiency
 from attn_zoo.report.labels import EndLabel, draw_labels, label_width
 from attn_zoo.report.placing import Box, Spot, place_names
 from attn_zoo.report.roofline_axes import along, draw_roof, square
-from attn_zoo.report.style import INK, MUTED, Look, new_figure, plain, styled
+from attn_zoo.report.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, percent
 
 __all__ = ["roofline_picture"]
@@ -61,7 +61,7 @@ def roofline_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture
         low = max(BYTES_HEIGHT, sum(label.height for label in labels) + 0.1)
         total = head + ROOF_HEIGHT + GAP + low + FOOT
         figure = new_figure(WIDTH, total)
-        figure.text(0.14 / WIDTH, 1 - 0.3 / total, plain(title, 78), fontsize=12.5, fontweight="bold", va="center")
+        draw_title(figure, title)
         for index, line in enumerate(lines):
             height = 1 - (0.53 + 0.17 * index) / total
             figure.text(0.14 / WIDTH, height, plain(line, 130), fontsize=8.5, color=MUTED, va="center")

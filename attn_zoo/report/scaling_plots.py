@@ -159,7 +159,7 @@ def _frame(
                     tuple(outcome(failure.status).marker for failure in series.failures),
                 )
             )
-    return make_frame(plain(title, 78), plain(one.panel.subtitle, 300), labels, marks, lengths, legend)
+    return make_frame(title, plain(one.panel.subtitle, 300), labels, marks, lengths, legend)
 
 
 def _end(curve: Curve, detail: str) -> EndLabel:

@@ -19,7 +19,7 @@ from matplotlib.font_manager import findfont, get_font
 
 from attn_zoo.report.units import clean, shorten
 
-__all__ = ["INK", "MUTED", "PALE", "Look", "looks", "new_figure", "plain", "render", "styled"]
+__all__ = ["INK", "MUTED", "PALE", "Look", "draw_title", "looks", "new_figure", "plain", "render", "styled"]
 
 INK = "#1f2328"
 MUTED = "#59636e"
@@ -114,3 +114,14 @@ def plain(text: str, width: int = 24) -> str:
     known = _known_characters()
     text = "".join(character if ord(character) in known else "\ufffd" for character in clean(text))
     return shorten(text, width).replace("$", r"\$")
+
+
+_TITLE_SIZE, _TITLE_CHARACTERS = 12.5, 66  # points; what fits at that size into eight inches
+
+
+def draw_title(figure: Figure, title: str) -> None:
+    """Write the title at the top left, smaller where it would not fit."""
+    width, height = figure.get_size_inches()
+    text = plain(title, 120)
+    size = _TITLE_SIZE * min(1.0, _TITLE_CHARACTERS / max(len(text), 1) * width / 8.0)
+    figure.text(0.14 / width, 1 - 0.3 / height, text, fontsize=size, fontweight="bold", va="center")
