@@ -156,8 +156,6 @@ def test_a_long_cell_is_gated_at_short_lengths() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", attn_zoo.list_variants())
 def test_on_a_gpu(name: str, dtype: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     context = BuildContext(embed_dim=256, num_heads=4, max_seq_len=512)
     assert "shape_and_dtype" in gate(name, {}, context, dtype=dtype, device="cuda", seq_len=512)
 
