@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
-import torch
 from torch import Tensor
 
 import attn_zoo
