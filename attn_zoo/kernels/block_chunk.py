@@ -5,15 +5,16 @@
     dQ = scale dS K,   dK = scale dS^T Q
 
 (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, appendix B.) A piece holds all keys of its queries, so backward
-computes P again from them and nothing is saved. Pieces of a few blocks are matrix products and softmax on buffers that
-are used again: their scores stay in the cache, and on a CPU that is faster than PyTorch's fused kernel, which cuts
-blocks of 64 queries in halves. Where the scores of a piece are many (dense rows) or the products slow (16 bits on a
-CPU), the fused kernel does it, called below autograd because its backward is driven by hand.
+computes P again from them and nothing is saved. All of it is matrix products and softmax on buffers that are used
+again, which on a CPU is faster than PyTorch's fused kernel: that one cuts blocks of 64 queries in halves. Only where
+products are slow (16 bits on a CPU) the fused kernel does it, called below autograd because its backward is driven by
+hand.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 __all__ = ["Dropout", "Piece", "Scratch", "attend", "attend_backward", "has_fused", "wide_dtype"]
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-_WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,18 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return a contiguous tensor of any content, of the dtype and device of `like`, valid until taken again."""
+        last = self._views.get(name)
+        if last is not None and last.shape == shape:  # pieces mostly look alike
+            return last
         size, buffer = math.prod(shape), self._buffers.get(name)
-        if buffer is None or len(buffer) < size:
+        if buffer is None or buffer.shape[0] < size:
             buffer = self._buffers[name] = like.new_empty(size)
-        return buffer[:size].view(shape)
+        view = self._views[name] = buffer[:size].view(shape)
+        return view
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Piece:
         key: `[n, s, D]`.
         value: `[n, s, D]`.
         mask: additive `[n or 1, l or 1, s]`, in the wide dtype; no row may be all minus infinity.
+        masked: where among the n the mask belongs, if not to all.
         scale: of the scores.
         dropout: on the weights.
         is_fused: PyTorch's fused CPU kernel does it.
@@ -79,6 +85,7 @@ class Piece:
     key: Tensor
     value: Tensor
     mask: Tensor | None
+    masked: slice
     scale: float
     dropout: Dropout | None
     is_fused: bool
@@ -90,73 +97,107 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def has_fused(tensor: Tensor, dropout: Dropout | None, *, is_dense: bool) -> bool:
-    """Tell whether PyTorch's fused CPU kernel does the piece.
+def has_fused(tensor: Tensor, dropout: Dropout | None) -> bool:
+    """Tell whether PyTorch's fused CPU kernel does the pieces.
 
     Args:
         tensor: of the call.
         dropout: of the call; the kernel has none.
-        is_dense: the piece is made of rows that see all keys.
     """
-    dtypes = (*_WIDE_DTYPES, *_HALF_DTYPES) if is_dense else _HALF_DTYPES
-    return tensor.device.type == "cpu" and dropout is None and tensor.dtype in dtypes
+    return tensor.device.type == "cpu" and dropout is None and tensor.dtype in _HALF_DTYPES
 
 
-def _product(name: str, left: Tensor, right: Tensor, scale: float, scratch: Scratch) -> Tensor:
-    """Return scale times left times right, `[n, i, j]`, in a buffer."""
-    result = scratch.take(name, (*left.shape[:2], right.shape[2]), left)
-    return torch.baddbmm(result, left, right, beta=0, alpha=scale, out=result)
+def _product(left: Tensor, right: Tensor, scale: float, result: Tensor, *, adds: bool = False) -> Tensor:
+    """Write scale times left times right, `[n, i, j]`, to `result`, or add it there."""
+    return torch.baddbmm(result, left, right, beta=int(adds), alpha=scale, out=result)
 
 
 def _weights(piece: Piece) -> Tensor:
     """Return P in the wide dtype, in a buffer."""
-    scores = _product("scores", piece.query, piece.key.mT, piece.scale, piece.scratch)
+    query, key = piece.query, piece.key
+    shape = (*query.shape[:2], key.shape[1])
+    scores = _product(query, key.mT, piece.scale, piece.scratch.take("scores", shape, query))
     scores = scores.to(wide_dtype(scores.dtype))
     if piece.mask is not None:
-        scores += piece.mask
+        scores[piece.masked] += piece.mask
     return torch.softmax(scores, dim=-1, out=scores)
 
 
-def attend(piece: Piece) -> tuple[Tensor, Tensor | None]:
-    """Return the output `[n, l, D]` and, if fused, the log-sum-exp of the scores `[n, l]`, which backward needs."""
+def attend(piece: Piece, place: Tensor, lse: Tensor | None = None) -> None:
+    """Compute the output.
+
+    Args:
+        piece: to compute.
+        place: contiguous `[n, l, D]`; the output is put there.
+        lse: of a fused piece; the log-sum-exp of the scores `[n, l]` is put there.
+    """
     if piece.is_fused:
         # As n batch entries of one head: the kernel puts heads inside tokens, and its results should stay contiguous.
         heads = (x[:, None] for x in (piece.query, piece.key, piece.value))
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, attn_mask=None if piece.mask is None else piece.mask[:, None], scale=piece.scale
         )
-        return output[:, 0], lse[:, 0]
+        place.copy_(output[:, 0])
+        if lse is not None:
+            lse.copy_(sums[:, 0])
+        return
     weights = _weights(piece)
     if piece.dropout is not None:
         weights = weights.mul_(piece.dropout.draw(weights))
-    return _product("output", weights.to(piece.value.dtype), piece.value, 1.0, piece.scratch), None
+    _product(weights.to(piece.value.dtype), piece.value, 1.0, place)
 
 
-def attend_backward(grad: Tensor, piece: Piece, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
+def attend_backward(
+    grad: Tensor,
+    piece: Piece,
+    place: Tensor,
+    sums: Sequence[Tensor] | None,
+    output: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """Compute the gradients of query, key and value.
 
     Args:
         grad: of the output, `[n, l, D]`.
         piece: as in `attend`.
-        output: what `attend` returned; only a fused piece reads it, and the next.
-        lse: log-sum-exp.
+        place: contiguous; the gradient of the query is put there.
+        sums: `[n, s, D]` each; the gradients of key and value are added there. Without them, those overwrite the keys
+            and values of the piece, which must be copies.
+        output: of a fused piece, what `attend` returned.
+        lse: likewise.
     """
     query, key, value, scratch = piece.query, piece.key, piece.value, piece.scratch
     if piece.is_fused:
+        assert output is not None  # kept for every fused piece
+        assert lse is not None
         heads = (x[:, None] for x in (grad, query, key, value, output, lse))
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *heads, 0.0, False, attn_mask=None if piece.mask is None else piece.mask[:, None], scale=piece.scale
         )
-        grad_query, grad_key, grad_value = (x[:, 0] for x in gradients)
-        return grad_query, grad_key, grad_value
+        place.copy_(gradients[0][:, 0])
+        for index, addend in enumerate(gradients[1:]):
+            if sums is None:
+                (key, value)[index].copy_(addend[:, 0])
+            else:
+                sums[index].add_(addend[:, 0])
+        return
+
+    def deliver(index: int, left: Tensor, right: Tensor, scale: float) -> None:
+        if sums is None:
+            _product(left, right, scale, (key, value)[index])
+        elif sums[index].dtype == left.dtype:
+            _product(left, right, scale, sums[index], adds=True)
+        else:
+            sums[index].add_(_product(left, right, scale, torch.empty_like(key)))
+
     weights = _weights(piece)
-    grad_weights = _product("grad_weights", grad, value.mT, 1.0, scratch).to(weights.dtype)
+    grad_weights = _product(grad, value.mT, 1.0, scratch.take("grad_weights", weights.shape, grad)).to(weights.dtype)
     dropped = weights
     if piece.dropout is not None:
         factor = piece.dropout.draw(weights)
         dropped, grad_weights = weights * factor, grad_weights.mul_(factor)
-    grad_value = _product("grad_value", dropped.to(grad.dtype).mT, grad, 1.0, scratch)
+    deliver(1, dropped.to(grad.dtype).mT, grad, 1.0)  # values are not read again
     torch.ops.aten._softmax_backward_data.out(grad_weights, weights, -1, weights.dtype, grad_input=grad_weights)
     grad_scores = grad_weights.to(query.dtype)
-    grad_query = _product("grad_query", grad_scores, key, piece.scale, scratch)
-    return grad_query, _product("grad_key", grad_scores.mT, query, piece.scale, scratch), grad_value
+    _product(grad_scores, key, piece.scale, place)
+    deliver(0, grad_scores.mT, query, piece.scale)

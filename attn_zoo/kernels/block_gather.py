@@ -1,8 +1,9 @@
 """Block-sparse attention by gathering keys and values, a few blocks of queries at a time.
 
 Time and memory are linear in the length, forward and backward: a piece gathers its key and value blocks into a buffer
-that stays in the cache, runs dense attention on it, and is forgotten. Saved for backward are the inputs, the output and
-one log-sum-exp per query; backward gathers again and adds into the gradients of the keys by `index_add_`.
+that stays in the cache, runs dense attention on it, and is forgotten. Saved for backward are the inputs alone (16-bit
+types on a CPU: the output and one log-sum-exp per query too); backward gathers again, and adds into the gradients of the
+keys by `index_add_`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_zoo.kernels.block_chunk import Dropout, Piece, Scratch, attend, attend_backward, has_fused, wide_dtype
 from attn_zoo.kernels.block_pattern import BlockPattern
-from attn_zoo.kernels.block_pieces import Chunk, Group, Pieces
+from attn_zoo.kernels.block_pieces import Group, Part, Pieces
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["gather_attention"]
@@ -39,13 +40,13 @@ class _Step:
     """One piece with its place.
 
     Args:
-        chunk: its queries.
+        blocks: where its queries are among the blocks of the part.
         source: rows of the gathered keys, or None for dense rows, which see the leading keys in place.
         piece: what to compute.
         is_dead: queries that see nothing, or None.
     """
 
-    chunk: Chunk
+    blocks: slice
     source: Tensor | None
     piece: Piece
     is_dead: Tensor | None
@@ -59,9 +60,8 @@ class _Walk:
         self._dropout: Dropout | None = None
         if plan.dropout_p:
             self._dropout = Dropout(plan.dropout_p, torch.Generator(query.device).manual_seed(plan.seed))
-        self._is_fused = {dense: has_fused(query, self._dropout, is_dense=dense) for dense in (True, False)}
-        has_scores = not self._is_fused[True]
-        self._pieces = Pieces(query, plan.pattern, padding, plan.slopes, has_scores=has_scores)
+        self.is_fused = has_fused(query, self._dropout)
+        self._pieces = Pieces(query, plan.pattern, padding, plan.slopes, has_scores=not self.is_fused)
         self._scratch = Scratch()
 
     def groups(self, key: Tensor, value: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
@@ -71,29 +71,46 @@ class _Walk:
             keys, values = (group.read_keys(x, blocks, size, self._padding) for x in (key, value))
             yield group, keys, values
 
-    def steps(self, group: Group, keys: Tensor, values: Tensor) -> Iterator[_Step]:
-        """Yield the pieces of a group; each is valid until the next."""
-        for chunk in self._pieces.chunks():
-            source = self._pieces.source(group, chunk)
-            mask, is_dead = self._pieces.mask(group, chunk)
+    def parts(self, group: Group, *results: Tensor) -> Iterator[tuple[Part, list[Tensor]]]:
+        """Yield the parts of a group, each with the blocks of every result to write to, which are kept afterwards."""
+        for part in self._pieces.parts(group):
+            places, copies = [], []
+            for index, result in enumerate(results):
+                place = part.place(result)
+                if place is None:
+                    place = self._scratch.take(f"result {index}", (part.num_blocks, part.size, *result.shape[3:]), result)
+                    copies.append((result, place))
+                places.append(place)
+            yield part, places
+            for result, place in copies:
+                part.write(result, place)
+
+    def steps(self, part: Part, group: Group, keys: Tensor, values: Tensor) -> Iterator[_Step]:
+        """Yield the pieces of a part; each is valid until the next."""
+        queries, sources = part.read(self._query), self._pieces.source(group, part)
+        for rows in part.pieces:
+            mask, masked, is_dead = self._pieces.mask(part, rows)
+            blocks = part.blocks(rows)
+            source = None if sources is None else sources[blocks].view(-1)
             piece = Piece(
-                query=group.read(self._query, chunk.start, chunk.stop, chunk.size),
+                query=queries[blocks],
                 key=self._near("key", keys, source, group),
                 value=self._near("value", values, source, group),
                 mask=mask,
+                masked=masked,
                 scale=self._plan.scale,
                 dropout=self._dropout,
-                is_fused=self._is_fused[source is None],
+                is_fused=self.is_fused,
                 scratch=self._scratch,
             )
-            yield _Step(chunk, source, piece, is_dead)
+            yield _Step(blocks, source, piece, is_dead)
 
     def _near(self, name: str, keys: Tensor, source: Tensor | None, group: Group) -> Tensor:
         """Return the keys (or values) that the queries of a piece see, `[sequences * blocks, keys, D]`."""
         pattern, head_dim = self._plan.pattern, self._query.shape[-1]
         if source is None:
             return _leading(keys, group, head_dim, pattern)
-        near = self._scratch.take(name, (len(source), keys.shape[1]), keys)
+        near = self._scratch.take(name, (source.shape[0], keys.shape[1]), keys)
         torch.index_select(keys, 0, source, out=near)
         return near.view(-1, pattern.table.shape[-1] * pattern.block_size, head_dim)
 
@@ -104,48 +121,54 @@ class _GatherAttention(torch.autograd.Function):
         note_path("block_sparse.gather")
         walk = _Walk(plan, query, padding)
         output = torch.empty_like(query)
-        lse = torch.empty(query.shape[:3], dtype=wide_dtype(query.dtype), device=query.device)
+        kept = (output,) if not walk.is_fused else (output, query.new_empty(query.shape[:3], dtype=torch.float32))
         for group, keys, values in walk.groups(key, value):
-            for step in walk.steps(group, keys, values):
-                out, out_lse = attend(step.piece)
-                if step.is_dead is not None:
-                    out = out.masked_fill(step.is_dead, 0.0)
-                group.write(output, step.chunk.start, out)
-                if out_lse is not None:
-                    group.write(lse, step.chunk.start, out_lse)
-        ctx.save_for_backward(query, key, value, padding, output, lse)
+            for part, places in walk.parts(group, *kept):
+                for step in walk.steps(part, group, keys, values):
+                    out, *lse = (place[step.blocks] for place in places)
+                    attend(step.piece, out, *lse)
+                    if step.is_dead is not None:
+                        out.masked_fill_(step.is_dead, 0.0)
+        ctx.save_for_backward(query, key, value, padding, *(kept if walk.is_fused else ()))
         ctx.plan = plan
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, padding, output, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        query, key, value, padding, *kept = ctx.saved_tensors
         if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
             grad_output = grad_output.contiguous()
-        pattern, wide = plan.pattern, wide_dtype(query.dtype)
-        walk = _Walk(plan, query, padding)
+        pattern, head_dim = ctx.plan.pattern, query.shape[-1]
+        walk = _Walk(ctx.plan, query, padding)
         grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
         for group, keys, values in walk.groups(key, value):
-            key_sum, value_sum = (torch.zeros_like(x, dtype=wide) for x in (keys, values))
-            for step in walk.steps(group, keys, values):
-                chunk = step.chunk
-                out, out_lse, grad = (
-                    group.read(x, chunk.start, chunk.stop, chunk.size) for x in (output, lse, grad_output)
-                )
-                if step.is_dead is not None:
-                    grad = grad.masked_fill(step.is_dead, 0.0)
-                part, key_part, value_part = attend_backward(grad, step.piece, out, out_lse)
-                group.write(grad_query, chunk.start, part)
-                for total, addend in ((key_sum, key_part), (value_sum, value_part)):
-                    if step.source is None:
-                        _leading(total, group, query.shape[-1], pattern).add_(addend)
-                    else:
-                        total.index_add_(0, step.source, addend.reshape(len(step.source), -1).to(wide))
-            for result, total in ((grad_key, key_sum), (grad_value, value_sum)):
-                group.write(result, 0, total.view(len(total), pattern.block_size, -1))
+            totals = [_zeros(group, result, keys, pattern) for result in (grad_key, grad_value)]
+            leading = [_leading(total, group, head_dim, pattern) for total in totals]
+            for part, (place,) in walk.parts(group, grad_query):
+                blocks = [part.read(x) for x in (grad_output, *kept)]
+                for step in walk.steps(part, group, keys, values):
+                    grad, *forward = (x[step.blocks] for x in blocks)
+                    if step.is_dead is not None:
+                        grad = grad.masked_fill(step.is_dead, 0.0)
+                    sums = leading if step.source is None else None
+                    attend_backward(grad, step.piece, place[step.blocks], sums, *forward)
+                    if step.source is not None:  # the gathered keys and values are now their gradients
+                        for total, rows in zip(totals, (step.piece.key, step.piece.value), strict=True):
+                            total.index_add_(0, step.source, rows.view(-1, keys.shape[1]).to(total.dtype))
+            for result, total in zip((grad_key, grad_value), totals, strict=True):
+                if total.data_ptr() != result[group.batch, group.head].data_ptr():
+                    group.write(result, 0, total.view(total.shape[0], pattern.block_size, -1))
         return grad_query, grad_key, grad_value, None, None
+
+
+def _zeros(group: Group, result: Tensor, rows: Tensor, pattern: BlockPattern) -> Tensor:
+    """Return zeros like the rows of keys, in the wide dtype: in place of the result where that is laid out so."""
+    wide = wide_dtype(result.dtype)
+    place = group.place(result, 0, pattern.key_len, pattern.block_size)
+    if place is None or result.dtype != wide:
+        return torch.zeros_like(rows, dtype=wide)
+    return place.view(rows.shape).zero_()
 
 
 def _leading(keys: Tensor, group: Group, head_dim: int, pattern: BlockPattern) -> Tensor:

@@ -12,12 +12,13 @@ from torch.nn.functional import pad
 from attn_zoo.kernels.block_chunk import wide_dtype
 from attn_zoo.kernels.block_pattern import BlockPattern
 
-__all__ = ["Chunk", "Group", "Pieces"]
+__all__ = ["Group", "Part", "Pieces"]
 
 # Gathered keys of one piece, per thread: the size of a second-level cache. With a quarter of it forward took 1.5 times
 # as long (float32, two threads), as every piece has its fixed cost; with two and four times as much it was no faster.
-_CPU_PIECE_BYTES = 1 << 20
+_CPU_PIECE_BYTES = 1 << 21
 _GPU_PIECE_BYTES = 1 << 26
+_MIN_DENSE_ROWS = 64  # with 32, products were a quarter slower
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,22 @@ class Group:
     def num_sequences(self) -> int:
         """Pairs of batch entry and head."""
         return self.shape[0] * self.shape[1]
+
+    def cut(self, count: int) -> Iterator[Group]:
+        """Yield groups of at most `count` sequences, in order: some whole batch entries, or some heads of one."""
+        by_batch, by_head = max(1, count // self.shape[1]), min(count, self.shape[1])
+        for entry in range(self.batch.start, self.batch.stop, by_batch):
+            batch = slice(entry, min(entry + by_batch, self.batch.stop))
+            for first in range(self.head.start, self.head.stop, by_head):
+                head = slice(first, min(first + by_head, self.head.stop))
+                yield Group(batch, head, (batch.stop - batch.start, head.stop - head.start))
+
+    def place(self, tensor: Tensor, start: int, stop: int, size: int) -> Tensor | None:
+        """Return tokens start .. stop - 1 as blocks `[sequences * blocks, size, ...]` side by side in place, if so."""
+        part = tensor[self.batch, self.head, start:stop]
+        if (stop - start) % size or not part.is_contiguous():
+            return None
+        return part.view(-1, size, *part.shape[3:])
 
     def read(self, tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
         """Return tokens start .. stop - 1 as blocks `[sequences * blocks, size, ...]`, a ragged end filled with 0."""
@@ -68,24 +85,49 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Query tokens start .. stop - 1, in blocks of `size`, all blocks seeing equally many keys.
+class Part:
+    """Query tokens start .. stop - 1 of some sequences, in blocks of `size`, and the pieces they are computed in.
 
     Args:
+        group: the sequences.
         start: first query token.
         stop: end (exclusive) of the query tokens.
-        size: tokens in a block.
-        rows: listed rows of the pattern that these are, or None for dense rows.
+        size: tokens in a block; of dense rows, all of them.
+        pieces: listed rows of the pattern, of one piece after the other; None stands for dense rows. Several sequences
+            have one piece only.
     """
 
+    group: Group
     start: int
     stop: int
     size: int
-    rows: slice | None
+    pieces: tuple[slice | None, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of queries, a ragged last one of each sequence included."""
+        return self.group.num_sequences * -(-(self.stop - self.start) // self.size)
+
+    def blocks(self, rows: slice | None) -> slice:
+        """Return where the blocks of a piece are among those of the part."""
+        count = self.group.num_sequences
+        return slice(0, count) if rows is None else slice(rows.start * count, rows.stop * count)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the tokens as blocks `[sequences * blocks, size, ...]`, a ragged end filled with 0; a view if it can be."""
+        return self.group.read(tensor, self.start, self.stop, self.size)
+
+    def place(self, tensor: Tensor) -> Tensor | None:
+        """Return the tokens as contiguous blocks in place, or None where they do not lie so."""
+        return self.group.place(tensor, self.start, self.stop, self.size)
+
+    def write(self, tensor: Tensor, blocks: Tensor) -> None:
+        """Write blocks to the tokens."""
+        self.group.write(tensor, self.start, blocks)
 
 
 class Pieces:
-    """Cuts a call into groups of sequences and chunks of rows; forward and backward see the same pieces in order.
+    """Cuts a call into groups of sequences, parts and pieces; forward and backward see the same ones in order.
 
     Args:
         query: `[B, H, L, D]`; only sizes, dtype and device matter.
@@ -99,10 +141,10 @@ class Pieces:
         self, query: Tensor, pattern: BlockPattern, padding: Tensor | None, slopes: Tensor | None, *, has_scores: bool
     ) -> None:
         self.pattern, self.padding, self.slopes = pattern, padding, slopes
-        self._wide = wide_dtype(query.dtype)
-        self._sizes = query.shape[:2]
+        self._wide, self._has_scores = wide_dtype(query.dtype), has_scores
+        batch_size, num_heads = query.shape[:2]
+        self._whole = Group(slice(0, batch_size), slice(0, num_heads), (batch_size, num_heads))
         size, device = pattern.block_size, query.device
-        self._sources: tuple[Group, Tensor] | None = None
         self._is_full = pattern.is_full_row.all(0).tolist()  # of rows, in all heads
         self._within = torch.arange(size, dtype=torch.int32, device=device)
         if padding is not None:
@@ -113,63 +155,67 @@ class Pieces:
         row_bytes = max(1, pattern.table.shape[-1] * size * token_bytes)
         self._dense_end = min(pattern.num_dense_rows * size, pattern.query_len)
         dense_bytes = pattern.dense_key_len * token_bytes if self._dense_end else 0
-        # Dense rows of one sequence keep one thread busy in backward, so there are as many sequences as threads.
-        least = torch.get_num_threads() if dense_bytes and device.type == "cpu" else 1
-        self._num_sequences = max(least, budget // max(row_bytes * pattern.num_rows, dense_bytes, 1))
-        self._num_rows = max(1, budget // (row_bytes * self._num_sequences))
+        # The fused kernel keeps one thread busy with a sequence in backward, so there are as many of them as threads.
+        least = 1 if has_scores or not dense_bytes else torch.get_num_threads()
+        listed_bytes = max(row_bytes * pattern.num_rows, 1)
+        self._num_sequences = max(least, budget // max(listed_bytes, dense_bytes))
+        # Listed rows of one sequence are enough for all threads, and blocks side by side need no copy.
+        self._num_together = max(1, min(self._num_sequences, budget // listed_bytes))
+        self._num_rows = max(1, budget // (row_bytes * self._num_together))
         self._dense_step = max(1, self._dense_end)
         if has_scores or slopes is not None:
-            self._dense_step = min(self._dense_step, max(1, 4 * budget // (self._num_sequences * pattern.key_len)))
+            score_bytes = self._num_sequences * pattern.key_len * query.element_size()
+            self._dense_step = min(self._dense_step, max(_MIN_DENSE_ROWS, budget // score_bytes))
 
     def groups(self) -> Iterator[Group]:
-        """Yield the groups of sequences: several heads, several whole batch entries, or one pair."""
-        (batch_size, num_heads), count = self._sizes, self._num_sequences
-        by_batch, by_head = max(1, count // num_heads), min(count, num_heads)
-        for entry in range(0, batch_size, by_batch):
-            entries = slice(entry, min(entry + by_batch, batch_size))
-            for head in range(0, num_heads, by_head):
-                heads = slice(head, min(head + by_head, num_heads))
-                yield Group(entries, heads, (entries.stop - entry, heads.stop - head))
+        """Yield the groups of sequences whose keys are read together."""
+        return self._whole.cut(self._num_sequences)
 
-    def chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of query tokens of one group: dense rows, then listed rows."""
+    def parts(self, group: Group) -> Iterator[Part]:
+        """Yield dense rows of all sequences of the group, then listed rows of some after others."""
         pattern, step, size = self.pattern, self._num_rows, self.pattern.block_size
         for start in range(0, self._dense_end, self._dense_step):
             stop = min(start + self._dense_step, self._dense_end)
-            yield Chunk(start, stop, stop - start, None)
-        for row in range(0, pattern.num_rows, step):
-            rows = slice(row, min(row + step, pattern.num_rows))
-            first = self._dense_end + row * size
-            yield Chunk(first, min(first + step * size, pattern.query_len), size, rows)
+            yield Part(group, start, stop, stop - start, (None,))
+        rows = tuple(slice(row, min(row + step, pattern.num_rows)) for row in range(0, pattern.num_rows, step))
+        if rows:
+            for some in group.cut(self._num_together):
+                yield Part(some, self._dense_end, pattern.query_len, size, rows)
 
-    def source(self, group: Group, chunk: Chunk) -> Tensor | None:
-        """Return the rows of `Group.read_keys` that a chunk gathers, int64 `[sequences * blocks * K]`.
+    def source(self, group: Group, part: Part) -> Tensor | None:
+        """Return the rows of `Group.read_keys` that each block of a part gathers, int64 `[sequences * blocks, K]`.
 
         None stands for the leading keys of each sequence, which dense rows see in place.
         """
-        if chunk.rows is None:
+        if part.pieces[0] is None:
             return None
-        if self._sources is None or self._sources[0] != group:
-            table = self._table(self.pattern.table, group, slice(None))
-            first = torch.arange(group.num_sequences, device=table.device) * self.pattern.num_key_blocks
-            self._sources = group, (table + first.view(*group.shape, 1, 1)).flatten(0, 1)
-        return self._sources[1][:, chunk.rows].flatten()
+        some = part.group
+        before = (some.batch.start - group.batch.start) * group.shape[1] + some.head.start - group.head.start
+        first = torch.arange(before, before + some.num_sequences, device=self._within.device).view(*some.shape, 1, 1)
+        table = self._table(self.pattern.table, some, slice(None))
+        return (table + first * self.pattern.num_key_blocks).flatten(0, 2)
 
     @staticmethod
     def _table(table: Tensor, group: Group, rows: slice) -> Tensor:
         return table[:, rows] if table.shape[0] == 1 else table[group.head, rows]
 
-    def mask(self, group: Group, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
-        """Return the additive mask of a piece and which of its queries see nothing, or None where nothing is hidden.
+    def mask(self, part: Part, rows: slice | None) -> tuple[Tensor | None, slice, Tensor | None]:
+        """Return the additive mask of a piece, the blocks that it is for, and which queries of the piece see nothing.
 
-        Most pieces of a bidirectional pattern need neither. Their shapes are `[sequences * blocks or 1, size or 1,
-        keys]` and `[sequences * blocks, size or 1, 1]`.
+        Most pieces of a bidirectional pattern need no mask, and others for the rows at the ends only. Shapes are
+        `[blocks or 1, size or 1, keys]` and `[sequences * blocks, size or 1, 1]`; None where nothing is hidden.
         """
-        pattern, rows = self.pattern, chunk.rows
+        pattern, group, size = self.pattern, part.group, part.size
         is_full = rows is None or all(self._is_full[rows])
         has_distance = pattern.is_causal or self.slopes is not None or pattern.reach is not None
-        if is_full and self.padding is None and not has_distance:
-            return None, None
+        blocks = slice(None)
+        if self.padding is None and not has_distance:
+            if is_full:
+                return None, blocks, None
+            if rows is not None and self._has_scores and group.num_sequences == 1:
+                partial = [row for row in range(rows.start, rows.stop) if not self._is_full[row]]
+                blocks = slice(partial[0] - rows.start, partial[-1] + 1 - rows.start)
+                rows = slice(partial[0], partial[-1] + 1)
         keep: Tensor | None = None  # [batch or 1, heads or 1, blocks or 1, size or 1, keys]
         if rows is None:
             positions = torch.arange(pattern.dense_key_len, dtype=torch.int32, device=self._within.device)[None, None]
@@ -184,13 +230,16 @@ class Pieces:
             keep = _both(keep, is_key)
         bias: Tensor | None = None
         if has_distance:
-            offset, num_blocks = pattern.key_len - pattern.query_len, -(-(chunk.stop - chunk.start) // chunk.size)
+            start, num_blocks = part.start, 1
+            if rows is not None:
+                start, num_blocks = part.start + rows.start * size, rows.stop - rows.start
             if keep is None and self.slopes is None and rows is not None:
                 # Only the last block of each row straddles the diagonal, and a band looks alike from every row that is
                 # full, so one row's mask serves all.
                 positions, num_blocks = positions[:1, :1], 1
-            standing = torch.arange(chunk.start, chunk.start + num_blocks * chunk.size, device=positions.device)
-            standing = (standing + offset).int().view(num_blocks, chunk.size, 1)
+            start += pattern.key_len - pattern.query_len
+            standing = torch.arange(start, start + num_blocks * size, dtype=torch.int32, device=positions.device)
+            standing = standing.view(num_blocks, size, 1)
             distance = standing - positions[:, :, None]  # [heads or 1, blocks, size, keys]
             if pattern.is_causal:
                 keep = _both(keep, (distance >= 0)[None])
@@ -210,7 +259,7 @@ class Pieces:
         elif bias.dim() == 4:
             bias = bias[None]
         mask = bias if keep is None else torch.where(keep, bias, float("-inf"))
-        return self._by_block(mask, group), is_dead
+        return self._by_block(mask, group), blocks, is_dead
 
     @staticmethod
     def _by_block(mask: Tensor, group: Group) -> Tensor:

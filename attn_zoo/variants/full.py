@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.decode import KVCache
-from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, score_bias
+from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, harmless_padding, score_bias
 from attn_zoo.attention.oracle import attention_weights, expand_kv_heads
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.sdpa import Backend, exact_attention
@@ -126,7 +126,7 @@ class FullAttention(AbstractAttention):
         if num_blind > 0:  # more queries than keys: the first of them stand before every key
             seeing = self.forward(query[:, :, num_blind:], key, value, key_padding_mask=key_padding_mask)
             return pad(seeing, (0, 0, num_blind, 0))
-        key, value = (blank_padding(x, key_padding_mask) for x in (key, value))
+        key, value = harmless_padding(query, key, value, key_padding_mask)
         return self._attend(query, key, value, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask)
 
     def _attend(

@@ -12,6 +12,7 @@ from attn_zoo.attention.masks import (
     alibi_slopes,
     blank_padding,
     causal_keep,
+    harmless_padding,
     keep_mask,
     masked_softmax,
     score_bias,
@@ -64,6 +65,32 @@ def test_padding_is_blanked_whatever_it_holds():
     blank = blank_padding(heads, torch.tensor([[False, True]]))
     assert torch.equal(blank[:, :, 0], heads[:, :, 0])
     assert not blank[:, :, 1].any()
+
+
+def test_ordinary_padding_is_not_copied():
+    query, key, value = torch.randn(3, 1, 2, 4, 8).unbind()
+    mask = torch.tensor([[False, False, True, True]])
+    assert harmless_padding(query, key, value, mask) == (key, value)
+    assert harmless_padding(query, key, value, None) == (key, value)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e20])
+@pytest.mark.parametrize("which", [0, 1])
+def test_padding_that_could_do_harm_is_zeroed(which, garbage):
+    # 1e20 is finite, but its square is not: a score could overflow, and minus infinity added to infinity is NaN.
+    query, key, value = torch.randn(3, 1, 2, 4, 8).unbind()
+    mask = torch.tensor([[False, False, True, True]])
+    spoilt = [key.clone(), value.clone()]
+    spoilt[which][:, :, 2:] = garbage
+    key, value = harmless_padding(query, *spoilt, mask)
+    for heads, before in ((key, spoilt[0]), (value, spoilt[1])):
+        assert not heads[:, :, 2:].any()
+        assert torch.equal(heads[:, :, :2], before[:, :, :2])
+
+
+def test_large_queries_and_keys_together_could_do_harm():
+    query, key, value = torch.full((1, 1, 1, 4), 1e19), torch.full((1, 1, 2, 4), 1e19), torch.zeros(1, 1, 2, 4)
+    assert not harmless_padding(query, key, value, torch.tensor([[False, True]]))[0][:, :, 1].any()
 
 
 def test_slopes_are_the_published_ones():

@@ -65,10 +65,11 @@ def test_no_row_of_a_mask_hides_everything(length: int, reach: int, is_causal: b
         make_inputs(pattern)[0], pattern, make_padding(length) if has_padding else None, None, has_scores=False
     )
     for group in pieces.groups():
-        for chunk in pieces.chunks():
-            mask, _ = pieces.mask(group, chunk)
-            assert mask is not None
-            assert not mask.isneginf().all(-1).any()
+        for part in pieces.parts(group):
+            for rows in part.pieces:
+                mask, _, _ = pieces.mask(part, rows)
+                assert mask is not None
+                assert not mask.isneginf().all(-1).any()
 
 
 @pytest.mark.parametrize(("length", "reach"), CASES)
