@@ -18,7 +18,7 @@ import torch
 
 from attn_zoo.records import Environment
 
-__all__ = ["PACKAGES", "capture_environment"]
+__all__ = ["MEASURING_VARIABLES", "PACKAGES", "capture_environment"]
 
 PACKAGES = (
     "attn-zoo",
@@ -35,8 +35,23 @@ PACKAGES = (
 )
 """Whose versions are recorded where they are installed. Looked up in the metadata: nothing is imported."""
 
+MEASURING_VARIABLES = {
+    # Threads that spin long while they wait lose their core to any other process and are late at every barrier.
+    # BigBird, two cores, H=8, D=64, forward and backward at 4096 tokens in ms, one run each, idle and with one core
+    # busy elsewhere: 286 and 5575 at 100 000 rounds; 265 and 1263 at 10 000; 337 and 617 at 1 000. Left alone it is
+    # erratic when busy (962 in one run, 13 412 in another). Sleeping at once (OMP_WAIT_POLICY=passive) took 1214
+    # instead of 624 at 8192 tokens on an idle machine.
+    "GOMP_SPINCOUNT": "10000",
+    # Torch asks for huge pages. Memory touched for the first time otherwise costs a fault every 4 KiB, which is no
+    # property of a mechanism and grows where tensors leave the cache: without it BigBird took 1.1 times as long from
+    # 16 384 tokens on, 1.16 times forward at 131 072, and the same at 8192 (two cores, in turns).
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+"""What processes that measure on a CPU are started with, unless the user's environment says otherwise."""
+
 _VARIABLES = frozenset(
     {
+        *MEASURING_VARIABLES,
         "OMP_NUM_THREADS",
         "OMP_PROC_BIND",
         "OMP_PLACES",
@@ -151,5 +166,5 @@ def capture_environment() -> Environment:
         versions=_versions(),
         commit=commit,
         is_dirty=is_dirty,
-        variables=_variables(os.environ),
+        variables=_variables({**MEASURING_VARIABLES, **os.environ}),
     )

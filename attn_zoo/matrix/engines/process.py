@@ -19,6 +19,7 @@ from typing import Any, Literal
 import attn_zoo
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.limits import available_bytes, num_oom_kills, resident_bytes
+from attn_zoo.measure.environment import MEASURING_VARIABLES
 from attn_zoo.records import Record
 
 __all__ = ["Ended", "WorkerProcess", "spawn_environment"]
@@ -53,16 +54,10 @@ def spawn_environment(threads: int | None) -> dict[str, str]:
     Args:
         threads: for OpenMP and MKL, which read it at start; None leaves their default.
     """
-    environment = dict(os.environ)
+    environment = {**MEASURING_VARIABLES, **os.environ}
     # Works from the source tree too, without an installed package.
     root = str(Path(attn_zoo.__path__[0]).parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
-    # Threads that spin long while they wait lose their core to any other process and are late at every barrier.
-    # BigBird, two cores, H=8, D=64, forward and backward at 4096 tokens in ms, one run each, idle and with one core
-    # busy elsewhere: 286 and 5575 at 100 000 rounds; 265 and 1263 at 10 000; 337 and 617 at 1 000. Left alone it is
-    # erratic when busy (962 in one run, 13 412 in another). Sleeping at once (OMP_WAIT_POLICY=passive) took 1214
-    # instead of 624 at 8192 tokens on an idle machine.
-    environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
     if threads is not None:
         environment.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
