@@ -2,8 +2,8 @@
 
 Time and memory are linear in the length, forward and backward: a piece gathers its key and value blocks into a buffer
 that stays in the cache, runs dense attention on it, and is forgotten. Saved for backward are the inputs alone (16-bit
-types on a CPU: the output and one log-sum-exp per query too); backward gathers again, and adds into the gradients of the
-keys by `index_add_`.
+types on a CPU: the output and one log-sum-exp per query too); backward gathers again, and adds into the gradients of
+the keys by `index_add_`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class _Walk:
             for index, result in enumerate(results):
                 place = part.place(result)
                 if place is None:
-                    place = self._scratch.take(f"result {index}", (part.num_blocks, part.size, *result.shape[3:]), result)
+                    shape = (part.num_blocks, part.size, *result.shape[3:])
+                    place = self._scratch.take(f"result {index}", shape, result)
                     copies.append((result, place))
                 places.append(place)
             yield part, places

@@ -114,7 +114,7 @@ class Part:
         return slice(0, count) if rows is None else slice(rows.start * count, rows.stop * count)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the tokens as blocks `[sequences * blocks, size, ...]`, a ragged end filled with 0; a view if it can be."""
+        """Return the tokens as blocks `[sequences * blocks, size, ...]`, a ragged end filled with 0."""
         return self.group.read(tensor, self.start, self.stop, self.size)
 
     def place(self, tensor: Tensor) -> Tensor | None:

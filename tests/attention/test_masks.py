@@ -82,7 +82,7 @@ def test_padding_that_could_do_harm_is_zeroed(which, garbage):
     mask = torch.tensor([[False, False, True, True]])
     spoilt = [key.clone(), value.clone()]
     spoilt[which][:, :, 2:] = garbage
-    key, value = harmless_padding(query, *spoilt, mask)
+    key, value = harmless_padding(query, spoilt[0], spoilt[1], mask)
     for heads, before in ((key, spoilt[0]), (value, spoilt[1])):
         assert not heads[:, :, 2:].any()
         assert torch.equal(heads[:, :, :2], before[:, :, :2])
