@@ -317,12 +317,13 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
 
     store = Store(folder)
     planned, scan = _stored_plan(store, files, data_dir), store.scan()
-    now = standing(planned, list(scan.records.values()))
+    now = standing(planned, list(scan.records.values()), store.parts.count())
     if as_json:
         counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
         left = [item.cell.id for item in now.left]
+        begun = {item.cell.id: now.begun[item.cell.key] for item in now.left if item.cell.key in now.begun}
         ceilings = [one.to_dict() for one in store.ceilings()]
-        print_json({"done": counts, "left": left, "stale": len(now.stale), "ceilings": ceilings})
+        print_json({"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": ceilings})
     else:
         print_standing(now, scan.problems, [ceilings_text(one) for one in store.ceilings()], folder)
 

@@ -53,24 +53,21 @@ def compare(
     allow_other_env: Annotated[bool, typer.Option(help="Compare across machines or versions all the same.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two runs cell by cell; a verdict only where the intervals separate."""
+    """Compare two runs cell by cell: how far apart, and whether they agree within their intervals."""
     from attn_zoo.console import out as console
-    from attn_zoo.console import print_json, print_table
+    from attn_zoo.console import print_json
+    from attn_zoo.report.compare import agreement, compare_table
     from attn_zoo.report.compare import compare as compare_runs
+    from attn_zoo.report.table import to_terminal
 
     frame = compare_runs(before, after, allow_other_environment=allow_other_env)
+    table = compare_table(frame)
     if as_json:
         print_json(frame.astype(object).where(frame.notna(), None).to_dict(orient="records"))
     else:
-        rows = [
-            (f"{row.label} {row.pass_name} L{row.seq_len} {row.dtype}", f"{row.ratio:.3f}", row.verdict)
-            for row in frame.rename(columns={"pass": "pass_name"}).itertuples()
-        ]
-        print_table("Time of the second over the first", ("cell", "ratio", "verdict"), rows, right=("ratio",))
-    slower = int((frame["verdict"] == "slower").sum())
-    if not as_json:
-        console.print(f"{len(frame)} cells, {slower} slower, {int((frame['verdict'] == 'faster').sum())} faster")
-    raise typer.Exit(3 if fail and slower else 0)
+        to_terminal(table, console)
+        console.print(agreement(frame), soft_wrap=True)
+    raise typer.Exit(3 if fail and (frame["verdict"] == "slower").any() else 0)
 
 
 def export(

@@ -200,8 +200,11 @@ def print_plan(plan: Plan) -> None:
     ]
     print_table("", ("cell", "time", "memory", ""), rows, right=("time", "memory"))
     refused = sum(item.refusal is not None for item in plan.cells)
+    rounds = max((item.num_rounds for item in plan.cells), default=1)
+    repeated = sum(item.num_rounds > 1 and item.refusal is None for item in plan.cells)
+    repeats = f"{repeated} of them in up to {rounds} rounds over the matrix, a process each time; " if repeated else ""
     out.print(
-        f"{len(plan.cells)} cells on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; "
+        f"{len(plan.cells)} cells on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; {repeats}"
         f"measuring about {_amount(plan.estimate_s, _SECONDS)} (rough), training not counted",
         soft_wrap=True,
     )
@@ -220,7 +223,8 @@ def print_summary(summary: Summary) -> None:
         more = f" and {len(summary.left) - len(shown)} more" if len(summary.left) > len(shown) else ""
         why = f" ({summary.stopped})" if summary.stopped else ""
         out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
-        out.print("the same command goes on from here")
+        kept = f"; {summary.num_parts} of their repeats are kept" if summary.num_parts else ""
+        out.print(f"the same command goes on from here{kept}")
     elif summary.counts:
         out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)
 
@@ -243,6 +247,7 @@ def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequenc
     out.print()
     stale = f"; {len(now.stale)} records are stale: their source or data changed" if now.stale else ""
     other = f"; {len(now.other)} records belong to other matrices" if now.other else ""
-    out.print(f"{len(now.done)} done, {len(now.left)} left{stale}{other}", soft_wrap=True)
+    begun = f" ({len(now.begun)} begun: {sum(now.begun.values())} of their repeats are there)" if now.begun else ""
+    out.print(f"{len(now.done)} done, {len(now.left)} left{begun}{stale}{other}", soft_wrap=True)
     if any(record.status not in {"ok", "unsupported"} for record in now.done):
         out.print(f"next: attn-zoo retry {escape(str(folder))}", soft_wrap=True)

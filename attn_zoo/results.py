@@ -64,7 +64,8 @@ class Timing(Json):
         median_ms: of the samples.
         q1_ms: lower quartile.
         q3_ms: upper quartile.
-        low_ms: lower end of the 95 % bootstrap interval of the median.
+        low_ms: lower end of the 95 % interval of the median: of one process only what differs within it, of several
+            what differs between them too.
         high_ms: upper end.
         first_ms: the first call, compilation included.
         num_warmup: calls before the first sample.

@@ -7,7 +7,7 @@ rising, and beside them the non-negative cost model that explains them. Neither 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Literal
@@ -15,54 +15,21 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from attn_zoo.resampling import TAILS, Samples, Sizes, log_medians
+
 __all__ = [
     "CostFit",
     "Exponent",
     "LocalSlope",
-    "Samples",
-    "bootstrap_medians",
     "fit_cost",
     "fit_exponent",
     "local_slopes",
-    "log_medians",
 ]
 
-NUM_RESAMPLES = 2000
 NOISE_FLOOR = 2e-3
 """Relative error below which a fit counts as perfect: nothing we time repeats better than that."""
 
-TAILS = (0.025, 0.975)
-"""Of a 95 % interval."""
-
-Samples = Mapping[int, Sequence[float]]
-"""Positive samples of one quantity by sequence length."""
-
 Term = Literal["constant", "linear", "quadratic"]
-
-
-def bootstrap_medians(
-    samples: NDArray[np.float64], rng: np.random.Generator, num_resamples: int = NUM_RESAMPLES
-) -> NDArray[np.float64]:
-    """Return the medians of `num_resamples` resamples with replacement."""
-    picks = rng.integers(0, samples.size, size=(num_resamples, samples.size))
-    medians: NDArray[np.float64] = np.median(samples[picks], axis=1)
-    return medians
-
-
-def log_medians(samples: Samples, seed: int) -> tuple[list[int], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the ascending lengths, log medians [lengths], and resampled log medians [resamples, lengths]."""
-    lengths = sorted(samples)
-    columns = []
-    for length in lengths:
-        array = np.sort(np.asarray(samples[length], dtype=np.float64))
-        if length < 1 or array.size == 0 or not (np.isfinite(array).all() and (array > 0).all()):
-            raise ValueError(
-                f"length {length}: expected a positive length with positive, finite samples; got {array.tolist()}"
-            )
-        # A generator per length, so that a longer run gives the lengths it shares with a shorter one the same slopes.
-        columns.append(bootstrap_medians(array, np.random.default_rng((seed, length))))
-    medians = np.array([np.median(np.asarray(samples[length], dtype=np.float64)) for length in lengths])
-    return lengths, np.log(medians), np.log(np.stack(columns, axis=1)) if columns else np.empty((0, 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,12 +43,13 @@ class LocalSlope:
     ci_high: float
 
 
-def local_slopes(samples_by_length: Samples, seed: int = 0) -> list[LocalSlope]:
+def local_slopes(samples_by_length: Samples, seed: int = 0, sizes: Sizes | None = None) -> list[LocalSlope]:
     """Return the slope of log median against log length between each two neighbours, shortest first.
 
     Args:
         samples_by_length: positive samples of one quantity, by sequence length; batch size must be the same for all.
-        seed: of the bootstrap.
+        seed: of the resampling.
+        sizes: samples of each process, by length; lengths of one process may be left out.
 
     Raises:
         ValueError: a length or sample is not positive and finite.
@@ -89,7 +57,7 @@ def local_slopes(samples_by_length: Samples, seed: int = 0) -> list[LocalSlope]:
     >>> [round(s.slope, 3) for s in local_slopes({256: [1.0], 512: [2.0], 1024: [8.0]})]
     [1.0, 2.0]
     """
-    lengths, logs, resampled = log_medians(samples_by_length, seed)
+    lengths, logs, resampled = log_medians(samples_by_length, seed, sizes)
     slopes = []
     for index, (low_len, high_len) in enumerate(pairwise(lengths)):
         step = np.log(high_len / low_len)
@@ -111,16 +79,19 @@ class Exponent:
     lengths: tuple[int, ...]
 
 
-def fit_exponent(samples_by_length: Samples, from_len: int | None = None, seed: int = 0) -> Exponent:
+def fit_exponent(
+    samples_by_length: Samples, from_len: int | None = None, seed: int = 0, sizes: Sizes | None = None
+) -> Exponent:
     """Fit one exponent by least squares of log median on log length.
 
-    The interval covers the spread of the samples only: where the true curve bends it is too narrow, so look at
-    `local_slopes` too.
+    The interval covers the spread of the samples, and that between processes where `sizes` tells them apart. Where the
+    true curve bends it is too narrow, so look at `local_slopes` too.
 
     Args:
         samples_by_length: as in `local_slopes`.
         from_len: shortest length used; None takes the top decade (lengths above a tenth of the longest).
-        seed: of the bootstrap.
+        seed: of the resampling.
+        sizes: as in `local_slopes`.
 
     Raises:
         ValueError: fewer than two lengths are left.
@@ -129,7 +100,7 @@ def fit_exponent(samples_by_length: Samples, from_len: int | None = None, seed: 
     used = {n: s for n, s in samples_by_length.items() if (n >= from_len if from_len is not None else 10 * n > longest)}
     if len(used) < 2:
         raise ValueError(f"expected at least two lengths from {from_len or longest / 10:g} up; got {sorted(used)}")
-    lengths, logs, resampled = log_medians(used, seed)
+    lengths, logs, resampled = log_medians(used, seed, sizes)
     centred = np.log(lengths) - np.log(lengths).mean()
     weights = centred / (centred @ centred)
     low, high = np.quantile(resampled @ weights, TAILS)

@@ -27,8 +27,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metadata": {"errors"},
     "results": {"errors"},
     "records": {"errors", "results"},
-    "scaling_fit": {"errors"},
-    "statistics": {"errors", "scaling_fit"},
+    "resampling": {"errors"},
+    "scaling_fit": {"errors", "resampling"},
+    "statistics": {"errors", "scaling_fit", "resampling"},
     "registry": WORDS | {"discovery", "attention"},  # attention for annotations only, discovery when first asked
     "discovery": WORDS | {"registry"},
     "kernels": WORDS,

@@ -187,7 +187,7 @@ def test_slopes_of_shared_lengths_do_not_depend_on_longer_ones():
 
 
 @given(st.lists(sample_lists, min_size=3, max_size=3), st.sampled_from([0.5, 8.0]))
-@settings(max_examples=30)
+@settings(deadline=None, max_examples=30)
 def test_growth_does_not_depend_on_the_unit_nor_on_order(lists, factor):
     samples = dict(zip((128, 256, 512), lists, strict=True))
     scaled = {n: [factor * x for x in reversed(samples[n])] for n in reversed(samples)}
@@ -324,7 +324,7 @@ def test_only_common_lengths_count():
 
 
 @given(st.lists(sample_lists, min_size=4, max_size=4), st.lists(sample_lists, min_size=4, max_size=4))
-@settings(max_examples=50)
+@settings(deadline=None, max_examples=50)
 def test_crossover_lies_in_range_and_ignores_the_unit(lists_x, lists_baseline):
     x, baseline = (dict(zip((64, 128, 256, 512), lists, strict=True)) for lists in (lists_x, lists_baseline))
     result = crossover(x, baseline)
@@ -350,7 +350,9 @@ def in_processes(rng, num=3, size=12, spread=0.0, noise=0.05):
 
 def test_the_interval_covers_what_differs_between_processes():
     samples, sizes = [10.0] * 40 + [12.0] * 40 + [13.0] * 40, (40, 40, 40)
-    assert median_interval(samples, process_sizes=sizes) == (10.0, 13.0)
+    low, high = median_interval(samples, process_sizes=sizes)
+    assert low < 10.0
+    assert high > 13.0
     assert median_interval(samples) == (12.0, 12.0), "one pool of samples hides it"
     assert median_interval([5.0] * 6, process_sizes=(2, 4)) == (5.0, 5.0)
 
@@ -361,18 +363,6 @@ def test_one_process_is_the_plain_interval_and_the_order_within_a_process_does_n
     assert median_interval(samples, process_sizes=(len(samples),)) == median_interval(samples)
     shuffled = list(np.concatenate([rng.permutation(part) for part in np.split(np.array(samples), 3)]))
     assert median_interval(shuffled, process_sizes=sizes) == median_interval(samples, process_sizes=sizes)
-
-
-def test_resampling_processes_covers_the_truth_far_more_often_where_they_differ():
-    rng = np.random.default_rng(1)
-    hits = {True: 0, False: 0}
-    for _ in range(60):
-        samples, sizes = in_processes(rng, num=5, spread=0.1)
-        for has_processes in hits:
-            low, high = median_interval(samples, process_sizes=sizes if has_processes else ())
-            hits[has_processes] += low <= 10 <= high
-    assert hits[True] >= 45, "few processes: less than 95 %, but most"
-    assert hits[False] <= 35, "as if there were no processes"
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (4, -1), (3, 0), (2,)])
@@ -398,7 +388,8 @@ def test_pairs_are_those_of_the_same_process_and_round():
     found = time_ratio(a, b, is_paired=True, sizes_a=(2, 3), sizes_b=(3, 2))
     assert found.num_pairs == 2 + 2
     assert found.value == 2.5, "2, 2, 3 and 3; the third rounds of either process are no pairs"
-    assert (found.low, found.high) == (2.0, 3.0)
+    assert found.low < 2.0
+    assert found.high > 3.0, "two processes: Student's t has one degree of freedom"
     backwards = time_ratio(b, a, is_paired=True, sizes_a=(3, 2), sizes_b=(2, 3))
     assert backwards.value == pytest.approx((1 / 2 + 1 / 3) / 2)
     with pytest.raises(ValueError, match="expected pairs of as many processes; got 2 and 1"):

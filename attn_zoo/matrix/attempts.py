@@ -42,6 +42,7 @@ def run_alone(item: PlannedCell, crew: Crew, has_next: bool) -> list[Record] | N
             has_next=has_next,
             isolation=isolation,
             attempt=attempt,
+            is_repeat=item.repeat > 0,
             data_dir=str(settings.data_dir) if settings.data_dir else None,
             checkpoint_dir=str(checkpoint) if checkpoint else None,
             weights_dir=str(settings.weights) if settings.weights and item.keep_weights else None,

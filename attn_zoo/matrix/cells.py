@@ -89,7 +89,8 @@ def _scaling(group: ScalingGroup, common: dict[str, Any], members: Sequence[dict
         if group.isolation == "interleaved":
             cell = replace(cell, together=_together(group, members, {**point, **common}))
         refusal = _refusal(cell)
-        rough = Estimate() if refusal else estimate(cell, config, group.budget_s, group.isolation)
+        budget_s = group.budget_s / group.repeats
+        rough = Estimate() if refusal else estimate(cell, config, budget_s, group.isolation)
         seconds = None if rough.seconds is None else rough.seconds * group.repeats
         yield PlannedCell(
             cell=cell,
@@ -97,7 +98,7 @@ def _scaling(group: ScalingGroup, common: dict[str, Any], members: Sequence[dict
             isolation=group.isolation,
             repeats=group.repeats,
             timeout_s=group.timeout_s,
-            budget_s=group.budget_s,
+            budget_s=budget_s,
             has_energy=group.has_energy,
             estimate_s=seconds,
             estimate_bytes=rough.num_bytes,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attn_zoo.errors import FolderError, StoreError
 
-__all__ = ["hold_lock", "write_whole"]
+__all__ = ["hold_lock", "move_aside", "write_whole"]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -45,6 +45,20 @@ def write_whole(path: Path, text: str) -> None:
             with suppress(OSError):
                 Path(temporary).unlink(missing_ok=True)
         raise StoreError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def move_aside(path: Path, folder: Path, key: str) -> None:
+    """Move a file into a folder as `<key>-<n>.json`, where n counts what of this key is there.
+
+    Raises:
+        StoreError: not writable.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        number = len(list(folder.glob(f"{key}-*.json"))) + 1
+        path.rename(folder / f"{key}-{number}.json")
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
 @contextmanager

@@ -103,10 +103,11 @@ class ScalingGroup(_Group):
         dropout_p: on attention weights.
         isolation: a process for each cell, one for all lengths of a lane, or one in which all variants of the group are
             timed in turns (`"interleaved"`): the way to compare peers.
-        repeats: how many processes time each length in turns; with several, intervals cover what differs between
-            processes.
-        timeout_s: seconds one cell may take.
-        budget_s: seconds of sampling per cell; fewer samples, wider intervals.
+        repeats: how many processes time each cell; with several, intervals cover what differs between them. They are
+            far apart in time: the run goes over all cells once, then again; only those that are timed in turns follow
+            each other. Two say little (Student's t has one degree of freedom then): take three or more.
+        timeout_s: seconds one repeat of a cell may take.
+        budget_s: seconds of sampling per cell, shared by its repeats; fewer samples, wider intervals.
         has_energy: also measure the energy of a call: some seven seconds more per cell, on a GPU that tells.
     """
 

@@ -24,9 +24,11 @@ class PlannedCell:
         refusal: why it will not run, or None.
         isolation: a process of its own; one shared with the shorter lengths of its lane and with the lane's other
             passes; or one in which it is timed in turns with other variants.
-        repeats: processes in which it is timed in turns.
+        repeats: processes in which it is timed: with others in turns one after the other, otherwise one in each round
+            over the matrix.
+        repeat: which of these rounds this is, from 0.
         timeout_s: seconds it may take.
-        budget_s: seconds of sampling.
+        budget_s: seconds of sampling in each process.
         has_energy: measure energy too.
         has_count: count FLOPs too. One length and pass checks the formula, and the counter takes up to a second to
             load, so isolated cells leave it to the first of their kind.
@@ -39,6 +41,7 @@ class PlannedCell:
     refusal: Refusal | None = None
     isolation: Literal["cell", "lane", "interleaved"] = "cell"
     repeats: int = 1
+    repeat: int = 0
     timeout_s: float = 600.0
     budget_s: float = 1.0
     has_energy: bool = False
@@ -46,6 +49,11 @@ class PlannedCell:
     keep_weights: bool = False
     estimate_s: float | None = None
     estimate_bytes: int | None = None
+
+    @property
+    def num_rounds(self) -> int:
+        """In how many rounds over the matrix it takes part."""
+        return 1 if self.isolation == "interleaved" else self.repeats
 
     @property
     def track(self) -> str:
@@ -58,8 +66,8 @@ class PlannedCell:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]
 
     @property
-    def unit(self) -> tuple[str, int | None]:
+    def unit(self) -> tuple[str, int | None, int]:
         """Cells of one unit run at once: those that are timed in turns, otherwise each cell by itself."""
         if self.isolation == "interleaved":
-            return self.cell.together, self.cell.seq_len
-        return self.cell.key, self.cell.seq_len
+            return self.cell.together, self.cell.seq_len, self.repeat
+        return self.cell.key, self.cell.seq_len, self.repeat

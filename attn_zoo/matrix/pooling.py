@@ -12,14 +12,19 @@ __all__ = ["pooled"]
 
 
 def pooled(records: Sequence[Record]) -> Record:
-    """Return the first record with the samples of all, and an interval that resamples processes too.
+    """Return the first record with the samples of all, and an interval that covers what differs between processes.
 
     Gate, memory and the like are of the first process. Flags are those of any; `kernels_differ` is added where the
     processes did not run the same paths. Durations and phases are sums.
 
     Args:
         records: of one cell, all ok, in the order of their processes.
+
+    Raises:
+        ValueError: they were measured in several environments.
     """
+    if len({record.environment for record in records}) > 1:
+        raise ValueError(f"{records[0].cell.id}: expected records of one environment")
     first, timings = records[0], [record.timing for record in records if record.timing is not None]
     if len(timings) < 2 or len(timings) < len(records):
         return first

@@ -36,6 +36,9 @@ def describe(record: Record) -> str:
     if record.timing is not None:
         timing = record.timing
         text = f"{timing.median_ms:.4g} ms ({timing.q1_ms:.4g} to {timing.q3_ms:.4g})"
+        if len(timing.process_sizes) > 1:
+            interval = f"{timing.low_ms:.4g} to {timing.high_ms:.4g}"
+            text = f"{timing.median_ms:.4g} ms ({interval} by {len(timing.process_sizes)} processes)"
         peak = record.memory.peak_bytes if record.memory else None
         return f"{text}, peak {peak / 2**20:.4g} MiB" if peak is not None else text
     if record.score is not None:
@@ -46,8 +49,8 @@ def describe(record: Record) -> str:
 class Progress(Protocol):
     """Told what happens; must not fail and must not take time while a cell is measured."""
 
-    def begin(self, total: int, done: int) -> None:
-        """Note how many cells there are and how many had a record already."""
+    def begin(self, total: int, done: int, num_cells: int) -> None:
+        """Note how many measurements there are (cells, each with its repeats), how many were done before, and cells."""
 
     def started(self, item: PlannedCell, eta_s: float) -> None:
         """Note that a cell starts, and roughly what the whole run still takes."""
@@ -55,8 +58,8 @@ class Progress(Protocol):
     def tick(self) -> None:
         """Note that time passes."""
 
-    def finished(self, record: Record) -> None:
-        """Note what became of a cell."""
+    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
+        """Note what became of a cell, or of the repeat that `step` names, and how many measurements that ends."""
 
     def say(self, text: str) -> None:
         """Show a message."""
@@ -68,7 +71,7 @@ class Progress(Protocol):
 class SilentProgress(Progress):
     """Shows nothing."""
 
-    def begin(self, total: int, done: int) -> None:
+    def begin(self, total: int, done: int, num_cells: int) -> None:
         pass
 
     def started(self, item: PlannedCell, eta_s: float) -> None:
@@ -77,7 +80,7 @@ class SilentProgress(Progress):
     def tick(self) -> None:
         pass
 
-    def finished(self, record: Record) -> None:
+    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
         pass
 
     def say(self, text: str) -> None:
@@ -103,10 +106,11 @@ class PlainProgress(Progress):
         clean = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
         print(clean, file=self.stream, flush=True)
 
-    def begin(self, total: int, done: int) -> None:
+    def begin(self, total: int, done: int, num_cells: int) -> None:
         self.total, self.done = total, done
         known = f", {done} of them done before" if done else ""
-        self._line(f"{total} cells{known}")
+        repeats = f", {total} measurements with their repeats" if total > num_cells else ""
+        self._line(f"{num_cells} cells{repeats}{known}")
 
     def started(self, item: PlannedCell, eta_s: float) -> None:
         pass
@@ -114,11 +118,12 @@ class PlainProgress(Progress):
     def tick(self) -> None:
         pass
 
-    def finished(self, record: Record) -> None:
-        self.done += 1
+    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
+        self.done += num_done
         around = "" if record.overhead_s is None else f", {span(record.overhead_s)} beside what it measured"
         took = span(sum(record.phases.values()) or record.duration_s)
-        self._line(f"[{self.done}/{self.total}] {record.cell.id}  {describe(record)}  [{took}{around}]")
+        what = ": ".join(filter(None, [step, describe(record)]))
+        self._line(f"[{self.done}/{self.total}] {record.cell.id}  {what}  [{took}{around}]")
 
     def say(self, text: str) -> None:
         self._line(text)
@@ -145,9 +150,9 @@ class LiveProgress(PlainProgress):
         self._running: dict[str, tuple[str, float]] = {}  # id and start by key
         self._eta_s = self._since = self._drawn = 0.0
 
-    def begin(self, total: int, done: int) -> None:
+    def begin(self, total: int, done: int, num_cells: int) -> None:
         self._live.start()
-        super().begin(total, done)
+        super().begin(total, done, num_cells)
 
     def _line(self, text: str) -> None:
         from rich.text import Text
@@ -159,8 +164,8 @@ class LiveProgress(PlainProgress):
         self._running[item.cell.key] = item.cell.id, self._since
         self.tick()
 
-    def finished(self, record: Record) -> None:
-        super().finished(record)
+    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
+        super().finished(record, step, num_done)
         self._running.pop(record.cell.key, None)
 
     def tick(self) -> None:

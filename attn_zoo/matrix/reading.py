@@ -98,9 +98,15 @@ def _refuse_newer(schema: int, source: Path) -> None:
         )
 
 
-def read_record(path: Path) -> Record:
-    """Return the record in a file of `cells`; `StoreError` says why it is none."""
-    if path.suffix != ".json" or len(path.stem) != _KEY_DIGITS:
+def read_record(path: Path, key: str = "") -> Record:
+    """Return the record of a cell in a file named after the cell's key; `StoreError` says why it is none.
+
+    Args:
+        path: of the file.
+        key: of the cell, where the file's name says more than that.
+    """
+    key = key or path.stem
+    if path.suffix != ".json" or len(key) != _KEY_DIGITS:
         raise StoreError(f"not a record: left by an interrupted write or put here by hand ({path.name})")
     try:
         data = json.loads(path.read_bytes())
@@ -111,7 +117,7 @@ def read_record(path: Path) -> Record:
     if isinstance(data.get("schema"), int):
         _refuse_newer(data["schema"], path)
     record = Record.from_dict(data, "not a record")
-    if record.cell.key != path.stem:
+    if record.cell.key != key:
         raise StoreError(f"foreign: the cell inside has the key {record.cell.key}")
     return record
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -107,7 +108,8 @@ def run(
                 del records[key]
         left = standing(plan, list(records.values())).left
         limit_s = None if time_limit_min is None else time_limit_min * 60
-        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs)
+        parts = _parts(store, plan, records, "" if engine.is_remote else environment.digest)
+        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, parts)
         settings = Settings(
             logs=store.logs,
             environment=environment.digest,
@@ -116,7 +118,9 @@ def run(
             checkpoints=store.checkpoints,
             weights=store.weights,
         )
-        progress.begin(len(plan.cells), len(plan.cells) - len(left))
+        total = sum(item.num_rounds for item in plan.cells)
+        missing = sum(item.num_rounds - len(parts.get(item.cell.key, ())) for item in left)
+        progress.begin(total, total - missing, len(plan.cells))
         try:
             with _signals(session.interrupt):
                 if not engine.is_remote:
@@ -124,16 +128,17 @@ def run(
                 for item in left:
                     if item.refusal is not None:
                         session.finished(_refused(item, environment.digest))
-                engine.run(_lanes(left, records), settings, session)
+                engine.run(_lanes(left, records, parts, is_joined=engine.is_remote), settings, session)
         finally:
             progress.end()
     for record in session.new:
         records[record.cell.key] = record
-    now = standing(plan, list(records.values()))
+    now = standing(plan, list(records.values()), store.parts.count())
     return Summary(
         counts=dict(Counter(record.status for record in now.done)),
         new=len(session.new),
         left=now.left,
+        num_parts=sum(now.begun.values()),
         stopped=session.stopped,
         folder=store.folder,
     )
@@ -146,15 +151,45 @@ def _refused(item: PlannedCell, environment: str) -> Record:
     return Record(cell=item.cell, status="unsupported", reason=reason, environment=environment, started=started)
 
 
-def _lanes(left: Sequence[PlannedCell], records: dict[str, Record]) -> Lanes:
-    """Group runnable cells by track, each with the records that its lanes have."""
+def _parts(store: Store, plan: Plan, records: Mapping[str, Record], environment: str) -> dict[str, list[Record]]:
+    """Return the repeats that cells without a record have, by key; tidy away what a killed run left of the others."""
+    found: dict[str, list[Record]] = {}
+    begun = store.parts.count()
+    for item in plan.cells:
+        key = item.cell.key
+        if key not in begun:
+            continue
+        if key not in records:
+            found[key] = store.parts.take(key, environment, most=item.num_rounds - 1)
+        elif records[key].status == "ok":
+            store.parts.drop(key)
+        else:
+            store.parts.retire(key)
+    return found
+
+
+def _lanes(
+    left: Sequence[PlannedCell], records: Mapping[str, Record], parts: Mapping[str, Sequence[Record]], is_joined: bool
+) -> Lanes:
+    """Group runnable cells by round over the matrix and by track, each with the records that its lanes have.
+
+    Args:
+        left: cells without a record.
+        records: by key.
+        parts: repeats that there are, by key.
+        is_joined: all rounds of a track in one lane, for an engine whose lanes run on different machines: repeats of
+            one cell belong on one.
+    """
     prior: dict[str, list[Record]] = {}
     for record in records.values():
         prior.setdefault(record.cell.lane, []).append(record)
-    tracks: dict[str, list[PlannedCell]] = {}
-    for item in left:
-        if item.refusal is None:
-            tracks.setdefault(item.track, []).append(item)
+    runnable = [item for item in left if item.refusal is None]
+    tracks: dict[tuple[int, str], list[PlannedCell]] = {}
+    for repeat in range(max((item.num_rounds for item in runnable), default=0)):
+        for item in runnable:
+            if len(parts.get(item.cell.key, ())) <= repeat < item.num_rounds:
+                place = (0 if is_joined else repeat, item.track)
+                tracks.setdefault(place, []).append(replace(item, repeat=repeat))
     return [
         (items, [record for lane in dict.fromkeys(item.cell.lane for item in items) for record in prior.get(lane, [])])
         for items in tracks.values()

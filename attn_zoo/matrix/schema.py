@@ -135,9 +135,6 @@ def _whole(matrix: Matrix) -> list[Problem]:
         )
         problems.append((worst[0], f"expected at most {MAX_CELLS:,} cells in all; this group alone has {worst[1]:,}"))
     for index, group in enumerate(matrix.scaling):
-        if group.repeats > 1 and group.isolation != "interleaved":
-            text = f"is for isolation = 'interleaved'; this group has {group.isolation!r}, where a cell runs once"
-            problems.append((f"scaling[{index}].repeats", text))
         for heads in group.num_heads:
             if group.num_kv_heads and heads % group.num_kv_heads:
                 text = f"expected a divisor of num_heads = {heads}; got {group.num_kv_heads}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 
 from attn_zoo.matrix.costs import with_costs
 from attn_zoo.matrix.estimate import TrainingTimes, scaled_seconds
 from attn_zoo.matrix.plan import PlannedCell
+from attn_zoo.matrix.pooling import pooled
 from attn_zoo.matrix.progress import Progress
 from attn_zoo.matrix.store import Store
 from attn_zoo.matrix.supervise import Control
@@ -31,6 +33,7 @@ class Session(Control):
         todo: cells without a record.
         earlier: records that there are already.
         jobs: trainings at once.
+        parts: repeats that cells without a record have already, by key.
 
     Attributes:
         stopped: why no further cell may start, or None.
@@ -45,11 +48,13 @@ class Session(Control):
         todo: Sequence[PlannedCell],
         earlier: Sequence[Record],
         jobs: int,
+        parts: Mapping[str, Sequence[Record]],
     ) -> None:
         self._store, self._progress, self._jobs = store, progress, jobs
         self._began = time.monotonic()
         self._deadline = None if time_limit_s is None else self._began + time_limit_s
         self._waiting = {item.cell.key: item for item in todo}
+        self._parts = {item.cell.key: list(parts.get(item.cell.key, ())) for item in todo}
         self._known: dict[str, Record] = {}
         self._trainings = TrainingTimes(earlier)
         self._kill_at: float | None = None
@@ -72,19 +77,26 @@ class Session(Control):
         return self.stopped == "interrupted" or (self._deadline is not None and time.monotonic() >= self._deadline)
 
     def forecast_s(self, item: PlannedCell) -> float:
-        """Return the seconds a cell will take: from shorter lengths of its lane, or from trainings like it."""
+        """Return the seconds that a cell, or its next repeat, will take.
+
+        Known from the repeat before, from shorter lengths of its lane, or from trainings like it; otherwise estimated.
+        """
+        if parts := self._parts.get(item.cell.key):
+            return parts[-1].duration_s
         if item.cell.kind == "accuracy":
             return self._trainings.forecast_s(item.cell)
         known, cell = self._known.get(item.cell.lane), item.cell
         if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
             exponent = variants[cell.variant].complexity.time_exponent
             return scaled_seconds(known.duration_s, known.cell.seq_len, cell.seq_len, exponent)
-        return item.estimate_s or 0.0
+        return (item.estimate_s or 0.0) / item.num_rounds
 
     def may_start(self, item: PlannedCell, *beside: PlannedCell) -> bool:
         if self.is_over():
             self.stopped = self.stopped or "time limit"
             return False
+        if item.cell.key not in self._waiting:
+            return False  # an earlier repeat failed, which is the cell's result
         if self._deadline is None:
             return True
         if item.cell.kind == "accuracy":
@@ -97,8 +109,9 @@ class Session(Control):
 
     def started(self, item: PlannedCell) -> None:
         left_s = 0.0
-        for waiting in self._waiting.values():
-            left_s += self.forecast_s(waiting) / (self._jobs if waiting.cell.kind == "accuracy" else 1)
+        for key, waiting in self._waiting.items():
+            rounds = waiting.num_rounds - len(self._parts[key])
+            left_s += rounds * self.forecast_s(waiting) / (self._jobs if waiting.cell.kind == "accuracy" else 1)
         self._progress.started(item, left_s)
 
     def should_stop(self) -> bool:
@@ -112,13 +125,38 @@ class Session(Control):
         return False
 
     def finished(self, record: Record) -> None:
+        """Store a record: of a cell, or of one of its repeats as long as others are to come.
+
+        The last repeat makes all of them the cell's record. One that fails is the cell's record, whatever the others
+        said: a crash now and then is a result too.
+        """
+        key = record.cell.key
+        rounds = self._waiting[key].num_rounds
+        parts = self._parts[key]
+        self._known[record.cell.lane] = record
+        step = f"repeat {len(parts) + 1} of {rounds}" if rounds > 1 else ""
+        num_done = 1
+        if record.status == "ok":
+            parts.append(record)
+            if len(parts) < rounds:
+                self._store.parts.write(record, len(parts))
+                self._progress.finished(record, step)
+                return
+            record = pooled(parts)
+        elif rounds > 1:
+            num_done = rounds - len(parts)
+            if parts:
+                record = replace(record, reason=f"{step}: {record.reason}")
         record = with_costs(record)
         self._store.write(record)
-        self._waiting.pop(record.cell.key, None)
-        self._known[record.cell.lane] = record
+        if record.status == "ok":
+            self._store.parts.drop(key)
+        else:
+            self._store.parts.retire(key)
+        del self._waiting[key]
         self._trainings.add(record)
         self.new.append(record)
-        self._progress.finished(record)
+        self._progress.finished(record, step, num_done)
 
     def moved_to(self, environment: Environment) -> None:
         self._store.add_environment(environment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +22,14 @@ class Standing:
         left: cells without.
         stale: records whose source or data changed since: kept, but not part of the plan any more.
         other: records of other matrices.
+        begun: repeats that cells of `left` have already, by key.
     """
 
     done: tuple[Record, ...]
     left: tuple[PlannedCell, ...]
     stale: tuple[Record, ...]
     other: tuple[Record, ...]
+    begun: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,7 @@ class Summary:
         counts: cells of the plan by status, records of earlier runs included.
         new: how many of them are new.
         left: cells without a record.
+        num_parts: repeats that cells of `left` have already.
         stopped: why it ended early: `"interrupted"`, `"time limit"`, or None.
         folder: where the records are.
     """
@@ -45,6 +48,7 @@ class Summary:
     counts: dict[str, int] = field(default_factory=dict)
     new: int = 0
     left: tuple[PlannedCell, ...] = ()
+    num_parts: int = 0
     stopped: str | None = None
     folder: Path = Path()
 
@@ -56,8 +60,14 @@ class Summary:
         return int(any(status not in ANSWERS for status in self.counts))
 
 
-def standing(plan: Plan, records: Sequence[Record]) -> Standing:
-    """Compare a plan with records; nothing is run."""
+def standing(plan: Plan, records: Sequence[Record], parts: Mapping[str, int] | None = None) -> Standing:
+    """Compare a plan with records; nothing is run.
+
+    Args:
+        plan: of all cells.
+        records: of the folder.
+        parts: how many repeats cells have that are not done, by key.
+    """
     by_key = {record.cell.key: record for record in records}
     planned = {item.cell.key for item in plan.cells}
     ids = {item.cell.id for item in plan.cells}
@@ -67,4 +77,5 @@ def standing(plan: Plan, records: Sequence[Record]) -> Standing:
         left=tuple(item for item in plan.cells if item.cell.key not in by_key),
         stale=tuple(record for record in outside if record.cell.id in ids),
         other=tuple(record for record in outside if record.cell.id not in ids),
+        begun={key: count for key, count in (parts or {}).items() if key in planned and key not in by_key},
     )

@@ -3,10 +3,11 @@
 run.json            the resolved matrices and every environment by digest
 ceilings.json       what each machine could do before it timed anything
 cells/<key>.json    one record; the file is the mark that the cell is done
+parts/<key>-<n>.json  repeats of a cell that is not done; see `attn_zoo.matrix.parts`
 logs/<key>.log      what the cell printed
 weights/            what was trained, one file per cell, where the matrix asks to keep it
 checkpoints/        state of trainings that have not ended
-replaced/           records that `retry` ran again
+replaced/           records that `retry` ran again; parts of no use
 quarantine/         files in `cells` that are no records, each with its reason
 """
 
@@ -21,7 +22,8 @@ from typing import Any
 
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.matrix.files import hold_lock, write_whole
+from attn_zoo.matrix.files import hold_lock, move_aside, write_whole
+from attn_zoo.matrix.parts import Parts
 from attn_zoo.matrix.reading import RunInfo, Scan, differences, read_ceilings, read_info, read_record
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
 
@@ -33,6 +35,9 @@ class Store:
 
     Args:
         folder: existing or not.
+
+    Attributes:
+        parts: repeats of cells that are not done.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -40,6 +45,7 @@ class Store:
         self.logs = self.folder / "logs"
         self.checkpoints = self.folder / "checkpoints"
         self.weights = self.folder / "weights"
+        self.parts = Parts(self.folder)
         self._cells = self.folder / "cells"
         self._info = self.folder / "run.json"
         self._ceilings = self.folder / "ceilings.json"
@@ -127,12 +133,14 @@ class Store:
             with hold_lock(self.folder, None, name=".lock-info", wait=True):
                 self._enter(matrix, environment, allow_mixed_env, claims or {})
             if shard is None:  # nobody else writes: what a killed run left half-written is nobody's
-                for path in self._cells.glob(".*.tmp"):
+                for path in (*self._cells.glob(".*.tmp"), *self.folder.glob("parts/.*.tmp")):
                     path.unlink(missing_ok=True)
             scan = self.scan()
             for name, reason in scan.problems.items():
                 self._quarantine(name, reason)
             yield scan
+            if shard is None:
+                self.parts.tidy()
 
     def _enter(
         self,
@@ -198,13 +206,7 @@ class Store:
 
     def retire(self, key: str) -> None:
         """Move a record to `replaced`, so that its cell runs again."""
-        target = self.folder / "replaced"
-        try:
-            target.mkdir(exist_ok=True)
-            number = len(list(target.glob(f"{key}-*.json"))) + 1
-            (self._cells / f"{key}.json").rename(target / f"{key}-{number}.json")
-        except OSError as error:
-            raise StoreError(f"{target}: cannot be written: {error.strerror}") from None
+        move_aside(self._cells / f"{key}.json", self.folder / "replaced", key)
 
     def _quarantine(self, name: str, reason: str) -> None:
         target = self.folder / "quarantine"

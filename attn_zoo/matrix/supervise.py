@@ -70,24 +70,27 @@ def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
 
 
 def run_lane(items: Sequence[PlannedCell], settings: Settings, control: Control, prior: Sequence[Record] = ()) -> None:
-    """Run cells of one track, ascending within each lane; every cell that is started ends in one record.
+    """Run cells of one track, ascending within each lane; every cell, or repeat, that is started ends in one record.
 
     Args:
-        items: of one lane, or of several that share a process.
+        items: of one lane, or of several that share a process; perhaps in several rounds, one after the other.
         settings: of the run.
         control: asked and told.
         prior: records that these lanes have already.
     """
     known, crew = list(prior), Crew(settings, control.should_stop, control.is_over)
+    ended: set[str] = set()  # cells that failed: they are not repeated
     units = [list(group) for _, group in itertools.groupby(items, key=lambda item: item.unit)]
     try:
-        for index, unit in enumerate(units):
+        for index, whole in enumerate(units):
+            unit = [item for item in whole if item.cell.key not in ended]
             hopeless = {item.cell.key: record for item in unit if (record := skipped(item, known)) is not None}
             for item in unit:
                 if item.cell.key in hopeless:
                     record = hopeless[item.cell.key]
                     known.append(replace(record, environment=settings.environment, isolation=item.isolation))
                     control.finished(known[-1])
+                    ended.add(item.cell.key)
             todo = [item for item in unit if item.cell.key not in hopeless]
             if not todo or not control.may_start(*todo):
                 continue
@@ -103,5 +106,7 @@ def run_lane(items: Sequence[PlannedCell], settings: Settings, control: Control,
             for record in records:
                 known.append(record)
                 control.finished(record)
+                if record.status != "ok":
+                    ended.add(record.cell.key)
     finally:
         crew.close()

@@ -35,6 +35,7 @@ def run_cell(
     budget_s: float = 1.0,
     has_energy: bool = False,
     has_count: bool = True,
+    is_repeat: bool = False,
     environment: str = "",
     isolation: Literal["cell", "lane", "interleaved"] = "cell",
     attempt: int = 1,
@@ -50,6 +51,7 @@ def run_cell(
         budget_s: seconds of sampling in a scaling cell.
         has_energy: measure energy in a scaling cell.
         has_count: count FLOPs in a scaling cell.
+        is_repeat: times only, in a scaling cell: another process has checked and weighed it before.
         environment: digest that the record carries.
         isolation: whether this process ran other cells before.
         attempt: 1 for the first.
@@ -70,7 +72,7 @@ def run_cell(
         if cell.kind == "scaling":
             from attn_zoo.matrix.scaling import Trial, measure_scaling
 
-            trial = Trial(record, budget_s, has_energy=has_energy, has_count=has_count)
+            trial = Trial(record, budget_s, has_energy=has_energy, has_count=has_count, is_repeat=is_repeat)
             phases = trial.phases
             record = measure_scaling(trial)
         else:
@@ -170,9 +172,10 @@ def _answer(request: dict[str, Any], tell: Callable[[int], object]) -> list[Reco
     except AttnZooError as error:
         empty = [_empty(cell, environment=request["environment"]) for cell in cells]
         return [replace(record, status="error", reason=str(error)) for record in empty]
-    common: dict[str, Any] = {name: request[name] for name in ("budget_s", "has_energy", "environment", "attempt")}
+    told = ("budget_s", "has_energy", "environment", "attempt", "is_repeat")
+    common: dict[str, Any] = {name: request[name] for name in told}
     if request["isolation"] == "interleaved":
-        extra = {name: request[name] for name in ("has_count", "is_repeat", "bundle", "seed")}
+        extra = {name: request[name] for name in ("has_count", "bundle", "seed")}
         return run_cells_in_turns(cells, tell=tell, room_bytes=room, **common, **extra)
     names = ("data_dir", "checkpoint_dir", "weights_dir")
     folders: dict[str, Any] = {name: Path(request[name]) if request[name] else None for name in names}

@@ -1,22 +1,28 @@
-"""Compare two runs cell by cell: ratios with intervals, and a verdict only where the intervals separate."""
+"""Compare two runs cell by cell: ratios with intervals, and whether the runs agree: whether their intervals overlap."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.records import Environment
+from attn_zoo.report.columns import text_column
+from attn_zoo.report.length_tables import interval_ms
 from attn_zoo.report.load import Results, read_results
-from attn_zoo.report.wording import PANEL_FIELDS
+from attn_zoo.report.table import Column, Row, Table
+from attn_zoo.report.units import human_length, human_ms, human_number
+from attn_zoo.report.wording import PANEL_FIELDS, doubt_words
 
-__all__ = ["compare"]
+__all__ = ["agreement", "compare", "compare_table"]
 
 _MATCH = ("label", "seq_len", *(name for name in PANEL_FIELDS if name != "environment"))
 _SHOWN = ("label", "seq_len", "pass", "dtype", "device", "scope", "is_causal", "has_padding", "batch_size", "num_heads")
+_ENDS = ("low_ms", "high_ms", "num_processes")
 
 
 def compare(dir_a: str | Path, dir_b: str | Path, *, allow_other_environment: bool = False) -> pd.DataFrame:
@@ -24,8 +30,9 @@ def compare(dir_a: str | Path, dir_b: str | Path, *, allow_other_environment: bo
 
     `ratio` is the median of b over the median of a; `ratio_low` and `ratio_high` are what the two 95 % intervals leave
     possible (low over high and high over low), which is wider than an interval of the ratio itself. `verdict` is about
-    b: `faster` or `slower` only where the two intervals do not touch, else `same`; `only in a` and `only in b` are
-    cells that one side did not measure.
+    b: `faster` or `slower` only where the two intervals do not touch, else `same`: then the runs agree, and 1 is in the
+    interval of the ratio. `only in a` and `only in b` are cells that one side did not measure. Intervals of a single
+    process (`num_processes_a`, `num_processes_b`) know nothing of what differs between two runs.
 
     Args:
         dir_a: results folder, the reference.
@@ -57,13 +64,97 @@ def compare(dir_a: str | Path, dir_b: str | Path, *, allow_other_environment: bo
         for ends in zip(merged["low_ms_a"], merged["high_ms_a"], merged["low_ms_b"], merged["high_ms_b"], strict=True)
     ]
     numbers = ("median_ms_a", "median_ms_b", "ratio", "ratio_low", "ratio_high", "flags_a", "flags_b", "verdict")
-    columns = [*_SHOWN, *numbers]
+    columns = [*_SHOWN, *numbers, *(f"{name}_{side}" for name in _ENDS for side in "ab")]
     return merged[columns].sort_values(list(_SHOWN), ignore_index=True)
+
+
+def compare_table(frame: pd.DataFrame) -> Table:
+    """Return the cells that both runs have, for people.
+
+    Raises:
+        ConfigError: they have none in common.
+    """
+    common = frame[~frame["verdict"].isin(["only in a", "only in b"])]
+    if common.empty:
+        sides = (frame[frame["verdict"] == f"only in {side}"] for side in "ab")
+        first, second = (_example(side) for side in sides)
+        text = f"expected two runs with cells in common; the first has {first}, the second {second}"
+        raise ConfigError("compare", [("", text)])
+    counts = [int(count) for side in "ab" for count in common[f"num_processes_{side}"]]
+    return Table(
+        name="compare",
+        title="Two runs, cell by cell",
+        note=(
+            "Ratio: time of the second over that of the first, with what their two 95 % intervals leave possible. They "
+            f"agree where the intervals overlap. {doubt_words(counts)}"
+        ),
+        columns=(
+            text_column("variant", "label", priority=0),
+            text_column("pass", "pass", priority=0),
+            Column(heading="length", show=_length, sort=lambda row: row["seq_len"], priority=0),
+            *([text_column("dtype", "dtype", priority=0)] if len(set(common["dtype"])) > 1 else []),
+            Column(heading="first", show=partial(_time, side="a"), brief=partial(_brief_time, side="a"), priority=2),
+            Column(heading="second", show=partial(_time, side="b"), brief=partial(_brief_time, side="b"), priority=2),
+            Column(heading="ratio", show=_ratio, sort=lambda row: row["ratio"], priority=0),
+            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
+        ),
+        rows=tuple({str(name): value for name, value in row.items()} for row in common.to_dict(orient="records")),
+        fields=tuple(common.columns),
+    )
+
+
+def agreement(frame: pd.DataFrame) -> str:
+    """Return in one line in how many cells the two runs agree, and how much that says: wide intervals agree easily."""
+    counts = frame["verdict"].value_counts()
+    alone = int(counts.get("only in a", 0)), int(counts.get("only in b", 0))
+    said = f"{counts.get('same', 0)} of {len(frame) - sum(alone)} cells agree"
+    factor = ((frame["ratio_high"] / frame["ratio_low"]) ** 0.5).median()
+    if not math.isnan(factor):
+        said += f", with ratios known to a factor of {factor:.2f} either way (median)"
+    others = [
+        f"{count} {words}"
+        for count, words in (
+            (counts.get("slower", 0), "slower in the second"),
+            (counts.get("faster", 0), "faster in the second"),
+            (alone[0], "only in the first"),
+            (alone[1], "only in the second"),
+        )
+        if count
+    ]
+    return "; ".join([said, *others])
+
+
+def _example(side: pd.DataFrame) -> str:
+    if side.empty:
+        return "none that was measured"
+    row = side.iloc[0]
+    return f"{len(side)}, such as {row['label']} {row['pass']} L{row['seq_len']} {row['dtype']} on {row['device']}"
+
+
+def _length(row: Row) -> str:
+    return human_length(row["seq_len"])
+
+
+def _time(row: Row, side: str) -> str:
+    return interval_ms(row[f"median_ms_{side}"], row[f"low_ms_{side}"], row[f"high_ms_{side}"])
+
+
+def _brief_time(row: Row, side: str) -> str:
+    return human_ms(row[f"median_ms_{side}"])
+
+
+def _ratio(row: Row) -> str:
+    return f"{human_number(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"
+
+
+def _verdict_word(row: Row) -> str:
+    return "agree" if row["verdict"] == "same" else str(row["verdict"])
 
 
 def _measured(frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame[(frame["kind"] == "scaling") & (frame["status"] == "ok") & frame["median_ms"].notna()]
-    rows = rows[[*_MATCH, "median_ms", "low_ms", "high_ms", "flags"]]
+    rows = rows.assign(num_processes=[max(1, len(sizes)) for sizes in rows["process_sizes"]])
+    rows = rows[[*_MATCH, "median_ms", "flags", *_ENDS]]
     # The latest of repeated cells; a null never equals a null in a merge key of this type, so give it a value.
     rows = rows.drop_duplicates(list(_MATCH), keep="last")
     return rows.fillna({name: -1 for name in _MATCH if rows[name].dtype == "Int64"})

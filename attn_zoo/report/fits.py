@@ -69,10 +69,16 @@ def samples_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, 
     return {length: samples for length, samples in found.items() if samples and min(samples) > 0}
 
 
+def processes_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, tuple[int, ...]]:
+    """Return how many of these samples each process took, by length; nothing for bytes, which do not vary."""
+    return {point.seq_len: point.process_sizes for point in points} if quantity == "time" else {}
+
+
 def growth(series: Series, quantity: Quantity = "time") -> Growth:
     """Fit one quantity of one series."""
     samples = samples_by_length(series.points, quantity)
-    exponent = fit_exponent(samples) if _has_decade(samples) else None
+    sizes = processes_by_length(series.points, quantity)
+    exponent = fit_exponent(samples, sizes=sizes) if _has_decade(samples) else None
     medians = [sorted(samples[length])[len(samples[length]) // 2] for length in samples]
     if quantity == "time":
         medians = [point.median_ms for point in series.points if point.seq_len in samples]
@@ -84,7 +90,7 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
         label=series.label,
         quantity=quantity,
         exponent=exponent,
-        slopes=tuple(local_slopes(samples)) if len(samples) > 1 else (),
+        slopes=tuple(local_slopes(samples, sizes=sizes)) if len(samples) > 1 else (),
         fit=fit,
         claimed=claimed,
         verdict=_verdict(exponent, fit, is_simulated=series.is_simulated),
@@ -124,7 +130,9 @@ def crossings(panel: Panel, quantity: Quantity = "time") -> list[Crossing]:
         own = samples_by_length(series.points, quantity)
         for baseline, is_fastest in baselines:
             other = samples_by_length(baseline.points, quantity)
-            result = crossover(own, other) if set(own) & set(other) else None
+            sizes_x, sizes_baseline = (processes_by_length(one.points, quantity) for one in (series, baseline))
+            has_common = bool(set(own) & set(other))
+            result = crossover(own, other, sizes_x=sizes_x, sizes_baseline=sizes_baseline) if has_common else None
             found.append(
                 Crossing(
                     label=series.label,

@@ -9,6 +9,7 @@ from attn_zoo.report.columns import interval_column, number_column, text_column
 from attn_zoo.report.fits import Crossing, Growth
 from attn_zoo.report.table import Column, Row, Table
 from attn_zoo.report.units import human_length
+from attn_zoo.report.wording import doubt_words
 
 __all__ = ["crossing_text", "crossover_table", "exponent_table", "round_length"]
 
@@ -29,7 +30,7 @@ def exponent_table(analysis: Analysis) -> Table:
         note=(
             "Exponent k of N^k: a straight line through the top decade of lengths, with its 95 % interval; last slope: "
             "between the two longest. The reading is linear or quadratic only where the whole interval is within 0.1 "
-            "of it and that term leads the fit a + bN + cN^2."
+            f"of it and that term leads the fit a + bN + cN^2. {_doubt(analysis)}".strip()
         ),
         columns=(
             text_column("variant", "variant", priority=0),
@@ -44,6 +45,11 @@ def exponent_table(analysis: Analysis) -> Table:
         rows=tuple(rows),
         fields=tuple(rows[0]) if rows else ("variant", "quantity", "exponent", "claimed_exponent"),
     )
+
+
+def _doubt(analysis: Analysis) -> str:
+    points = (point for one in analysis.panels for series in one.panel.series for point in series.points)
+    return doubt_words(point.num_processes for point in points)
 
 
 def _growth_row(found: Growth) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def crossover_table(analysis: Analysis) -> Table:
     return Table(
         name="crossovers",
         title="Cheaper than exact attention",
-        note=_CHEAPER if rows else _NO_BASELINE,
+        note=f"{_CHEAPER} {_doubt(analysis)}".strip() if rows else _NO_BASELINE,
         columns=(
             text_column("variant", "variant", priority=0),
             text_column("of", "quantity", priority=1),

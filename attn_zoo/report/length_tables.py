@@ -12,6 +12,7 @@ from attn_zoo.report.series import Failure, Point, Series
 from attn_zoo.report.statuses import outcome
 from attn_zoo.report.table import Column, Row, Table
 from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, ratio, time_unit
+from attn_zoo.report.wording import doubt_words
 
 __all__ = ["length_table", "measurement_table"]
 
@@ -52,8 +53,10 @@ def length_table(one: PanelAnalysis, quantity: str) -> Table:
         "time": ("Time", "Median, with the 95 % interval of the median in brackets."),
         "memory": ("Peak memory", "Most bytes that tensors occupied at once, inputs included."),
     }[quantity]
-    has_graphs = quantity == "time" and any(point.graph_ms for series in panel.series for point in series.points)
-    note = f"{words[1]} {_GRAPHS} {panel.subtitle}." if has_graphs else f"{words[1]} {panel.subtitle}."
+    points = [point for series in panel.series for point in series.points] if quantity == "time" else []
+    graphs = _GRAPHS if any(point.graph_ms for point in points) else ""
+    doubt = doubt_words(point.num_processes for point in points)
+    note = " ".join(filter(None, (words[1], doubt, graphs, f"{panel.subtitle}.")))
     return Table(
         name=f"{quantity}-{panel.name}",
         title=f"{words[0]}, {panel.title}",
@@ -128,7 +131,8 @@ def measurement_table(analysis: Analysis) -> Table:
         name="scaling",
         title="All measurements",
         note=(
-            "Median with 95 % interval. Extra memory: peak without inputs, output and gradients of the inputs. Saved: "
+            f"Median with 95 % interval. {doubt_words(row['num_processes'] for row in rows if row['num_processes'])} "
+            "Extra memory: peak without inputs, output and gradients of the inputs. Saved: "
             f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs}"
         ),
         columns=(
@@ -141,6 +145,7 @@ def measurement_table(analysis: Analysis) -> Table:
             number_column("peak memory", "peak_bytes", human_bytes, priority=1),
             number_column("extra memory", "extra_bytes", human_bytes, priority=5),
             number_column("saved", "saved_bytes", human_bytes, priority=6),
+            number_column("processes", "num_processes", str, priority=5),
             text_column("kernel", "kernel", priority=7),
             text_column("flags", "flags", priority=8),
         ),
@@ -172,6 +177,7 @@ _MEASURED = (
         "high_ms",
         "q1_ms",
         "q3_ms",
+        "num_processes",
         "graph_ms",
         "peak_bytes",
         "extra_bytes",

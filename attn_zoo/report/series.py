@@ -22,6 +22,7 @@ class Point:
 
     seq_len: int
     samples_ms: tuple[float, ...]
+    process_sizes: tuple[int, ...]
     median_ms: float
     low_ms: float
     high_ms: float
@@ -36,6 +37,11 @@ class Point:
     graph_ms: float | None
     kernel: str
     flags: str
+
+    @property
+    def num_processes(self) -> int:
+        """In how many processes the samples were taken."""
+        return max(1, len(self.process_sizes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,16 +190,25 @@ def _ceilings(setting: dict[str, Any], results: Results) -> Ceilings | None:
 
 
 def _point(seq_len: int, rows: pd.DataFrame) -> Point:
-    """Return the one row as it was recorded, or several (seeds, repeated runs) with their samples pooled."""
+    """Return the one row as it was recorded, or several (seeds, repeated runs) with their samples pooled.
+
+    Samples of two rows are those of two processes.
+    """
     first = rows.iloc[0]
     samples = tuple(float(sample) for row in rows["samples_ms"] for sample in row)
+    sizes = tuple(
+        size
+        for own, row in zip(rows["process_sizes"], rows["samples_ms"], strict=True)
+        for size in (own or ([len(row)] if row else []))
+    )
     if len(rows) == 1 or not samples:
         median, low, high, q1, q3 = (float(first[f"{name}_ms"]) for name in ("median", "low", "high", "q1", "q3"))
     else:
-        (low, high), (q1, median, q3) = median_interval(samples), quartiles(samples)
+        (low, high), (q1, median, q3) = median_interval(samples, process_sizes=sizes), quartiles(samples)
     return Point(
         seq_len=seq_len,
         samples_ms=samples or (median,),
+        process_sizes=sizes,
         median_ms=median,
         low_ms=low,
         high_ms=high,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 from attn_zoo.report.load import Results
 from attn_zoo.report.units import slug
 
-__all__ = ["PANEL_FIELDS", "PASS_TITLES", "panel_name", "panel_subtitle", "panel_title"]
+__all__ = ["PANEL_FIELDS", "PASS_TITLES", "doubt_words", "panel_name", "panel_subtitle", "panel_title"]
 
 PASS_TITLES: Mapping[str, str] = {
     "infer": "forward, no graph kept",
@@ -78,6 +78,24 @@ def panel_name(setting: dict[str, Any], varying: set[str]) -> str:
     if "environment" in varying:
         parts.append(str(setting["environment"]))
     return slug(*parts)
+
+
+def doubt_words(process_counts: Iterable[int]) -> str:
+    """Return the sentence that says what intervals of times know, or an empty string where there are none.
+
+    Args:
+        process_counts: in how many processes each time was sampled.
+    """
+    counts = sorted(set(process_counts))
+    if not counts:
+        return ""
+    within = "the doubt within one process only: another run may lie outside"
+    if counts[-1] == 1:
+        return f"The interval is {within}."
+    few = next(count for count in counts if count > 1)
+    many = f"{few} to {counts[-1]}" if counts[-1] > few else str(few)
+    covers = f"The interval covers what differs between the {many} processes that took the samples"
+    return f"{covers}; of a single one it is {within}." if counts[0] == 1 else f"{covers}."
 
 
 def _is_missing(value: Any) -> bool:

@@ -170,7 +170,8 @@ def test_pooling_keeps_order_sums_times_and_widens_the_interval():
     assert whole.timing.samples_ms == (1.0,) * 10 + (2.0,) * 10 + (3.0,) * 4
     assert whole.timing.process_sizes == (10, 10, 4)
     assert whole.timing.median_ms == 2.0
-    assert (whole.timing.low_ms, whole.timing.high_ms) == (1.0, 3.0), "about the range of the processes"
+    assert whole.timing.low_ms < 1.0
+    assert whole.timing.high_ms > 3.0, "another process may well lie outside the range of three"
     assert whole.timing.flags == ("unstable", "kernels_differ")
     assert whole.timing.first_ms == 9.0
     assert (whole.duration_s, whole.attempt, whole.kernels) == (6.0, 2, ("a", "b"))

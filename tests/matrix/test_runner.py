@@ -221,7 +221,7 @@ class TestProgress:
         progress = make_progress(stream)
         assert type(progress) is PlainProgress
         item, records = self.records()
-        progress.begin(3, 0)
+        progress.begin(3, 0, 3)
         for record in records:
             progress.started(item, 10.0)
             progress.tick()
@@ -245,7 +245,7 @@ class TestProgress:
         progress = make_progress(stream)
         assert isinstance(progress, LiveProgress)
         item, records = self.records()
-        progress.begin(3, 1)
+        progress.begin(3, 1, 3)
         progress.started(item, 125.0)
         progress.tick()
         progress.finished(records[0])

@@ -134,7 +134,7 @@ def test_accuracy_groups_are_checked(tmp_path):
     assert "accuracy[0].overrides: unknown option 'num_step'; did you mean 'num_steps'?" in problems_of(text, tmp_path)
 
 
-def test_repeats_are_for_cells_that_are_timed_in_turns(tmp_path):
+def test_repeats_are_for_every_isolation(tmp_path):
     text = """
 name = "x"
 [[scaling]]
@@ -142,11 +142,11 @@ variants = ["full"]
 seq_len = 16
 repeats = 3
 """
-    message = problems_of(text, tmp_path)
-    assert "scaling[0].repeats: is for isolation = 'interleaved'; this group has 'cell'" in message
     path = tmp_path / "good.toml"
-    path.write_text(text + 'isolation = "interleaved"\n')
-    assert load_matrix(path).scaling[0].repeats == 3
+    for isolation in ("cell", "lane", "interleaved"):
+        path.write_text(text + f'isolation = "{isolation}"\n')
+        assert load_matrix(path).scaling[0].repeats == 3
+    assert "scaling[0].repeats: expected at least 1; got 0" in problems_of(text.replace("3", "0"), tmp_path)
 
 
 def test_a_thousand_million_cells_are_refused_before_they_are_made(tmp_path):

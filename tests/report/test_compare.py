@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.report.compare import compare
+from attn_zoo.report.compare import agreement, compare, compare_table
 from tests.report.synthetic import MACHINE, scaling, write_run
 
 
@@ -69,3 +69,47 @@ def test_empty_runs_and_no_results_folder(tmp_path):
     assert len(compare(a, b)) == 0
     with pytest.raises(ConfigError, match="not a results folder"):
         compare(a, tmp_path)
+
+
+def repeated(record, sizes=(5, 5, 5)):
+    assert record.timing is not None
+    return replace(record, timing=replace(record.timing, process_sizes=sizes))
+
+
+def test_people_see_both_times_the_ratio_and_whether_the_runs_agree(tmp_path):
+    a = write_run(tmp_path / "a", [scaling("v", 512, 10.0), scaling("v", 1024, 10.0), scaling("v", 2048, 10.0)])
+    b = write_run(tmp_path / "b", [scaling("v", 512, 10.001), scaling("v", 1024, 20.0), scaling("w", 512, 1.0)])
+    frame = compare(a, b)
+    table = compare_table(frame)
+    rows = {row[2]: row for row in table.texts()}
+    assert set(rows) == {"512", "1k"}, "what only one side has is no comparison"
+    assert (rows["512"][-1], rows["1k"][-1]) == ("agree", "slower")
+    assert rows["1k"][3] == "10.1 ms [10, 10.1]"
+    assert rows["1k"][4].startswith("20")
+    assert rows["1k"][5].startswith("2 [1.9")
+    assert "The interval is the doubt within one process only: another run may lie outside." in table.note
+    said = agreement(frame)
+    assert said.startswith("1 of 2 cells agree, with ratios known to a factor of 1.0")
+    assert said.endswith("either way (median); 1 slower in the second; 1 only in the first; 1 only in the second")
+
+
+def test_the_note_tells_several_processes_from_one(tmp_path):
+    many = [repeated(scaling("v", length, 10.0)) for length in (512, 1024)]
+    a, b = write_run(tmp_path / "a", many), write_run(tmp_path / "b", many)
+    found = compare_table(compare(a, b))
+    assert "covers what differs between the 3 processes that took the samples." in found.note
+    assert [row["num_processes_a"] for row in found.rows] == [3, 3]
+    c = write_run(tmp_path / "c", [scaling("v", 512, 10.0)])
+    assert "of a single one it is the doubt within one process only" in compare_table(compare(a, c)).note
+
+
+def test_runs_without_a_common_cell_are_an_error_that_shows_one_of_each(tmp_path):
+    a = write_run(tmp_path / "a", [scaling("v", 512, 10.0), scaling("v", 1024, 10.0)])
+    b = write_run(tmp_path / "b", [scaling("w", 512, 10.0, pass_="bwd")])
+    with pytest.raises(
+        ConfigError, match=r"first has 2, such as v fwd L512 float32 on cpu, the second 1, such as w bwd"
+    ):
+        compare_table(compare(a, b))
+    failed = write_run(tmp_path / "c", [scaling("v", 512, status="timeout", reason="60 s")])
+    with pytest.raises(ConfigError, match="the second none that was measured"):
+        compare_table(compare(a, failed))

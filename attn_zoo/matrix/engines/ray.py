@@ -167,7 +167,7 @@ class RayEngine:
                 try:
                     answer = self._ray.get(task)
                 except self._ray.exceptions.RayError as error:
-                    for item in items:
+                    for item in {item.cell.key: item for item in items}.values():  # once, whatever its repeats
                         control.finished(_lost(item, error))
                     continue
                 control.moved_to(Environment.from_dict(answer["environment"]))

@@ -1,0 +1,271 @@
+"""Repeats of cells: rounds over the matrix, parts that survive the run, one record in the end, failures not hidden."""
+
+import io
+import json
+import os
+import signal
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from attn_zoo.errors import StoreError
+from attn_zoo.matrix.parts import Parts
+from attn_zoo.matrix.planned import PlannedCell
+from attn_zoo.matrix.pooling import pooled
+from attn_zoo.matrix.progress import PlainProgress
+from attn_zoo.matrix.runner import run, standing
+from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.supervise import Settings, run_lane
+from attn_zoo.records import Record, Timing
+from tests.matrix.conftest import environment, tiny_plan
+
+
+def timing(ms: float) -> Timing:
+    ends: dict[str, Any] = dict.fromkeys(("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms"), ms)
+    return Timing(samples_ms=(ms,) * 4, num_warmup=1, inner_loops=1, timer="perf_counter", **ends)
+
+
+class FakeEngine:
+    """Answers at once; the time of a cell doubles from repeat to repeat.
+
+    Args:
+        fails: statuses by (length, repeat).
+        stop_at: (length, repeat) during which Ctrl-C is pressed twice.
+    """
+
+    jobs = 1
+
+    def __init__(self, fails=None, stop_at=None, is_remote=False):
+        self.fails, self.stop_at, self.is_remote = fails or {}, stop_at, is_remote
+        self.visited: list[tuple[int, int]] = []
+        self.lanes: list[list[PlannedCell]] = []
+
+    def run(self, lanes, settings, control):
+        self.lanes = [list(items) for items, _ in lanes]
+        for items, _ in lanes:
+            for item in items:
+                if not control.may_start(item):
+                    continue
+                control.started(item)
+                place = (item.cell.seq_len, item.repeat)
+                if place == self.stop_at:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    os.kill(os.getpid(), signal.SIGINT)
+                if control.should_stop():
+                    return
+                self.visited.append(place)
+                status = self.fails.get(place, "ok")
+                times = timing(2.0**item.repeat) if status == "ok" else None
+                reason = "" if times else "because"
+                record = Record(cell=item.cell, status=status, reason=reason, environment=settings.environment)
+                control.finished(replace(record, timing=times, duration_s=1.0))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setattr("attn_zoo.measure.environment.capture_environment", environment)
+
+
+def plan_of(lengths=(16, 32), repeats=3, **changes):
+    return tiny_plan(["fake_ok"], seq_len=list(lengths), repeats=repeats, **changes)
+
+
+def parts_of(store: Store) -> list[str]:
+    return sorted(path.name.partition("-")[2] for path in store.folder.glob("parts/*"))
+
+
+def test_rounds_over_the_matrix_then_one_record_each_and_no_parts(tmp_path):
+    store, engine, stream = Store(tmp_path / "run"), FakeEngine(), io.StringIO()
+    summary = run(plan_of(), store, engine=engine, progress=PlainProgress(stream))
+    assert engine.visited == [(16, 0), (32, 0), (16, 1), (32, 1), (16, 2), (32, 2)], "far apart in time"
+    assert (summary.counts, summary.new, summary.left) == ({"ok": 2}, 2, ())
+    for record in store.records():
+        assert record.timing is not None
+        assert record.timing.process_sizes == (4, 4, 4)
+        assert record.timing.samples_ms == (1.0,) * 4 + (2.0,) * 4 + (4.0,) * 4
+        assert record.timing.low_ms < 1.0 < 4.0 < record.timing.high_ms
+        assert record.duration_s == 3.0
+    assert not (store.folder / "parts").exists()
+    assert not (store.folder / "replaced").exists()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "2 cells, 6 measurements with their repeats"
+    assert lines[1].startswith("[1/6] fake_ok/scaling/fwd/L16/fp32/D8/seed0  repeat 1 of 3: 1 ms")
+    assert lines[6].startswith("[6/6] fake_ok/scaling/fwd/L32/fp32/D8/seed0  repeat 3 of 3: 2 ms (")
+    assert "by 3 processes" in lines[6]
+
+
+def test_groups_may_differ_in_their_repeats(tmp_path):
+    few, many = plan_of([64], repeats=1), plan_of([16], repeats=2)
+    engine = FakeEngine()
+    run(replace(few, cells=(*many.cells, *few.cells)), Store(tmp_path / "run"), engine=engine)
+    assert engine.visited == [(16, 0), (64, 0), (16, 1)]
+
+
+def test_a_run_that_is_stopped_loses_the_running_repeat_only(tmp_path):
+    plan, store = plan_of(), Store(tmp_path / "run")
+    summary = run(plan, store, engine=FakeEngine(stop_at=(32, 1)))
+    assert (summary.new, len(summary.left), summary.num_parts, summary.exit_code) == (0, 2, 3, 130)
+    assert parts_of(store) == ["1.json", "1.json", "2.json"]
+    now = standing(plan, store.records(), store.parts.count())
+    assert sorted(now.begun.values()) == [1, 2]
+    engine, stream = FakeEngine(), io.StringIO()
+    summary = run(plan, store, engine=engine, progress=PlainProgress(stream))
+    assert engine.visited == [(32, 1), (16, 2), (32, 2)]
+    assert stream.getvalue().startswith("2 cells, 6 measurements with their repeats, 3 of them done before")
+    assert (summary.counts, summary.exit_code) == ({"ok": 2}, 0)
+    times = [record.timing for record in store.records()]
+    assert [one.samples_ms[::4] for one in times if one] == [(1.0, 2.0, 4.0)] * 2, "as if it had not been stopped"
+    assert parts_of(store) == []
+
+
+def test_a_failure_in_the_first_repeat_is_final(tmp_path):
+    store, engine = Store(tmp_path / "run"), FakeEngine(fails={(32, 0): "gate_failed"})
+    stream = io.StringIO()
+    summary = run(plan_of(), store, engine=engine, progress=PlainProgress(stream))
+    assert engine.visited == [(16, 0), (32, 0), (16, 1), (16, 2)]
+    assert summary.counts == {"ok": 1, "gate_failed": 1}
+    failed = next(record for record in store.records() if record.status != "ok")
+    assert failed.reason == "because"
+    assert "[4/6]" in stream.getvalue(), "what is not repeated counts as done"
+    assert "[6/6]" in stream.getvalue()
+
+
+def test_a_failure_in_a_later_repeat_is_the_result_and_the_others_are_kept_aside(tmp_path):
+    plan, store = plan_of(), Store(tmp_path / "run")
+    engine = FakeEngine(fails={(32, 1): "crashed"})
+    assert run(plan, store, engine=engine).counts == {"ok": 1, "crashed": 1}
+    assert engine.visited == [(16, 0), (32, 0), (16, 1), (32, 1), (16, 2)]
+    failed = next(record for record in store.records() if record.status != "ok")
+    assert (failed.reason, failed.timing) == ("repeat 2 of 3: because", None)
+    assert parts_of(store) == []
+    (kept,) = (store.folder / "replaced").iterdir()
+    assert Record.from_dict(json.loads(kept.read_text())).timing == timing(1.0)
+    again = FakeEngine()
+    assert run(plan, store, engine=again, retry_statuses=["crashed"]).counts == {"ok": 2}
+    assert again.visited == [(32, 0), (32, 1), (32, 2)], "a retry begins anew"
+
+
+def test_parts_of_another_environment_do_not_count_and_are_kept_aside(tmp_path, monkeypatch):
+    plan, store = plan_of([16]), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine(stop_at=(16, 1)))
+    monkeypatch.setattr("attn_zoo.measure.environment.capture_environment", lambda: environment(threads=1))
+    with pytest.raises(StoreError, match="another environment"):
+        run(plan, store, engine=FakeEngine())
+    assert parts_of(store) == ["1.json"]
+    engine = FakeEngine()
+    run(plan, store, engine=engine, allow_mixed_env=True)
+    assert engine.visited == [(16, 0), (16, 1), (16, 2)]
+    assert len(list((store.folder / "replaced").iterdir())) == 1
+
+
+def test_what_a_killed_run_left_beside_a_record_is_tidied_away(tmp_path):
+    plan, store = plan_of([16]), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine(stop_at=(16, 2)))
+    (first, second) = sorted((store.folder / "parts").iterdir())
+    contents = first.read_text(), second.read_text()
+    run(plan, store, engine=FakeEngine())
+    (store.folder / "parts").mkdir()
+    for path, text in zip((first, second), contents, strict=True):
+        path.write_text(text)
+    (store.folder / "parts" / ".half.tmp").write_text("{")
+    engine = FakeEngine()
+    run(plan, store, engine=engine)
+    assert engine.visited == []
+    assert not (store.folder / "parts").exists()
+
+
+def test_a_damaged_part_and_what_comes_after_it_is_measured_again(tmp_path):
+    plan, store = plan_of([16], repeats=4), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine(stop_at=(16, 3)))
+    key = plan.cells[0].cell.key
+    (store.folder / "parts" / f"{key}-2.json").write_text("{")
+    engine = FakeEngine()
+    run(plan, store, engine=engine)
+    assert engine.visited == [(16, 1), (16, 2), (16, 3)]
+    assert len(list((store.folder / "replaced").iterdir())) == 2
+
+
+def test_a_matrix_with_fewer_repeats_still_runs_the_last_one(tmp_path):
+    store = Store(tmp_path / "run")
+    run(plan_of([16], repeats=4), store, engine=FakeEngine(stop_at=(16, 3)))
+    engine = FakeEngine()
+    run(plan_of([16], repeats=2), store, engine=engine)
+    assert engine.visited == [(16, 1)]
+    (record,) = store.records()
+    assert record.timing is not None
+    assert record.timing.process_sizes == (4, 4)
+
+
+def test_nothing_is_overwritten(tmp_path):
+    parts = Parts(tmp_path)
+    (item,) = plan_of([16]).cells
+    record = Record(cell=item.cell, status="ok", timing=timing(1.0))
+    parts.write(record, 1)
+    with pytest.raises(StoreError, match="there is this repeat already; nothing is overwritten"):
+        parts.write(record, 1)
+    assert parts.count() == {item.cell.key: 1}
+
+
+def test_machines_of_a_cluster_get_all_repeats_of_a_track_at_once(tmp_path):
+    engine = FakeEngine(is_remote=True, fails={(16, 1): "crashed"})
+    run(plan_of(), Store(tmp_path / "run"), engine=engine)
+    (lane,) = engine.lanes
+    assert [(item.cell.seq_len, item.repeat) for item in lane] == [(n, r) for r in range(3) for n in (16, 32)]
+
+
+def test_the_budget_of_a_cell_is_shared_by_its_repeats_and_its_estimate_covers_all():
+    (one,), (three,) = (plan_of([16], repeats=count, budget_s=0.6).cells for count in (1, 3))
+    assert (one.budget_s, three.budget_s) == (0.6, pytest.approx(0.2))
+    assert three.num_rounds == 3
+    assert one.estimate_s is not None
+    assert three.estimate_s is not None
+    assert three.estimate_s > one.estimate_s, "three starts"
+    (turns,) = plan_of([16], repeats=3, isolation="interleaved").cells
+    assert turns.num_rounds == 1, "its processes follow each other"
+
+
+def test_records_of_two_environments_are_not_pooled():
+    (item,) = plan_of([16]).cells
+    records = [Record(cell=item.cell, status="ok", environment=name, timing=timing(1.0)) for name in "ab"]
+    with pytest.raises(ValueError, match="one environment"):
+        pooled(records)
+
+
+@pytest.mark.parametrize("isolation", ["cell", "lane"])
+def test_real_processes_repeat_times_only(tmp_path, isolation):
+    store = Store(tmp_path / "run")
+    plan = plan_of([16, 24], repeats=2, isolation=isolation, timeout_s=300)
+    assert run(plan, store).counts == {"ok": 2}
+    for record in store.records():
+        assert record.timing is not None
+        assert len(record.timing.process_sizes) == 2
+        assert sum(record.timing.process_sizes) == len(record.timing.samples_ms)
+        assert record.memory is not None, "weighed once, by the first"
+        assert record.gate[:1] != ("own_shape",), "the gate was passed by the first"
+        assert record.isolation == isolation
+
+
+def test_a_cell_that_fails_in_a_lane_is_not_repeated(tmp_path):
+    plan = plan_of([16, 900], isolation="lane", repeats=2, timeout_s=300)
+    bad = [replace(item, cell=replace(item.cell, variant="fake_bug")) for item in plan.cells]
+    digest = tiny_plan(["fake_bug"], seq_len=[16]).cells[0].cell.variant_digest
+    bad = [replace(item, cell=replace(item.cell, variant_digest=digest)) for item in bad]
+    rounds = [replace(item, repeat=repeat) for repeat in range(2) for item in bad]
+
+    class Collector:
+        records: ClassVar[list[Record]] = []
+
+        def finished(self, record):
+            self.records.append(record)
+
+        def __getattr__(self, name):
+            return lambda *_: name == "may_start"
+
+    files = plan.variant_files
+    run_lane(rounds, Settings(logs=tmp_path, variant_files=files), Collector())
+    assert [(record.cell.seq_len, record.status) for record in Collector.records] == [
+        (16, "ok"),
+        (900, "error"),
+        (16, "ok"),
+    ]

@@ -1,0 +1,108 @@
+"""How often two runs of one cell agree, by simulation: the machine drifts, and a process sees one moment of it.
+
+The log time of a sample is the cell's, plus what the machine does while its process runs (an Ornstein-Uhlenbeck
+process, 20 % strong), plus noise of 5 %. Two runs half an hour apart agree where their intervals overlap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attn_zoo.statistics import crossover, fit_exponent, local_slopes, median_interval, time_ratio
+
+GAP_S = 60.0
+APART_S = 1800.0
+
+
+def drift(rng, times_s, memory_s, strength=0.2):
+    """Return what a slowly changing machine adds to the log time at each of these moments."""
+    levels = [rng.standard_normal()]
+    for step_s in np.diff(times_s):
+        kept = np.exp(-step_s / memory_s)
+        levels.append(kept * levels[-1] + (1 - kept**2) ** 0.5 * rng.standard_normal())
+    return strength * np.array(levels)
+
+
+def two_runs(rng, num_processes, memory_s, num_samples=15):
+    """Return the samples of two runs of one cell, and how many each process took."""
+    starts = GAP_S * np.arange(num_processes)
+    levels = drift(rng, np.concatenate([starts, starts + APART_S]), memory_s)
+    logs = levels[:, None] + 0.05 * rng.standard_normal((2 * num_processes, num_samples))
+    first, second = np.exp(logs[:num_processes]).ravel(), np.exp(logs[num_processes:]).ravel()
+    return list(first), list(second), (num_samples,) * num_processes
+
+
+def agreeing(num_processes, memory_s, runs=200, seed=0, knows_processes=True):
+    """Return the share of pairs of runs whose intervals overlap."""
+    rng, hits = np.random.default_rng(seed), 0
+    for _ in range(runs):
+        first, second, sizes = two_runs(rng, num_processes, memory_s)
+        told = sizes if knows_processes else ()
+        (low_a, high_a), (low_b, high_b) = (median_interval(run, process_sizes=told) for run in (first, second))
+        hits += low_a <= high_b and low_b <= high_a
+    return hits / runs
+
+
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+@pytest.mark.parametrize("memory_s", [1.0, GAP_S])
+def test_repeats_far_apart_agree_in_nine_of_ten_cells(num_processes, memory_s):
+    assert agreeing(num_processes, memory_s) >= 0.9
+
+
+def test_a_single_process_does_not_and_no_interval_can_see_what_lasts_for_a_whole_run():
+    assert agreeing(1, GAP_S) <= 0.3
+    assert agreeing(3, GAP_S, knows_processes=False) <= 0.5, "three processes taken for one pool of samples"
+    assert agreeing(3, 20 * GAP_S) < 0.8, "the limit that the docstring of `median_interval` names"
+
+
+def test_the_interval_covers_the_median_of_independent_processes():
+    rng, hits = np.random.default_rng(1), 0
+    for _ in range(300):
+        run, _, sizes = two_runs(rng, 3, memory_s=1.0)
+        low, high = median_interval(run, process_sizes=sizes)
+        hits += low <= 1.0 <= high
+    assert 0.91 <= hits / 300 <= 0.985
+
+
+def test_a_ratio_of_two_runs_covers_one():
+    rng, hits = np.random.default_rng(2), 0
+    for _ in range(200):
+        first, second, sizes = two_runs(rng, 3, GAP_S)
+        found = time_ratio(first, second, is_paired=False, sizes_a=sizes, sizes_b=sizes)
+        hits += found.low <= 1.0 <= found.high
+    assert hits / 200 >= 0.9
+
+
+def test_exponents_and_crossings_know_what_differs_between_processes():
+    rng, hits, hits_pooled = np.random.default_rng(3), 0, 0
+    for _ in range(60):
+        samples, sizes = {}, {}
+        for length in (512, 1024, 2048):
+            run, _, sizes[length] = two_runs(rng, 3, memory_s=1.0)
+            samples[length] = [length * value for value in run]
+        exponent, pooled = fit_exponent(samples, sizes=sizes), fit_exponent(samples)
+        assert exponent.value == pooled.value
+        hits += exponent.low <= 1.0 <= exponent.high
+        hits_pooled += pooled.low <= 1.0 <= pooled.high
+        wide, narrow = local_slopes(samples, sizes=sizes)[0], local_slopes(samples)[0]
+        assert wide.ci_high - wide.ci_low > narrow.ci_high - narrow.ci_low
+    assert hits >= 56
+    assert hits_pooled <= 45
+    flat = {length: [1024.0] for length in samples}
+    apart, pool = crossover(flat, samples, sizes_baseline=sizes), crossover(flat, samples)
+    assert apart.length == pool.length
+    assert apart.support < pool.support, "processes that differ may move the crossing out of range"
+
+
+def test_the_interval_is_students_where_a_process_has_no_spread_of_its_own():
+    # Log medians 0, 0.1, 0.2: s = 0.1, t(0.975, 2) = 4.302653.
+    samples = [float(np.exp(shift)) for shift in (0.0, 0.1, 0.2) for _ in range(5)]
+    half = 4.302653 * 0.1 / 3**0.5
+    expected = (np.exp(0.1 - half), np.exp(0.1 + half))
+    assert median_interval(samples, process_sizes=(5, 5, 5)) == pytest.approx(expected, rel=2e-3)
+
+
+def test_several_processes_need_positive_samples():
+    with pytest.raises(ValueError, match="expected positive samples of several processes; got -1"):
+        median_interval([1.0, -1.0], process_sizes=(1, 1))
