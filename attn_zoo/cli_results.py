@@ -87,8 +87,8 @@ def doctor(as_json: Json = False) -> None:
     """Say what works on this machine and, where something does not, why. Every kernel is tried."""
     import torch
 
+    from attn_zoo.console import err, print_json, print_table
     from attn_zoo.console import out as console
-    from attn_zoo.console import print_json, print_table
     from attn_zoo.doctor import diagnose_backends, diagnose_device, diagnose_packages
     from attn_zoo.measure.environment import capture_environment
     from attn_zoo.registry import tasks, variants
@@ -96,6 +96,7 @@ def doctor(as_json: Json = False) -> None:
     environment = capture_environment()
     packages = diagnose_packages()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    err.print("trying every kernel: some are compiled first, which may take a minute")
     backends = {device: diagnose_backends(device) for device in devices}
     answers = {device: diagnose_device(device) for device in devices}
     failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]

@@ -194,12 +194,18 @@ def print_plan(plan: Plan) -> None:
             item.cell.id,
             "refused" if item.refusal else _amount(item.estimate_s, _SECONDS),
             "" if item.refusal else _amount(item.estimate_bytes, _BYTES),
-            item.refusal[1] if item.refusal else "",
         )
         for item in plan.cells
     ]
-    print_table("", ("cell", "time", "memory", ""), rows, right=("time", "memory"))
-    refused = sum(item.refusal is not None for item in plan.cells)
+    print_table("", ("cell", "time", "memory"), rows, right=("time", "memory"))
+    reasons: dict[str, list[str]] = {}  # beside each cell they would wrap in a narrow terminal
+    for item in plan.cells:
+        if item.refusal:
+            reasons.setdefault(item.refusal[1], []).append(item.cell.id)
+    for reason, cells in reasons.items():
+        more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+        out.print(f"refused: {escape(cells[0])}{more}: {escape(reason)}", soft_wrap=True)
+    refused = sum(len(cells) for cells in reasons.values())
     rounds = max((item.num_rounds for item in plan.cells), default=1)
     repeated = sum(item.num_rounds > 1 and item.refusal is None for item in plan.cells)
     repeats = f"{repeated} of them in up to {rounds} rounds over the matrix, a process each time; " if repeated else ""

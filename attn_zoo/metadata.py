@@ -204,8 +204,8 @@ class Complexity:
         flops: forward floating-point operations (a multiply-add counts 2), or None where no formula is known.
         backward_ratio: floating-point operations of the backward over those of the forward. Each matrix product has two
             in the backward; a kernel that recomputes the scores instead of storing them has one more of those.
-        bytes: forward bytes that must move for the given dtype size in bytes, at least; None stands for
-            `Shape.io_bytes`.
+        bytes: forward bytes that must move for the given dtype size in bytes, at least, weights of the mechanism
+            included; None stands for `Shape.io_bytes`. Padding masks and tables of a pattern are not counted.
         state_bytes: bytes of decode state after `key_len` tokens, for a dtype size in bytes.
     """
 
@@ -219,6 +219,10 @@ class Complexity:
     backward_ratio: float = 2.0
     bytes: Callable[[Shape, int], int] | None = None
     state_bytes: Callable[[Shape, int], int] | None = None
+
+    def min_bytes(self, shape: Shape, itemsize: int) -> int:
+        """Return the bytes that one forward must move at least, in a dtype of `itemsize` bytes."""
+        return shape.io_bytes(itemsize) if self.bytes is None else self.bytes(shape, itemsize)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,6 +80,13 @@ def test_imports_follow_the_arrows(path):
     assert wrong == set()
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_are_absolute(path):
+    """The arrows are read from whole names: a relative import would pass unseen."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    assert not [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+
+
 def test_variants_do_not_import_each_other():
     for path in (ROOT / "variants").glob("*.py"):
         assert not [module for part, module in imports_of(path) if part == "variants"], path.name

@@ -101,7 +101,8 @@ def harmless_padding(
         return key, value
     if key.device.type == "cpu" and not torch.compiler.is_compiling():
         with torch.no_grad():
-            norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (query, key, value)]
+            wide = torch.promote_types(key.dtype, torch.float32)
+            norms = [torch.linalg.vector_norm(x, dtype=wide) for x in (query, key, value)]
         if all(torch.isfinite(torch.stack([norms[0] * norms[1], norms[2]])).tolist()):
             return key, value
     return blank_padding(key, key_padding_mask), blank_padding(value, key_padding_mask)

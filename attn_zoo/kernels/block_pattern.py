@@ -113,6 +113,12 @@ class BlockPattern:
         return is_full.cpu()
 
     @cached_property
+    def full_rows(self) -> list[bool]:
+        """Which of the R listed rows are full in all heads: made once, because making it waits for the device."""
+        found: list[bool] = self.is_full_row.all(0).tolist()
+        return found
+
+    @cached_property
     def num_pairs(self) -> int:
         """Visible (query, key) pairs, summed over the P heads of the table."""
         if self.reach is not None:

@@ -114,7 +114,7 @@ class Part:
         return slice(0, count) if rows is None else slice(rows.start * count, rows.stop * count)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the tokens as blocks `[sequences * blocks, size, ...]`, a ragged end filled with 0."""
+        """Return the tokens as blocks `[sequences * blocks, size, ...]`, a ragged end filled with 0; maybe a view."""
         return self.group.read(tensor, self.start, self.stop, self.size)
 
     def place(self, tensor: Tensor) -> Tensor | None:
@@ -145,7 +145,7 @@ class Pieces:
         batch_size, num_heads = query.shape[:2]
         self._whole = Group(slice(0, batch_size), slice(0, num_heads), (batch_size, num_heads))
         size, device = pattern.block_size, query.device
-        self._is_full = pattern.is_full_row.all(0).tolist()  # of rows, in all heads
+        self._is_full = pattern.full_rows
         self._within = torch.arange(size, dtype=torch.int32, device=device)
         if padding is not None:
             self._is_key = pad(~padding, (0, pattern.num_key_blocks * size - pattern.key_len), value=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -19,9 +19,17 @@ from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.block_gather import gather_attention
+from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
 from attn_zoo.kernels.block_pattern import BlockPattern
 
-__all__ = ["Backend", "block_sparse_attention", "why_not_flex", "why_not_triton"]
+__all__ = [
+    "Backend",
+    "block_sparse_attention",
+    "choose_path",
+    "layout_attention",
+    "why_not_flex",
+    "why_not_triton",
+]
 
 Backend = Literal["auto", "gather", "flex", "triton"]
 
@@ -76,6 +84,79 @@ def why_not_triton(query: Tensor, pattern: BlockPattern, dropout_p: float, scale
     return None
 
 
+def choose_path(
+    query: Tensor, pattern: BlockPattern, *, dropout_p: float, scale: float | None = None, backend: Backend
+) -> Backend:
+    """Return the path that serves a call; see `block_sparse_attention` for arguments and errors."""
+    reasons: dict[str, Callable[[], str | None]] = {
+        "triton": lambda: why_not_triton(query, pattern, dropout_p, scale),
+        "flex": lambda: why_not_flex(query, pattern, dropout_p),
+        "gather": lambda: None,
+    }
+    if backend == "auto":
+        return next(path for path in _ORDER if reasons[path]() is None)
+    if (reason := reasons[backend]()) is not None:
+        raise UnsupportedError("backend", reason)
+    return backend
+
+
+def layout_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: BlockLayout,
+    draw: Sequence[int],
+    *,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    slopes: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Compute `block_sparse_attention` under the pattern of a layout; to torch's compiler it is one operator.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, H, S, D]`.
+        value: `[B, H, S, D]`.
+        layout: for L and S.
+        draw: 1 or H, for how many heads blocks are drawn, and the numbers that name the draw, such as seed and layer.
+        key_padding_mask: bool `[B, S]`, True = padding.
+        dropout_p: probability of dropping an attention weight.
+        slopes: ALiBi's `[H]`.
+        backend: a path, or `"auto"`.
+
+    Returns:
+        `[B, H, L, D]`; zeros where a query sees no key that is not padding.
+
+    Raises:
+        UnsupportedError: `backend` names a path that cannot serve the call.
+    """
+    if torch.compiler.is_compiling():
+        from attn_zoo.kernels.block_operator import operator_attention
+
+        return operator_attention(
+            query,
+            key,
+            value,
+            layout,
+            draw,
+            key_padding_mask=key_padding_mask,
+            dropout_p=dropout_p,
+            slopes=slopes,
+            backend=backend,
+        )
+    return block_sparse_attention(
+        query,
+        key,
+        value,
+        layout_pattern(layout, draw[0], tuple(draw[1:]), str(query.device)),
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+        slopes=slopes,
+        backend=backend,
+    )
+
+
 def block_sparse_attention(
     query: Tensor,
     key: Tensor,
@@ -116,15 +197,7 @@ def block_sparse_attention(
             f"pattern: expected one for L = {query.shape[2]}, S = {key.shape[2]}, H = {query.shape[1]}; "
             f"got L = {pattern.query_len}, S = {pattern.key_len}, H = {heads}"
         )
-    reasons: dict[str, Callable[[], str | None]] = {
-        "triton": lambda: why_not_triton(query, pattern, dropout_p, scale),
-        "flex": lambda: why_not_flex(query, pattern, dropout_p),
-        "gather": lambda: None,
-    }
-    if backend == "auto":
-        backend = next(path for path in _ORDER if reasons[path]() is None)
-    elif (reason := reasons[backend]()) is not None:
-        raise UnsupportedError("backend", reason)
+    backend = choose_path(query, pattern, dropout_p=dropout_p, scale=scale, backend=backend)
     if backend == "triton":
         from attn_zoo.kernels.block_triton import triton_block_attention
 

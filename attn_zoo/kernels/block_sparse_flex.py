@@ -26,6 +26,7 @@ from attn_zoo.kernels.trace import note_path
 __all__ = ["flex_block_attention", "global_block_mask", "listed_block_mask"]
 
 _MAX_KERNELS = 256  # compiled variants kept, one for each shape; beyond it compilation raises, never falls back
+_MAX_PATTERNS = 64  # whose lists are kept
 _TILE = 64
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -39,16 +40,13 @@ def _compact(table: Tensor, is_kept: Tensor, width: int) -> tuple[Tensor, Tensor
     return padded.int().contiguous(), is_kept.sum(-1, dtype=torch.int32)
 
 
-def _block_mask(
-    table: Tensor,
-    is_entry: Tensor,
-    is_partial: Tensor,
-    *,
-    seq_lengths: tuple[int, int],
-    block_size: int,
-    mask_mod: MaskMod,
-) -> BlockMask:
-    """Build a block mask in O(entries); `BlockMask.from_kv_blocks` would make a dense one to transpose it."""
+def _block_lists(
+    table: Tensor, is_entry: Tensor, is_partial: Tensor, *, seq_lengths: tuple[int, int], block_size: int
+) -> dict[str, Any]:
+    """Return all of a block mask but its rule, in O(entries).
+
+    `BlockMask.from_kv_blocks` would make a dense mask to transpose it. To transpose waits for the device.
+    """
     num_columns = -(-seq_lengths[1] // block_size)
     # Both lists get one width: kernels of some versions of torch step through both by the strides of the first.
     width = max(1, table.shape[-1])
@@ -56,19 +54,18 @@ def _block_mask(
     q_sides = [transpose_table(indices, counts, num_columns) for indices, counts in sides]
     q_width = max(1, *(rows.shape[-1] for rows, _ in q_sides))
     q_sides = [(pad(rows, (0, q_width - rows.shape[-1])), counts) for rows, counts in q_sides]
-    return BlockMask(
-        seq_lengths,
-        kv_num_blocks=sides[0][1][None],
-        kv_indices=sides[0][0][None],
-        full_kv_num_blocks=sides[1][1][None],
-        full_kv_indices=sides[1][0][None],
-        q_num_blocks=q_sides[0][1][None],
-        q_indices=q_sides[0][0][None],
-        full_q_num_blocks=q_sides[1][1][None],
-        full_q_indices=q_sides[1][0][None],
-        BLOCK_SIZE=(block_size, block_size),
-        mask_mod=mask_mod,
-    )
+    return {
+        "seq_lengths": seq_lengths,
+        "kv_num_blocks": sides[0][1][None],
+        "kv_indices": sides[0][0][None],
+        "full_kv_num_blocks": sides[1][1][None],
+        "full_kv_indices": sides[1][0][None],
+        "q_num_blocks": q_sides[0][1][None],
+        "q_indices": q_sides[0][0][None],
+        "full_q_num_blocks": q_sides[1][1][None],
+        "full_q_indices": q_sides[1][0][None],
+        "BLOCK_SIZE": (block_size, block_size),
+    }
 
 
 def _mask_mod(pattern: BlockPattern, num_rows_len: int, padding: Tensor | None) -> MaskMod:
@@ -97,11 +94,18 @@ def listed_block_mask(pattern: BlockPattern, padding: Tensor | None) -> BlockMas
         pattern: on the device of the call.
         padding: bool `[B, S]`, True = padding, or None.
     """
+    rows_len = pattern.query_len - pattern.num_dense_rows * pattern.block_size
+    lists = _listed(pattern, padding is not None)
+    return BlockMask(**lists, mask_mod=_mask_mod(pattern, rows_len, padding))
+
+
+@functools.lru_cache(maxsize=_MAX_PATTERNS)
+def _listed(pattern: BlockPattern, has_padding: bool) -> dict[str, Any]:
     table = pattern.indices.long()
     is_entry = torch.arange(table.shape[-1], device=table.device) < pattern.counts[..., None]
     rows_len = pattern.query_len - pattern.num_dense_rows * pattern.block_size
     is_partial = torch.zeros_like(is_entry)
-    if padding is not None:
+    if has_padding:
         is_partial = torch.ones_like(is_entry)
     own = (torch.arange(pattern.num_rows, device=table.device) + pattern.row_offset)[None, :, None]
     if pattern.is_causal:
@@ -111,29 +115,25 @@ def listed_block_mask(pattern: BlockPattern, padding: Tensor | None) -> BlockMas
     if pattern.key_len % pattern.block_size:
         is_partial = is_partial | (table == pattern.num_key_blocks - 1)
         is_partial[:, -1] = True
-    return _block_mask(
-        table,
-        is_entry,
-        is_partial,
-        seq_lengths=(rows_len, pattern.key_len),
-        block_size=pattern.block_size,
-        mask_mod=_mask_mod(pattern, rows_len, padding),
+    return _block_lists(
+        table, is_entry, is_partial, seq_lengths=(rows_len, pattern.key_len), block_size=pattern.block_size
     )
 
 
 def global_block_mask(pattern: BlockPattern, padding: Tensor) -> BlockMask:
     """Return the block mask of the listed rows over the global columns, which padding makes necessary."""
+    rows_len = pattern.query_len - pattern.num_dense_rows * pattern.block_size
+    return BlockMask(**_global(pattern), mask_mod=_mask_mod(pattern, rows_len, padding))
+
+
+@functools.lru_cache(maxsize=_MAX_PATTERNS)
+def _global(pattern: BlockPattern) -> dict[str, Any]:
     table = torch.arange(pattern.num_global, device=pattern.indices.device).expand(1, pattern.num_rows, -1)
     everywhere = torch.ones_like(table, dtype=torch.bool)
     rows_len = pattern.query_len - pattern.num_dense_rows * pattern.block_size
     columns_len = min(pattern.num_global * pattern.block_size, pattern.key_len)
-    return _block_mask(
-        table,
-        everywhere,
-        everywhere,
-        seq_lengths=(rows_len, columns_len),
-        block_size=pattern.block_size,
-        mask_mod=_mask_mod(pattern, rows_len, padding),
+    return _block_lists(
+        table, everywhere, everywhere, seq_lengths=(rows_len, columns_len), block_size=pattern.block_size
     )
 
 

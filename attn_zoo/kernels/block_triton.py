@@ -18,7 +18,7 @@ from attn_zoo.kernels.block_pattern import BlockPattern
 from attn_zoo.kernels.block_triton_launch import launch_backward, launch_forward
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["triton_block_attention"]
+__all__ = ["operands", "triton_block_attention"]
 
 _PATTERN = "Tensor indices, Tensor counts, Tensor rows, Tensor row_counts, int[] sizes, float scale"
 
@@ -123,6 +123,13 @@ def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tu
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
+def operands(pattern: BlockPattern) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int]]:
+    """Return what both operators take of a pattern: its table by row and by column, and its sizes."""
+    reach = -1 if pattern.reach is None else pattern.reach
+    sizes = [pattern.block_size, pattern.num_global, pattern.num_dense_rows, int(pattern.is_causal), reach]
+    return pattern.indices, pattern.counts, *pattern.transposed, sizes
+
+
 def triton_block_attention(
     query: Tensor,
     key: Tensor,
@@ -140,19 +147,6 @@ def triton_block_attention(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    reach = -1 if pattern.reach is None else pattern.reach
-    sizes = [pattern.block_size, pattern.num_global, pattern.num_dense_rows, int(pattern.is_causal), reach]
-    output, _ = _forward(
-        query,
-        key,
-        value,
-        key_padding_mask,
-        slopes,
-        pattern.indices,
-        pattern.counts,
-        *pattern.transposed,
-        sizes,
-        scale,
-    )
+    output, _ = _forward(query, key, value, key_padding_mask, slopes, *operands(pattern), scale)
     result: Tensor = output
     return result

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["CHUNK_SCORES", "attend_rows", "chunk_len_for", "guard_empty_rows", "weights_with_dropout"]
+__all__ = ["CHUNK_SCORES", "attend_rows", "chunk_len_for", "draw", "guard_empty_rows", "weights_with_dropout"]
 
 CHUNK_SCORES = 1 << 21
 """Scores (or mask entries) of one chunk: 8 MiB in float32. Backward adds to all keys once a chunk, so chunks must not
@@ -115,7 +115,7 @@ def attend_rows(
 
 
 def weights_with_dropout(
-    query: Tensor, key: Tensor, value: Tensor, rows: range, *, bias: Tensor | None, dropout_p: float, seed: int
+    query: Tensor, key: Tensor, value: Tensor, rows: range, *, bias: Tensor | None, dropout_p: float, seed: Tensor
 ) -> Tensor:
     """Return dense attention of some rows with inverted dropout on the softmax weights (Srivastava et al. 2014).
 
@@ -129,7 +129,7 @@ def weights_with_dropout(
         rows: which rows these are.
         bias: added to the scaled scores, broadcastable to `[B, H, rows, num_keys]`, or None.
         dropout_p: probability of dropping a weight.
-        seed: of this call.
+        seed: of this call, an integer on the CPU.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     keep_p = 1.0 - round(dropout_p * _NUM_DRAWS) / _NUM_DRAWS
@@ -140,18 +140,29 @@ def weights_with_dropout(
             bias, is_empty = guard_empty_rows(bias)
             scores = scores + bias
         weights = scores.softmax(-1)
-        is_dropped = _draw(weights.shape, 1.0 - keep_p, seed + rows.start, weights.device)
+        is_dropped = _draw(weights, 1.0 - keep_p, seed, rows.start)
         output: Tensor = (weights.masked_fill(is_dropped, 0.0) @ value.to(wide) / keep_p).to(query.dtype)
     return output if is_empty is None else output.masked_fill(is_empty, 0.0)
 
 
-def _draw(shape: torch.Size, probability: float, seed: int, device: torch.device) -> Tensor:
-    """Return bool `shape`, True with the given probability, a multiple of 2^-16.
+def _draw(like: Tensor, probability: float, seed: Tensor, offset: int) -> Tensor:
+    """Return bool of the shape of `like`, True with the given probability, a multiple of 2^-16."""
+    if torch.compiler.is_compiling():  # which has no words for generators
+        from attn_zoo.kernels.dropout_operator import draw_operator
+
+        dropped: Tensor = draw_operator(like, probability, seed, offset)
+        return dropped
+    return draw(like, probability, seed, offset)
+
+
+def draw(like: Tensor, probability: float, seed: Tensor, offset: int) -> Tensor:
+    """Draw for `weights_with_dropout`, from `seed` and `offset` alone.
 
     Four draws from each 64-bit number: five times as fast on CPU as `bernoulli_`, which dominated the whole call.
     """
-    generator = torch.Generator(device).manual_seed(seed)
-    count = shape.numel()
-    words = torch.empty(-(-count // 4), dtype=torch.int64, device=device).random_(-(1 << 63), None, generator=generator)
-    draws: Tensor = words.view(torch.int16)[:count].view(shape)  # uniform in -32768 .. 32767
+    generator = torch.Generator(like.device).manual_seed(int(seed) + offset)
+    count = like.numel()
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
+    words.random_(-(1 << 63), None, generator=generator)
+    draws: Tensor = words.view(torch.int16)[:count].view(like.shape)  # uniform in -32768 .. 32767
     return draws < int(probability * _NUM_DRAWS) - _NUM_DRAWS // 2

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["attend", "causal_blocks", "why_not"]
+__all__ = ["attend", "causal_blocks", "has_full_blocks", "why_not"]
 
 BLOCK_SIZE = 128  # the kernels' own default
 MAX_LENGTHS = 256  # compiled variants kept: one for each shape. Beyond it compilation raises, never falls back.
@@ -48,6 +48,15 @@ def causal_blocks(query_len: int, key_len: int, device: torch.device | str = "cp
     return is_live & ~is_full, is_full
 
 
+def has_full_blocks(query_len: int, key_len: int) -> bool:
+    """Return whether `causal_blocks` has a wholly visible one, without asking the device.
+
+    If there is one, the first block of keys is one for the last whole block of queries.
+    """
+    last_query_block = query_len // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
+    return last_query_block >= 0 and min(last_query_block + key_len - query_len, key_len - 1) >= BLOCK_SIZE - 1
+
+
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return (count, indices) of the true entries of each row, live ones first, with two dimensions in front."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
@@ -73,7 +82,8 @@ def _block_mask(
         return visible
 
     num_partial, partial_at = _lists(partial)
-    num_full, full_at = _lists(full) if bool(full.any()) else (None, None)
+    has_full = is_causal and key_padding_mask is None and has_full_blocks(query_len, key_len)
+    num_full, full_at = _lists(full) if has_full else (None, None)
     return BlockMask.from_kv_blocks(
         num_partial,
         partial_at,

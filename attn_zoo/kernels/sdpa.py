@@ -187,7 +187,7 @@ def _dropout(problem: Problem) -> Tensor:
     """Dropout where no fused kernel has it: dense, a chunk of rows at a time."""
     note_path("dropout.dense")
     # One number from torch's global stream decides the call: `torch.manual_seed` governs it as any other dropout.
-    seed = int(torch.randint(1 << 62, ()).item())
+    seed = torch.randint(1 << 62, ())
     wide = torch.promote_types(problem.query.dtype, torch.float32)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, rows: range) -> Tensor:

@@ -13,9 +13,9 @@ __all__ = ["CONVENTIONS", "Efficiency", "efficiencies", "pass_flops"]
 
 CONVENTIONS = (
     "Useful FLOPs, by formula, a multiply-add being two; a backward counts as {ratios} forwards. Fewest bytes: inputs "
-    "read and output written once; a backward twice that (inputs, output and its gradient read, gradients of the "
-    "inputs written). Share of the roof: FLOPs / product rate or bytes / copy rate, whichever is longer, over the "
-    "median time."
+    "and the mechanism's own weights read and output written once; a backward twice that (inputs, output and its "
+    "gradient read, gradients of the inputs written). Share of the roof: FLOPs / product rate or bytes / copy rate, "
+    "whichever is longer, over the median time."
 )
 
 _FORWARDS: Mapping[str, int] = {"infer": 1, "fwd": 1, "bwd": 0, "fwd_bwd": 1}

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis import Analysis
 from attn_zoo.report.findings import EXPLANATION, findings
+from attn_zoo.report.inline import inline_figures
 from attn_zoo.report.plots import Picture
 from attn_zoo.report.table import MISSING, Table
 from attn_zoo.report.units import clean, human_bytes
@@ -43,6 +44,7 @@ def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[t
     style, script, template = (
         (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
     )
+    definitions, drawings = inline_figures([svg for _, svg in pictures])
     jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.from_string(template).render(
         policy=(
@@ -55,9 +57,15 @@ def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[t
         findings=[clean(text) for text in findings(analysis)],
         explanation=EXPLANATION if analysis.panels else "",
         warnings=[clean(text) for text in analysis.results.warnings],
+        definitions=Markup(definitions),  # noqa: S704  # outlines and numbers: no text in them
         figures=[
-            {"title": clean(picture.title), "alt": clean(picture.alt), "source": _data_uri(svg)}
-            for picture, svg in pictures
+            {
+                "title": clean(picture.title),
+                "alt": clean(picture.alt),
+                "view_box": drawing.view_box,
+                "drawing": Markup(drawing.markup),  # noqa: S704
+            }
+            for (picture, _), drawing in zip(pictures, drawings, strict=True)
         ],
         tables=[_table(table) for table in tables],
         environments=[
@@ -71,10 +79,6 @@ def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[t
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _data_uri(svg: bytes) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
 
 
 def _run(name: str, matrices: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:

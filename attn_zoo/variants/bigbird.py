@@ -18,8 +18,8 @@ from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, masked_softmax, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
-from attn_zoo.kernels.block_sparse import Backend, block_sparse_attention
+from attn_zoo.kernels.block_layout import BlockLayout
+from attn_zoo.kernels.block_sparse import Backend, layout_attention
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
@@ -120,9 +120,10 @@ def bigbird_flops(shape: Shape) -> int:
 
 
 def bigbird_bytes(shape: Shape, itemsize: int) -> int:
-    """Count queries, keys and values read once and the output written once."""
-    heads = 2 * shape.num_heads * shape.query_len + 2 * shape.num_kv_heads * shape.key_len
-    return shape.batch_size * shape.head_dim * itemsize * heads
+    """Count queries, keys, values and the keys and values of extra tokens read once and the output written once."""
+    config: BigBirdConfig = shape.config or BigBirdConfig()
+    extra = 2 * shape.num_kv_heads * config.num_extra_tokens * shape.head_dim
+    return shape.io_bytes(itemsize) + extra * itemsize
 
 
 @register_attention(
@@ -214,11 +215,12 @@ class BigBirdAttention(AbstractAttention):
         build = self.build
         layout = self.config.layout(query.shape[2], is_causal=build.is_causal)
         key, value, mask = self._prepared(key, value, key_padding_mask)
-        output = block_sparse_attention(
+        output = layout_attention(
             query,
             key,
             value,
-            layout_pattern(layout, build.num_heads, (build.seed, build.layer_index), str(query.device)),
+            layout,
+            (build.num_heads, build.seed, build.layer_index),
             key_padding_mask=mask,
             dropout_p=build.dropout_p if self.training else 0.0,
             slopes=alibi_slopes(build.num_heads, query.device) if build.position == "alibi" else None,

@@ -51,13 +51,6 @@ def full_flops(shape: Shape) -> int:
     return 4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs
 
 
-def full_bytes(shape: Shape, itemsize: int) -> int:
-    """Count queries, keys and values read once and the output written once: what a fused kernel must move."""
-    query_and_output = 2 * shape.num_heads * shape.query_len
-    key_and_value = 2 * shape.num_kv_heads * shape.key_len
-    return shape.batch_size * shape.head_dim * itemsize * (query_and_output + key_and_value)
-
-
 def full_state_bytes(shape: Shape, itemsize: int) -> int:
     """Count the keys and values of all positions so far."""
     return 2 * shape.batch_size * shape.num_kv_heads * shape.key_len * shape.head_dim * itemsize
@@ -89,7 +82,6 @@ def full_state_bytes(shape: Shape, itemsize: int) -> int:
         max_path="1",
         flops=full_flops,
         backward_ratio=2.5,  # five matrix products for two: the scores are recomputed
-        bytes=full_bytes,
         state_bytes=full_state_bytes,
     ),
     reference=Reference(

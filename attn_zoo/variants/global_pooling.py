@@ -45,8 +45,9 @@ def global_pooling_flops(shape: Shape) -> int:
 
 
 def global_pooling_bytes(shape: Shape, itemsize: int) -> int:
-    """Count hidden states read once and outputs written once."""
-    return 2 * shape.batch_size * shape.query_len * shape.num_heads * shape.head_dim * itemsize
+    """Count hidden states and both projections read once and outputs written once."""
+    width = shape.num_heads * shape.head_dim
+    return 2 * (shape.batch_size * shape.query_len * width + width * (width + 1)) * itemsize
 
 
 def global_pooling_state_bytes(shape: Shape, itemsize: int) -> int:

@@ -91,13 +91,29 @@ class LinformerConfig(VariantConfig):
 def linformer_flops(shape: Shape) -> int:
     """Count the compression of keys and values and both products of the attention; k is the mean over layers."""
     config = shape.config or LinformerConfig()
-    ranks = [min(rank, shape.key_len) for rank in config.ranks]
+    ranks = _ranks(config, shape.key_len)
     if config.projection != "linear":  # as many as there are windows
         ranks = [-(-shape.key_len // -(-shape.key_len // rank)) for rank in ranks]
     rank = sum(ranks) / len(ranks)
     compression = shape.num_kv_heads * shape.key_len * (rank if config.projection == "linear" else 1)
     attention = shape.num_heads * shape.query_len * rank
     return round(4 * shape.batch_size * shape.head_dim * (compression + attention))
+
+
+def linformer_bytes(shape: Shape, itemsize: int) -> int:
+    """Count queries, keys, values and E and F, or their filters, read once and the output written once."""
+    config = shape.config or LinformerConfig()
+    ranks = _ranks(config, shape.key_len)
+    if config.projection == "linear":
+        sizes = [shape.key_len * rank for rank in ranks]
+    else:  # a filter, or nothing, for each window
+        sizes = [-(-shape.key_len // rank) if config.projection == "conv" else 0 for rank in ranks]
+    num_matrices = {"none": 2 * shape.num_kv_heads, "headwise": 2, "key_value": 1, "layerwise": 1}[config.sharing]
+    return shape.io_bytes(itemsize) + round(num_matrices * sum(sizes) / len(sizes)) * itemsize
+
+
+def _ranks(config: LinformerConfig, key_len: int) -> list[int]:
+    return [min(rank, key_len) for rank in config.ranks]
 
 
 def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> AbstractMixer:
@@ -143,6 +159,7 @@ def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> Abstra
         sequential_ops="1",
         max_path="1",
         flops=linformer_flops,
+        bytes=linformer_bytes,
         backward_ratio=2.25,  # half the work is compression (2), half attention with recomputed scores (2.5)
     ),
     reference=Reference(

@@ -20,9 +20,9 @@ from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, keep_mask, masked_softmax
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.block_layout import band_layout, layout_pattern
+from attn_zoo.kernels.block_layout import band_layout
 from attn_zoo.kernels.block_pattern import band_pairs
-from attn_zoo.kernels.block_sparse import Backend, block_sparse_attention
+from attn_zoo.kernels.block_sparse import Backend, layout_attention
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
@@ -67,12 +67,6 @@ def local_window_flops(shape: Shape) -> int:
     return 4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs
 
 
-def local_window_bytes(shape: Shape, itemsize: int) -> int:
-    """Count queries, keys and values read once and the output written once."""
-    heads = 2 * shape.num_heads * shape.query_len + 2 * shape.num_kv_heads * shape.key_len
-    return shape.batch_size * shape.head_dim * itemsize * heads
-
-
 def local_window_state_bytes(shape: Shape, itemsize: int) -> int:
     """Count the keys and values of the window and of the latest position."""
     config: LocalWindowConfig = shape.config or LocalWindowConfig()
@@ -102,7 +96,6 @@ def local_window_state_bytes(shape: Shape, itemsize: int) -> int:
         max_path="L / W",
         flops=local_window_flops,
         backward_ratio=2.5,  # five matrix products for two: the scores are recomputed
-        bytes=local_window_bytes,
         state_bytes=local_window_state_bytes,
     ),
     reference=Reference(
@@ -141,11 +134,12 @@ class LocalWindowAttention(AbstractAttention):
         build, config = self.build, self.config
         key, value = (expand_kv_heads(x, build.num_heads) for x in (key, value))
         layout = band_layout(query.shape[2], config.window_size, config.block_size, is_causal=build.is_causal)
-        return block_sparse_attention(
+        return layout_attention(
             query,
             key,
             value,
-            layout_pattern(layout, 1, (), str(query.device)),
+            layout,
+            (1,),
             key_padding_mask=key_padding_mask,
             dropout_p=build.dropout_p if self.training else 0.0,
             slopes=alibi_slopes(build.num_heads, query.device) if build.position == "alibi" else None,

@@ -67,8 +67,9 @@ def test_padding_is_blanked_whatever_it_holds():
     assert not blank[:, :, 1].any()
 
 
-def test_ordinary_padding_is_not_copied():
-    query, key, value = torch.randn(3, 1, 2, 4, 8).unbind()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_ordinary_padding_is_not_copied(dtype):
+    query, key, value = torch.randn(3, 1, 2, 4, 8, dtype=dtype).unbind()
     mask = torch.tensor([[False, False, True, True]])
     assert harmless_padding(query, key, value, mask) == (key, value)
     assert harmless_padding(query, key, value, None) == (key, value)

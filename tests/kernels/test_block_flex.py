@@ -230,3 +230,15 @@ def test_gpu_memory_is_linear_in_the_length():
         del query, key, value
         torch.cuda.empty_cache()
     assert peaks[1] < 2.2 * peaks[0]
+
+
+def test_lists_are_made_once_for_a_pattern():
+    """Making them waits for the device, and a training step must not."""
+    pattern = layout_pattern(make_layout(256), 2, (0, 0))
+    paddings = [torch.zeros(1, 256, dtype=torch.bool) for _ in range(2)]
+    for make in (listed_block_mask, global_block_mask):
+        one, two = (make(pattern, padding) for padding in paddings)
+        assert one.kv_indices is two.kv_indices
+        assert one.q_indices is two.q_indices
+        assert one.mask_mod is not two.mask_mod
+    assert listed_block_mask(pattern, None).kv_indices is not listed_block_mask(pattern, paddings[0]).kv_indices

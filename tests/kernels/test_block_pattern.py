@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attn_zoo.kernels.block_gather import gather_attention
 from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
 from attn_zoo.kernels.block_pattern import BlockPattern, make_pattern
 
@@ -201,3 +202,14 @@ def test_a_pattern_made_on_a_gpu_is_the_one_made_on_the_cpu(is_causal: bool):
     pattern = layout_pattern(layout, 3, (4, 1), "cuda")
     assert pattern.indices.is_cuda
     assert pattern.digest == layout_pattern(layout, 3, (4, 1)).digest
+
+
+def test_rows_that_need_no_mask_are_asked_for_once():
+    """A call on a GPU would wait for the answer each time."""
+    pattern = layout_pattern(BlockLayout(query_len=203, **SMALL), 2, (5, 5))
+    query, key, value = torch.randn(3, 1, 2, 203, 16).unbind()
+    before = gather_attention(query, key, value, pattern)
+    assert pattern.full_rows == [bool(rows.all()) for rows in pattern.is_full_row.T]
+    assert 0 < sum(pattern.full_rows) < len(pattern.full_rows)
+    pattern.__dict__["is_full_row"] = None  # whoever asks again fails
+    assert torch.equal(gather_attention(query, key, value, pattern), before)

@@ -269,10 +269,12 @@ def test_no_path_of_auto_stores_the_scores(monkeypatch, key_len, arguments):
 
 
 @pytest.mark.parametrize(
-    ("query_len", "key_len"), [(1, 1), (128, 128), (130, 130), (300, 300), (200, 333), (256, 1000)]
+    ("query_len", "key_len"),
+    [(1, 1), (128, 128), (130, 130), (300, 300), (200, 333), (256, 1000), (100, 300), (255, 256)],
 )
 def test_block_lists_say_what_the_causal_mask_says(query_len, key_len):
     partial_blocks, full_blocks = exact_flex.causal_blocks(query_len, key_len)
+    assert exact_flex.has_full_blocks(query_len, key_len) == bool(full_blocks.any())
     keep = causal_keep(query_len, key_len)
     size = exact_flex.BLOCK_SIZE
     for row, column in torch.cartesian_prod(*(torch.arange(n) for n in full_blocks.shape)).tolist():

@@ -74,19 +74,20 @@ def test_nothing_outside_is_asked_for(page):
             assert not name.startswith("on")
             if name in {"src", "href", "action", "srcset", "data", "poster"}:
                 assert value is not None
-                assert value.startswith(("#", "data:image/svg+xml;base64,")), (tag, name)
+                assert value.startswith(("#", "data:image/png;base64,")), (tag, name)
     styles = re.findall(r"<style>(.*?)</style>", page.read_text(encoding="utf-8"), re.DOTALL)
     assert "url(" not in styles[0]
     assert "@import" not in styles[0]
 
 
 def test_every_figure_says_in_words_what_it_shows(page, written):
-    images = [attributes for tag, attributes in elements(page.read_text(encoding="utf-8")) if tag == "img"]
+    found = elements(page.read_text(encoding="utf-8"))
+    images = [attributes for tag, attributes in found if tag == "svg" and attributes.get("role") == "img"]
     assert len(images) == len([path for path in written[1] if path.suffix == ".svg"])
     for attributes in images:
-        assert attributes["alt"]
-        assert len(attributes["alt"]) > 60
-    assert "exponent" in str(images[0]["alt"])
+        assert attributes["aria-label"]
+        assert len(attributes["aria-label"]) > 60
+    assert "exponent" in str(images[0]["aria-label"])
 
 
 def test_names_and_reasons_are_text_not_markup(evil_page):
@@ -120,6 +121,35 @@ def test_no_sideways_scrolling_at_four_hundred_percent(page):
     answer = ask(page, "return {scroll: document.documentElement.scrollWidth, width: innerWidth};", width=320)
     assert answer["width"] == 320
     assert answer["scroll"] <= 320
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [390, 1280])
+def test_figures_are_drawn_in_the_page(page, width):
+    """Its policy lets them: colours are there, every reference has a target, and words are as large as on paper."""
+    script = """
+      const figures = [...document.querySelectorAll('.card svg')];
+      const uses = [...document.querySelectorAll('use')];
+      const paths = [...document.querySelectorAll('.card path')];
+      const isBlank = (use) => document.querySelector(use.getAttribute('href'))?.outerHTML.startsWith('<path') &&
+        !document.querySelector(use.getAttribute('href')).getAttribute('d'); // a space
+      return {
+        count: figures.length,
+        sizes: figures.map((figure) => [figure.getBoundingClientRect().width, figure.getBoundingClientRect().height]),
+        boxes: figures.map((figure) => [figure.viewBox.baseVal.width, figure.viewBox.baseVal.height]),
+        lost: uses.filter((use) => !document.querySelector(use.getAttribute('href'))).length,
+        empty: uses.filter((use) => !isBlank(use) && !(use.getBBox().width + use.getBBox().height)).length,
+        coloured: paths.filter((path) => getComputedStyle(path).stroke !== 'none').length,
+        shared: document.querySelector('.shared').getBoundingClientRect().height,
+      };
+    """
+    answer = ask(page, script, width=width)
+    assert answer["count"] > 5
+    for (width_px, height_px), (box_width, box_height) in zip(answer["sizes"], answer["boxes"], strict=True):
+        assert width_px >= 380
+        assert width_px / height_px == pytest.approx(box_width / box_height, rel=0.01)
+    assert (answer["lost"], answer["empty"], answer["shared"]) == (0, 0, 0)
+    assert answer["coloured"] > 100
 
 
 @needs_chromium

@@ -1,0 +1,86 @@
+"""torch's compiler takes every variant whole: one graph, forward and backward, with the numbers of the plain call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_zoo import BuildContext, build_attention
+from attn_zoo.metadata import Position
+
+LENGTH = 256
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("is_training", "is_padded", "dropout_p"),
+    [(False, False, 0.0), (True, False, 0.25), (True, True, 0.0)],
+    ids=["infer", "dropout", "padded"],
+)
+@pytest.mark.parametrize(
+    ("name", "is_causal", "position"),
+    [
+        ("full", False, "none"),
+        ("full", True, "none"),
+        ("full", True, "alibi"),
+        ("linformer", False, "none"),
+        ("bigbird", False, "none"),
+        ("bigbird", True, "alibi"),
+        ("local_window", True, "none"),
+        ("linear_attention", False, "none"),
+        ("linear_attention", True, "none"),
+    ],
+)
+def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is_training, is_padded, dropout_p):
+    build = BuildContext(
+        embed_dim=32, num_heads=2, max_seq_len=LENGTH, is_causal=is_causal, dropout_p=dropout_p, position=position
+    )
+    torch.manual_seed(0)
+    attention = build_attention(name, build).train(is_training)
+    inputs = [torch.randn(2, 2, LENGTH, 16, requires_grad=is_training) for _ in range(3)]
+    mask = None
+    if is_padded:
+        mask = torch.zeros(2, LENGTH, dtype=torch.bool)
+        mask[1, 200:] = True
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    found = []
+    with torch.set_grad_enabled(is_training):
+        for call in (attention, compiled):
+            torch.manual_seed(1)
+            output = call(*inputs, key_padding_mask=mask)
+            grads = torch.autograd.grad(output.square().sum(), inputs) if is_training else ()
+            found.append((output, *grads))
+    for plain, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, plain)
+
+
+@pytest.mark.parametrize("name", ["full", "linformer", "bigbird", "local_window"])
+def test_lengths_may_vary(name):
+    """As batches of a training do: one graph then serves several lengths."""
+    build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=LENGTH)
+    attention = build_attention(name, build)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (128, 200, 256):
+        inputs = [torch.randn(2, 2, length, 16) for _ in range(3)]
+        torch.testing.assert_close(compiled(*inputs), attention(*inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("name", ["full", "linformer", "bigbird", "local_window"])
+def test_one_graph_on_a_gpu(name, dropout_p):
+    build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=1024, dropout_p=dropout_p)
+    attention = build_attention(name, build).cuda().bfloat16()
+    inputs = [torch.randn(2, 2, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    found = []
+    for call in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(1)
+        output = call(*inputs)
+        found.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
+    for plain, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, plain)
