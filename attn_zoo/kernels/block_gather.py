@@ -21,12 +21,20 @@ from attn_zoo.kernels.block_pattern import BlockPattern
 from attn_zoo.kernels.block_pieces import Group, Part, Pieces
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["gather_attention"]
+__all__ = ["GatherPlan", "gather_attention", "gather_backward", "gather_forward"]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What forward and backward share beside tensors."""
+class GatherPlan:
+    """What forward and backward share beside tensors.
+
+    Args:
+        pattern: which pairs are seen.
+        scale: of the scores.
+        slopes: ALiBi's `[H]`, or None.
+        dropout_p: probability of dropping a weight.
+        seed: of the draws of dropout.
+    """
 
     pattern: BlockPattern
     scale: float
@@ -55,7 +63,7 @@ class _Step:
 class _Walk:
     """Goes through the pieces of one call, forward and backward in the same order."""
 
-    def __init__(self, plan: _Plan, query: Tensor, padding: Tensor | None) -> None:
+    def __init__(self, plan: GatherPlan, query: Tensor, padding: Tensor | None) -> None:
         self._plan, self._query, self._padding = plan, query, padding
         self._dropout: Dropout | None = None
         if plan.dropout_p:
@@ -116,51 +124,86 @@ class _Walk:
         return near.view(-1, pattern.table.shape[-1] * pattern.block_size, head_dim)
 
 
+def gather_forward(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, plan: GatherPlan
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output and, where `gather_backward` needs them, the log-sum-exp of the scores, float32 `[B, H, L]`."""
+    note_path("block_sparse.gather")
+    walk = _Walk(plan, query, padding)
+    output = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if walk.is_fused else None
+    for group, keys, values in walk.groups(key, value):
+        for part, places in walk.parts(group, output, *(() if lse is None else (lse,))):
+            for step in walk.steps(part, group, keys, values):
+                attend(step.piece, *(place[step.blocks] for place in places))
+                if step.is_dead is not None:
+                    places[0][step.blocks].masked_fill_(step.is_dead, 0.0)
+    return output, lse
+
+
+def gather_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    padding: Tensor | None,
+    output: Tensor | None,
+    lse: Tensor | None,
+    plan: GatherPlan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value.
+
+    Args:
+        grad_output: `[B, H, L, D]`.
+        query: as in `gather_forward`.
+        key: likewise.
+        value: likewise.
+        padding: likewise.
+        output: what `gather_forward` returned; not read, and None may be, unless it returned log-sum-exps.
+        lse: what it returned beside it.
+        plan: as in `gather_forward`.
+    """
+    if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
+        grad_output = grad_output.contiguous()
+    pattern, head_dim = plan.pattern, query.shape[-1]
+    walk = _Walk(plan, query, padding)
+    saved = (output, lse) if walk.is_fused and output is not None and lse is not None else ()
+    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
+    for group, keys, values in walk.groups(key, value):
+        totals = [_zeros(group, result, keys, pattern) for result in (grad_key, grad_value)]
+        leading = [_leading(total, group, head_dim, pattern) for total in totals]
+        for part, (place,) in walk.parts(group, grad_query):
+            blocks = [part.read(x) for x in (grad_output, *saved)]
+            for step in walk.steps(part, group, keys, values):
+                grad, *forward = (x[step.blocks] for x in blocks)
+                if step.is_dead is not None:
+                    grad = grad.masked_fill(step.is_dead, 0.0)
+                sums = leading if step.source is None else None
+                attend_backward(grad, step.piece, place[step.blocks], sums, *forward)
+                if step.source is not None:  # the gathered keys and values are now their gradients
+                    for total, rows in zip(totals, (step.piece.key, step.piece.value), strict=True):
+                        total.index_add_(0, step.source, rows.view(-1, keys.shape[1]).to(total.dtype))
+        for result, total in zip((grad_key, grad_value), totals, strict=True):
+            if total.data_ptr() != result[group.batch, group.head].data_ptr():
+                group.write(result, 0, total.view(total.shape[0], pattern.block_size, -1))
+    return grad_query, grad_key, grad_value
+
+
 class _GatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, plan: _Plan) -> Tensor:
-        note_path("block_sparse.gather")
-        walk = _Walk(plan, query, padding)
-        output = torch.empty_like(query)
-        kept = (output,) if not walk.is_fused else (output, query.new_empty(query.shape[:3], dtype=torch.float32))
-        for group, keys, values in walk.groups(key, value):
-            for part, places in walk.parts(group, *kept):
-                for step in walk.steps(part, group, keys, values):
-                    out, *lse = (place[step.blocks] for place in places)
-                    attend(step.piece, out, *lse)
-                    if step.is_dead is not None:
-                        out.masked_fill_(step.is_dead, 0.0)
-        ctx.save_for_backward(query, key, value, padding, *(kept if walk.is_fused else ()))
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, plan: GatherPlan
+    ) -> Tensor:
+        output, lse = gather_forward(query, key, value, padding, plan)
+        ctx.save_for_backward(query, key, value, padding, None if lse is None else output, lse)
         ctx.plan = plan
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, padding, *kept = ctx.saved_tensors
-        if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
-            grad_output = grad_output.contiguous()
-        pattern, head_dim = ctx.plan.pattern, query.shape[-1]
-        walk = _Walk(ctx.plan, query, padding)
-        grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-        for group, keys, values in walk.groups(key, value):
-            totals = [_zeros(group, result, keys, pattern) for result in (grad_key, grad_value)]
-            leading = [_leading(total, group, head_dim, pattern) for total in totals]
-            for part, (place,) in walk.parts(group, grad_query):
-                blocks = [part.read(x) for x in (grad_output, *kept)]
-                for step in walk.steps(part, group, keys, values):
-                    grad, *forward = (x[step.blocks] for x in blocks)
-                    if step.is_dead is not None:
-                        grad = grad.masked_fill(step.is_dead, 0.0)
-                    sums = leading if step.source is None else None
-                    attend_backward(grad, step.piece, place[step.blocks], sums, *forward)
-                    if step.source is not None:  # the gathered keys and values are now their gradients
-                        for total, rows in zip(totals, (step.piece.key, step.piece.value), strict=True):
-                            total.index_add_(0, step.source, rows.view(-1, keys.shape[1]).to(total.dtype))
-            for result, total in zip((grad_key, grad_value), totals, strict=True):
-                if total.data_ptr() != result[group.batch, group.head].data_ptr():
-                    group.write(result, 0, total.view(total.shape[0], pattern.block_size, -1))
-        return grad_query, grad_key, grad_value, None, None
+        query, key, value, padding, output, lse = ctx.saved_tensors
+        return *gather_backward(grad_output, query, key, value, padding, output, lse, ctx.plan), None, None
 
 
 def _zeros(group: Group, result: Tensor, rows: Tensor, pattern: BlockPattern) -> Tensor:
@@ -195,6 +238,6 @@ def gather_attention(
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
     output: Tensor = _GatherAttention.apply(
-        query, key, value, key_padding_mask, _Plan(pattern, scale, slopes, dropout_p, seed)
+        query, key, value, key_padding_mask, GatherPlan(pattern, scale, slopes, dropout_p, seed)
     )
     return output

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.block_gather import _GatherAttention, _Plan, _Walk
+from attn_zoo.kernels.block_gather import GatherPlan, gather_backward, gather_forward
 from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
 from attn_zoo.kernels.block_pattern import BlockPattern
 from attn_zoo.kernels.block_sparse import Backend, block_sparse_attention, choose_path
@@ -25,20 +25,8 @@ _ARGUMENTS = (
     "SymInt[] layout, int[] draw, float dropout_p, str backend"
 )
 _NUM_TENSORS = 6  # of these
-_NUM_INPUTS = 4  # that a gathering call always keeps
 _NUMBERS = tuple(BlockLayout.__dataclass_fields__)[:-3]  # the last three are two flags and the reach
 _NO_REACH = -1
-
-
-@dataclass
-class _Saved:
-    """Stands for autograd's context where the halves of a differentiable function are called by hand."""
-
-    plan: _Plan
-    saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
 
 
 @dataclass(frozen=True)
@@ -76,9 +64,9 @@ class _Call:
         return choose_path(self.query, self.pattern, dropout_p=self.dropout_p, backend=self.backend)
 
     @property
-    def plan(self) -> _Plan:
+    def plan(self) -> GatherPlan:
         seed = 0 if self.seed is None else int(self.seed)
-        return _Plan(self.pattern, self.scale, self.slopes, self.dropout_p, seed)
+        return GatherPlan(self.pattern, self.scale, self.slopes, self.dropout_p, seed)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Run the call as it would run eagerly."""
@@ -100,14 +88,11 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
             query, key, value, call.padding, call.slopes, *operands(call.pattern), call.scale
         )
         return found
-    lse = _forward_fake(*given)[1]
+    unused = _forward_fake(*given)[1]
     if call.path == "gather":
-        saved = _Saved(call.plan)
-        output = _GatherAttention.forward(saved, query, key, value, call.padding, saved.plan)
-        if len(saved.saved_tensors) > _NUM_INPUTS:
-            lse = saved.saved_tensors[-1]
-        return output, lse
-    return call.run(query, key, value), lse
+        output, lse = gather_forward(query, key, value, call.padding, call.plan)
+        return output, unused if lse is None else lse
+    return call.run(query, key, value), unused
 
 
 @_forward.register_fake
@@ -131,15 +116,13 @@ def _backward(grad_output: Tensor, output: Tensor, lse: Tensor, *given: Any) -> 
         )
         return found
     if call.path == "gather":
-        plan = call.plan
-        kept = (output, lse) if _Walk(plan, call.query, call.padding).is_fused else ()
-        grads: tuple[Any, ...] = _GatherAttention.backward(_Saved(plan, (*inputs, call.padding, *kept)), grad_output)
-    else:  # it has nothing to hand over, so it runs again
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        with torch.enable_grad():
-            again = call.run(*leaves)
-        grads = torch.autograd.grad(again, leaves, grad_output)
-    return grads[0], grads[1], grads[2]
+        return gather_backward(grad_output, *inputs, call.padding, output, lse, call.plan)
+    # FlexAttention has nothing to hand over, so it runs again.
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        again = call.run(*leaves)
+    grad_query, grad_key, grad_value = torch.autograd.grad(again, leaves, grad_output)
+    return grad_query, grad_key, grad_value
 
 
 @_backward.register_fake
