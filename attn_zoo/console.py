@@ -189,6 +189,8 @@ def _amount(value: float | None, steps: Sequence[tuple[float, str]]) -> str:
 
 def print_plan(plan: Plan) -> None:
     """Print every cell, what it will roughly take, and what is refused with the reason."""
+    from attn_zoo.matrix.estimate import assumed_rate
+
     rows = [
         (
             item.cell.id,
@@ -209,9 +211,12 @@ def print_plan(plan: Plan) -> None:
     rounds = max((item.num_rounds for item in plan.cells), default=1)
     repeated = sum(item.num_rounds > 1 and item.refusal is None for item in plan.cells)
     repeats = f"{repeated} of them in up to {rounds} rounds over the matrix, a process each time; " if repeated else ""
+    places = {(item.cell.device, item.cell.threads) for item in plan.cells if item.estimate_s is not None}
+    rates = sorted({(device, assumed_rate(device, threads) / 1e9) for device, threads in places})
+    assumed = "".join(f", at an assumed {rate:g} GFLOP/s in float32 on {device}" for device, rate in rates)
     out.print(
         f"{len(plan.cells)} cells on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; {repeats}"
-        f"measuring about {_amount(plan.estimate_s, _SECONDS)} (rough), training not counted",
+        f"measuring about {_amount(plan.estimate_s, _SECONDS)} (rough{assumed}), training not counted",
         soft_wrap=True,
     )
 

@@ -35,8 +35,9 @@ __all__ = [
 SCHEMA_VERSION = 1
 """Of the JSON form. History: 1, first."""
 
-PROTOCOL_VERSION = 1
-"""Of the way we measure. Part of every scaling cell's key, so that results never mix. History: 1, first."""
+PROTOCOL_VERSION = 2
+"""Of the way we measure. Part of every scaling cell's key, so that results never mix. History: 1, first; 2, other
+random inputs on a CPU, drawn on all threads; one gate per run for cells equal in all that a gate depends on."""
 
 TRAINING_VERSION = 2
 """Of the way we train; likewise for accuracy cells. History: 1, first; 2, every kind of task, bucketing by length,
@@ -259,7 +260,8 @@ class Record(Json):
         kernels: paths that really ran, in order of first use.
         num_jobs: cells that shared the device, this one included: with more than one, times mean little.
         is_simulated: the variant computes dense scores underneath, so its cost says nothing about the mechanism.
-        gate: checks passed before timing.
+        gate: checks passed before timing, by this process or, but for those of its own output (`own_...`), by an
+            earlier one of the same run on the same subject: see `attn_zoo.conformance.verdicts`.
         flops: forward FLOPs from the variant's formula: of one forward, whatever the pass.
         min_bytes: bytes that one forward must move at least: from the variant's formula, or its inputs read once and
             its output written once.
@@ -307,7 +309,8 @@ class Record(Json):
 
         All phases but `"timing"` (first call, warm-up, samples), `"memory"`, `"energy"` and `"training"`: what is left
         is `"driver"` (storing the record before, choosing this cell), `"start"` (waiting for a process that has loaded
-        torch), `"build"`, `"gate"`, `"count"` and `"exchange"` (requests, answers, ending the process).
+        torch), `"build"`, `"gate"`, `"count"` and `"exchange"` (requests, answers, ending the process). Where several
+        processes start at once, their cells share that time equally.
         """
         if not self.phases:
             return None

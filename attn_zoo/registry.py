@@ -106,8 +106,9 @@ class Variant:
 
     @property
     def digest(self) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of the source file: changes when the code does."""
-        return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()[:16] if self.source else ""
+        """First 16 hexadecimal digits of the SHA-256 of the source file: changes when the code does; or nothing."""
+        path = Path(self.source)  # a notebook names files that do not exist
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.runner import find_checks, run_one
 from attn_zoo.conformance.subject import Form, Subject
-from attn_zoo.errors import GateError, UnsupportedError
+from attn_zoo.conformance.verdicts import Verdict, find, keep, subject_key
+from attn_zoo.errors import UnsupportedError
 from attn_zoo.registry import config_digest, make_config, variants
 
 __all__ = ["GATE_CHECKS", "gate"]
@@ -34,10 +36,6 @@ LENGTH_CHECKS = ("shape_and_dtype", "matches_reference")
 SHORT_LEN, LONG_LEN = 7, 131  # odd, so that no block size divides them; long enough for several blocks
 SPAN_LEN = 709  # for one comparison of outputs: eleven blocks of 64 and a ragged one
 
-# Cells of one process that differ only in a length beyond the gate's own are gated once. Failures are not kept. The
-# second key leaves the length out.
-_held: dict[Hashable, tuple[str, ...]] = {}
-
 
 def gate(
     name: str,
@@ -50,6 +48,9 @@ def gate(
     form: Form | None = None,
 ) -> tuple[str, ...]:
     """Check a variant as a cell is about to use it; return the names of the checks that had something to check.
+
+    The verdict depends on the arguments, the threads and the machine, and not on a length beyond the gate's own: it is
+    remembered, a failure too, and may come from another process of the same run (`attn_zoo.conformance.verdicts`).
 
     Args:
         name: a registered variant.
@@ -88,12 +89,16 @@ def gate(
     # Parameters may grow with the longest length: a gate must not cost more for a longer cell.
     build = replace(build, max_seq_len=min(build.max_seq_len, span))
     anywhere = replace(build, max_seq_len=1)
-    any_length = (variant.attention, variant.mixer, config_digest(config), anywhere, dtype, device, short, long, *forms)
-    key = (*any_length, build.max_seq_len, span)
-    if key in _held:
-        return _held[key]
-    known = _held.get(any_length) if span > long else None
-    held: dict[str, None] = dict.fromkeys(known or ())
+    classes = [f"{cls.__module__}.{cls.__qualname__}" for cls in (variant.attention, variant.mixer) if cls is not None]
+    # Code in no file, such as a notebook's, may change under its name: it is asked each time.
+    digest = variant.digest or uuid4().hex
+    what = (name, digest, classes, variant.capabilities, config_digest(config))
+    any_length = (*what, anywhere, dtype, device, torch.get_num_threads(), short, long, forms)
+    key = subject_key(*any_length, build.max_seq_len, span)
+    if (verdict := find(key)) is not None:
+        return verdict.checked()
+    known = find(subject_key(*any_length)) if span > long else None
+    held: dict[str, None] = dict.fromkeys(known.held if known else ())
     for each in forms:
         subject = Subject(
             variant=variant,
@@ -115,10 +120,10 @@ def gate(
                 raise torch.OutOfMemoryError(result.message) if device != "cpu" else MemoryError(result.message)
             if result.is_bad:
                 detail = f"{result.message} ({result.example})" if result.example else result.message
-                raise GateError(check.name, f"{name}: {detail}")
+                return keep(key, Verdict(failed=check.name, message=f"{name}: {detail}")).checked()
             if result.outcome == "refused" and check.name == "shape_and_dtype":
                 raise UnsupportedError("options", result.message)
             if result.outcome == "passed":
                 held[check.name] = None
-    _held[key] = _held[any_length] = tuple(held)
-    return _held[key]
+    keep(subject_key(*any_length), Verdict(held=tuple(held)))
+    return keep(key, Verdict(held=tuple(held))).checked()

@@ -72,7 +72,7 @@ def run_in_turns(items: Sequence[PlannedCell], crew: Crew, has_next: bool) -> li
     bundle = _bundle_id(items)
     found: dict[str, list[Record]] = {item.cell.key: [] for item in items}
     final: dict[str, Record] = {}
-    num_processes = items[0].repeats
+    num_processes = items[0].num_processes
     for process in range(num_processes):
         attempt = 1
         while left := [item for item in items if item.cell.key not in final and len(found[item.cell.key]) <= process]:

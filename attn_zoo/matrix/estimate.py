@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from statistics import mean
 
 from attn_zoo.matrix.costs import DTYPE_BYTES, shape_of
+from attn_zoo.matrix.limits import num_cores
 from attn_zoo.records import Cell, Record
 from attn_zoo.registry import VariantConfig, variants
 
-__all__ = ["Estimate", "TrainingTimes", "estimate", "scaled_seconds"]
+__all__ = ["Estimate", "TrainingTimes", "assumed_rate", "estimate", "scaled_seconds"]
 
-# Assumed, deliberately low: floating-point operations per second that attention reaches in float32.
-_RATE = {"cpu": 2e10, "cuda": 2e13}
+# Assumed, deliberately low: floating-point operations per second that attention reaches in float32, of one thread on a
+# CPU. Two cores of a server reached 7.5e10 each where products reached 1.2e11; an older laptop has less than half.
+_RATE = {"cpu": 3e10, "cuda": 2e13}
 _HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
 _PASS_COST = {"infer": 1.0, "fwd": 1.0, "bwd": 3.5, "fwd_bwd": 3.5}
-_START_S = {"cell": 2.5, "lane": 0.5, "interleaved": 1.5}
+_START_S = {"cell": 2.0, "lane": 0.5, "interleaved": 1.5}
 _CALLS = 5  # warm-up, the fewest samples, memory, counted FLOPs
 
 
@@ -53,13 +55,23 @@ def estimate(cell: Cell, config: VariantConfig, budget_s: float, isolation: str)
         )
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
         return Estimate()
-    rate = _RATE[cell.device] * (_HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0)
+    rate = assumed_rate(cell.device, cell.threads) * (_HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0)
     call_s = flops * _PASS_COST[cell.pass_] / rate
     has_grads = cell.pass_ in {"bwd", "fwd_bwd"}
     tensors = 4 * rows * cell.seq_len * cell.head_dim * (2 if has_grads else 1)
     scores = rows * cell.seq_len**claim.memory_exponent if claim.memory_exponent > 1 else 0.0
     num_bytes = (tensors + scores * (3 if has_grads else 2)) * DTYPE_BYTES[cell.dtype]
     return Estimate(_START_S[isolation] + max(budget_s, 3 * call_s) + _CALLS * call_s, int(num_bytes))
+
+
+def assumed_rate(device: str, threads: int | None = None) -> float:
+    """Return the floating-point operations per second in float32 that forecasts assume.
+
+    Args:
+        device: `"cpu"` or `"cuda"`.
+        threads: of the CPU; None means all that this process may use.
+    """
+    return _RATE[device] * ((threads or num_cores()) if device == "cpu" else 1)
 
 
 def scaled_seconds(known_s: float, known_len: int, seq_len: int, exponent: float) -> float:

@@ -56,6 +56,11 @@ class PlannedCell:
         return 1 if self.isolation == "interleaved" else self.repeats
 
     @property
+    def num_processes(self) -> int:
+        """In how many processes it runs in one round, one after the other."""
+        return self.repeats // self.num_rounds
+
+    @property
     def track(self) -> str:
         """Cells of one track run one after another, under one supervisor, and may share a process."""
         if self.isolation == "interleaved":

@@ -15,13 +15,14 @@ from typing import Protocol
 
 from attn_zoo.matrix.ceilings import measure_missing
 from attn_zoo.matrix.claims import claims_of
+from attn_zoo.matrix.crew import Settings
 from attn_zoo.matrix.engines.local import LocalEngine
 from attn_zoo.matrix.plan import Plan, PlannedCell
 from attn_zoo.matrix.progress import Progress, SilentProgress
 from attn_zoo.matrix.session import Session
 from attn_zoo.matrix.standing import Standing, Summary, standing
 from attn_zoo.matrix.store import Store
-from attn_zoo.matrix.supervise import Control, Settings
+from attn_zoo.matrix.supervise import Control
 from attn_zoo.records import Record
 
 __all__ = ["Engine", "Standing", "Summary", "run", "standing"]

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from attn_zoo.matrix.attempts import run_alone, run_in_turns
-from attn_zoo.matrix.crew import Crew, Settings
+from attn_zoo.matrix.crew import Crew
 from attn_zoo.matrix.planned import PlannedCell
 from attn_zoo.matrix.statuses import STOPPERS
 from attn_zoo.records import Environment, Record
 
-__all__ = ["Control", "Settings", "run_lane", "skipped"]
+__all__ = ["Control", "run_lane", "skipped"]
 
 
 class Control(Protocol):
@@ -69,16 +69,16 @@ def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
     return None
 
 
-def run_lane(items: Sequence[PlannedCell], settings: Settings, control: Control, prior: Sequence[Record] = ()) -> None:
+def run_lane(items: Sequence[PlannedCell], crew: Crew, control: Control, prior: Sequence[Record] = ()) -> None:
     """Run cells of one track, ascending within each lane; every cell, or repeat, that is started ends in one record.
 
     Args:
         items: of one lane, or of several that share a process; perhaps in several rounds, one after the other.
-        settings: of the run.
+        crew: has the processes; it may serve other lanes before and after.
         control: asked and told.
         prior: records that these lanes have already.
     """
-    known, crew = list(prior), Crew(settings, control.should_stop, control.is_over)
+    known = list(prior)
     ended: set[str] = set()  # cells that failed: they are not repeated
     units = [list(group) for _, group in itertools.groupby(items, key=lambda item: item.unit)]
     try:
@@ -88,7 +88,7 @@ def run_lane(items: Sequence[PlannedCell], settings: Settings, control: Control,
             for item in unit:
                 if item.cell.key in hopeless:
                     record = hopeless[item.cell.key]
-                    known.append(replace(record, environment=settings.environment, isolation=item.isolation))
+                    known.append(replace(record, environment=crew.settings.environment, isolation=item.isolation))
                     control.finished(known[-1])
                     ended.add(item.cell.key)
             todo = [item for item in unit if item.cell.key not in hopeless]
@@ -109,4 +109,4 @@ def run_lane(items: Sequence[PlannedCell], settings: Settings, control: Control,
                 if record.status != "ok":
                     ended.add(record.cell.key)
     finally:
-        crew.close()
+        crew.end_lane()

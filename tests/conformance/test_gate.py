@@ -127,7 +127,7 @@ def test_at_another_short_length_only_what_depends_on_it_is_checked_again(monkey
         assert SPAN_LEN in again
         assert len(again) < calls / 2
     WrongWhenLong.is_wrong = True
-    monkeypatch.setitem(gate.__globals__, "_held", {})
+    monkeypatch.setattr("attn_zoo.conformance.verdicts._verdicts", {})
     with registered(Broken(cls=WrongWhenLong, check="")) as name:
         gate(name, {}, build(max_seq_len=300), seq_len=300)
         with pytest.raises(GateError, match="matches_reference"):
@@ -167,6 +167,6 @@ def test_no_memory_for_a_check_says_nothing_about_the_variant(monkeypatch: pytes
         return CheckResult(check="shape_and_dtype", outcome="error", message="out of memory")
 
     monkeypatch.setitem(function.__globals__, "run_one", starved)
-    monkeypatch.setitem(function.__globals__, "_held", {})
+    monkeypatch.setattr("attn_zoo.conformance.verdicts._verdicts", {})
     with pytest.raises(MemoryError, match="out of memory"):
         gate("full", {}, build(), seq_len=64)

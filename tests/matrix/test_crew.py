@@ -1,4 +1,4 @@
-"""A lane keeps its process; a GPU's next process starts early, a CPU's never; and where the time went."""
+"""A lane keeps its process; several start at once, on a CPU before anything is measured; and where the time went."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_zoo.matrix import crew as module
 from attn_zoo.matrix.crew import Crew, Settings
 from attn_zoo.matrix.engines.process import Ended
 from attn_zoo.records import Cell, Record, Status
-from tests.matrix.conftest import tiny_plan
+from tests.matrix.conftest import tiny_plan, training_plan
 
 
 class FakeProcess:
@@ -22,11 +22,16 @@ class FakeProcess:
 
     def __init__(self, log, threads):
         self.log, self.threads, self.waited_s = log, threads, 0.25
-        self.requests, self.is_closed = [], False
+        self.requests, self.is_closed, self.is_waiting = [], False, True
+        self.verdicts: dict[str, str] = {}
         FakeProcess.made.append(self)
+
+    def is_starting(self, wait_s=0.0):
+        return False
 
     def run(self, request, limits_s, should_stop):
         self.requests.append((request, limits_s, len(FakeProcess.made)))
+        self.verdicts = {f"by {len(FakeProcess.made)}": "held"}
         if FakeProcess.is_dying:
             return Ended("exit", -11)
         cells = [Cell.from_dict(data) for data in request["cells"]]
@@ -40,7 +45,9 @@ class FakeProcess:
 def start(monkeypatch, tmp_path):
     FakeProcess.made, FakeProcess.status = [], "ok"
     monkeypatch.setattr(module, "WorkerProcess", FakeProcess)
-    return lambda: Crew(Settings(logs=tmp_path), lambda: False, lambda: False)
+    monkeypatch.setattr(module, "num_cores", lambda: 2)
+    monkeypatch.setattr(module, "available_bytes", lambda: 2**40)
+    return lambda ahead=(): Crew(Settings(logs=tmp_path), lambda: False, lambda: False, ahead)
 
 
 def planned(device="cpu", **changes):
@@ -63,18 +70,81 @@ def test_a_lane_keeps_its_process_until_a_failure(start):
     assert all(process.is_closed for process in FakeProcess.made)
 
 
-def test_on_a_gpu_the_next_process_starts_while_one_measures_and_on_a_cpu_never(start):
+def test_on_a_gpu_the_next_process_starts_while_one_measures(start):
     crew, items = start(), planned("cuda")
     for item in items:
         crew.ask([item], has_next=item is not items[-1])
     started_when_asked = [process.requests[0][2] for process in FakeProcess.made]
     assert started_when_asked == [2, 3, 3], "each finds its successor started; the last has none"
     assert all(len(process.requests) == 1 and process.is_closed for process in FakeProcess.made)
+
+
+def num_started_at_each_request(crew, items):
+    """Return how many processes had been started when each cell was asked for."""
     FakeProcess.made = []
-    crew, items = start(), planned("cpu")
     for item in items:
-        crew.ask([item], has_next=item is not items[-1])
-    assert [process.requests[0][2] for process in FakeProcess.made] == [1, 2, 3]
+        crew.ask([item])
+    return [request[2] for process in FakeProcess.made for request in process.requests]
+
+
+def test_on_a_cpu_as_many_processes_start_at_once_as_there_are_cores_and_cells(start, monkeypatch):
+    items = planned()
+    assert num_started_at_each_request(start(items), items) == [2, 2, 3]
+    monkeypatch.setattr(module, "num_cores", lambda: 64)
+    assert num_started_at_each_request(start(items), items) == [3, 3, 3]
+    assert num_started_at_each_request(start(), items) == [1, 2, 3], "what is not known to come is not started for"
+    many = tiny_plan(["fake_ok"], seq_len=list(range(16, 36))).cells
+    assert num_started_at_each_request(start(many), many)[0] == module.MAX_BATCH
+    monkeypatch.setattr(module, "available_bytes", lambda: int(2 * module.WAITING_BYTES / module.WAITING_FRAC))
+    assert num_started_at_each_request(start(items), items) == [3, 3, 3], "one measures, two wait"
+    monkeypatch.setattr(module, "available_bytes", lambda: module.WAITING_BYTES)
+    assert num_started_at_each_request(start(items), items) == [1, 2, 3]
+
+
+def test_only_cells_that_the_processes_suit_are_started_for(start, monkeypatch):
+    monkeypatch.setattr(module, "num_cores", lambda: 64)
+    first, second, third = planned()
+    other = replace(second, cell=replace(second.cell, threads=2))
+    assert num_started_at_each_request(start([first, other, third]), [first, other, third]) == [1, 2, 3]
+    assert [process.threads for process in FakeProcess.made] == [1, 2, 1]
+    gpu = replace(second, cell=replace(second.cell, device="cuda"))
+    assert num_started_at_each_request(start([first, gpu]), [first, gpu]) == [1, 2]
+    training = training_plan(["fake_train_ok"], seeds=[0, 1]).cells
+    assert num_started_at_each_request(start(training), training) == [1, 2]
+
+
+def test_a_lane_needs_one_process_and_the_next_lane_another(start):
+    items = tiny_plan(["fake_ok", "fake_slow"], seq_len=[16, 24], isolation="lane").cells
+    lanes = [[item for item in items if item.cell.variant == name] for name in ("fake_ok", "fake_slow")]
+    crew = start(items)
+    for lane in lanes:
+        for item in lane:
+            crew.ask([item], keeps=True)
+        crew.end_lane()
+    assert [len(process.requests) for process in FakeProcess.made] == [2, 2]
+    assert [process.requests[0][2] for process in FakeProcess.made] == [2, 2]
+    assert all(process.is_closed for process in FakeProcess.made)
+
+
+def test_one_that_died_while_it_waited_is_replaced(start):
+    items = planned()
+    with start(items) as crew:
+        crew.ask(items[:1])
+        FakeProcess.made[1].is_waiting = False
+        crew.ask(items[1:2])
+    assert [len(process.requests) for process in FakeProcess.made] == [1, 0, 1, 0]
+    assert all(process.is_closed for process in FakeProcess.made)
+
+
+def test_verdicts_of_the_gate_go_to_the_processes_after(start):
+    items = planned()
+    crew = start()
+    for item in items:
+        crew.ask([item])
+    told = [process.requests[0][0]["verdicts"] for process in FakeProcess.made]
+    assert told == [{}, {"by 1": "held"}, {"by 1": "held", "by 2": "held"}]
+    start().ask(items[:1])
+    assert FakeProcess.made[-1].requests[0][0]["verdicts"] == {}, "another run asks its gates again"
 
 
 def test_a_process_with_other_threads_is_not_used(start):
@@ -94,7 +164,7 @@ def test_a_spare_that_nobody_needed_is_ended(start):
 
 
 def test_what_a_request_costs_is_shared_by_its_cells(start, monkeypatch):
-    now = iter([0.0, 1.0, 3.0, 13.0])  # made, asked, process spawned, answered
+    now = iter([0.0, 1.0, 1.0, 3.0, 3.0, 13.0])  # made, asked, taking, taken, going on, answered
     monkeypatch.setattr("attn_zoo.matrix.crew.time.monotonic", lambda: next(now))
     found = start().ask(planned()[:2])
     assert not isinstance(found, Ended)
@@ -103,6 +173,17 @@ def test_what_a_request_costs_is_shared_by_its_cells(start, monkeypatch):
         assert record.phases == {"timing": 2.0, "driver": 0.5, "start": 1.125, "exchange": 2.875}
         assert record.overhead_s == 4.5
     assert sum(sum(record.phases.values()) for record in found) == 13.0
+
+
+def test_cells_whose_processes_started_together_share_that_time(start, monkeypatch):
+    items = planned()[:2]
+    now = iter([0.0, 0.0, 0.0, 6.0, 6.0, 16.0, 17.0, 17.0, 17.0, 20.0])  # 6 s to start two, 10 s and 3 s to answer
+    monkeypatch.setattr("attn_zoo.matrix.crew.time.monotonic", lambda: next(now))
+    crew = start(items)
+    found = [record for item in items for record in crew.ask([item])]
+    assert [record.phases["start"] for record in found] == [3.25, 3.25]
+    assert [record.phases["driver"] for record in found] == [0.0, 1.0]
+    assert sum(sum(record.phases.values()) for record in found) == 20.0
 
 
 def test_an_end_without_an_answer_is_handed_on(start, monkeypatch):

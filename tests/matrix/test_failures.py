@@ -9,9 +9,10 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from attn_zoo.matrix.crew import Crew, Settings
 from attn_zoo.matrix.runner import run
 from attn_zoo.matrix.store import Store
-from attn_zoo.matrix.supervise import Settings, run_lane
+from attn_zoo.matrix.supervise import run_lane
 from attn_zoo.records import Record
 from tests.matrix.conftest import tiny_plan
 
@@ -176,6 +177,8 @@ class Ending:
 def test_workers_that_are_ended_with_the_run_leave_no_record(is_ending, tmp_path):
     control = Ending(is_ending)
     plan = tiny_plan(["fake_terminated"], seq_len=[1024], timeout_s=60)
-    run_lane(plan.cells, Settings(logs=tmp_path, variant_files=plan.variant_files), control)
+    settings = Settings(logs=tmp_path, variant_files=plan.variant_files)
+    with Crew(settings, control.should_stop, control.is_over, plan.cells) as crew:
+        run_lane(plan.cells, crew, control)
     found = [(record.status, record.reason) for record in control.records]
     assert found == ([] if is_ending else [("crashed", "the process was ended by SIGTERM (2 attempts)")])

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from attn_zoo.cli import app
 from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.matrix.crew import Settings
 from attn_zoo.matrix.engines import local
 from attn_zoo.matrix.engines.local import LocalEngine, crowding
 from attn_zoo.matrix.plan import Plan
 from attn_zoo.matrix.progress import LiveProgress
 from attn_zoo.matrix.runner import run
 from attn_zoo.matrix.store import Store
-from attn_zoo.matrix.supervise import Settings
 from attn_zoo.records import Record
 from tests.matrix.conftest import TINY_TRAINING, tiny_plan, training_plan
 
@@ -83,12 +83,12 @@ class FakeLanes:
         self.fail_on = fail_on
         self.settings: list[Settings] = []
 
-    def __call__(self, items, settings, control, prior=()):
+    def __call__(self, items, crew, control, prior=()):
         item = items[0]
         with self.lock:
             self.running.add(item.cell.id)
             self.together.append(frozenset(self.running))
-            self.settings.append(settings)
+            self.settings.append(crew.settings)
         if item.cell.kind == "accuracy":
             if item.cell.variant == self.fail_on:
                 with self.lock:

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attn_zoo.console import print_plan
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.matrix.estimate import assumed_rate
 from attn_zoo.matrix.plan import make_plan
 from attn_zoo.matrix.schema import parse_matrix, restore_matrix
 from attn_zoo.matrix.sources import _digest, source_digest
@@ -84,6 +86,18 @@ def test_every_field_of_the_matrix_reaches_the_cell():
     assert item.estimate_s is not None
     assert item.estimate_bytes is not None
     assert plan.estimate_s == pytest.approx(item.estimate_s)
+
+
+def test_twice_the_threads_are_assumed_to_take_half_the_time_and_a_plan_says_at_which_rate(monkeypatch, capsys):
+    calls = {"seq_len": [2**17], "budget_s": 0.01}
+    one, two = (tiny_plan(["fake_ok"], threads=threads, **calls) for threads in (1, 2))
+    start_s = tiny_plan(["fake_ok"], seq_len=[16], budget_s=0.01).estimate_s
+    assert two.estimate_s - start_s == pytest.approx((one.estimate_s - start_s) / 2, rel=0.01)
+    monkeypatch.setattr("attn_zoo.matrix.estimate.num_cores", lambda: 3)
+    all_three = tiny_plan(["fake_ok"], threads=None, **calls)
+    assert all_three.estimate_s - start_s == pytest.approx((one.estimate_s - start_s) / 3, rel=0.01)
+    print_plan(all_three)
+    assert f"at an assumed {assumed_rate('cpu', 3) / 1e9:g} GFLOP/s in float32 on cpu" in capsys.readouterr().out
 
 
 def test_refusals_say_why_and_need_no_worker():

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 import pytest
 
 from attn_zoo.errors import StoreError
+from attn_zoo.matrix.crew import Crew, Settings
 from attn_zoo.matrix.parts import Parts
 from attn_zoo.matrix.planned import PlannedCell
 from attn_zoo.matrix.pooling import pooled
 from attn_zoo.matrix.progress import PlainProgress
 from attn_zoo.matrix.runner import run, standing
 from attn_zoo.matrix.store import Store
-from attn_zoo.matrix.supervise import Settings, run_lane
+from attn_zoo.matrix.supervise import run_lane
 from attn_zoo.records import Record, Timing
 from tests.matrix.conftest import environment, tiny_plan
 
@@ -263,7 +264,9 @@ def test_a_cell_that_fails_in_a_lane_is_not_repeated(tmp_path):
             return lambda *_: name == "may_start"
 
     files = plan.variant_files
-    run_lane(rounds, Settings(logs=tmp_path, variant_files=files), Collector())
+    control, settings = Collector(), Settings(logs=tmp_path, variant_files=files)
+    with Crew(settings, control.should_stop, control.is_over, rounds) as crew:
+        run_lane(rounds, crew, control)
     assert [(record.cell.seq_len, record.status) for record in Collector.records] == [
         (16, "ok"),
         (900, "error"),

@@ -17,7 +17,7 @@ from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.matrix.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.scaling import _refuse_impossible
 from attn_zoo.matrix.worker import run_cell, run_cells_in_turns
-from attn_zoo.matrix.workload import make_workload, padding_of
+from attn_zoo.matrix.workload import make_workload, normal, padding_of
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
 from tests.matrix.conftest import tiny_plan
@@ -45,6 +45,25 @@ def test_a_workload_computes_what_the_cell_says():
     again = make_workload(wanted)
     assert torch.equal(again.leaves[0], query)
     assert not torch.equal(make_workload(replace(wanted, seed=1)).leaves[0], query)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_are_the_same_for_any_number_of_threads(dtype, monkeypatch):
+    monkeypatch.setattr("attn_zoo.matrix.workload.BLOCK_LEN", 1000)
+    drawn = []
+    for threads in (1, 2, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        drawn.append(normal((3, 7001), (5, 0), dtype))
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+    numbers = drawn[0].float()
+    assert abs(float(numbers.mean())) < 0.02
+    assert abs(float(numbers.std()) - 1) < 0.02
+    blocks = numbers.flatten()[:21000].view(21, 1000)
+    alike = torch.corrcoef(blocks) - torch.eye(21)
+    assert float(alike.abs().max()) < 0.2, "every block has numbers of its own"
+    assert not torch.equal(normal((3, 7001), (5, 1), dtype), drawn[0])
+    assert not torch.equal(normal((3, 7001), (6, 0), dtype), drawn[0])
 
 
 def test_passes_decide_mode_and_gradients_and_scopes_decide_inputs():

@@ -7,10 +7,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from attn_zoo.errors import ConfigError
+from attn_zoo.matrix.crew import Crew, Settings
 from attn_zoo.matrix.engines.shared import SharedControl
 from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan import PlannedCell
-from attn_zoo.matrix.supervise import Control, Settings, run_lane
+from attn_zoo.matrix.supervise import Control, run_lane
 from attn_zoo.records import Record
 
 __all__ = ["LocalEngine", "crowding"]
@@ -63,10 +64,12 @@ class LocalEngine:
             control: asked before each cell and told after it.
         """
         alone = [lane for lane in lanes if self.jobs == 1 or lane[0][0].cell.kind != "accuracy"]
-        for items, prior in alone:
-            if control.is_over():
-                return
-            run_lane(items, settings, control, prior)
+        ahead = [item for items, _ in alone for item in items]
+        with Crew(settings, control.should_stop, control.is_over, ahead) as crew:
+            for items, prior in alone:
+                if control.is_over():
+                    return
+                run_lane(items, crew, control, prior)
         together = [lane for lane in lanes if self.jobs > 1 and lane[0][0].cell.kind == "accuracy"]
         if together and not control.is_over():
             self._run_together(together, settings, control)
@@ -88,7 +91,8 @@ class LocalEngine:
                 lane = shared.take(waiting)
                 if lane is None:
                     return
-                run_lane(lane[0], settings, shared, lane[1])
+                with Crew(settings, shared.should_stop, shared.is_over) as crew:
+                    run_lane(lane[0], crew, shared, lane[1])
 
         with ThreadPoolExecutor(num_jobs, thread_name_prefix="lane") as pool:
             running: set[Future[None]] = {pool.submit(work) for _ in range(num_jobs)}

@@ -74,10 +74,12 @@ class WorkerProcess:
     Attributes:
         threads: likewise.
         waited_s: how long the last `run` waited for the process to be ready.
+        verdicts: of the gate, as far as the process knew them when it last answered.
     """
 
     def __init__(self, log: Path, threads: int | None) -> None:
         self.threads, self.waited_s = threads, 0.0
+        self.verdicts: dict[str, Any] = {}
         # The worker writes here which cell it is at. A file outlives it, and nobody is woken by a write.
         self._place = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         place = self._place.fileno()
@@ -95,8 +97,23 @@ class WorkerProcess:
         self._buffer = b""
         self._is_ready = False
         self._spawned = time.monotonic()
-        self._room, self._kills = available_bytes(), num_oom_kills()
-        self._peak = 0
+        self._room, self._kills, self._peak = available_bytes(), num_oom_kills(), 0
+
+    def is_starting(self, wait_s: float = 0.0) -> bool:
+        """Tell whether it is loading what it needs; one that is ready, ended or takes too long is not.
+
+        Args:
+            wait_s: to wait at most for it to be ready.
+        """
+        if not self._is_ready and self._process.poll() is None:
+            self._is_ready = self._next_message(wait_s) is not None  # the first message says so
+        is_late = time.monotonic() > self._spawned + START_TIMEOUT_S
+        return not self._is_ready and not is_late and self._process.poll() is None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is alive and blocked on its standard input, ready for a request."""
+        return not self.is_starting() and self._is_ready and self._process.poll() is None
 
     def run(
         self, request: dict[str, Any], limits_s: Sequence[float], should_stop: Callable[[], bool]
@@ -110,6 +127,8 @@ class WorkerProcess:
         """
         assert self._process.stdin is not None  # opened above
         os.pwrite(self._place.fileno(), bytes(4), 0)
+        # Not when it was started: others may have run since, and been killed.
+        self._room, self._kills = available_bytes(), num_oom_kills()
         with contextlib.suppress(BrokenPipeError):  # it is gone: the exit code says more
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -125,7 +144,7 @@ class WorkerProcess:
             seen = now
             if message is not None:
                 if message["event"] == "done":
-                    return self._records(message["records"])
+                    return self._records(message)
                 self._is_ready = True
                 self.waited_s = now - asked
             elif should_stop():
@@ -137,7 +156,7 @@ class WorkerProcess:
                 while last is not None and last["event"] != "done":
                     last = self._next_message(0.0)
                 if last is not None:
-                    return self._records(last["records"])
+                    return self._records(last)
                 at, was_memory = self._at, self._was_memory()
                 return Ended("exit", self.kill(), was_memory=was_memory, was_ready=self._is_ready, at=at)
 
@@ -145,9 +164,10 @@ class WorkerProcess:
     def _at(self) -> int:
         return int.from_bytes(os.pread(self._place.fileno(), 4, 0), "little")
 
-    def _records(self, data: Sequence[dict[str, Any]]) -> list[Record] | Ended:
+    def _records(self, answer: dict[str, Any]) -> list[Record] | Ended:
+        self.verdicts = answer["verdicts"]
         try:
-            return [Record.from_dict(item, "worker") for item in data]
+            return [Record.from_dict(item, "worker") for item in answer["records"]]
         except StoreError:
             return Ended("exit", self.kill())
 
@@ -194,10 +214,13 @@ class WorkerProcess:
         return code
 
     def close(self) -> None:
-        """Let the process end by itself, which it does when the pipe closes; make sure that it does."""
-        if self._process.stdin is not None:
+        """Let the process end by itself, which it does when the pipe closes; make sure that it does.
+
+        One that is still starting has nothing to end well: it would only notice after loading torch.
+        """
+        if self._process.stdin is not None and not self.is_starting():
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(TERM_GRACE_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TERM_GRACE_S)
         self.kill()

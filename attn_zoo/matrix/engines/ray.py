@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.matrix.crew import Crew, Settings
 from attn_zoo.matrix.plan import PlannedCell
-from attn_zoo.matrix.supervise import Control, Settings, run_lane
+from attn_zoo.matrix.supervise import Control, run_lane
 from attn_zoo.records import Cell, Environment, Record
 
 __all__ = ["RayEngine"]
@@ -77,7 +78,8 @@ def _run_on_node(
             weights=Path(folder) / "weights",
         )
         cells = [PlannedCell(**{**item, "cell": Cell.from_dict(item["cell"])}) for item in items]
-        run_lane(cells, settings, collector, [Record.from_dict(data) for data in prior])
+        with Crew(settings, collector.should_stop, collector.is_over, cells) as crew:
+            run_lane(cells, crew, collector, [Record.from_dict(data) for data in prior])
         logs = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in Path(folder).glob("*.log")}
         weights = {path.name: path.read_bytes() for path in Path(folder).glob("weights/*")}
     return {
