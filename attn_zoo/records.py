@@ -20,6 +20,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "SCHEMA_VERSION",
     "STATUSES",
+    "STEP_VERSION",
     "Ceilings",
     "Cell",
     "Environment",
@@ -42,6 +43,9 @@ random inputs on a CPU, drawn on all threads; one gate per run for cells equal i
 TRAINING_VERSION = 2
 """Of the way we train; likewise for accuracy cells. History: 1, first; 2, every kind of task, bucketing by length,
 self-pretraining."""
+
+STEP_VERSION = 100 * PROTOCOL_VERSION + TRAINING_VERSION
+"""Of training steps that are timed, which depend on both."""
 
 MEASURED_PHASES = frozenset({"timing", "memory", "energy", "training"})
 """Of `Record.phases`, those in which the harness measures; the others are what it adds."""
@@ -80,7 +84,7 @@ class Cell(Json):
     """One point of a matrix. Fields that do not apply to its kind are None.
 
     Args:
-        kind: `"scaling"` (time and memory of one call) or `"accuracy"` (a training run).
+        kind: `"scaling"` (time and memory of one call or training step) or `"accuracy"` (a training run).
         variant: registered name.
         label: what plots call it; the variant's name unless the matrix gives option sets names of their own.
         options: the variant's options as given.
@@ -90,8 +94,9 @@ class Cell(Json):
         batch_size: B.
         seed: of inputs, initialisation and everything random.
         threads: CPU threads; None leaves torch's default.
-        scope: `"attention"` (heads in, heads out) or `"mixer"` (hidden states, projections included).
-        pass_: what is timed.
+        scope: `"attention"` (heads in, heads out), `"mixer"` (hidden states, projections included) or `"model"` (all of
+            the backbone).
+        pass_: what is timed; of a model `"step"`: a training step.
         seq_len: tokens.
         num_heads: H.
         num_kv_heads: G.
@@ -108,7 +113,7 @@ class Cell(Json):
         data_digest: of the task's data.
         together: digest of all that are timed in turns with this cell, itself included, and in how many processes;
             empty where it is timed alone. The same for all lengths.
-        protocol_version: `PROTOCOL_VERSION` or, for accuracy, `TRAINING_VERSION`.
+        protocol_version: `PROTOCOL_VERSION` or, for accuracy, `TRAINING_VERSION`; for training steps `STEP_VERSION`.
     """
 
     kind: Literal["scaling", "accuracy"]
@@ -121,8 +126,8 @@ class Cell(Json):
     batch_size: int | None = None
     seed: int = 0
     threads: int | None = None
-    scope: Literal["attention", "mixer"] | None = None
-    pass_: Pass | None = None
+    scope: Literal["attention", "mixer", "model"] | None = None
+    pass_: Pass | Literal["step"] | None = None
     seq_len: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -168,10 +173,12 @@ class Cell(Json):
                 part
                 for part, is_on in (
                     ("mixer", self.scope == "mixer"),
+                    (str(self.protocol), self.scope == "model"),
+                    (f"B{self.batch_size}", self.scope == "model"),
                     ("causal", self.is_causal),
                     ("padded", self.has_padding),
-                    (f"dropout{self.dropout_p:g}", self.dropout_p > 0),
-                    (f"D{self.head_dim}", self.head_dim not in (None, 64)),
+                    (f"dropout{self.dropout_p:g}", self.dropout_p > 0 and self.scope != "model"),
+                    (f"D{self.head_dim}", self.head_dim not in (None, 64) and self.scope != "model"),
                 )
                 if is_on
             ]

@@ -86,6 +86,8 @@ class Variant:
         attention: class that consumes heads `[B, H, L, D]`, or None for a variant that needs hidden states.
         mixer: makes the form that consumes hidden states `[B, L, E]`; None means the shared multi-head mixer around
             `attention`.
+        learner: makes a model of its own that trains by itself, from ours around `mixer`, so that both may be compared
+            step by step (an `AbstractLearner` of `attn_zoo.training.learner`); None means that only ours trains.
         provider: package, distribution or file that registered it.
         source: file that defines it, or an empty string.
     """
@@ -97,6 +99,7 @@ class Variant:
     reference: Reference
     attention: type[AbstractAttention] | None = None
     mixer: Callable[[Any, BuildContext], AbstractMixer] | None = None
+    learner: Callable[[Any], Any] | None = None
     provider: str = ""
     source: str = ""
 
@@ -250,13 +253,22 @@ def register_mixer(
     capabilities: Capabilities,
     complexity: Complexity,
     reference: Reference,
+    learner: Callable[[Any], Any] | None = None,
 ) -> Callable[[_Class], _Class]:
     """Register the decorated `AbstractMixer` subclass under `name`: for mechanisms that need hidden states.
+
+    Args:
+        name: as in `register_attention`, like what follows.
+        config: frozen dataclass of its options.
+        capabilities: what it can do.
+        complexity: what it claims to cost.
+        reference: where it comes from.
+        learner: makes a whole model that trains by itself, for timed training steps; see `Variant`.
 
     Raises:
         ConfigError: the name is taken or the class does not derive from `AbstractMixer`.
     """
-    return _register("AbstractMixer", name, config, capabilities, complexity, reference, None)
+    return _register("AbstractMixer", name, config, capabilities, complexity, reference, None, learner)
 
 
 def _register(
@@ -267,6 +279,7 @@ def _register(
     complexity: Complexity,
     reference: Reference,
     mixer: Callable[[Any, BuildContext], AbstractMixer] | None,
+    learner: Callable[[Any], Any] | None = None,
 ) -> Callable[[_Class], _Class]:
     def decorate(cls: _Class) -> _Class:
         provider, source = _provider_of(cls)
@@ -280,6 +293,7 @@ def _register(
             reference=reference,
             attention=cls if base == "AbstractAttention" else None,
             mixer=mixer if base == "AbstractAttention" else cls,
+            learner=learner,
             provider=provider,
             source=source,
         )

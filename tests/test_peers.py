@@ -94,6 +94,65 @@ def test_a_peer_computes_its_equation(name, options):
     assert answer["training"]["reference"] < 1e-5
 
 
+STEP_PROGRAM = """
+import json, sys
+import torch
+from attn_zoo import UnsupportedError, load_file
+from attn_zoo.matrix.plan import make_plan
+from attn_zoo.matrix.schema import parse_matrix
+from attn_zoo.matrix.steps import StepWorkload
+
+load_file(sys.argv[1])
+group = {"variants": [sys.argv[2]], "seq_len": 48, "batch_size": 3, "device": "cpu", "has_padding": True}
+
+
+def work(**changes):
+    [item] = make_plan(parse_matrix({"name": "test", "step": [{**group, **changes}]}, "")).cells
+    return StepWorkload(item.cell)
+
+
+step = work()
+answer = {"gate": step.gate()}
+ours, theirs = step._ours, step._learner
+batch = ours.batch(1)
+sums = []
+for learner in (ours, theirs):
+    learner.model.eval()
+    loss = torch.nn.functional.cross_entropy(learner.logits(batch), batch.labels)
+    learner.model.zero_grad()
+    loss.backward()
+    norms = sorted(float(weight.grad.norm()) for weight in learner.model.parameters() if weight.grad is not None)
+    sums.append([float(loss), *norms])
+answer["losses and gradients"] = sums
+answer["num_params"] = [sum(weight.numel() for weight in learner.model.parameters()) for learner in (ours, theirs)]
+theirs.model.load_state_dict({name: 2 * weight for name, weight in theirs.model.state_dict().items()})
+try:
+    step.gate()
+except Exception as error:
+    answer["other weights"] = str(error)
+try:
+    work(protocol="lra-original")
+except UnsupportedError as error:
+    answer["refused"] = error.reason
+print(json.dumps(answer))
+"""
+
+
+def test_the_transformer_encoder_is_the_model_that_we_train():
+    [path] = [path for path in PEERS if path.stem == "torch_multihead"]
+    command = [sys.executable, "-c", STEP_PROGRAM, str(path), path.stem]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert "own_logits" in answer["gate"]
+    ours, theirs = answer["losses and gradients"]
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
+    assert len(ours) == 1 + 2 + 2 * 12 + 2 + 4, "loss, embeddings, blocks, last norm, head"
+    assert answer["num_params"][0] == answer["num_params"][1]
+    assert "logits are off by" in answer["other weights"]
+    assert "expected learned, layer_norm, pre, mean and one dropout; got sinusoidal" in answer["refused"]
+
+
 NUM_RANDOM = 3  # of the peer's configuration
 DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN = 64 * 11, 64 * 12, 1024
 

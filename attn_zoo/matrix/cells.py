@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.matrix.estimate import Estimate, estimate
-from attn_zoo.matrix.groups import AccuracyGroup, Matrix, ScalingGroup
-from attn_zoo.matrix.planned import PlannedCell, Refusal
+from attn_zoo.matrix.groups import Matrix, ScalingGroup, StepEntry, StepGroup
+from attn_zoo.matrix.planned import PlannedCell, Point, Refusal
 from attn_zoo.matrix.sources import source_digest
+from attn_zoo.matrix.step_cells import steps
 from attn_zoo.matrix.training_cells import Known, known_of, trainings
 from attn_zoo.metadata import Request
 from attn_zoo.records import Cell
@@ -36,8 +37,7 @@ def expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[Pl
     def known(task: str, level: str) -> Known:
         return known_of(task, level, data_dir)
 
-    groups: tuple[ScalingGroup | AccuracyGroup, ...] = (*matrix.scaling, *matrix.accuracy)
-    for group in groups:
+    for group in matrix.groups:
         members: list[dict[str, Any]] = []
         for entry in group.variants:
             options = {**matrix.options.get(entry.name, {}), **entry.options}
@@ -47,11 +47,15 @@ def expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[Pl
                 "options": json.loads(json.dumps(options)),  # a copy of its own for every entry
                 "variant_digest": source_digest(variants[entry.name]),
             }
+            if isinstance(entry, StepEntry):
+                member["overrides"] = {"compile": True} if entry.compile else {}
             members.append(member)
         for member in members:
             common = {**member, "device": group.device, "threads": group.threads}
             cells = (
-                _scaling(group, common, members) if isinstance(group, ScalingGroup) else trainings(group, common, known)
+                _timed(group, common, members)
+                if isinstance(group, ScalingGroup | StepGroup)
+                else trainings(group, common, known)
             )
             for item in cells:
                 yield item if has_cuda or group.device != "cuda" else _refused(item, "cuda", "no CUDA device here")
@@ -61,14 +65,36 @@ def _refused(item: PlannedCell, capability: str, reason: str) -> PlannedCell:
     return PlannedCell(cell=item.cell, refusal=(capability, reason), isolation=item.isolation)
 
 
-def _together(group: ScalingGroup, members: Sequence[dict[str, Any]], common: dict[str, Any]) -> str:
+def _together(group: ScalingGroup | StepGroup, members: Sequence[dict[str, Any]], common: dict[str, Any]) -> str:
     """Return the digest of what is timed in turns and how: another peer, or another source of one, is another cell."""
     lane = {name: value for name, value in common.items() if name not in {*members[0], "seq_len"}}
     text = json.dumps([list(members), group.repeats, lane], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def _scaling(group: ScalingGroup, common: dict[str, Any], members: Sequence[dict[str, Any]]) -> Iterator[PlannedCell]:
+def _timed(
+    group: ScalingGroup | StepGroup, common: dict[str, Any], members: Sequence[dict[str, Any]]
+) -> Iterator[PlannedCell]:
+    """Yield the cells of one variant in a group that is timed over lengths."""
+    points = steps(group, common) if isinstance(group, StepGroup) else _scaling(group, common)
+    for point, cell, refusal, rough in points:
+        if group.isolation == "interleaved":
+            cell = replace(cell, together=_together(group, members, {**point, **common}))
+        seconds = None if rough.seconds is None else rough.seconds * group.repeats
+        yield PlannedCell(
+            cell=cell,
+            refusal=refusal,
+            isolation=group.isolation,
+            repeats=group.repeats,
+            timeout_s=group.timeout_s,
+            budget_s=group.repeat_budget_s,
+            has_energy=group.has_energy,
+            estimate_s=seconds,
+            estimate_bytes=rough.num_bytes,
+        )
+
+
+def _scaling(group: ScalingGroup, common: dict[str, Any]) -> Iterator[Point]:
     axes: dict[str, Sequence[Any]] = {
         "scope": group.scope,
         "dtype": group.dtypes,
@@ -86,23 +112,9 @@ def _scaling(group: ScalingGroup, common: dict[str, Any], members: Sequence[dict
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         cell = Cell(kind="scaling", num_kv_heads=group.num_kv_heads or point["num_heads"], **point, **common)
-        if group.isolation == "interleaved":
-            cell = replace(cell, together=_together(group, members, {**point, **common}))
         refusal = _refusal(cell)
-        budget_s = group.budget_s / group.repeats
-        rough = Estimate() if refusal else estimate(cell, config, budget_s, group.isolation)
-        seconds = None if rough.seconds is None else rough.seconds * group.repeats
-        yield PlannedCell(
-            cell=cell,
-            refusal=refusal,
-            isolation=group.isolation,
-            repeats=group.repeats,
-            timeout_s=group.timeout_s,
-            budget_s=budget_s,
-            has_energy=group.has_energy,
-            estimate_s=seconds,
-            estimate_bytes=rough.num_bytes,
-        )
+        rough = Estimate() if refusal else estimate(cell, config, group.repeat_budget_s, group.isolation)
+        yield point, cell, refusal, rough
 
 
 def _refusal(cell: Cell) -> Refusal | None:

@@ -12,13 +12,21 @@ from attn_zoo.matrix.limits import num_cores
 from attn_zoo.records import Cell, Record
 from attn_zoo.registry import VariantConfig, variants
 
-__all__ = ["Estimate", "TrainingTimes", "assumed_rate", "estimate", "scaled_seconds"]
+__all__ = [
+    "Estimate",
+    "TrainingTimes",
+    "assumed_rate",
+    "attention_flops",
+    "estimate",
+    "rough_seconds",
+    "scaled_seconds",
+]
 
 # Assumed, deliberately low: floating-point operations per second that attention reaches in float32, of one thread on a
 # CPU. Two cores of a server reached 7.5e10 each where products reached 1.2e11; an older laptop has less than half.
 _RATE = {"cpu": 3e10, "cuda": 2e13}
 _HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
-_PASS_COST = {"infer": 1.0, "fwd": 1.0, "bwd": 3.5, "fwd_bwd": 3.5}
+_PASS_COST = {"infer": 1.0, "fwd": 1.0, "bwd": 3.5, "fwd_bwd": 3.5, "step": 3.5}
 _START_S = {"cell": 2.0, "lane": 0.5, "interleaved": 1.5}
 _CALLS = 5  # warm-up, the fewest samples, memory, counted FLOPs
 
@@ -46,22 +54,45 @@ def estimate(cell: Cell, config: VariantConfig, budget_s: float, isolation: str)
     variant = variants[cell.variant]
     assert cell.batch_size is not None and cell.num_heads is not None  # noqa: PT018  a scaling cell has all sizes
     assert cell.seq_len is not None and cell.head_dim is not None and cell.pass_ is not None  # noqa: PT018
-    shape = shape_of(cell, config)
     rows = float(cell.batch_size * cell.num_heads)
     claim = variant.complexity
     try:
-        flops = (
-            float(claim.flops(shape)) if claim.flops else 4 * rows * cell.seq_len**claim.time_exponent * cell.head_dim
-        )
+        flops = attention_flops(cell, config)
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
         return Estimate()
-    rate = assumed_rate(cell.device, cell.threads) * (_HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0)
-    call_s = flops * _PASS_COST[cell.pass_] / rate
     has_grads = cell.pass_ in {"bwd", "fwd_bwd"}
     tensors = 4 * rows * cell.seq_len * cell.head_dim * (2 if has_grads else 1)
     scores = rows * cell.seq_len**claim.memory_exponent if claim.memory_exponent > 1 else 0.0
     num_bytes = (tensors + scores * (3 if has_grads else 2)) * DTYPE_BYTES[cell.dtype]
-    return Estimate(_START_S[isolation] + max(budget_s, 3 * call_s) + _CALLS * call_s, int(num_bytes))
+    return Estimate(rough_seconds(flops * _PASS_COST[cell.pass_], cell, budget_s, isolation), int(num_bytes))
+
+
+def attention_flops(cell: Cell, config: VariantConfig) -> float:
+    """Return the FLOPs of one forward of the variant alone, by its formula or its claimed exponent.
+
+    Args:
+        cell: a scaling cell.
+        config: its variant's options.
+    """
+    shape, claim = shape_of(cell, config), variants[cell.variant].complexity
+    if claim.flops:
+        return float(claim.flops(shape))
+    rows = float(shape.batch_size * shape.num_heads)
+    return 4 * rows * float(shape.query_len**claim.time_exponent) * shape.head_dim
+
+
+def rough_seconds(flops: float, cell: Cell, budget_s: float, isolation: str) -> float:
+    """Return the rough seconds of a cell, set-up included.
+
+    Args:
+        flops: of one call.
+        cell: gives device and dtype.
+        budget_s: seconds of sampling.
+        isolation: `"cell"`, `"lane"` or `"interleaved"`.
+    """
+    rate = assumed_rate(cell.device, cell.threads) * (_HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0)
+    call_s = flops / rate
+    return _START_S[isolation] + max(budget_s, 3 * call_s) + _CALLS * call_s
 
 
 def assumed_rate(device: str, threads: int | None = None) -> float:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from attn_zoo.records import Pass
 
-__all__ = ["GROUPS", "MAX_CELLS", "AccuracyGroup", "Entry", "Matrix", "ScalingGroup"]
+__all__ = ["GROUPS", "MAX_CELLS", "AccuracyGroup", "Entry", "Matrix", "ScalingGroup", "StepEntry", "StepGroup"]
 
 MAX_CELLS = 20_000
 """More is a typing error, or belongs into several matrices."""
@@ -66,8 +66,18 @@ class Entry(_Model):
     options: dict[str, Any] = {}
 
 
+class StepEntry(Entry):
+    """A variant whose training steps are timed.
+
+    Args:
+        compile: train through `torch.compile`, on a GPU as CUDA graphs.
+    """
+
+    compile: bool = False
+
+
 class _Group(_Model):
-    """What both kinds of group may say.
+    """What all kinds of group may say.
 
     Args:
         variants: names, or tables `{name, label, options}`.
@@ -87,20 +97,12 @@ class _Group(_Model):
     threads: Annotated[int, Field(ge=1, le=4096)] | None = None
 
 
-class ScalingGroup(_Group):
-    """Time and memory of one call over lengths. Where several values are given, every combination is a cell.
+class _TimedGroup(_Group):
+    """What groups that are timed over lengths may say.
 
     Args:
         seq_len: tokens.
-        passes: what is timed; see `attn_zoo.records.Pass`.
-        batch_size: B; fixed while the length grows, so that exponents mean something.
-        num_heads: H.
-        num_kv_heads: G; default H.
-        head_dim: D.
-        scope: heads in and out (`"attention"`), or hidden states with projections (`"mixer"`).
-        is_causal: later keys hidden.
         has_padding: the last quarter of every second sequence is padding.
-        dropout_p: on attention weights.
         isolation: a process for each cell, one for all lengths of a lane, or one in which all variants of the group are
             timed in turns (`"interleaved"`): the way to compare peers.
         repeats: how many processes time each cell; with several, intervals cover what differs between them. They are
@@ -112,6 +114,33 @@ class ScalingGroup(_Group):
     """
 
     seq_len: Axis[Length]
+    has_padding: Axis[bool] = (False,)
+    isolation: Literal["cell", "lane", "interleaved"] = "cell"
+    repeats: Annotated[int, Field(ge=1, le=20)] = 1
+    timeout_s: Seconds = 600.0
+    budget_s: Seconds = 1.0
+    has_energy: bool = False
+
+    @property
+    def repeat_budget_s(self) -> float:
+        """Seconds of sampling in each process."""
+        return self.budget_s / self.repeats
+
+
+class ScalingGroup(_TimedGroup):
+    """Time and memory of one call over lengths. Where several values are given, every combination is a cell.
+
+    Args:
+        passes: what is timed; see `attn_zoo.records.Pass`.
+        batch_size: B; fixed while the length grows, so that exponents mean something.
+        num_heads: H.
+        num_kv_heads: G; default H.
+        head_dim: D.
+        scope: heads in and out (`"attention"`), or hidden states with projections (`"mixer"`).
+        is_causal: later keys hidden.
+        dropout_p: on attention weights.
+    """
+
     passes: Axis[Pass] = ("fwd",)
     batch_size: Axis[Small] = (1,)
     num_heads: Axis[Small] = (8,)
@@ -119,13 +148,7 @@ class ScalingGroup(_Group):
     head_dim: Axis[Small] = (64,)
     scope: Axis[Literal["attention", "mixer"]] = ("attention",)
     is_causal: Axis[bool] = (False,)
-    has_padding: Axis[bool] = (False,)
     dropout_p: Axis[Annotated[float, Field(ge=0, lt=1)]] = (0.0,)
-    isolation: Literal["cell", "lane", "interleaved"] = "cell"
-    repeats: Annotated[int, Field(ge=1, le=20)] = 1
-    timeout_s: Seconds = 600.0
-    budget_s: Seconds = 1.0
-    has_energy: bool = False
 
     @property
     def num_cells(self) -> int:
@@ -134,6 +157,30 @@ class ScalingGroup(_Group):
         for axis in (self.seq_len, self.passes, self.batch_size, self.num_heads, self.head_dim, self.scope):
             count *= len(axis)
         return count * len(self.is_causal) * len(self.has_padding) * len(self.dropout_p)
+
+
+class StepGroup(_TimedGroup):
+    """Time and memory of one training step of the backbone around each variant: batch, forward, loss, backward, update.
+
+    The protocol decides the sizes of the model, dropout and optimiser.
+
+    Args:
+        variants: names, or tables `{name, label, options, compile}`.
+        protocol: named training protocol.
+        batch_size: B; the protocol's own if absent.
+    """
+
+    variants: Annotated[tuple[Annotated[StepEntry, BeforeValidator(_as_entry)], ...], BeforeValidator(_as_axis)] = (
+        Field(min_length=1)
+    )
+    protocol: str = "lra-small"
+    batch_size: Axis[Small] | None = None
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells the group expands to."""
+        count = len(self.variants) * len(self.seeds) * len(self.dtypes)
+        return count * len(self.seq_len) * len(self.has_padding) * len(self.batch_size or (None,))
 
 
 class AccuracyGroup(_Group):
@@ -177,7 +224,8 @@ class AccuracyGroup(_Group):
             yield {**self.overrides, **dict(zip(self.grid, values, strict=True))}
 
 
-GROUPS: dict[str, type[ScalingGroup | AccuracyGroup]] = {"scaling": ScalingGroup, "accuracy": AccuracyGroup}
+AnyGroup = ScalingGroup | StepGroup | AccuracyGroup
+GROUPS: dict[str, type[AnyGroup]] = {"scaling": ScalingGroup, "step": StepGroup, "accuracy": AccuracyGroup}
 """Kinds of group by the key that holds them."""
 
 
@@ -189,6 +237,7 @@ class Matrix(_Model):
         description: one sentence.
         options: options of each variant, for all groups.
         scaling: groups measured over lengths.
+        step: groups of training steps, measured over lengths.
         accuracy: groups of training runs.
         source: the file it came from.
     """
@@ -197,10 +246,16 @@ class Matrix(_Model):
     description: str = ""
     options: dict[str, dict[str, Any]] = {}
     scaling: tuple[ScalingGroup, ...] = ()
+    step: tuple[StepGroup, ...] = ()
     accuracy: tuple[AccuracyGroup, ...] = ()
     source: str = ""
 
     @property
+    def groups(self) -> tuple[AnyGroup, ...]:
+        """All of them, in the order they run."""
+        return (*self.scaling, *self.step, *self.accuracy)
+
+    @property
     def num_cells(self) -> int:
         """How many cells the matrix expands to, before cells that occur twice are merged."""
-        return sum(group.num_cells for group in self.scaling) + sum(group.num_cells for group in self.accuracy)
+        return sum(group.num_cells for group in self.groups)

@@ -9,6 +9,7 @@ from typing import Any
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError
 from attn_zoo.matrix.groups import GROUPS
 from attn_zoo.matrix.sentences import Problem, shown
+from attn_zoo.matrix.step_cells import step_problems
 from attn_zoo.matrix.trainings import training_problems
 from attn_zoo.registry import make_config, variants
 
@@ -59,6 +60,8 @@ def name_problems(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
                 problems += _options(name, merged, f"{path}.options")
         if "task" in group:
             problems += training_problems({**defaults, **group}, where)
+        if where.startswith("step"):
+            problems += step_problems({**defaults, **group}, where)
     return problems
 
 

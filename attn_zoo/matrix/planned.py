@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from attn_zoo.matrix.estimate import Estimate
 from attn_zoo.records import Cell
 
-__all__ = ["PlannedCell", "Refusal"]
+__all__ = ["PlannedCell", "Point", "Refusal"]
 
 Refusal = tuple[str, str]
 """Capability that is missing, and the sentence that says so."""
+
+Point = tuple[dict[str, Any], Cell, Refusal | None, Estimate]
+"""What the axes of a group say of one cell, the cell, why it will not run, and what it will cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""A scaling cell in this process: build, check, time and weigh one call; in steps, so that cells can take turns."""
+"""A scaling cell in this process: build, check, time and weigh one call; bit by bit, so that cells can take turns."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_zoo.conformance import check_output, gate
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.conditions import Conditions
-from attn_zoo.matrix.workload import Workload, make_workload
+from attn_zoo.matrix.workload import AbstractWorkload, make_workload
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.graphs import with_graph_time
-from attn_zoo.measure.memory import memory_of_pass
-from attn_zoo.measure.passes import clear_grads, make_pass
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
 from attn_zoo.measure.timing import Sampling, quiet_collector
 from attn_zoo.records import Cell, Memory, Record, Timing
@@ -58,7 +55,7 @@ class Trial:
         self._record, self._cell, self._budget_s = record, record.cell, budget_s
         self._has_energy, self._has_count, self._is_repeat = has_energy, has_count, is_repeat
         self.phases: dict[str, float] = {}
-        self._work: Workload | None = None
+        self._work: AbstractWorkload | None = None
         self._sampling: Sampling | None = None
         self._timing: Timing | None = None
         self._checks: tuple[str, ...] = ()
@@ -112,33 +109,15 @@ class Trial:
             self._work = work = make_workload(cell, inputs)
         if not self._is_repeat:
             with self.phase("gate"):
-                self._checks = gate(
-                    cell.variant,
-                    cell.options,
-                    work.build,
-                    dtype=cell.dtype,
-                    device=cell.device,
-                    seq_len=work.shape.seq_len,
-                    form=cell.scope,
-                )
+                self._checks = work.gate()
         with recording() as kernels:
             with self.phase("timing"):
-                clear_grads(work.leaves)
-                call, setup = make_pass(work.forward, work.leaves, work.pass_)
+                call, setup = work.make_call()
                 watch = make_stopwatch(cell.device)
                 self._sampling = Sampling(call, setup=setup, budget_s=self._budget_s, stopwatch=watch)
                 output = self._sampling.begin()
-            assert isinstance(output, Tensor)
             with self.phase("gate"):  # nothing of this is timed yet: the first call is reported apart
-                self._checks += check_output(
-                    output,
-                    work.inputs,
-                    variant=variants[cell.variant],
-                    form=cell.scope or "mixer",
-                    build=work.build,
-                    key_padding_mask=work.key_padding_mask,
-                    is_random=work.module.training and cell.dropout_p > 0,
-                )
+                self._checks += work.check(output)
             del output
             with self.phase("timing"):
                 self._sampling.warm_up()
@@ -161,20 +140,18 @@ class Trial:
         cell, work, timing = self._cell, self._work, self._timing
         assert work is not None
         assert timing is not None
-        variant = variants[cell.variant]
-        formula = variant.complexity.flops
-        flops = formula(work.shape) if formula else None
+        flops = work.flops
         _refuse_impossible(cell, flops, timing.median_ms)
         memory = energy = counted = None
         if not self._is_repeat:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
-                timing = with_graph_time(timing, lambda: make_pass(work.forward, work.leaves, work.pass_), cell.device)
-                clear_grads(work.leaves)
+                timing = with_graph_time(timing, work.make_call, cell.device)
+                work.release()
             memory, energy, counted = self._weigh(work, timing.median_ms)
         return replace(
             self._record,
             kernels=self._kernels,
-            is_simulated=variant.capabilities.is_simulated,
+            is_simulated=variants[cell.variant].capabilities.is_simulated,
             gate=self._checks,
             timing=replace(timing, flags=(*timing.flags, *conditions.flags)),
             clocks_mhz=conditions.clocks_mhz,
@@ -182,19 +159,19 @@ class Trial:
             memory=memory,
             flops=flops,
             counted_flops=counted,
-            num_params=sum(item.numel() for item in work.module.parameters()),
+            num_params=work.num_params,
         )
 
-    def _weigh(self, work: Workload, median_ms: float) -> tuple[Memory, Energy | None, int | None]:
+    def _weigh(self, work: AbstractWorkload, median_ms: float) -> tuple[Memory, Energy | None, int | None]:
         cell, energy, counted = self._cell, None, None
         with self.phase("memory"):
-            memory = memory_of_pass(work.forward, work.leaves, work.pass_, device=cell.device)
+            memory = work.memory()
         if self._has_energy:
             with self.phase("energy"):
                 energy = _energy(work, cell.device)
         if self._has_count and median_ms < COUNT_BELOW_MS:
             with self.phase("count"):
-                counted = _counted_flops(work)
+                counted = work.counted_flops()
         return memory, energy, counted
 
     def drop(self) -> None:
@@ -205,7 +182,7 @@ class Trial:
     def _release(self) -> None:
         self._sampling = None
         if self._work is not None:
-            clear_grads(self._work.leaves)
+            self._work.release()
 
 
 def measure_scaling(trial: Trial) -> Record:
@@ -223,29 +200,14 @@ def _refuse_impossible(cell: Cell, flops: int | None, median_ms: float) -> None:
     if flops is None or cell.device != "cuda" or median_ms <= 0:
         return
     # Each matrix product of the forward has two in the backward.
-    forwards = {"infer": 1, "fwd": 1, "bwd": 2, "fwd_bwd": 3}[cell.pass_ or "fwd"]
+    forwards = {"infer": 1, "fwd": 1, "bwd": 2, "fwd_bwd": 3, "step": 3}[cell.pass_ or "fwd"]
     name = torch.cuda.get_device_name()
     if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=float(flops * forwards)):
         raise AttnZooError(f"rejected: {problem}")
 
 
-def _counted_flops(work: Workload) -> int | None:
-    """Count one forward without a graph, so that the count needs no more memory than the timing did."""
-    from attn_zoo.measure.flops import count_flops  # loads a fifth of a second's worth of torch
-
-    leaves = [leaf for leaf in work.leaves if leaf.requires_grad]
-    try:
-        for leaf in leaves:
-            leaf.requires_grad_(False)
-        with torch.no_grad():
-            return count_flops(work.forward)
-    finally:
-        for leaf in leaves:
-            leaf.requires_grad_(True)
-
-
-def _energy(work: Workload, device: str) -> Energy | None:
-    call, setup = make_pass(work.forward, work.leaves, work.pass_)
+def _energy(work: AbstractWorkload, device: str) -> Energy | None:
+    call, setup = work.make_call()
 
     def whole() -> None:
         if setup is not None:
@@ -255,4 +217,4 @@ def _energy(work: Workload, device: str) -> Energy | None:
     try:
         return energy_of_call(whole, device=device)
     finally:
-        clear_grads(work.leaves)
+        work.release()

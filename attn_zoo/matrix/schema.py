@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from attn_zoo.errors import ConfigError, suggestion
-from attn_zoo.matrix.groups import GROUPS, MAX_CELLS, Matrix
+from attn_zoo.matrix.groups import GROUPS, MAX_CELLS, Matrix, StepEntry
 from attn_zoo.matrix.names import name_problems, plain_problems
 from attn_zoo.matrix.sentences import Problem, sentences, shown, unknown_key
 
@@ -122,8 +122,9 @@ def _starts(path: str, key: str) -> bool:
 def _whole(matrix: Matrix) -> list[Problem]:
     """Check what no single key can: something to do, not too much of it, divisible heads, labels with one meaning."""
     problems: list[Problem] = []
-    if not matrix.scaling and not matrix.accuracy:
-        problems.append(("", "expected at least one group, [[scaling]] or [[accuracy]]; got none"))
+    if not matrix.groups:
+        kinds = ", ".join(f"[[{kind}]]" for kind in GROUPS)
+        problems.append(("", f"expected at least one group ({kinds}); got none"))
     if matrix.num_cells > MAX_CELLS:
         worst = max(
             (
@@ -139,13 +140,14 @@ def _whole(matrix: Matrix) -> list[Problem]:
             if group.num_kv_heads and heads % group.num_kv_heads:
                 text = f"expected a divisor of num_heads = {heads}; got {group.num_kv_heads}"
                 problems.append((f"scaling[{index}].num_kv_heads", text))
-    meaning: dict[str, tuple[str, dict[str, Any]]] = {}
+    meaning: dict[str, tuple[str, dict[str, Any], bool]] = {}
     for kind in GROUPS:
         for index, any_group in enumerate(getattr(matrix, kind)):
             for position, entry in enumerate(any_group.variants):
                 options = {**matrix.options.get(entry.name, {}), **entry.options}
                 label = entry.label or entry.name
-                if meaning.setdefault(label, (entry.name, options)) != (entry.name, options):
+                what = (entry.name, options, isinstance(entry, StepEntry) and entry.compile)
+                if meaning.setdefault(label, what) != what:
                     text = (
                         f"label {label!r} already means {meaning[label][0]} with other options; give this one a label"
                     )

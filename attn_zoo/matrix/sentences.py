@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from attn_zoo.errors import suggestion
-from attn_zoo.matrix.groups import GROUPS, Matrix
+from attn_zoo.matrix.groups import GROUPS, Entry, Matrix, StepEntry
 
 __all__ = ["Problem", "key_path", "sentences", "shown", "unknown_key"]
 
@@ -50,7 +50,8 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
         got, context = shown(detail["input"]), detail.get("ctx", {})
         match detail["type"]:
             case "extra_forbidden" if len(parts) > 1 and parts[-3:-2] == ("variants",):
-                text = "unknown key  (keys of a variant's table are name, label, options)"
+                keys = ", ".join(StepEntry.model_fields if parts[0] == "step" else Entry.model_fields)
+                text = f"unknown key  (keys of a variant's table are {keys})"
             case "extra_forbidden":
                 text = unknown_key(str(parts[-1]), _model_at(parts[:-1], root))
             case "missing":

@@ -1,23 +1,43 @@
-"""What a scaling cell measures: the variant, built as a worker builds it, with inputs and one call of it."""
+"""What a scaling cell measures: the variant, built as a worker builds it, with inputs and one call of it.
+
+`AbstractWorkload` is what a cell needs of it; a training step is another one (`steps.py`).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attn_zoo.attention import BuildContext, build_attention, build_mixer
+from attn_zoo.conformance import check_output, gate
+from attn_zoo.conformance.subject import Form
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.measure.memory import memory_of_pass
+from attn_zoo.measure.passes import clear_grads, make_pass
 from attn_zoo.metadata import Shape
-from attn_zoo.records import Cell, Pass
+from attn_zoo.records import Cell, Memory, Pass
 from attn_zoo.registry import make_config, variants
 
-__all__ = ["Workload", "make_module", "make_workload", "normal", "padding_of"]
+__all__ = [
+    "AbstractWorkload",
+    "Call",
+    "CallWorkload",
+    "make_call_workload",
+    "make_module",
+    "make_workload",
+    "normal",
+    "padding_of",
+]
+
+Call = Callable[[], object]
+"""What is timed, or runs before it."""
 
 BLOCK_LEN = 2**20
 """Numbers of one tensor that are drawn from one generator: a change of it changes all inputs."""
@@ -55,15 +75,64 @@ class _Sizes:
             num_kv_heads=cell.num_kv_heads or num_heads,
             seq_len=_given(cell.seq_len, "seq_len"),
             head_dim=_given(cell.head_dim, "head_dim"),
-            pass_=_given(cell.pass_, "pass_"),
+            pass_=cast(Pass, _given(cell.pass_, "pass_")),
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """What is measured.
+class AbstractWorkload(ABC):
+    """What a cell measures.
+
+    Attributes:
+        inputs: what a cell that differs in the variant only may be given too.
+    """
+
+    inputs: Sequence[Tensor]
+
+    @abstractmethod
+    def gate(self) -> tuple[str, ...]:
+        """Check it before anything is timed; return the names of the checks. Raises as `conformance.gate`."""
+
+    @abstractmethod
+    def make_call(self) -> tuple[Call, Call | None]:
+        """Return what to time, and what to run before each call of it."""
+
+    @abstractmethod
+    def check(self, output: object) -> tuple[str, ...]:
+        """Check what the first call returned or did; return the names of the checks.
+
+        Raises:
+            GateError: it is wrong.
+        """
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Measure the memory of one call."""
+
+    @property
+    @abstractmethod
+    def num_params(self) -> int:
+        """Of what runs."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int | None:
+        """FLOPs of one forward by formula, after the first call; None where there is no formula."""
+
+    @abstractmethod
+    def counted_flops(self) -> int | None:
+        """Count the FLOPs of one forward; None where the counter does not see what runs."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let go of what a call leaves behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallWorkload(AbstractWorkload):
+    """One call of the variant.
 
     Args:
+        cell: of which this is the work.
         module: the variant.
         forward: one call, without arguments.
         inputs: of that call.
@@ -74,6 +143,7 @@ class Workload:
         shape: for cost formulas.
     """
 
+    cell: Cell
     module: nn.Module
     forward: Callable[[], Tensor]
     inputs: Sequence[Tensor]
@@ -82,6 +152,67 @@ class Workload:
     pass_: Pass
     build: BuildContext
     shape: Shape
+
+    def gate(self) -> tuple[str, ...]:
+        cell = self.cell
+        return gate(
+            cell.variant,
+            cell.options,
+            self.build,
+            dtype=cell.dtype,
+            device=cell.device,
+            seq_len=self.shape.seq_len,
+            form=_form(cell),
+        )
+
+    def make_call(self) -> tuple[Call, Call | None]:
+        clear_grads(self.leaves)
+        return make_pass(self.forward, self.leaves, self.pass_)
+
+    def check(self, output: object) -> tuple[str, ...]:
+        assert isinstance(output, Tensor)
+        return check_output(
+            output,
+            self.inputs,
+            variant=variants[self.cell.variant],
+            form=_form(self.cell),
+            build=self.build,
+            key_padding_mask=self.key_padding_mask,
+            is_random=self.module.training and self.cell.dropout_p > 0,
+        )
+
+    def memory(self) -> Memory:
+        return memory_of_pass(self.forward, self.leaves, self.pass_, device=self.cell.device)
+
+    @property
+    def num_params(self) -> int:
+        return sum(item.numel() for item in self.module.parameters())
+
+    @property
+    def flops(self) -> int | None:
+        formula = variants[self.cell.variant].complexity.flops
+        return formula(self.shape) if formula else None
+
+    def counted_flops(self) -> int | None:
+        """Count one forward without a graph, so that the count needs no more memory than the timing did."""
+        from attn_zoo.measure.flops import count_flops  # loads a fifth of a second's worth of torch
+
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
+        try:
+            for leaf in leaves:
+                leaf.requires_grad_(False)
+            with torch.no_grad():
+                return count_flops(self.forward)
+        finally:
+            for leaf in leaves:
+                leaf.requires_grad_(True)
+
+    def release(self) -> None:
+        clear_grads(self.leaves)
+
+
+def _form(cell: Cell) -> Form:
+    return "attention" if cell.scope == "attention" else "mixer"
 
 
 def _build(cell: Cell, sizes: _Sizes) -> BuildContext:
@@ -115,8 +246,8 @@ def make_module(cell: Cell) -> tuple[nn.Module, BuildContext]:
     return make(cell.variant, build, **cell.options), build
 
 
-def make_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Workload:
-    """Build the variant and random normal inputs; the same for the same seed.
+def make_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> AbstractWorkload:
+    """Build the variant and random inputs; the same for the same seed.
 
     Args:
         cell: what to build.
@@ -127,6 +258,15 @@ def make_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Workloa
     """
     if cell.device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("cuda", "no CUDA device here")
+    if cell.scope == "model":
+        from attn_zoo.matrix.steps import StepWorkload  # loads the backbone and what trains it
+
+        return StepWorkload(cell)
+    return make_call_workload(cell, inputs)
+
+
+def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> CallWorkload:
+    """Build one call of the variant; arguments as in `make_workload`."""
     sizes = _Sizes.of(cell)
     dtype: torch.dtype = getattr(torch, cell.dtype)
     torch.manual_seed(cell.seed)
@@ -146,7 +286,8 @@ def make_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Workloa
     shape = build.shape(sizes.batch_size, sizes.seq_len, config=config)
     parameters = [item for item in module.parameters() if item.requires_grad]
     leaves = [*inputs, *parameters]
-    return Workload(
+    return CallWorkload(
+        cell=cell,
         module=module,
         forward=forward,
         inputs=inputs,

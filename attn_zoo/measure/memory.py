@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -23,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from attn_zoo.measure.passes import GRAPH_PASSES, clear_grads, grad_like, require_graph, require_leaves
 from attn_zoo.records import Memory, Pass
 
-__all__ = ["SavedTensors", "memory_of_pass"]
+__all__ = ["SavedTensors", "memory_of_pass", "memory_of_update"]
 
-BACKWARD_MARK = "attn_zoo: backward starts"
+MIDDLE_MARK = "attn_zoo: second part starts"
 BACKWARD_PASSES = ("bwd", "fwd_bwd")
 
 
@@ -114,7 +114,7 @@ def _warm_up(forward: Callable[[], Tensor], pass_: Pass) -> Tensor | None:
 
 
 def _mark() -> None:
-    with profiler.record_function(BACKWARD_MARK):
+    with profiler.record_function(MIDDLE_MARK):
         pass
 
 
@@ -122,12 +122,36 @@ def _cpu_growth(run: _Run, is_backward_alone: bool) -> tuple[int, Tensor, int]:
     """Return how far tensor memory rose above its start, the output, and the bytes saved."""
     with profiler.profile(use_cpu=True, profile_memory=True) as profile:
         output, saved_bytes = run(_mark)
-    assert profile.kineto_results is not None  # set when the block above ended
-    held = peak = 0
+    peak = 0
+    for name, held in _levels(profile):
+        peak = held if is_backward_alone and name == MIDDLE_MARK else max(peak, held)
+    return peak, output, saved_bytes
+
+
+def _cpu_rise(update: Callable[[], object]) -> int:
+    """Return how far tensor memory rises in an update above its state before.
+
+    The profiler sees nobody release what was allocated before it began, gradients for instance. So it sees two.
+    """
+    with profiler.profile(use_cpu=True, profile_memory=True) as profile:
+        update()
+        _mark()
+        update()
+    start = peak = 0
+    for name, held in _levels(profile):
+        if name == MIDDLE_MARK:
+            start = peak = held
+        peak = max(peak, held)
+    return peak - start
+
+
+def _levels(profile: Any) -> Iterator[tuple[str, int]]:
+    """Yield events in order, each with the bytes that were allocated since the beginning and not released."""
+    assert profile.kineto_results is not None  # set when the profile ended
+    held = 0
     for event in sorted(profile.kineto_results.events(), key=lambda event: event.start_ns()):
         held += event.nbytes()
-        peak = held if is_backward_alone and event.name() == BACKWARD_MARK else max(peak, held)
-    return peak, output, saved_bytes
+        yield event.name(), held
 
 
 def _cuda_growth(run: _Run, is_backward_alone: bool, device: torch.device) -> tuple[int, Tensor, int]:
@@ -236,3 +260,47 @@ def memory_of_pass(
         )
     finally:
         clear_grads(leaves)
+
+
+def memory_of_update(
+    update: Callable[[], object],
+    held: Callable[[], Sequence[Tensor]],
+    *,
+    device: torch.device | str = "cpu",
+    has_process: bool = True,
+) -> Memory:
+    """Measure the memory of a call that changes what is held in place, such as a training step.
+
+    It runs once before, so that what it keeps between two calls (gradients, averages) is there already.
+
+    * `input_bytes`: storages of what is held: weights, gradients, the optimiser's averages, data.
+    * `peak_bytes`: `input_bytes` plus the most that tensor memory rose above its state before the call.
+    * `extra_bytes`: that rise.
+    * `reserved_bytes`, `process_bytes`: as for `memory_of_pass`. `saved_bytes` and `output_bytes` are not known.
+
+    Args:
+        update: makes one update.
+        held: returns the tensors that live from one update to the next.
+        device: where the work runs.
+        has_process: measure the process too, which takes one more run.
+
+    Raises:
+        torch.OutOfMemoryError: the device has too little memory.
+    """
+    device = torch.device(device)
+
+    def run(between: Between) -> tuple[Tensor, int]:  # noqa: ARG001 - a whole has no middle
+        update()
+        return torch.empty(0), 0
+
+    update()
+    process_bytes = _process_growth(run, False) if has_process and device.type == "cpu" else None
+    growth = _cuda_growth(run, False, device)[0] if device.type == "cuda" else _cpu_rise(update)
+    held_bytes = sum(_storages(held()).values())
+    return Memory(
+        peak_bytes=held_bytes + growth,
+        extra_bytes=growth,
+        input_bytes=held_bytes,
+        reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+        process_bytes=process_bytes,
+    )

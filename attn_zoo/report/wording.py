@@ -18,13 +18,14 @@ PASS_TITLES: Mapping[str, str] = {
     "fwd": "forward",
     "bwd": "backward",
     "fwd_bwd": "forward + backward",
+    "step": "training step",
 }
 
-_SCOPES = {"attention": "attention only", "mixer": "mixer with projections"}
+_SCOPES = {"attention": "attention only", "mixer": "mixer with projections", "model": "whole model"}
 
 PANEL_FIELDS = (
     *("environment", "device", "dtype", "pass", "scope", "is_causal", "has_padding", "dropout_p", "batch_size"),
-    *("num_heads", "num_kv_heads", "head_dim", "threads", "protocol_version"),
+    *("num_heads", "num_kv_heads", "head_dim", "protocol", "threads", "protocol_version"),
 )
 """Everything but variant and length that decides a timing: within one panel only those two differ."""
 
@@ -32,6 +33,7 @@ PANEL_FIELDS = (
 _WORDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("dtype", str),
     ("scope", lambda value: _SCOPES.get(value, value)),
+    ("protocol", lambda value: f"protocol {value}" if value else ""),
     ("is_causal", lambda value: "causal" if value else "bidirectional"),
     ("batch_size", lambda value: f"batch {value}"),
     ("num_heads", lambda value: f"{value} head{'s' if value != 1 else ''}"),

@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
 
-__all__ = ["CompiledFlopCounter", "FlopCounter"]
+__all__ = ["FORWARD_AND_BACKWARD", "CompiledFlopCounter", "FlopCounter"]
 
 FORWARD_AND_BACKWARD = 3
+"""FLOPs of an update in forwards."""
 
 
 class FlopCounter:

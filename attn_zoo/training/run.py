@@ -14,17 +14,13 @@ import torch
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.records import Cell, Score, Status
-from attn_zoo.registry import tasks, variants
+from attn_zoo.registry import tasks
 from attn_zoo.tasks import AbstractTask
-from attn_zoo.training.batches import Batcher
 from attn_zoo.training.checkpoint import Numbers
-from attn_zoo.training.loop import Trainer
-from attn_zoo.training.objective import objective_for
+from attn_zoo.training.make import make_trainer
 from attn_zoo.training.pretrain import make_pretrainer
 from attn_zoo.training.protocol import Protocol, resolve_protocol
-from attn_zoo.training.requirements import require, weight_dtype
 from attn_zoo.training.score import score_on_test
-from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.updates import DivergedError, Updater
 from attn_zoo.training.weights import save_weights
 
@@ -115,22 +111,8 @@ def _train(
     weights_path: Path | None,
     progress: Callable[[Progress], None] | None,
 ) -> TrainingResult:
-    objective = objective_for(task.spec, is_causal=cell.is_causal)
-    batcher = Batcher(task.spec, protocol, variants[cell.variant].capabilities, cell.device)
-    require(cell, task.spec, protocol, has_mask=batcher.has_mask)
-    config = protocol.model_config(
-        variant=cell.variant,
-        options=cell.options,
-        vocab_size=task.spec.vocab_size,
-        target_vocab_size=max(task.spec.vocab_size, task.spec.num_classes) if task.spec.kind == "seq2seq" else 0,
-        max_seq_len=batcher.max_seq_len,
-        seed=derive_seed(cell.seed, "init"),
-    )
-    seed_everything(config.seed)  # for variants that draw at construction without a generator of their own
-    model = objective.build_model(config).to(cell.device, weight_dtype(cell.dtype))
-    trainer = Trainer(
-        model, objective, batcher, protocol, num_steps=protocol.num_steps, seed=cell.seed, dtype=cell.dtype
-    )
+    trainer, config = make_trainer(cell, task.spec, protocol)
+    objective, batcher, model = trainer.objective, trainer.batcher, trainer.model
     pretrainer = None
     if protocol.pretrain:
         pretrainer = make_pretrainer(config, batcher, protocol, seed=cell.seed, dtype=cell.dtype)

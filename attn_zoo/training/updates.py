@@ -142,17 +142,31 @@ class Updater:
         reset_peak(self.batcher.device)
         with self._timed():
             for step in range(first, stop + 1):
-                self._update(step, self.batcher.batch(feed, order.rows(step)))
-                if step % _LOOK_EVERY == 0 or step == stop:
-                    self._look()
-                self.numbers.step = step
+                self.step(feed, order)
                 if after_step is not None:
                     after_step(step)
+            self._look()
             mean_loss = float(self._loss_sum) / (stop - first + 1)
         self.numbers.train_flops = self.flops.training_flops
         if (peak := peak_bytes(self.batcher.device)) is not None:
             self.numbers.peak_bytes = max(peak, self.numbers.peak_bytes or 0)
         return mean_loss
+
+    def step(self, feed: Feed, order: DataOrder) -> None:
+        """Make the next update, of a model in training mode, and go on without waiting for the device.
+
+        Raises:
+            DivergedError: loss or gradient was not finite in one of the latest updates.
+        """
+        step = self.numbers.step + 1
+        self._update(step, self.batcher.batch(feed, order.rows(step)))
+        if step % _LOOK_EVERY == 0:
+            self._look()
+        self.numbers.step = step
+
+    def launch_singly(self) -> None:
+        """Use no CUDA graph from here on: what happens inside one is hidden from the allocator's statistics."""
+        self._run = self._learn
 
     def _update(self, step: int, batch: Batch) -> None:
         """Set what differs between updates, and learn."""

@@ -17,7 +17,7 @@ from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.matrix.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.scaling import _refuse_impossible
 from attn_zoo.matrix.worker import run_cell, run_cells_in_turns
-from attn_zoo.matrix.workload import make_workload, normal, padding_of
+from attn_zoo.matrix.workload import make_call_workload, normal, padding_of
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
 from tests.matrix.conftest import tiny_plan
@@ -32,7 +32,7 @@ def cell(**changes) -> Cell:
 
 def test_a_workload_computes_what_the_cell_says():
     wanted = cell(batch_size=2, num_heads=4, num_kv_heads=2, is_causal=True, has_padding=True, dtype="float64")
-    work = make_workload(wanted)
+    work = make_call_workload(wanted)
     query, key, value = work.leaves[:3]
     assert query.shape == (2, 4, 16, 8)
     assert key.shape == value.shape == (2, 2, 16, 8)
@@ -42,9 +42,9 @@ def test_a_workload_computes_what_the_cell_says():
     assert mask[0].tolist() == [False] * 12 + [True] * 4
     expected = softmax_attention(query, key, value, is_causal=True, key_padding_mask=mask)
     torch.testing.assert_close(work.forward(), expected)
-    again = make_workload(wanted)
+    again = make_call_workload(wanted)
     assert torch.equal(again.leaves[0], query)
-    assert not torch.equal(make_workload(replace(wanted, seed=1)).leaves[0], query)
+    assert not torch.equal(make_call_workload(replace(wanted, seed=1)).leaves[0], query)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,13 +67,13 @@ def test_inputs_are_the_same_for_any_number_of_threads(dtype, monkeypatch):
 
 
 def test_passes_decide_mode_and_gradients_and_scopes_decide_inputs():
-    infer = make_workload(cell(pass_="infer"))
+    infer = make_call_workload(cell(pass_="infer"))
     assert not infer.module.training
     assert not any(leaf.requires_grad for leaf in infer.leaves[:3])
-    train = make_workload(cell(pass_="fwd_bwd"))
+    train = make_call_workload(cell(pass_="fwd_bwd"))
     assert train.module.training
     assert all(leaf.requires_grad for leaf in train.leaves)
-    mixer = make_workload(cell(scope="mixer", num_heads=2))
+    mixer = make_call_workload(cell(scope="mixer", num_heads=2))
     assert mixer.leaves[0].shape == (1, 16, 16)
     assert len(mixer.leaves) == 1 + 8, "hidden states, four projections with biases"
     assert mixer.forward().shape == (1, 16, 16)

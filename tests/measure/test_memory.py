@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_zoo.measure import memory
-from attn_zoo.measure.memory import SavedTensors, memory_of_pass
+from attn_zoo.measure.memory import SavedTensors, memory_of_pass, memory_of_update
 from attn_zoo.records import Memory, Pass
 
 N = 128
@@ -123,6 +123,18 @@ def test_custom_functions_are_seen_and_dead_graphs_are_not(x: Tensor) -> None:
     output.backward(torch.ones_like(x))
     assert torch.equal(torch.as_tensor(x.grad), 2 * x)
     assert saved.num_bytes == 0  # backward freed them
+
+
+def test_an_update_is_weighed_with_all_that_it_holds():
+    weight, box = torch.rand(N, N), [torch.rand(N, N)]
+
+    def update() -> None:
+        box.clear()  # as gradients are: released and made anew
+        box.append(weight + 1)
+        weight.copy_((weight * 2) * box[0])  # two temporaries
+
+    found = memory_of_update(update, lambda: [weight, *box])
+    assert units(found) == {"peak": 4, "extra": 2, "saved": None, "input": 2, "output": None}
 
 
 def test_views_and_shared_storages_count_once(x: Tensor) -> None:

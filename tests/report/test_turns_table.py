@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,11 @@ from tests.report.synthetic import scaling, write_run
 ROUNDS = (1.0, 4.0, 1.0, 1.0, 5.0, 1.0)  # how slow the machine was in each round
 
 
-def member(variant: str, times_ms: float, bundle: str, *, num_rounds: int = len(ROUNDS), label: str = "") -> Record:
+def member(
+    variant: str, times_ms: float, bundle: str, *, num_rounds: int = len(ROUNDS), label: str = "", **cell: Any
+) -> Record:
     """Return a record whose samples are slow in the slow rounds; two processes with half of the rounds each."""
-    record = scaling(variant, 2048, label=label, together=bundle)
+    record = scaling(variant, 2048, label=label, together=bundle, **cell)
     assert record.timing is not None
     samples = tuple(times_ms * slow for slow in ROUNDS[:num_rounds])
     sizes = (num_rounds // 2, num_rounds - num_rounds // 2)
@@ -57,6 +60,31 @@ def test_bundles_are_not_compared_with_each_other(tmp_path: Path):
         ("linformer", "linformer", 1.0),
         ("full", "linformer", 3.1),
     ]
+
+
+def test_training_steps_stand_beside_calls_under_a_name_of_their_own(tmp_path: Path):
+    step: dict[str, Any] = {
+        "scope": "model",
+        "pass_": "step",
+        "protocol": "lra-small",
+        "batch_size": 8,
+        "protocol_version": 102,
+    }
+    records = [
+        member("full", 30.0, "b1"),
+        member("linformer", 10.0, "b1"),
+        member("full", 90.0, "b2", **step),
+        member("full", 30.0, "b2", label="full compiled", overrides={"compile": True}, **step),
+    ]
+    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    assert table is not None
+    assert [row["pass"].partition(",")[0] for row in table.rows] == ["forward", "forward", *["training step"] * 2]
+    assert [(row["variant"], round(row["ratio"], 3)) for row in table.rows[2:]] == [
+        ("full compiled", 1.0),
+        ("full", 3.0),
+    ]
+    assert "whole model, protocol lra-small" in table.rows[2]["settings"]
+    assert "protocol" not in table.rows[0]["settings"]
 
 
 def test_runs_without_bundles_have_no_such_table(tmp_path: Path):

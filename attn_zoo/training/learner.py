@@ -1,0 +1,149 @@
+"""What learns in a timed training step: our trainer on generated data, or a whole model that somebody else wrote.
+
+A step is what a run repeats: take the next batch from the data on the device, forward, loss, backward, update.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.records import Cell
+from attn_zoo.tasks import Split, TaskSpec
+from attn_zoo.training.batches import Batch, Feed
+from attn_zoo.training.evaluation import precision
+from attn_zoo.training.flops import FORWARD_AND_BACKWARD
+from attn_zoo.training.make import make_trainer
+from attn_zoo.training.protocol import Protocol, resolve_protocol
+from attn_zoo.training.seeding import derive_seed
+
+__all__ = ["AbstractLearner", "Learner", "step_protocol", "step_spec"]
+
+NUM_CLASSES, VOCAB_SIZE = 10, 18  # sizes of ListOps
+NUM_BATCHES = 8
+NUM_STEPS = 1_000_000  # so that no schedule comes to its end while steps are timed
+
+
+class AbstractLearner(ABC):
+    """A model that learns.
+
+    Attributes:
+        model: on its device, in training mode.
+        optimizer: of its parameters.
+        protocol: what it follows.
+        data: what it learns from, on the device.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    protocol: Protocol
+    data: Sequence[Tensor]
+
+    @abstractmethod
+    def step(self) -> None:
+        """Make the next update, and leave without waiting for the device."""
+
+    @abstractmethod
+    def logits(self, batch: Batch) -> Tensor:
+        """Return what the model says of a batch, `[B, C]`, in its mode and by the code that trains."""
+
+    @property
+    def forward_flops(self) -> int | None:
+        """FLOPs of a forward by formulas, after at least one step; None where there are none."""
+        return None
+
+    def launch_singly(self) -> None:  # noqa: B027 - most use none
+        """Use no CUDA graph from here on: what happens inside one is hidden from the allocator's statistics."""
+
+
+def step_spec(seq_len: int, *, has_padding: bool) -> TaskSpec:
+    """Return what generated data are: one class for each sequence.
+
+    Args:
+        seq_len: L of every sequence.
+        has_padding: the last quarter of every second sequence is padding.
+    """
+    return TaskSpec(
+        kind="classification",
+        metric="accuracy",
+        chance=1 / NUM_CLASSES,
+        vocab_size=VOCAB_SIZE,
+        num_classes=NUM_CLASSES,
+        max_seq_len=seq_len,
+        has_padding=has_padding,
+    )
+
+
+def step_protocol(cell: Cell) -> Protocol:
+    """Return the protocol of a cell whose training steps are timed: every batch has one size.
+
+    Args:
+        cell: of scope `"model"`.
+
+    Raises:
+        ConfigError: the cell names no protocol.
+        UnknownNameError: there is none of that name.
+    """
+    if cell.protocol is None or cell.batch_size is None:
+        raise ConfigError(cell.id, [("", "expected a cell of scope model with protocol and batch_size")])
+    fixed = {"batch_size": cell.batch_size, "is_full_length": True, "num_steps": NUM_STEPS}
+    return resolve_protocol(cell.protocol, overrides={**cell.overrides, **fixed})
+
+
+def _generated(spec: TaskSpec, protocol: Protocol, seed: int) -> Split:
+    """Return random tokens and labels: a few batches, so that an update does not see what the last one saw."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "data"))
+    count, seq_len = NUM_BATCHES * protocol.batch_size, spec.max_seq_len
+    tokens = torch.randint(1, spec.vocab_size, (count, seq_len), dtype=torch.uint8, generator=generator)
+    lengths = torch.full((count,), seq_len)
+    if spec.has_padding:
+        lengths[::2] -= seq_len // 4
+    labels = torch.randint(spec.num_classes, (count,), generator=generator)
+    return Split(tokens=tokens, lengths=lengths, labels=labels)
+
+
+@final
+class Learner(AbstractLearner):
+    """Ours: the trainer of every run, around the cell's variant. A step includes making the batch.
+
+    Args:
+        cell: of scope `"model"`.
+
+    Raises:
+        UnsupportedError: the variant, or training itself, refuses what the cell asks.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self.protocol = step_protocol(cell)
+        assert cell.seq_len is not None
+        spec = step_spec(cell.seq_len, has_padding=cell.has_padding)
+        self.trainer, self.config = make_trainer(cell, spec, self.protocol)
+        self.model, self.optimizer = self.trainer.model.train(), self.trainer.optimizer
+        self.feed: Feed = self.trainer.batcher.feed(_generated(spec, self.protocol, cell.seed))
+        self._order = self.trainer.order(self.feed)
+        split = self.feed.split
+        self.data = (split.tokens, split.lengths, split.labels)
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of update `step` (1 is the first)."""
+        return self.trainer.batcher.batch(self.feed, self._order.rows(step))
+
+    def step(self) -> None:
+        self.trainer.step(self.feed, self._order)
+
+    def logits(self, batch: Batch) -> Tensor:
+        with precision(self.trainer.dtype, self.trainer.batcher.device):
+            return self.trainer.objective.outputs(self.model, batch)
+
+    @property
+    def forward_flops(self) -> int | None:
+        total, steps = self.trainer.flops.training_flops, self.trainer.numbers.step
+        return None if total is None or steps == 0 else round(total / FORWARD_AND_BACKWARD / steps)
+
+    def launch_singly(self) -> None:
+        self.trainer.launch_singly()
