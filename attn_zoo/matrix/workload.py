@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +17,7 @@ from attn_zoo.attention import BuildContext, build_attention, build_mixer
 from attn_zoo.conformance import check_output, gate
 from attn_zoo.conformance.subject import Form
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.matrix.inputs import normal, padding_of
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.measure.passes import clear_grads, make_pass
 from attn_zoo.metadata import Shape
@@ -32,15 +31,10 @@ __all__ = [
     "make_call_workload",
     "make_module",
     "make_workload",
-    "normal",
-    "padding_of",
 ]
 
 Call = Callable[[], object]
 """What is timed, or runs before it."""
-
-BLOCK_LEN = 2**20
-"""Numbers of one tensor that are drawn from one generator: a change of it changes all inputs."""
 
 GRAPH_FREE = ("infer",)
 """Passes that run the module in evaluation mode, without gradients."""
@@ -228,13 +222,6 @@ def _build(cell: Cell, sizes: _Sizes) -> BuildContext:
     )
 
 
-def padding_of(batch_size: int, seq_len: int, device: str) -> Tensor:
-    """Return the mask `[B, L]` of a padded cell: the last quarter of every second sequence, the first one included."""
-    mask = torch.zeros(batch_size, seq_len, dtype=torch.bool, device=device)
-    mask[::2, seq_len - seq_len // 4 :] = True
-    return mask
-
-
 def make_module(cell: Cell) -> tuple[nn.Module, BuildContext]:
     """Build the cell's variant where torch's default device is, and return it with what it was built for.
 
@@ -311,25 +298,3 @@ def _draw(cell: Cell, sizes: _Sizes, dtype: torch.dtype, has_graph: bool) -> lis
         generator = torch.Generator(cell.device).manual_seed(cell.seed)
         drawn = [torch.randn(shape, generator=generator, device=cell.device, dtype=dtype) for shape in shapes]
     return [tensor.requires_grad_(has_graph) for tensor in drawn]
-
-
-def normal(shape: tuple[int, ...], seed: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return random normal numbers, drawn on all threads of torch and the same for any number of them.
-
-    `torch.randn` draws on one thread: 3 s for the inputs of 262144 tokens with 8 heads of 64.
-
-    Args:
-        shape: of the result.
-        seed: equal seeds, equal numbers.
-        dtype: of the result.
-    """
-    tensor = torch.empty(shape, dtype=dtype)
-    blocks = torch.split(tensor.view(-1), BLOCK_LEN)
-    seeds = np.random.SeedSequence(seed).generate_state(len(blocks)).tolist()
-
-    def fill(block: Tensor, block_seed: int) -> None:
-        block.normal_(generator=torch.Generator().manual_seed(block_seed))
-
-    with ThreadPoolExecutor(min(torch.get_num_threads(), len(blocks))) as pool:
-        list(pool.map(fill, blocks, seeds))
-    return tensor

@@ -13,11 +13,12 @@ import torch
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import AttnZooError, GateError, UnsupportedError
 from attn_zoo.matrix.conditions import Conditions
+from attn_zoo.matrix.inputs import normal, padding_of
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.matrix.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.scaling import _refuse_impossible
 from attn_zoo.matrix.worker import run_cell, run_cells_in_turns
-from attn_zoo.matrix.workload import make_call_workload, normal, padding_of
+from attn_zoo.matrix.workload import make_call_workload
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
 from tests.matrix.conftest import tiny_plan
@@ -49,7 +50,7 @@ def test_a_workload_computes_what_the_cell_says():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_are_the_same_for_any_number_of_threads(dtype, monkeypatch):
-    monkeypatch.setattr("attn_zoo.matrix.workload.BLOCK_LEN", 1000)
+    monkeypatch.setattr("attn_zoo.matrix.inputs.BLOCK_LEN", 1000)
     drawn = []
     for threads in (1, 2, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
