@@ -19,6 +19,9 @@ NUM_RESAMPLES = 2000
 TAILS = (0.025, 0.975)
 """Of a 95 % interval."""
 
+MAX_SHIFT = 50.0
+"""Of a log median: a factor of 10^21, which stands for anything."""
+
 Samples = Mapping[int, Sequence[float]]
 """Positive samples of one quantity by sequence length."""
 
@@ -66,7 +69,9 @@ def resampled_medians(processes: Processes, rng: np.random.Generator) -> NDArray
     if count == 1:
         return medians
     spread = np.log([np.median(part) for part in processes]).std(ddof=1)
-    shifted: NDArray[np.float64] = medians * np.exp(rng.permutation(_student(count - 1)) * spread / count**0.5)
+    # Of two processes, the outermost of these quantiles would take a time beyond what a float holds.
+    shift = np.clip(rng.permutation(_student(count - 1)) * spread / count**0.5, -MAX_SHIFT, MAX_SHIFT)
+    shifted: NDArray[np.float64] = medians * np.exp(shift)
     return shifted
 
 

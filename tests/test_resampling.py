@@ -106,3 +106,11 @@ def test_the_interval_is_students_where_a_process_has_no_spread_of_its_own():
 def test_several_processes_need_positive_samples():
     with pytest.raises(ValueError, match="expected positive samples of several processes; got -1"):
         median_interval([1.0, -1.0], process_sizes=(1, 1))
+
+
+@pytest.mark.filterwarnings("error")
+def test_two_processes_that_tell_nothing_give_a_finite_interval():
+    # Student's distribution of one degree of freedom reaches so far that the exponential overflowed.
+    low, high = median_interval([0.01, 0.01, 1000.0, 1000.0], process_sizes=(2, 2))
+    assert 0 < low < 1e-9
+    assert 1e9 < high < np.inf
