@@ -85,7 +85,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
         from attn_zoo.kernels.block_triton import operands
 
         found: tuple[Tensor, Tensor] = torch.ops.attn_zoo.block_sparse_forward(
-            query, key, value, call.padding, call.slopes, *operands(call.pattern), call.scale
+            query, key, value, call.padding, call.slopes, call.seed, *operands(call.pattern), call.scale, call.dropout_p
         )
         return found
     unused = _forward_fake(*given)[1]
@@ -112,7 +112,16 @@ def _backward(grad_output: Tensor, output: Tensor, lse: Tensor, *given: Any) -> 
         from attn_zoo.kernels.block_triton import operands
 
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.attn_zoo.block_sparse_backward(
-            grad_output, output, lse, *inputs, call.padding, call.slopes, *operands(call.pattern), call.scale
+            grad_output,
+            output,
+            lse,
+            *inputs,
+            call.padding,
+            call.slopes,
+            call.seed,
+            *operands(call.pattern),
+            call.scale,
+            call.dropout_p,
         )
         return found
     if call.path == "gather":
@@ -161,7 +170,8 @@ def operator_attention(
 ) -> Tensor:
     """Compute what `layout_attention` does, with the same arguments, as one operator."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    seed = torch.randint(1 << 62, ()) if dropout_p else None
+    # Where the inputs are, so that nothing waits for it; the gather path alone reads it on the host.
+    seed = torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
     numbers = [getattr(layout, name) for name in _NUMBERS]
     reach = _NO_REACH if layout.reach is None else layout.reach
     numbers += [int(layout.is_permuted), int(layout.is_causal), reach]

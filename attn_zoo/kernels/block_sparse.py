@@ -4,7 +4,7 @@ A variant makes a `BlockPattern` and calls `block_sparse_attention`. Three paths
 
 * `gather`: any device and dtype, linear in time and memory, dropout and ALiBi included (`block_gather.py`);
 * `flex`: PyTorch's FlexAttention on a GPU, with a block mask built directly from the table (`block_sparse_flex.py`);
-* `triton`: our own kernels on a GPU, which compile once for all lengths (`block_triton.py`).
+* `triton`: our own kernels on a GPU, dropout and ALiBi included, compiled once for all lengths (`block_triton.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def why_not_flex(query: Tensor, pattern: BlockPattern, dropout_p: float) -> str 
     return None
 
 
-def why_not_triton(query: Tensor, pattern: BlockPattern, dropout_p: float, scale: float | None = None) -> str | None:
+def why_not_triton(query: Tensor, pattern: BlockPattern, scale: float | None = None) -> str | None:
     """Return the sentence that says why our Triton kernels cannot serve a call, or None when they can."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if query.device.type != "cuda" and not is_interpreted:
@@ -71,8 +71,6 @@ def why_not_triton(query: Tensor, pattern: BlockPattern, dropout_p: float, scale
     if not is_interpreted and torch.cuda.get_device_capability(query.device) < _TRITON_CAPABILITY:
         least, found = _TRITON_CAPABILITY, torch.cuda.get_device_capability(query.device)
         return f"backend 'triton' needs a GPU of compute capability {least[0]}.{least[1]}; got {found[0]}.{found[1]}"
-    if dropout_p:
-        return f"backend 'triton' has no dropout; got dropout_p = {dropout_p}"
     if query.dtype not in _GPU_DTYPES:
         return f"backend 'triton' runs in float32, bfloat16 and float16; got {query.dtype}"
     if query.shape[-1] not in _TRITON_SIZES:
@@ -89,7 +87,7 @@ def choose_path(
 ) -> Backend:
     """Return the path that serves a call; see `block_sparse_attention` for arguments and errors."""
     reasons: dict[str, Callable[[], str | None]] = {
-        "triton": lambda: why_not_triton(query, pattern, dropout_p, scale),
+        "triton": lambda: why_not_triton(query, pattern, scale),
         "flex": lambda: why_not_flex(query, pattern, dropout_p),
         "gather": lambda: None,
     }
@@ -202,7 +200,14 @@ def block_sparse_attention(
         from attn_zoo.kernels.block_triton import triton_block_attention
 
         return triton_block_attention(
-            query, key, value, pattern, key_padding_mask=key_padding_mask, slopes=slopes, scale=scale
+            query,
+            key,
+            value,
+            pattern,
+            key_padding_mask=key_padding_mask,
+            dropout_p=dropout_p,
+            slopes=slopes,
+            scale=scale,
         )
     if backend == "flex":
         from attn_zoo.kernels.block_sparse_flex import flex_block_attention

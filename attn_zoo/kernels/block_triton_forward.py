@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_zoo.kernels.block_triton_dropout import is_kept, sequence_words
 from attn_zoo.kernels.block_triton_tiles import (
     LOG2_E,
     block_at,
@@ -38,6 +39,7 @@ SIZES = [
     "reach",
     "num_splits",
     "split_blocks",
+    "drop_bound",
 ]
 
 
@@ -54,6 +56,9 @@ def forward_kernel(
     counts,
     padding,
     slopes,
+    seed,
+    drop_bound,
+    keep_scale,
     scale,
     num_sequences,
     num_heads,
@@ -77,6 +82,7 @@ def forward_kernel(
     has_reach: tl.constexpr,
     has_padding: tl.constexpr,
     has_slopes: tl.constexpr,
+    has_dropout: tl.constexpr,
 ):
     """Attend from one tile of a listed row to its list, or from one of a dense row to a stretch of keys.
 
@@ -91,6 +97,7 @@ def forward_kernel(
         counts: int32 `[P, R]`.
         padding: uint8 `[B, S]`, 1 = padding.
         slopes: float `[H]`.
+        seed: int64 `[1]`, of dropout; `drop_bound` and `keep_scale` as `dropout_options` gives them.
         row_shift: blocks that a query's position is further along than its number.
     """
     row_tiles: tl.constexpr = block_size // block_m
@@ -130,6 +137,10 @@ def forward_kernel(
         slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
     if has_padding:
         padding += batch.to(tl.int64) * key_len
+
+    words = (0, 0)
+    if has_dropout:
+        words = sequence_words(seed, sequence)
 
     score_scale = scale * LOG2_E
     highest = tl.full([block_m], float("-inf"), tl.float32)
@@ -174,10 +185,14 @@ def forward_kernel(
             fading = tl.exp2(highest - pivot)
             highest = now_highest
             total = total * fading + tl.sum(weights, 1)
+            if has_dropout:  # after the sum: it is weights of the softmax that are dropped
+                weights = tl.where(is_kept(words, query_at[:, None], key_at[None, :], drop_bound), weights, 0.0)
             result = tl.dot(weights.to(values.dtype), values, result * fading[:, None], input_precision="ieee")
 
     is_dead = total == 0.0
     result = result / tl.where(is_dead, 1.0, total)[:, None]
+    if has_dropout:
+        result = result * keep_scale
     log_sum = highest + tl.log2(tl.where(is_dead, 1.0, total))
     if is_split:
         num_tokens = tl.minimum(num_dense_rows * block_size, query_len)

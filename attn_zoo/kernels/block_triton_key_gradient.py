@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_zoo.kernels.block_triton_dropout import is_kept, sequence_words
 from attn_zoo.kernels.block_triton_tiles import LOG2_E, block_at, find_tile, is_visible, load_tile, sequence_start
 
 __all__ = ["key_gradient_kernel"]
@@ -29,6 +30,7 @@ SIZES = [
     "reach",
     "num_splits",
     "split_blocks",
+    "drop_bound",
 ]
 
 
@@ -48,6 +50,9 @@ def key_gradient_kernel(
     row_counts,
     padding,
     slopes,
+    seed,
+    drop_bound,
+    keep_scale,
     scale,
     num_sequences,
     num_heads,
@@ -71,6 +76,7 @@ def key_gradient_kernel(
     has_reach: tl.constexpr,
     has_padding: tl.constexpr,
     has_slopes: tl.constexpr,
+    has_dropout: tl.constexpr,
 ):
     """Compute the gradients of one tile of keys and values, over the rows that see them or a stretch of all rows.
 
@@ -126,6 +132,10 @@ def key_gradient_kernel(
     if has_slopes:
         slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
 
+    words = (0, 0)
+    if has_dropout:
+        words = sequence_words(seed, sequence)
+
     score_scale = scale * LOG2_E
     key_result = tl.zeros([block_n, head_dim], tl.float32)
     value_result = tl.zeros([block_n, head_dim], tl.float32)
@@ -163,12 +173,20 @@ def key_gradient_kernel(
                 visible = is_visible(standing, key_at[:, None], reach, is_causal, has_reach)
                 scores = tl.where(visible, scores, float("-inf"))
             weights = tl.exp2(scores - log_sum[None, :])
-            value_result = tl.dot(weights.to(grads.dtype), grads, value_result, input_precision="ieee")
+            remaining = weights
+            if has_dropout:
+                kept = is_kept(words, query_at[None, :], key_at[:, None], drop_bound)
+                remaining = tl.where(kept, weights, 0.0)
+            value_result = tl.dot(remaining.to(grads.dtype), grads, value_result, input_precision="ieee")
             grad_weights = tl.dot(values, tl.trans(grads), input_precision="ieee")
+            if has_dropout:
+                grad_weights = tl.where(kept, grad_weights * keep_scale, 0.0)
             grad_scores = weights * (grad_weights - deltas[None, :])
             key_result = tl.dot(grad_scores.to(queries.dtype), queries, key_result, input_precision="ieee")
 
     key_result = key_result * scale
+    if has_dropout:
+        value_result = value_result * keep_scale
     if has_padding:
         key_result = tl.where(is_key[:, None], key_result, 0.0)
         value_result = tl.where(is_key[:, None], value_result, 0.0)

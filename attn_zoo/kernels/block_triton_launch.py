@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.kernels.block_pattern import BlockPattern
+from attn_zoo.kernels.block_triton_dropout import dropout_options
 from attn_zoo.kernels.block_triton_forward import forward_kernel, merge_kernel
 from attn_zoo.kernels.block_triton_key_gradient import key_gradient_kernel
 from attn_zoo.kernels.block_triton_query_gradient import delta_kernel, query_gradient_kernel
@@ -78,7 +79,12 @@ def _splits(num_blocks: int) -> tuple[int, int]:
 
 
 def _options(
-    pattern: BlockPattern, query: Tensor, padding: Tensor | None, slopes: Tensor | None, kernel: Kernel
+    pattern: BlockPattern,
+    query: Tensor,
+    padding: Tensor | None,
+    slopes: Tensor | None,
+    dropout: tuple[float, Tensor | None],
+    kernel: Kernel,
 ) -> dict[str, Any]:
     head_dim, size = query.shape[-1], pattern.block_size
     tiles = tiles_of(kernel, size, head_dim, query.element_size())
@@ -103,6 +109,7 @@ def _options(
         "has_reach": pattern.reach is not None,
         "has_padding": padding is not None,
         "has_slopes": slopes is not None,
+        **dropout_options(*dropout),
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
@@ -118,9 +125,10 @@ def launch_forward(
     padding: Tensor | None,
     slopes: Tensor | None,
     scale: float,
+    dropout: tuple[float, Tensor | None],
 ) -> None:
-    """Write output and log-sum-exp."""
-    options = _options(pattern, query, padding, slopes, "forward")
+    """Write output and log-sum-exp; `dropout` is its probability and seed."""
+    options = _options(pattern, query, padding, slopes, dropout, "forward")
     num_sequences, row_tiles = options["num_sequences"], pattern.block_size // options["block_m"]
     num_splits, split_blocks = _splits(-(-pattern.dense_key_len // pattern.block_size))
     num_dense = min(pattern.num_dense_rows * pattern.block_size, pattern.query_len)
@@ -173,8 +181,9 @@ def launch_backward(
     padding: Tensor | None,
     slopes: Tensor | None,
     scale: float,
+    dropout: tuple[float, Tensor | None],
 ) -> None:
-    """Write the gradients."""
+    """Write the gradients; arguments as in `launch_forward`."""
     grad_query, grad_key, grad_value = grads
     batch_size, num_heads, query_len, head_dim = query.shape
     num_sequences, size = batch_size * num_heads, pattern.block_size
@@ -190,7 +199,7 @@ def launch_backward(
             head_dim=head_dim,
         )
         rows, row_counts = transposed
-        options = _options(pattern, query, padding, slopes, "key_gradient")
+        options = _options(pattern, query, padding, slopes, dropout, "key_gradient")
         num_splits, split_blocks = _splits(pattern.num_query_blocks)
         num_global = min(pattern.num_global * size, pattern.key_len)
         shape = (batch_size, num_heads, num_splits, num_global, head_dim)
@@ -220,7 +229,7 @@ def launch_backward(
             grad_key[:, :, :num_global] = key_part.sum(2)
             grad_value[:, :, :num_global] = value_part.sum(2)
         del key_part, value_part  # before the next partial results are allocated
-        options = _options(pattern, query, padding, slopes, "query_gradient")
+        options = _options(pattern, query, padding, slopes, dropout, "query_gradient")
         num_splits, split_blocks = _splits(-(-pattern.dense_key_len // size))
         num_dense = min(pattern.num_dense_rows * size, query_len)
         part = query.new_empty((batch_size, num_heads, num_splits, num_dense, head_dim), dtype=torch.float32)

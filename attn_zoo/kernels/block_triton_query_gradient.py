@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn_zoo.kernels.block_triton_dropout import is_kept, sequence_words
 from attn_zoo.kernels.block_triton_tiles import (
     LOG2_E,
     block_at,
@@ -39,6 +40,7 @@ SIZES = [
     "reach",
     "num_splits",
     "split_blocks",
+    "drop_bound",
 ]
 
 
@@ -73,6 +75,9 @@ def query_gradient_kernel(
     counts,
     padding,
     slopes,
+    seed,
+    drop_bound,
+    keep_scale,
     scale,
     num_sequences,
     num_heads,
@@ -96,6 +101,7 @@ def query_gradient_kernel(
     has_reach: tl.constexpr,
     has_padding: tl.constexpr,
     has_slopes: tl.constexpr,
+    has_dropout: tl.constexpr,
 ):
     """Compute the gradient of one tile of queries; tiles and masks as in the forward kernel.
 
@@ -148,6 +154,10 @@ def query_gradient_kernel(
     if has_padding:
         padding += batch.to(tl.int64) * key_len
 
+    words = (0, 0)
+    if has_dropout:
+        words = sequence_words(seed, sequence)
+
     score_scale = scale * LOG2_E
     result = tl.zeros([block_m, head_dim], tl.float32)
     key_start, value_start = sequence_start(key, batch, head), sequence_start(value, batch, head)
@@ -179,6 +189,9 @@ def query_gradient_kernel(
                 scores = tl.where(visible & is_key[None, :], scores, float("-inf"))
             weights = tl.exp2(scores - log_sum[:, None])
             grad_weights = tl.dot(grads, tl.trans(values), input_precision="ieee")
+            if has_dropout:
+                kept = is_kept(words, query_at[:, None], key_at[None, :], drop_bound)
+                grad_weights = tl.where(kept, grad_weights * keep_scale, 0.0)
             grad_scores = weights * (grad_weights - deltas[:, None])
             result = tl.dot(grad_scores.to(keys.dtype), keys, result, input_precision="ieee")
 

@@ -191,8 +191,8 @@ class BigBirdAttention(AbstractAttention):
             raise UnsupportedError("causal", reason)
         if build.position == "alibi" and config.mode == "etc":
             raise UnsupportedError("positions", "bigbird: extra tokens of mode='etc' have no position for ALiBi")
-        if build.dropout_p > 0 and config.backend in ("flex", "triton"):
-            raise UnsupportedError("attention_dropout", f"bigbird: backend {config.backend!r} has no attention dropout")
+        if build.dropout_p > 0 and config.backend == "flex":
+            raise UnsupportedError("attention_dropout", "bigbird: backend 'flex' has no attention dropout")
         if config.mode == "etc":
             shape = (build.num_kv_heads, config.num_extra_tokens, build.head_dim)
             self.extra_key = nn.Parameter(torch.randn(shape) * 0.02)  # as the authors start all embeddings

@@ -119,16 +119,15 @@ class LocalWindowAttention(AbstractAttention):
         build: sizes and direction.
 
     Raises:
-        UnsupportedError: attention dropout with backend `"flex"` or `"triton"`, which have none.
+        UnsupportedError: attention dropout with backend `"flex"`, which has none.
     """
 
     config: LocalWindowConfig
 
     def __init__(self, config: LocalWindowConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        if build.dropout_p > 0 and config.backend in ("flex", "triton"):
-            reason = f"local_window: backend {config.backend!r} has no attention dropout"
-            raise UnsupportedError("attention_dropout", reason)
+        if build.dropout_p > 0 and config.backend == "flex":
+            raise UnsupportedError("attention_dropout", "local_window: backend 'flex' has no attention dropout")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         build, config = self.build, self.config

@@ -26,14 +26,22 @@ from attn_zoo.kernels.block_sparse import block_sparse_attention, why_not_triton
 from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
 from tests.kernels.test_block_sparse import make_layout, value_and_gradients
+from tests.kernels.test_block_triton_dropout import kept_factor
 
 HERE = Path(__file__).parent
 
 
 def dense_attention(
-    inputs: Sequence[Tensor], pattern: BlockPattern, padding: Tensor | None = None, slopes: Tensor | None = None
+    inputs: Sequence[Tensor],
+    pattern: BlockPattern,
+    padding: Tensor | None = None,
+    slopes: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Tensor:
-    """Softmax under the dense mask, in the dtype of the inputs; rows that see nothing are zero."""
+    """Softmax under the dense mask, in the dtype of the inputs; rows that see nothing are zero.
+
+    Its weights are multiplied by `factor` `[B, H, L, S]`, which is dropout.
+    """
     query, key, value = inputs
     keep = pattern.to_dense()[None]
     if padding is not None:
@@ -44,7 +52,8 @@ def dense_attention(
         standing = torch.arange(pattern.query_len)[:, None] + pattern.key_len - pattern.query_len
         scores = scores - slopes[:, None, None].to(scores.dtype) * (standing - torch.arange(pattern.key_len)).abs()
     scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
-    output: Tensor = (scores.softmax(-1) * keep) @ value
+    weights = scores.softmax(-1) * keep
+    output: Tensor = (weights if factor is None else weights * factor.to(weights.dtype)) @ value
     return output
 
 
@@ -72,11 +81,12 @@ def check_against_dense(
     pattern: BlockPattern,
     padding: Tensor | None = None,
     slopes: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> None:
     """Compare output and gradients of `run` with dense attention in float64, by the error of the same in its dtype."""
 
     def dense(tensors: Sequence[Tensor]) -> Tensor:
-        return dense_attention(tensors, pattern, padding, slopes)
+        return dense_attention(tensors, pattern, padding, slopes, factor)
 
     with recording() as paths:
         found = value_and_gradients(run, inputs)
@@ -89,7 +99,7 @@ def check_against_dense(
 
 
 def refusal(query: Tensor, pattern: BlockPattern, **options: Any) -> str:
-    reason = why_not_triton(query, pattern, options.pop("dropout_p", 0.0), **options)
+    reason = why_not_triton(query, pattern, **options)
     assert reason is not None
     return reason
 
@@ -110,8 +120,7 @@ def test_what_the_kernels_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     pattern, query = layout_pattern(make_layout(64), 1, (1, 0)), torch.randn(1, 1, 64, 16)
-    assert why_not_triton(query, pattern, 0.0) is None
-    assert "no dropout; got dropout_p = 0.1" in refusal(query, pattern, dropout_p=0.1)
+    assert why_not_triton(query, pattern) is None
     assert "got torch.float64" in refusal(query.double(), pattern)
     assert "head_dim in (16, 32, 64, 128); got 8" in refusal(query[..., :8], pattern)
     assert "head_dim in (16, 32, 64, 128); got 24" in refusal(torch.randn(1, 1, 64, 24), pattern)
@@ -133,7 +142,7 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     pattern = layout_pattern(make_layout(64), 1, (1, 0))
     assert "compute capability 8.0; got 7.5" in refusal(query, pattern)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert why_not_triton(query, pattern, 0.0) is None
+    assert why_not_triton(query, pattern) is None
 
 
 @pytest.mark.triton
@@ -203,7 +212,32 @@ def test_gpu_bands_agree_with_dense_attention(dtype: torch.dtype, is_causal: boo
     check_against_dense(on_gpu(pattern, padding, None), make_inputs(pattern, (2, 3, 64), dtype), pattern, padding)
 
 
-def on_gpu(pattern: BlockPattern, padding: Tensor | None, slopes: Tensor | None) -> Callable[[list[Tensor]], Tensor]:
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("length", "options"), [(512, {}), (500, {"is_causal": True}), (1000, {"num_extra_tokens": 128})]
+)
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_gpu_dropout_agrees_weight_by_weight(
+    dtype: torch.dtype, length: int, options: dict[str, Any], has_padding: bool
+):
+    pattern = layout_pattern(make_layout(length, block_size=64, **options), 3, (2, 1))
+    padding = make_padding(2, pattern.key_len) if has_padding else None
+    torch.manual_seed(7)
+    seed = int(torch.randint(1 << 62, (1,), device="cuda"))
+    factor = kept_factor(seed, (2, 3, length, pattern.key_len), 0.2)
+    plain = on_gpu(pattern, padding, None, dropout_p=0.2)
+
+    def run(tensors: list[Tensor]) -> Tensor:
+        torch.manual_seed(7)
+        return plain(tensors)
+
+    check_against_dense(run, make_inputs(pattern, (2, 3, 64), dtype), pattern, padding, None, factor)
+
+
+def on_gpu(
+    pattern: BlockPattern, padding: Tensor | None, slopes: Tensor | None, **options: Any
+) -> Callable[[list[Tensor]], Tensor]:
     """Return the Triton path on the GPU, from and to the CPU."""
     there = pattern.to("cuda")
 
@@ -217,15 +251,16 @@ def on_gpu(pattern: BlockPattern, padding: Tensor | None, slopes: Tensor | None)
             key_padding_mask=None if padding is None else padding.cuda(),
             slopes=None if slopes is None else slopes.cuda(),
             backend="triton",
+            **options,
         )
         return output.cpu()
 
     return run
 
 
-def attend(inputs: Sequence[Tensor], pattern: BlockPattern, backend: Any = "triton") -> Tensor:
+def attend(inputs: Sequence[Tensor], pattern: BlockPattern, backend: Any = "triton", **options: Any) -> Tensor:
     query, key, value = inputs
-    return block_sparse_attention(query, key, value, pattern, backend=backend)
+    return block_sparse_attention(query, key, value, pattern, backend=backend, **options)
 
 
 def gpu_inputs(length: int, num_heads: int = 4, head_dim: int = 64) -> tuple[BlockPattern, list[Tensor]]:
@@ -284,6 +319,33 @@ def test_gpu_passes_can_be_captured():
     graph.replay()
     for found, wanted in zip(captured, step(), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+def test_gpu_a_captured_pass_drops_other_weights_at_every_replay():
+    pattern, inputs = gpu_inputs(1 << 10)
+    query, key, value = (x.detach() for x in inputs)
+    value = torch.ones_like(value)
+
+    def run() -> Tensor:
+        return attend([query, key, value], pattern, dropout_p=0.5)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    found = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        graph.replay()
+        found.append(captured.clone())
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+    assert abs(float(found[0].float().mean()) - 1.0) < 0.01
 
 
 @pytest.mark.gpu

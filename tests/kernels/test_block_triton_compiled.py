@@ -14,10 +14,12 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 pytestmark = pytest.mark.triton
 
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of sm_90, for one program
-FLAGS = ("is_causal", "is_ragged", "has_reach", "has_padding", "has_slopes")
+FLAGS = ("is_causal", "is_ragged", "has_reach", "has_padding", "has_slopes", "has_dropout")
 TOKENS = {"query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"}
 FLOATS = {"lse", "delta", "part", "part_lse", "key_part", "value_part"}
 TABLES = {"indices", "counts", "rows", "row_counts"}
+OTHERS = {"padding": "*u8", "slopes": "*fp32", "seed": "*i64", "keep_scale": "fp32", "scale": "fp32"}
+OPTIONAL = {"padding": "has_padding", "slopes": "has_slopes", "seed": "has_dropout"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -41,7 +43,7 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], options: dict[s
             signature[name] = "*fp32" if name in FLOATS else "*i32"
             attributes[place,] = ALIGNED
         else:
-            signature[name] = {"padding": "*u8", "slopes": "*fp32", "scale": "fp32"}.get(name, "i32")
+            signature[name] = OTHERS.get(name, "i32")
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
@@ -81,13 +83,13 @@ def build(
         "head_dim": head_dim,
         **{flag: flag in flags for flag in FLAGS},
     }
-    constants |= {name: None for name in ("padding", "slopes") if f"has_{name}" not in flags}
+    constants |= {name: None for name, flag in OPTIONAL.items() if flag not in flags}
     return compiled(kernels[name], dtype, constants, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages})
 
 
 @pytest.mark.parametrize("name", ["forward", "query_gradient", "key_gradient"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("flags", [(), ("is_causal",)], ids=lambda f: "+".join(f) or "plain")
+@pytest.mark.parametrize("flags", [(), ("is_causal",), ("has_dropout",)], ids=lambda f: "+".join(f) or "plain")
 def test_it_compiles_for_hopper(name: Any, head_dim: int, flags: tuple[str, ...], tmp_path: Path):
     built = build(name, head_dim, flags)
     assert "wgmma.mma_async" in built.asm["ptx"]

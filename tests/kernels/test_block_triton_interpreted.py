@@ -20,6 +20,7 @@ from attn_zoo.kernels.block_pattern import BlockPattern, make_pattern
 from attn_zoo.kernels.block_sparse import block_sparse_attention
 from tests.kernels.test_block_sparse import make_layout, value_and_gradients
 from tests.kernels.test_block_triton import check_against_dense, dense_attention, make_inputs, make_padding
+from tests.kernels.test_block_triton_dropout import kept_factor
 
 pytestmark = [
     pytest.mark.triton,
@@ -136,6 +137,31 @@ def test_any_pattern(seed: int):
         is_causal=is_causal,
     )
     check_against_dense(engine(pattern), make_inputs(pattern, (1, 2, 16)), pattern)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "has_padding", "dropout_p"),
+    [(83, {"is_causal": True}, False, 0.25), (50, {"num_extra_tokens": 32}, True, 0.1), (48, {}, False, 1 - 2.0**-40)],
+)
+def test_dropout(length: int, options: dict[str, Any], has_padding: bool, dropout_p: float):
+    """The same weights are dropped forward and backward, in listed and in dense rows and in global columns."""
+    pattern = layout_pattern(make_layout(length, **{"num_random_blocks": 1, **options}), 2, (1, 0))
+    padding = make_padding(2, pattern.key_len) if has_padding else None
+    torch.manual_seed(7)
+    seed = int(torch.randint(1 << 62, (1,)))
+    sizes = (2 if has_padding else 1, 2)
+    plain = engine(pattern, padding, dropout_p=dropout_p)
+
+    def run(tensors: list[Tensor]) -> Tensor:
+        torch.manual_seed(7)
+        return plain(tensors)
+
+    inputs = make_inputs(pattern, (*sizes, 16))
+    if dropout_p > 0.5:  # next to nothing is kept, and what is would be multiplied by four billion
+        assert all(float(x.abs().max()) == 0.0 for x in value_and_gradients(run, inputs))
+        return
+    factor = kept_factor(seed, (*sizes, length, pattern.key_len), dropout_p)
+    check_against_dense(run, inputs, pattern, padding, None, factor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
