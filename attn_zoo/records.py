@@ -36,9 +36,10 @@ __all__ = [
 SCHEMA_VERSION = 1
 """Of the JSON form. History: 1, first."""
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of the way we measure. Part of every scaling cell's key, so that results never mix. History: 1, first; 2, other
-random inputs on a CPU, drawn on all threads; one gate per run for cells equal in all that a gate depends on."""
+random inputs on a CPU, drawn on all threads; one gate per run for cells equal in all that a gate depends on; 3,
+freed memory stays in the process that measures."""
 
 TRAINING_VERSION = 2
 """Of the way we train; likewise for accuracy cells. History: 1, first; 2, every kind of task, bucketing by length,

@@ -14,7 +14,7 @@ hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +72,7 @@ class Piece:
     Args:
         query: `[n, l, D]`.
         key: `[n, s, D]`.
-        value: `[n, s, D]`.
+        read_value: returns the values `[n, s, D]`; gathered no sooner, so that they are still near when they are used.
         mask: additive `[n or 1, l or 1, s]`, in the wide dtype; no row may be all minus infinity.
         masked: where among the n the mask belongs, if not to all.
         scale: of the scores.
@@ -83,7 +83,7 @@ class Piece:
 
     query: Tensor
     key: Tensor
-    value: Tensor
+    read_value: Callable[[], Tensor]
     mask: Tensor | None
     masked: slice
     scale: float
@@ -117,7 +117,9 @@ def _weights(piece: Piece) -> Tensor:
     query, key = piece.query, piece.key
     shape = (*query.shape[:2], key.shape[1])
     scores = _product(query, key.mT, piece.scale, piece.scratch.take("scores", shape, query))
-    scores = scores.to(wide_dtype(scores.dtype))
+    wide = wide_dtype(scores.dtype)
+    if scores.dtype != wide:
+        scores = scores.to(wide)
     if piece.mask is not None:
         scores[piece.masked] += piece.mask
     return torch.softmax(scores, dim=-1, out=scores)
@@ -133,7 +135,7 @@ def attend(piece: Piece, place: Tensor, lse: Tensor | None = None) -> None:
     """
     if piece.is_fused:
         # As n batch entries of one head: the kernel puts heads inside tokens, and its results should stay contiguous.
-        heads = (x[:, None] for x in (piece.query, piece.key, piece.value))
+        heads = (x[:, None] for x in (piece.query, piece.key, piece.read_value()))
         output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, attn_mask=None if piece.mask is None else piece.mask[:, None], scale=piece.scale
         )
@@ -144,7 +146,8 @@ def attend(piece: Piece, place: Tensor, lse: Tensor | None = None) -> None:
     weights = _weights(piece)
     if piece.dropout is not None:
         weights = weights.mul_(piece.dropout.draw(weights))
-    _product(weights.to(piece.value.dtype), piece.value, 1.0, place)
+    value = piece.read_value()
+    _product(weights.to(value.dtype), value, 1.0, place)
 
 
 def attend_backward(
@@ -154,7 +157,7 @@ def attend_backward(
     sums: Sequence[Tensor] | None,
     output: Tensor | None = None,
     lse: Tensor | None = None,
-) -> None:
+) -> tuple[Tensor, Tensor]:
     """Compute the gradients of query, key and value.
 
     Args:
@@ -165,9 +168,13 @@ def attend_backward(
             and values of the piece, which must be copies.
         output: of a fused piece, what `attend` returned.
         lse: likewise.
+
+    Returns:
+        The buffers of the keys and values.
     """
-    query, key, value, scratch = piece.query, piece.key, piece.value, piece.scratch
+    query, key, scratch = piece.query, piece.key, piece.scratch
     if piece.is_fused:
+        value = piece.read_value()
         assert output is not None  # kept for every fused piece
         assert lse is not None
         heads = (x[:, None] for x in (grad, query, key, value, output, lse))
@@ -180,7 +187,7 @@ def attend_backward(
                 (key, value)[index].copy_(addend[:, 0])
             else:
                 sums[index].add_(addend[:, 0])
-        return
+        return key, value
 
     def deliver(index: int, left: Tensor, right: Tensor, scale: float) -> None:
         if sums is None:
@@ -191,6 +198,7 @@ def attend_backward(
             sums[index].add_(_product(left, right, scale, torch.empty_like(key)))
 
     weights = _weights(piece)
+    value = piece.read_value()
     grad_weights = _product(grad, value.mT, 1.0, scratch.take("grad_weights", weights.shape, grad)).to(weights.dtype)
     dropped = weights
     if piece.dropout is not None:
@@ -201,3 +209,4 @@ def attend_backward(
     grad_scores = grad_weights.to(query.dtype)
     _product(grad_scores, key, piece.scale, place)
     deliver(0, grad_scores.mT, query, piece.scale)
+    return key, value

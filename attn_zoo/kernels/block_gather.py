@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class _Walk:
             piece = Piece(
                 query=queries[blocks],
                 key=self._near("key", keys, source, group),
-                value=self._near("value", values, source, group),
+                read_value=partial(self._near, "value", values, source, group),
                 mask=mask,
                 masked=masked,
                 scale=self._plan.scale,
@@ -179,9 +180,9 @@ def gather_backward(
                 if step.is_dead is not None:
                     grad = grad.masked_fill(step.is_dead, 0.0)
                 sums = leading if step.source is None else None
-                attend_backward(grad, step.piece, place[step.blocks], sums, *forward)
-                if step.source is not None:  # the gathered keys and values are now their gradients
-                    for total, rows in zip(totals, (step.piece.key, step.piece.value), strict=True):
+                gradients = attend_backward(grad, step.piece, place[step.blocks], sums, *forward)
+                if step.source is not None:
+                    for total, rows in zip(totals, gradients, strict=True):
                         total.index_add_(0, step.source, rows.view(-1, keys.shape[1]).to(total.dtype))
         for result, total in zip((grad_key, grad_value), totals, strict=True):
             if total.data_ptr() != result[group.batch, group.head].data_ptr():

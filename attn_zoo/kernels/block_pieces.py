@@ -14,10 +14,12 @@ from attn_zoo.kernels.block_pattern import BlockPattern
 
 __all__ = ["Group", "Part", "Pieces"]
 
-# Gathered keys of one piece, per thread. The bare operations took the same time for pieces of 4 to 63 blocks of queries
-# (two threads, float32, 8 blocks of 64 keys each), and every piece has its fixed cost. Larger ones need more memory.
-_CPU_PIECE_BYTES = 1 << 21
+# Gathered keys of one piece, per thread: four blocks of queries of the usual pattern, as smaller pieces have their fixed
+# cost too often, and larger ones leave the cache where it is small (on an EPYC of 512 KiB a core, forward took 1.1 times
+# as long with four times as much; on a Xeon of 2 MiB the bare operations took the same).
+_CPU_PIECE_BYTES = 1 << 19
 _GPU_PIECE_BYTES = 1 << 26
+_MAX_MASKS = 4  # kept during a call: rows at the ends alone are partial in the usual patterns
 _MIN_DENSE_ROWS = 64  # with 32, products were a quarter slower
 
 
@@ -147,6 +149,9 @@ class Pieces:
         size, device = pattern.block_size, query.device
         self._is_full = pattern.full_rows
         self._within = torch.arange(size, dtype=torch.int32, device=device)
+        self._has_distance = pattern.is_causal or slopes is not None or pattern.reach is not None
+        self._has_own_masks = padding is not None or self._has_distance
+        self._masks: dict[int, tuple[slice, Tensor]] = {}  # by first row, of all heads: the same for every sequence
         if padding is not None:
             self._is_key = pad(~padding, (0, pattern.num_key_blocks * size - pattern.key_len), value=False)
 
@@ -190,6 +195,8 @@ class Pieces:
         if part.pieces[0] is None:
             return None
         some = part.group
+        if group.num_sequences == 1:
+            return self._table(self.pattern.table, some, slice(None)).flatten(0, 1)
         before = (some.batch.start - group.batch.start) * group.shape[1] + some.head.start - group.head.start
         first = torch.arange(before, before + some.num_sequences, device=self._within.device).view(*some.shape, 1, 1)
         table = self._table(self.pattern.table, some, slice(None))
@@ -205,17 +212,32 @@ class Pieces:
         Most pieces of a bidirectional pattern need no mask, and others for the rows at the ends only. Shapes are
         `[blocks or 1, size or 1, keys]` and `[sequences * blocks, size or 1, 1]`; None where nothing is hidden.
         """
-        pattern, group, size = self.pattern, part.group, part.size
-        is_full = rows is None or all(self._is_full[rows])
-        has_distance = pattern.is_causal or self.slopes is not None or pattern.reach is not None
-        blocks = slice(None)
-        if self.padding is None and not has_distance:
-            if is_full:
-                return None, blocks, None
-            if rows is not None and self._has_scores and group.num_sequences == 1:
+        group = part.group
+        if self._has_own_masks:
+            bias, is_dead = self._make_mask(part, rows, group)
+            return self._by_block(bias, group), slice(None), None if is_dead is None else self._by_block(is_dead, group)
+        if rows is None or all(self._is_full[rows]):
+            return None, slice(None), None
+        if rows.start not in self._masks:
+            if len(self._masks) == _MAX_MASKS:
+                self._masks.clear()
+            masked = rows
+            if self._has_scores and self._num_together == 1:
                 partial = [row for row in range(rows.start, rows.stop) if not self._is_full[row]]
-                blocks = slice(partial[0] - rows.start, partial[-1] + 1 - rows.start)
-                rows = slice(partial[0], partial[-1] + 1)
+                masked = slice(partial[0], partial[-1] + 1)
+            self._masks[rows.start] = masked, self._make_mask(part, masked, self._whole)[0]
+        masked, bias = self._masks[rows.start]
+        bias = bias if bias.shape[1] == 1 else bias[:, group.head]
+        blocks = slice(masked.start - rows.start, masked.stop - rows.start) if self._num_together == 1 else slice(None)
+        return self._by_block(bias, group), blocks, None
+
+    def _make_mask(self, part: Part, rows: slice | None, group: Group) -> tuple[Tensor, Tensor | None]:
+        """Return the additive mask of some rows, and which queries see nothing.
+
+        Both are `[batch or 1, heads or 1, blocks or 1, size or 1, keys or 1]`.
+        """
+        pattern, size = self.pattern, part.size
+        is_full = rows is None or all(self._is_full[rows])
         keep: Tensor | None = None  # [batch or 1, heads or 1, blocks or 1, size or 1, keys]
         if rows is None:
             positions = torch.arange(pattern.dense_key_len, dtype=torch.int32, device=self._within.device)[None, None]
@@ -229,7 +251,7 @@ class Pieces:
             is_key = self._is_key[group.batch][:, positions.long()][:, :, :, None]
             keep = _both(keep, is_key)
         bias: Tensor | None = None
-        if has_distance:
+        if self._has_distance:
             start, num_blocks = part.start, 1
             if rows is not None:
                 start, num_blocks = part.start + rows.start * size, rows.stop - rows.start
@@ -253,13 +275,11 @@ class Pieces:
         if keep is not None and (self.padding is not None or (pattern.reach is not None and not is_full)):
             is_dead = ~keep.any(-1, keepdim=True)
             keep = keep | is_dead  # what such a query gets is zeroed afterwards
-            is_dead = self._by_block(is_dead, group)
         if bias is None:
             bias = torch.zeros((), dtype=self._wide, device=positions.device)
         elif bias.dim() == 4:
             bias = bias[None]
-        mask = bias if keep is None else torch.where(keep, bias, float("-inf"))
-        return self._by_block(mask, group), blocks, is_dead
+        return (bias if keep is None else torch.where(keep, bias, float("-inf"))), is_dead
 
     @staticmethod
     def _by_block(mask: Tensor, group: Group) -> Tensor:
