@@ -14,9 +14,9 @@ from attn_zoo.kernels.block_pattern import BlockPattern
 
 __all__ = ["Group", "Part", "Pieces"]
 
-# Gathered keys of one piece, per thread: four blocks of queries of the usual pattern, as smaller pieces have their fixed
-# cost too often, and larger ones leave the cache where it is small (on an EPYC of 512 KiB a core, forward took 1.1 times
-# as long with four times as much; on a Xeon of 2 MiB the bare operations took the same).
+# Gathered keys of one piece, per thread: four blocks of queries of the usual pattern. Smaller pieces have their fixed
+# cost too often, and larger ones leave a small cache: on an EPYC with 512 KiB a core, forward took 1.1 times as long
+# with four times as much; on a Xeon with 2 MiB the bare operations took the same.
 _CPU_PIECE_BYTES = 1 << 19
 _GPU_PIECE_BYTES = 1 << 26
 _MAX_MASKS = 4  # kept during a call: rows at the ends alone are partial in the usual patterns

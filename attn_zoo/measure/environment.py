@@ -46,7 +46,7 @@ MEASURING_VARIABLES = {
     # property of a mechanism and grows where tensors leave the cache: without it BigBird took 1.1 times as long from
     # 16 384 tokens on, 1.16 times forward at 131 072, and the same at 8192 (two cores, in turns).
     "THP_MEM_ALLOC_ENABLE": "1",
-    # What is freed stays in the process, as on a GPU in torch's allocator: large tensors otherwise are given back to the
+    # What is freed stays in the process, as on a GPU in torch's allocator. Else large tensors are given back to the
     # system and touched for the first time in every call, which on a virtual machine can cost more than to compute them
     # (2.5 ms for 2 MiB, seen on one whose host takes free memory back). There BigBird took 1.14 times as long without,
     # 1.25 times with backward at 65 536 tokens, and torch's kernel at 8192 the same. Before memory is measured, what is
