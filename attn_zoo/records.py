@@ -198,6 +198,14 @@ class Cell(Json):
         return "/".join([name, self.kind, *place, *extra, f"seed{self.seed}"])
 
     @property
+    def num_tokens(self) -> float | None:
+        """Tokens that one training step learns from, padding excluded, as a mean over batches; None for other cells."""
+        if self.scope != "model" or self.batch_size is None or self.seq_len is None:
+            return None
+        padded = self.seq_len // 4 / 2 if self.has_padding else 0.0  # a quarter of every second sequence
+        return self.batch_size * (self.seq_len - padded)
+
+    @property
     def lane(self) -> str:
         """Cells of one lane differ in length only; a worker may run them one after another, ascending."""
         data = asdict(self)

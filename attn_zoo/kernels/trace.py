@@ -20,6 +20,12 @@ def note_path(name: str) -> None:
             recorder.append(name)
 
 
+# The compiler calls it once, while it traces, and compiles nothing of it. Else a compiled graph would depend on who
+# records, and be compiled anew in the middle of a timing. `torch.compiler.assume_constant_result` does no more than
+# this, but loads the compiler, which takes seconds.
+note_path._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @contextmanager
 def recording() -> Iterator[list[str]]:
     """Collect the names of the paths that run inside the block, in order of first use.

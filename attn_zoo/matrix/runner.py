@@ -122,6 +122,8 @@ def run(
         total = sum(item.num_rounds for item in plan.cells)
         missing = sum(item.num_rounds - len(parts.get(item.cell.key, ())) for item in left)
         progress.begin(total, total - missing, len(plan.cells))
+        if num_compiled := sum(bool(item.cell.overrides.get("compile")) for item in left if item.refusal is None):
+            progress.say(f"cells that are compiled first, in silence and up to a minute each: {num_compiled}")
         try:
             with _signals(session.interrupt):
                 if not engine.is_remote:

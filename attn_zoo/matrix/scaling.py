@@ -120,6 +120,7 @@ class Trial:
                 self._checks += work.check(output)
             del output
             with self.phase("timing"):
+                work.settle()
                 self._sampling.warm_up()
         self._kernels = tuple(kernels)
 

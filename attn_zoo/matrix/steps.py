@@ -25,6 +25,9 @@ from attn_zoo.training.learner import AbstractLearner, Learner
 
 __all__ = ["StepWorkload"]
 
+MAX_COMPILED = 200
+"""Models that one process compiles at most: cells of a bundle, or of a lane."""
+
 
 @final
 class StepWorkload(AbstractWorkload):
@@ -43,6 +46,8 @@ class StepWorkload(AbstractWorkload):
         own = variants[cell.variant].learner
         self._learner: AbstractLearner = ours if own is None else own(ours)
         self._ours: Learner | None = ours
+        if self._learner.protocol.compile:
+            _compile_every_cell()
         self._before = [parameter.detach().clone() for parameter in self._learner.model.parameters()]
         self.inputs: Sequence[Tensor] = ()  # the data are small, and the weights must not be shared
 
@@ -103,6 +108,9 @@ class StepWorkload(AbstractWorkload):
         self._before = []
         return ("step_is_finite", "step_learns")
 
+    def settle(self) -> None:
+        self._learner.settle()
+
     def memory(self) -> Memory:
         self._learner.launch_singly()
         return memory_of_update(self._learner.step, self._held, device=self._cell.device)
@@ -128,3 +136,14 @@ class StepWorkload(AbstractWorkload):
 
     def release(self) -> None:
         """Keep everything: weights and averages are what the next step needs."""
+
+
+def _compile_every_cell() -> None:
+    """Let this process compile the models of as many cells as it likes.
+
+    They share their source, and torch compiles one source for so many models only: the next would run as written.
+    """
+    from torch._dynamo import config  # loads the compiler
+
+    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+    config.fail_on_recompile_limit_hit = True  # an error is better than the time of something else

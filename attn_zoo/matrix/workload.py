@@ -98,6 +98,9 @@ class AbstractWorkload(ABC):
             GateError: it is wrong.
         """
 
+    def settle(self) -> None:  # noqa: B027 - most have nothing to settle
+        """Make the calls that run otherwise than all that follow: before warm-up, whose end the clock decides."""
+
     @abstractmethod
     def memory(self) -> Memory:
         """Measure the memory of one call."""

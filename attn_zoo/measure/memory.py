@@ -57,21 +57,34 @@ class _Kept:
 class SavedTensors:
     """Watches what autograd saves for backward while active. Use as a context manager around the forward.
 
-    Sees built-in operations and `ctx.save_for_backward` of custom functions; a tensor that a custom function hangs on
-    `ctx` under a name of its own is invisible. What activation checkpointing drops is not counted; what it keeps is.
+    Sees built-in operations, `ctx.save_for_backward` of custom functions, and what a compiled graph saves, which need
+    not be compiled anew for it; a tensor that a custom function hangs on `ctx` under a name of its own is invisible.
+    What activation checkpointing drops is not counted; what it keeps is.
+
+    Attributes:
+        most_bytes: most that was held when a backward began; 0 before the first. Of a call that makes forward and
+            backward, that is what it saves.
     """
 
     def __init__(self) -> None:
         self._kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
         self._hooks: Any = None
+        self._has_grown = False
+        self.most_bytes = 0
 
     def _pack(self, tensor: Tensor) -> _Kept:
         kept = _Kept(tensor.detach())  # a tensor that knows its graph would keep that graph, and itself, alive for ever
         self._kept.add(kept)
+        self._has_grown = True
         return kept
 
+    def _unpack(self, kept: _Kept) -> Tensor:
+        if self._has_grown:  # the first tensor that a backward asks for: none has been let go of yet
+            self._has_grown, self.most_bytes = False, max(self.most_bytes, self.num_bytes)
+        return kept.tensor
+
     def __enter__(self) -> Self:
-        self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return self
 
@@ -271,12 +284,15 @@ def memory_of_update(
 ) -> Memory:
     """Measure the memory of a call that changes what is held in place, such as a training step.
 
-    It runs once before, so that what it keeps between two calls (gradients, averages) is there already.
+    It runs once before, so that what it keeps between two calls (gradients, averages) is there already; that run is
+    watched for what its graph saves.
 
     * `input_bytes`: storages of what is held: weights, gradients, the optimiser's averages, data.
     * `peak_bytes`: `input_bytes` plus the most that tensor memory rose above its state before the call.
     * `extra_bytes`: that rise.
-    * `reserved_bytes`, `process_bytes`: as for `memory_of_pass`. `saved_bytes` and `output_bytes` are not known.
+    * `saved_bytes`: storages that its graph holds when its backward begins, weights and data included; the most, where
+      it has several backwards.
+    * `reserved_bytes`, `process_bytes`: as for `memory_of_pass`. `output_bytes` is not known.
 
     Args:
         update: makes one update.
@@ -293,13 +309,15 @@ def memory_of_update(
         update()
         return torch.empty(0), 0
 
-    update()
+    with SavedTensors() as saved:
+        update()
     process_bytes = _process_growth(run, False) if has_process and device.type == "cpu" else None
     growth = _cuda_growth(run, False, device)[0] if device.type == "cuda" else _cpu_rise(update)
     held_bytes = sum(_storages(held()).values())
     return Memory(
         peak_bytes=held_bytes + growth,
         extra_bytes=growth,
+        saved_bytes=saved.most_bytes or None,  # no backward was seen
         input_bytes=held_bytes,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
         process_bytes=process_bytes,

@@ -42,15 +42,16 @@ def _panel(one: PanelAnalysis) -> str:
     last = [series for series in measured if series.lengths[-1] == longest]
     fastest = min(last, key=lambda series: series.points[-1].median_ms)
     capital = one.panel.title[0].upper() + one.panel.title[1:]
-    said = [
-        f"at {human_length(longest)} tokens the fastest is {fastest.label} ({human_ms(fastest.points[-1].median_ms)})"
-    ]
+    point = fastest.points[-1]
+    rate = "" if point.tokens_per_s is None else f", {float(f'{point.tokens_per_s:.3g}'):,.0f} tokens/s"
+    said = [f"at {human_length(longest)} tokens the fastest is {fastest.label} ({human_ms(point.median_ms)}{rate})"]
     grown = [found for found in one.time.values() if found.exponent is not None]
     if grown:
         powers = [f"{found.exponent.value:.2f} ({found.label})" for found in grown[:MOST] if found.exponent]
         said.append(f"time grows as N^k with k = {', '.join(powers)}")
     crossings = [found for found in one.crossings if found.is_fastest][:MOST]
-    if crossings and one.panel.baseline is not None:
+    has_lengths = any(found.result is not None and len(found.result.lengths) > 1 for found in crossings)
+    if has_lengths and one.panel.baseline is not None:
         wins = [f"{found.label} {crossing_text(found)}" for found in crossings]
         said.append(f"crossover with {one.panel.baseline.label}: {', '.join(wins)}")
     return f"{capital}: {'; '.join(said)}."

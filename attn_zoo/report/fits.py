@@ -122,7 +122,7 @@ def crossings(panel: Panel, quantity: Quantity = "time") -> list[Crossing]:
     if panel.baseline is not None:
         baselines.append((panel.baseline, True))
     if len(exact) > 1:
-        baselines += [(series, False) for series in exact]
+        baselines += [(series, False) for series in exact if series.label != baselines[0][0].label]
     found = []
     for series in panel.series:
         if series.is_exact or not series.points or series.is_simulated:

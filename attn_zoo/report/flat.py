@@ -28,6 +28,7 @@ _SCORE = (
     "pretrain_s",
     "pretrain_flops",
 )
+_RATE_ENDS = ("tokens_per_s_low", "tokens_per_s_high")
 _SCORE_JSON = ("floors", "references", "breakdown", "curve", "settings")
 
 COLUMNS: tuple[str, ...] = (
@@ -45,6 +46,8 @@ COLUMNS: tuple[str, ...] = (
         "task",
         "level",
         *_SCORE,
+        *_RATE_ENDS,
+        "num_tokens",
     ),
     *("train_peak_bytes", "floors", "references", "seed", "threads", "protocol", "overrides", "grid"),
     *("protocol_version", "options", "variant_digest", "data_digest", "environment", "run", "key", "started"),
@@ -86,7 +89,7 @@ NUMBER_COLUMNS: tuple[str, ...] = (
     *("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms", "first_ms", "process_cpu_ms", "graph_ms", "dropout_p"),
     *("energy_joules", "backward_ratio"),
     *("value", "validation", "chance", "train_flops", "train_s", "tokens_per_s", "duration_s", "overhead_s"),
-    *("padding_frac", "pretrain_s", "pretrain_flops"),
+    *("padding_frac", "pretrain_s", "pretrain_flops", *_RATE_ENDS, "num_tokens"),
 )
 
 TEXT_COLUMNS: tuple[str, ...] = (
@@ -123,6 +126,7 @@ _FROM_CELL = (
     "protocol_version",
     "variant_digest",
     "data_digest",
+    "num_tokens",
     "key",
 )
 _FROM_RECORD = (
@@ -160,6 +164,7 @@ def flat_row(record: Record, run: str, environment: str) -> dict[str, Any]:
     row |= {name: getattr(memory, name, None) for name in _MEMORY}
     row |= {name: getattr(score, name, None) for name in _SCORE}
     row |= {name: json.dumps(getattr(score, name), sort_keys=True) if score else "" for name in _SCORE_JSON}
+    row |= _token_rates(cell.num_tokens, timing)
     row |= {
         "label": cell.label or cell.variant,
         "pass": cell.pass_,
@@ -180,3 +185,11 @@ def flat_row(record: Record, run: str, environment: str) -> dict[str, Any]:
         "process_sizes": list(timing.process_sizes) if timing else [],
     }
     return row
+
+
+def _token_rates(num_tokens: float | None, timing: Timing | None) -> dict[str, float]:
+    """Return the throughput of a training step that was timed, and its interval: what the time's interval says."""
+    if num_tokens is None or timing is None:
+        return {}
+    ends = {"tokens_per_s": timing.median_ms, "tokens_per_s_low": timing.high_ms, "tokens_per_s_high": timing.low_ms}
+    return {name: 1e3 * num_tokens / value_ms for name, value_ms in ends.items() if value_ms > 0}

@@ -31,6 +31,8 @@ def exponent_table(analysis: Analysis) -> Table:
             "Exponent k of N^k: a straight line through the top decade of lengths, with its 95 % interval; last slope: "
             "between the two longest. The reading is linear or quadratic only where the whole interval is within 0.1 "
             f"of it and that term leads the fit a + bN + cN^2. {_doubt(analysis)}".strip()
+            if rows
+            else _NOTHING_GROWS
         ),
         columns=(
             text_column("variant", "variant", priority=0),
@@ -99,7 +101,11 @@ _CHEAPER = (
     "The length from which a variant costs less than the fastest exact kernel of the same run and stays "
     "cheaper; interval: 95 %, from resampling both. None up to N is a result."
 )
-_NO_BASELINE = "Nothing to compare: it takes an exact variant and another one, both measured in the same run."
+_NO_BASELINE = (
+    "Nothing to compare: it takes an exact variant and another one, both measured in the same run. Of those timed in "
+    "turns at one length only, the ratio is under Timed in turns."
+)
+_NOTHING_GROWS = "Nothing to fit: it takes two lengths."
 
 
 def crossover_table(analysis: Analysis) -> Table:
@@ -108,6 +114,8 @@ def crossover_table(analysis: Analysis) -> Table:
     for one in analysis.panels:
         for crossing in (*one.crossings, *one.memory_crossings):
             found = crossing.result
+            if found is not None and len(found.lengths) == 1 and one.panel.turns:
+                continue  # nothing can cross, and the table of turns says how much cheaper
             rows.append(
                 {
                     "variant": crossing.label,

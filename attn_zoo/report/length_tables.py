@@ -12,9 +12,9 @@ from attn_zoo.report.series import Failure, Point, Series
 from attn_zoo.report.statuses import outcome
 from attn_zoo.report.table import Column, Row, Table
 from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, ratio, time_unit
-from attn_zoo.report.wording import doubt_words
+from attn_zoo.report.wording import doubt_words, held_words
 
-__all__ = ["length_table", "measurement_table"]
+__all__ = ["interval_ms", "length_table", "measurement_table", "outcomes"]
 
 
 _GRAPHS = "In parentheses, where a call is bound by its launches: the same call replayed from a CUDA graph, cache warm."
@@ -28,10 +28,10 @@ def length_table(one: PanelAnalysis, quantity: str) -> Table:
         quantity: `"time"` or `"memory"`.
     """
     panel = one.panel
-    lengths = sorted({found.seq_len for series in panel.series for found in _outcomes(series)})
+    lengths = sorted({found.seq_len for series in panel.series for found in outcomes(series)})
     rows: list[Row] = []
     for series in panel.series:
-        cells: dict[str, Any] = {str(found.seq_len): found for found in _outcomes(series)}
+        cells: dict[str, Any] = {str(found.seq_len): found for found in outcomes(series)}
         rows.append({"variant": series.label, **{str(length): cells.get(str(length)) for length in lengths}})
     show, brief, sort = _CELLS[quantity]
     columns = [text_column("variant", "variant", priority=0)]
@@ -51,7 +51,7 @@ def length_table(one: PanelAnalysis, quantity: str) -> Table:
     )
     words = {
         "time": ("Time", "Median, with the 95 % interval of the median in brackets."),
-        "memory": ("Peak memory", "Most bytes that tensors occupied at once, inputs included."),
+        "memory": ("Peak memory", f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included."),
     }[quantity]
     points = [point for series in panel.series for point in series.points] if quantity == "time" else []
     graphs = _GRAPHS if any(point.graph_ms for point in points) else ""
@@ -67,7 +67,7 @@ def length_table(one: PanelAnalysis, quantity: str) -> Table:
     )
 
 
-def _outcomes(series: Series) -> list[Point | Failure]:
+def outcomes(series: Series) -> list[Point | Failure]:
     """Return what became of every length, shortest first."""
     found: list[Point | Failure] = [*series.points, *series.failures]
     return sorted(found, key=lambda one: one.seq_len)
@@ -127,12 +127,14 @@ def measurement_table(analysis: Analysis) -> Table:
     rows = [row for one in analysis.panels for row in _panel_rows(one)]
     has_graphs = any(row["graph_ms"] for row in rows)
     graphs = " From a graph: the same call replayed from a CUDA graph, cache warm." if has_graphs else ""
+    is_step = any(row["tokens_per_s"] for row in rows)
+    steps = f"; of a training step without {held_words('step')}" if is_step else ""
     return Table(
         name="scaling",
         title="All measurements",
         note=(
             f"Median with 95 % interval. {doubt_words(row['num_processes'] for row in rows if row['num_processes'])} "
-            "Extra memory: peak without inputs, output and gradients of the inputs. Saved: "
+            f"Extra memory: peak without inputs, output and gradients of the inputs{steps}. Saved: "
             f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs}"
         ),
         columns=(
@@ -166,7 +168,7 @@ def _panel_rows(one: PanelAnalysis) -> list[Row]:
             "is_simulated": series.is_simulated,
         }
         for series in one.panel.series
-        for found in _outcomes(series)
+        for found in outcomes(series)
     ]
 
 
@@ -177,6 +179,9 @@ _MEASURED = (
         "high_ms",
         "q1_ms",
         "q3_ms",
+        "tokens_per_s",
+        "tokens_per_s_low",
+        "tokens_per_s_high",
         "num_processes",
         "graph_ms",
         "peak_bytes",

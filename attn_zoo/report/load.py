@@ -228,7 +228,7 @@ def _environment_of(record: Record, run: Run) -> str:
 
 def _distinct_labels(frame: pd.DataFrame) -> Sequence[str]:
     """Return labels, made longer where one label stands for several mechanisms (options or versions of the source)."""
-    labels = [str(label) for label in frame["label"]]
+    labels = _compiled_apart(frame)
     identity = list(zip(*(frame[name].tolist() for name in ("variant", "options", "variant_digest")), strict=True))
     variants: dict[str, set[tuple[str, ...]]] = {}
     for label, one in zip(labels, identity, strict=True):
@@ -236,6 +236,16 @@ def _distinct_labels(frame: pd.DataFrame) -> Sequence[str]:
     return [
         label if len(variants[label]) == 1 else _longer(label, one, variants[label])
         for label, one in zip(labels, identity, strict=True)
+    ]
+
+
+def _compiled_apart(frame: pd.DataFrame) -> list[str]:
+    """Return labels; a training step that is compiled gets one of its own where that label is also timed eagerly."""
+    is_compiled = [json.loads(overrides).get("compile") is True for overrides in frame["overrides"]]
+    rows = list(zip(map(str, frame["label"]), frame["scope"] == "model", is_compiled, strict=True))
+    eager = {label for label, is_step, is_fast in rows if is_step and not is_fast}
+    return [
+        f"{label} (compiled)" if is_step and is_fast and label in eager else label for label, is_step, is_fast in rows
     ]
 
 

@@ -24,6 +24,7 @@ from attn_zoo.report.labels import EndLabel, draw_labels
 from attn_zoo.report.statuses import outcome
 from attn_zoo.report.style import INK, MUTED, Look, plain, styled
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
+from attn_zoo.report.wording import held_words
 
 __all__ = ["memory_picture", "speed_up_picture", "time_picture"]
 
@@ -72,9 +73,11 @@ def memory_picture(one: PanelAnalysis, look_of: Mapping[str, Look], quantity: Qu
         return None
     grown = {curve.series.label: growth(curve.series, quantity) for curve in curves}
     labels = [_end(curve, _growth_words(grown[curve.series.label], "")) for curve in curves]
+    held = held_words(one.panel.pass_)
+    beside = "" if held != "inputs" else ", output and gradients of the inputs"
     kind, note = {
-        "peak_bytes": ("Peak memory", "most bytes in tensors at once, inputs included"),
-        "extra_bytes": ("Extra memory", "peak without inputs, output and gradients of the inputs"),
+        "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
+        "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
         "saved_bytes": ("Memory kept for backward", "bytes saved by forward, inputs included"),
     }[quantity]
     title = f"{kind} against sequence length: {one.panel.title}"
@@ -181,8 +184,8 @@ def _growth_words(found: Growth, wins: str) -> str:
 
 def _wins(one: PanelAnalysis, curve: Curve) -> str:
     found = one.crossing(curve.series.label)
-    if found is None or found.result is None:
-        return ""
+    if found is None or found.result is None or len(found.result.lengths) == 1:
+        return ""  # at one length nothing crosses
     if found.result.length is not None:
         return f"faster from {round_length(found.result.length)}"
     return "always faster" if found.result.kind == "always_faster" else "never faster"

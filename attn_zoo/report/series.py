@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -18,7 +19,13 @@ __all__ = ["Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One measured length of one series. Bytes are None where they were not measured."""
+    """One measured length of one series. Bytes are None where they were not measured.
+
+    Args:
+        first_ms: of the first call, compilation included.
+        num_tokens: that one training step learns from; None for what is no step.
+        is_compiled: a training step through `torch.compile`.
+    """
 
     seq_len: int
     samples_ms: tuple[float, ...]
@@ -35,8 +42,29 @@ class Point:
     min_bytes: int | None
     backward_ratio: float | None
     graph_ms: float | None
+    first_ms: float | None
+    num_tokens: float | None
+    is_compiled: bool
     kernel: str
     flags: str
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Throughput of a training step, padding excluded; None for what is no step."""
+        return self._rate(self.median_ms)
+
+    @property
+    def tokens_per_s_low(self) -> float | None:
+        """Lower end of its 95 % interval: of the longest time."""
+        return self._rate(self.high_ms)
+
+    @property
+    def tokens_per_s_high(self) -> float | None:
+        """Upper end."""
+        return self._rate(self.low_ms)
+
+    def _rate(self, value_ms: float) -> float | None:
+        return None if self.num_tokens is None or value_ms <= 0 else 1e3 * self.num_tokens / value_ms
 
     @property
     def num_processes(self) -> int:
@@ -114,6 +142,12 @@ class Panel:
     ceilings: Ceilings | None = None
     turns: tuple[Turn, ...] = ()
 
+    @property
+    def lengths(self) -> list[int]:
+        """All lengths, measured or failed, ascending."""
+        measured = {point.seq_len for series in self.series for point in series.points}
+        return sorted(measured | {failure.seq_len for series in self.series for failure in series.failures})
+
 
 def make_panels(results: Results) -> list[Panel]:
     """Return the panels of all scaling rows, in a stable order."""
@@ -150,7 +184,7 @@ def _panel(setting: dict[str, Any], rows: pd.DataFrame, name: str, results: Resu
                 variant=variant,
                 points=tuple(points),
                 failures=tuple(failures),
-                claim=results.claim(variant),
+                claim=_claim(variant, setting, results),
                 is_simulated=bool(group["is_simulated"].any()),
             )
         )
@@ -164,6 +198,14 @@ def _panel(setting: dict[str, Any], rows: pd.DataFrame, name: str, results: Resu
         ceilings=_ceilings(setting, results),
         turns=_turns(rows),
     )
+
+
+def _claim(variant: str, setting: dict[str, Any], results: Results) -> Claim | None:
+    """Return what the variant claims; of a whole model only what it computes, not how the mechanism alone grows."""
+    claim = results.claim(variant)
+    if claim is None or setting["scope"] != "model":
+        return claim
+    return replace(claim, time_exponent=None, memory_exponent=None)
 
 
 def _turns(rows: pd.DataFrame) -> tuple[Turn, ...]:
@@ -221,6 +263,9 @@ def _point(seq_len: int, rows: pd.DataFrame) -> Point:
         min_bytes=_largest(rows["min_bytes"]),
         backward_ratio=_mean(rows["backward_ratio"]),
         graph_ms=_mean(rows["graph_ms"]),
+        first_ms=_mean(rows["first_ms"]),
+        num_tokens=_mean(rows["num_tokens"]),
+        is_compiled=json.loads(first["overrides"]).get("compile") is True,
         kernel=str(first["kernel"]),
         flags=" + ".join(sorted({flag for flag in rows["flags"] if flag})),
     )

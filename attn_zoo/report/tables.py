@@ -13,6 +13,7 @@ from attn_zoo.report.outcome_tables import status_table
 from attn_zoo.report.overview import overview_table
 from attn_zoo.report.published import published_table, sources_table
 from attn_zoo.report.score_table import score_table
+from attn_zoo.report.step_table import step_table
 from attn_zoo.report.table import Table
 from attn_zoo.report.tuning_tables import pretraining_table, trials_table
 from attn_zoo.report.turns_table import turns_table
@@ -22,7 +23,10 @@ __all__ = ["long_tables", "make_tables", "summary_tables"]
 
 def summary_tables(analysis: Analysis) -> list[Table]:
     """Return the tables for people: wide ones, growth, crossovers, accuracy, and what did not run."""
-    tables = [length_table(one, quantity) for quantity in ("time", "memory") for one in analysis.panels]
+    # Steps of one length are in one table with all about them.
+    wide = [one for one in analysis.panels if one.panel.pass_ != "step" or len(one.panel.lengths) > 1]  # noqa: S105
+    tables = [length_table(one, quantity) for quantity in ("time", "memory") for one in wide]
+    tables += [table for table in (step_table(analysis),) if table]
     if analysis.panels:
         tables += [exponent_table(analysis), crossover_table(analysis)]
     rates = [

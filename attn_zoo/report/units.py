@@ -14,6 +14,7 @@ __all__ = [
     "human_length",
     "human_ms",
     "human_number",
+    "interval_rate",
     "percent",
     "ratio",
     "shorten",
@@ -95,6 +96,17 @@ def human_bandwidth(value: float) -> str:
         if abs(value) < 0.9995 * 10 ** (power + 3):
             return f"{human_number(value / 10**power)} {letter}B/s"
     return f"{human_number(value / 1e12)} TB/s"
+
+
+def interval_rate(value: float, low: float, high: float) -> str:
+    """Return a number per second with its interval, in thousands or millions where it is large.
+
+    >>> interval_rate(15_284, 15_100, 15_600), interval_rate(2.5e6, 2.4e6, 2.6e6), interval_rate(850, 800, 900)
+    ('15.3 k [15.1, 15.6]', '2.5 M [2.4, 2.6]', '850 [800, 900]')
+    """
+    unit, factor = next(((unit, end) for unit, end in ((" M", 1e6), (" k", 1e3)) if value >= 0.9995 * end), ("", 1.0))
+    number, first, last = (human_number(each / factor) for each in (value, low, high))
+    return f"{number}{unit} [{first}, {last}]"
 
 
 def percent(frac: float) -> str:

@@ -11,7 +11,7 @@ import pandas as pd
 from attn_zoo.report.load import Results
 from attn_zoo.report.units import slug
 
-__all__ = ["PANEL_FIELDS", "PASS_TITLES", "doubt_words", "panel_name", "panel_subtitle", "panel_title"]
+__all__ = ["PANEL_FIELDS", "PASS_TITLES", "doubt_words", "held_words", "panel_name", "panel_subtitle", "panel_title"]
 
 PASS_TITLES: Mapping[str, str] = {
     "infer": "forward, no graph kept",
@@ -80,6 +80,11 @@ def panel_name(setting: dict[str, Any], varying: set[str]) -> str:
     if "environment" in varying:
         parts.append(str(setting["environment"]))
     return slug(*parts)
+
+
+def held_words(pass_: str) -> str:
+    """Return what is there before a call, and counts towards its peak memory: of a training step more than inputs."""
+    return "weights, gradients, averages and data" if pass_ == "step" else "inputs"  # noqa: S105 - a word of ours
 
 
 def doubt_words(process_counts: Iterable[int]) -> str:

@@ -57,6 +57,9 @@ class AbstractLearner(ABC):
         """FLOPs of a forward by formulas, after at least one step; None where there are none."""
         return None
 
+    def settle(self) -> None:  # noqa: B027 - most have nothing to settle
+        """Make the steps that run otherwise than all that follow, such as the one in which a CUDA graph is captured."""
+
     def launch_singly(self) -> None:  # noqa: B027 - most use none
         """Use no CUDA graph from here on: what happens inside one is hidden from the allocator's statistics."""
 
@@ -144,6 +147,10 @@ class Learner(AbstractLearner):
     def forward_flops(self) -> int | None:
         total, steps = self.trainer.flops.training_flops, self.trainer.numbers.step
         return None if total is None or steps == 0 else round(total / FORWARD_AND_BACKWARD / steps)
+
+    def settle(self) -> None:
+        while self.trainer.numbers.step < self.trainer.num_unlike:
+            self.step()
 
     def launch_singly(self) -> None:
         self.trainer.launch_singly()

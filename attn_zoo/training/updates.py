@@ -20,7 +20,7 @@ from attn_zoo.training.batches import Batch, Batcher, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
 from attn_zoo.training.evaluation import precision
 from attn_zoo.training.flops import CompiledFlopCounter, FlopCounter
-from attn_zoo.training.graphs import GraphedUpdate
+from attn_zoo.training.graphs import NUM_EAGER, GraphedUpdate
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.order import DataOrder
 from attn_zoo.training.peak import peak_bytes, reset_peak
@@ -163,6 +163,11 @@ class Updater:
         if step % _LOOK_EVERY == 0:
             self._look()
         self.numbers.step = step
+
+    @property
+    def num_unlike(self) -> int:
+        """First updates of a batch shape that run otherwise than all that follow: until a CUDA graph is captured."""
+        return NUM_EAGER + 1 if isinstance(self._run, GraphedUpdate) else 0
 
     def launch_singly(self) -> None:
         """Use no CUDA graph from here on: what happens inside one is hidden from the allocator's statistics."""

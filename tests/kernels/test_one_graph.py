@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attn_zoo import BuildContext, build_attention
+from attn_zoo.kernels.trace import recording
 from attn_zoo.metadata import Position
 
 LENGTH = 256
@@ -68,6 +69,31 @@ def test_lengths_may_vary(name):
     for length in (128, 200, 256):
         inputs = [torch.randn(2, 2, length, 16) for _ in range(3)]
         torch.testing.assert_close(compiled(*inputs), attention(*inputs))
+
+
+@pytest.mark.parametrize("name", ["full", "linformer", "bigbird", "linear_attention"])
+def test_a_graph_notes_its_path_and_is_the_same_whoever_records(name):
+    """Else a timing, which begins when the recording is over, would begin by compiling anew."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    attention = build_attention(name, BuildContext(embed_dim=32, num_heads=2, max_seq_len=LENGTH))
+    inputs = [torch.randn(2, 2, LENGTH, 16) for _ in range(3)]
+    compiled = torch.compile(attention, backend=backend, fullgraph=True)
+    with recording() as paths, torch.no_grad():
+        compiled(*inputs)
+        compiled(*inputs)
+        with recording():
+            compiled(*inputs)
+    with torch.no_grad():
+        compiled(*inputs)
+        with recording() as plain:
+            attention(*inputs)
+    assert paths == plain != []
+    assert len(graphs) == 1
 
 
 @pytest.mark.gpu

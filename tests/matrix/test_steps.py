@@ -8,18 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config
 
 from attn_zoo import AbstractMixer, VariantConfig, register_mixer
 from attn_zoo.errors import ConfigError
+from attn_zoo.kernels.trace import note_path
+from attn_zoo.matrix import steps
 from attn_zoo.matrix.plan import Plan, make_plan
+from attn_zoo.matrix.progress import SilentProgress
 from attn_zoo.matrix.runner import run
 from attn_zoo.matrix.schema import parse_matrix
 from attn_zoo.matrix.store import Store
 from attn_zoo.matrix.worker import run_cell, run_cells_in_turns
+from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import STEP_VERSION, Cell, Record
 from attn_zoo.registry import variants
 from attn_zoo.training import updates
 from attn_zoo.training.batches import Batch
+from attn_zoo.training.graphs import NUM_EAGER, GraphedUpdate
 from attn_zoo.training.learner import AbstractLearner, Learner, step_protocol
 from tests.matrix.conftest import VARIANT_FILE, training_plan
 
@@ -117,6 +123,8 @@ def test_a_step_becomes_a_record(dtype, has_padding):
     held = 4 * 4 * record.num_params  # weights, gradients, two averages
     assert record.memory.input_bytes == pytest.approx(held, rel=0.02)
     assert record.memory.peak_bytes > held
+    assert record.memory.saved_bytes is not None
+    assert 0 < record.memory.saved_bytes < record.memory.peak_bytes
     products, maps, head = 4 * 2 * 2 * 16 * 16 * 32, 2 * 2 * 16 * (4 * 64 * 64 + 2 * 64 * 128), 2 * 2 * (64 + 10) * 128
     assert record.flops == 2 * (products + maps) + head, "of one forward"
     assert record.kernels != ()
@@ -144,6 +152,105 @@ def test_what_is_timed_is_the_step_that_trainings_repeat(monkeypatch, tmp_path):
     assert seen == [("Trainer", step, step + 1) for step in range(len(seen))]
 
 
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compile without the code generator, which takes half a minute; return what was compiled, in order."""
+    found: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    original = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, *, dynamic: original(model, backend=backend, dynamic=dynamic, fullgraph=True)
+    )
+    torch.compiler.reset()
+    with config.patch(recompile_limit=config.recompile_limit, fail_on_recompile_limit_hit=False):
+        yield found
+    torch.compiler.reset()
+
+
+def test_a_compiled_step_is_compiled_once_and_weighed_as_it_runs(graphs):
+    """In its first call, and not again while it is warmed up, timed in turns and weighed."""
+    fast = {"name": "full", "label": "fast", "compile": True}
+    found = run_cells_in_turns(cells(["full", fast], isolation="interleaved"), budget_s=0.02)
+    assert [record.status for record in found] == ["ok", "ok"], [record.reason + record.trace for record in found]
+    assert len(graphs) == 1
+    plain, compiled = found
+    assert compiled.kernels == plain.kernels != ()
+    assert (compiled.flops, compiled.num_params) == (plain.flops, plain.num_params)
+    assert compiled.gate == plain.gate
+    for record in found:
+        assert record.memory is not None
+        assert record.memory.saved_bytes is not None
+        assert record.memory.saved_bytes > 0
+
+
+def test_every_cell_of_a_process_is_compiled_or_fails(graphs, monkeypatch):
+    """torch goes on uncompiled, without an error, when one source has been compiled for too many models."""
+    config.recompile_limit = 1
+    three = cells([{"name": "full", "compile": True}], seq_len=[16, 17, 18])
+    assert [run_cell(cell, budget_s=0.02).status for cell in three[:2]] == ["ok", "ok"]
+    assert len(graphs) == 2
+    config.recompile_limit = 1
+    monkeypatch.setattr(steps, "MAX_COMPILED", 2)
+    record = run_cell(three[2], budget_s=0.02)
+    assert record.status == "error", record
+    assert "recompile_limit" in record.reason
+
+
+@pytest.mark.parametrize("num_unlike", [0, 5])
+def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike):
+    """What is captured as a CUDA graph must not be captured in a sample."""
+    counts = {"steps": 0}
+    step, warm_up = updates.Updater.step, Sampling.warm_up
+
+    def stepping(self, feed, order):
+        counts["steps"] += 1
+        step(self, feed, order)
+
+    def warming(self):
+        counts.setdefault("before", counts["steps"])
+        warm_up(self)
+
+    monkeypatch.setattr(updates.Updater, "step", stepping)
+    monkeypatch.setattr(Sampling, "warm_up", warming)
+    monkeypatch.setattr(updates.Updater, "num_unlike", num_unlike)
+    [cell] = cells(["full"])
+    assert run_cell(cell, budget_s=0.02).status == "ok"
+    assert counts["before"] == max(1, num_unlike)
+
+
+def test_updates_are_unlike_until_one_is_captured():
+    trainer = Learner(cells(["full"])[0]).trainer
+    assert trainer.num_unlike == 0
+    trainer._run = GraphedUpdate(trainer._learn)
+    assert trainer.num_unlike == NUM_EAGER + 1
+    trainer.launch_singly()
+    assert trainer.num_unlike == 0
+
+
+class Listening(SilentProgress):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_who_waits_is_told_of_the_silence(tmp_path: Path):
+    fast = {"name": "full", "label": "fast", "compile": True}
+    for number, is_told in enumerate((False, True)):
+        listening, names = Listening(), ["fake_modest", fast] if is_told else ["fake_modest"]
+        # No time for any cell: what is said comes before.
+        run(plan(names), Store(tmp_path / str(number)), progress=listening, time_limit_min=0)
+        expected = ["cells that are compiled first, in silence and up to a minute each: 1"] if is_told else []
+        assert [text for text in listening.said if "compiled" in text] == expected
+
+
 class Twin(AbstractLearner):
     """Ours once more, with an update of its own: what a peer is, and what can go wrong with one."""
 
@@ -156,6 +263,7 @@ class Twin(AbstractLearner):
         self.optimizer = torch.optim.AdamW(weights[:3] if self.is_partial else weights, 1e-3, eps=self.protocol.eps)
 
     def logits(self, batch: Batch) -> Tensor:
+        note_path("twin")
         logits: Tensor = self.model(batch.tokens, batch.key_padding_mask)
         return logits + 1e-3 if self.spoils_logits else logits
 

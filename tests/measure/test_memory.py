@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from attn_zoo.measure import memory
@@ -134,7 +136,35 @@ def test_an_update_is_weighed_with_all_that_it_holds():
         weight.copy_((weight * 2) * box[0])  # two temporaries
 
     found = memory_of_update(update, lambda: [weight, *box])
-    assert units(found) == {"peak": 4, "extra": 2, "saved": None, "input": 2, "output": None}
+    assert units(found) == {"peak": 4, "extra": 2, "saved": None, "input": 2, "output": None}, "no backward, no number"
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_what_an_update_saves_is_counted_when_its_backward_begins(x: Tensor, is_compiled: bool) -> None:
+    """exp saves its result, and the product its first operand; what was freed before is not counted with it."""
+    data, num_graphs = torch.rand(N, N), 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return aot_eager(graph, inputs)
+
+    def loss() -> Tensor:
+        return (data @ x).exp().sum()
+
+    called = torch.compile(loss, backend=backend) if is_compiled else loss
+    called().backward()
+
+    def update(num_backwards: int) -> None:
+        (x.exp() * x.exp()).sum()  # a graph that nobody asks for gradients
+        for _ in range(num_backwards):
+            called().backward()
+
+    for num_backwards in (1, 2):
+        found = memory_of_update(partial(update, num_backwards), lambda: [x], has_process=False)
+        assert found.saved_bytes == 2 * UNIT
+    assert num_graphs == is_compiled, "what is watched is the graph that was timed"
+    torch.compiler.reset()
 
 
 def test_views_and_shared_storages_count_once(x: Tensor) -> None:
