@@ -11,10 +11,11 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
 
 from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
@@ -329,14 +330,10 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         ConfigError: one problem per wrong option, with near matches for unknown ones.
     """
     known = [item.name for item in fields(config)]  # type: ignore[arg-type]
-    # Strict dataclasses refuse plain options, so the types are checked by a model of the same fields.
-    hints = get_type_hints(config)
-    shape: dict[str, Any] = {item.name: (hints[item.name], _default(item)) for item in fields(config)}  # type: ignore[arg-type]
-    model = create_model(config.__name__, __config__=ConfigDict(extra="forbid", strict=True), **shape)
     # TOML has no tuples, and configs are frozen.
     given = {name: _frozen(value) for name, value in options.items()}
     try:
-        checked = model.model_validate(given)
+        checked = _model_of(config).model_validate(given)  # type: ignore[arg-type]
         return config(**{name: getattr(checked, name) for name in given})
     except ValidationError as error:
         problems = []
@@ -350,6 +347,14 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         raise ConfigError(source, problems) from None
     except ValueError as error:  # from the config's own __post_init__
         raise ConfigError(source, [("", str(error))]) from None
+
+
+@cache
+def _model_of(config: type) -> type[BaseModel]:
+    """Return a model of the same fields that checks types: strict dataclasses refuse plain options."""
+    hints = get_type_hints(config)
+    shape: dict[str, Any] = {item.name: (hints[item.name], _default(item)) for item in fields(config)}
+    return create_model(config.__name__, __config__=ConfigDict(extra="forbid", strict=True), **shape)
 
 
 def _frozen(value: Any) -> Any:

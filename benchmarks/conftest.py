@@ -37,7 +37,7 @@ OURS = tuple(list_variants())
 
 for _path in sorted((Path(__file__).parent / "peers").glob("*.py")):
     if _path.stem not in variants:
-        load_file(_path)
+        load_file(_path, None)  # our own: no need to try each in another process first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

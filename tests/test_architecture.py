@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_there_is_no_drawer_for_odds_and_ends():
     assert not [path for path in FILES if re.fullmatch(r"(utils?|helpers?|common|misc)\.py", path.name)]
 
 
+@cache
 def _string_constants(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

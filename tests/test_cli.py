@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -217,7 +218,10 @@ def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path,
     assert call("export", "one", "--out", "all.csv").code == 0
     assert len(Path("all.csv").read_text().splitlines()) == 9
 
-    assert call("run", "tiny.toml", "--out", "two").code == 0
+    shutil.copytree("one", "two")
+    kept = [path for path in Path("two", "cells").iterdir() if json.loads(path.read_text())["status"] == "ok"]
+    kept[0].unlink()
+    assert "(1 new)" in call("run", "tiny.toml", "--out", "two").out
     compared = call("compare", "one", "two")
     assert compared.code == 0
     assert " of 6 cells agree" in compared.out

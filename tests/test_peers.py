@@ -21,7 +21,7 @@ from attn_zoo import BuildContext, UnsupportedError, build_attention, build_mixe
 from attn_zoo.registry import variants
 
 path, seq_len, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-load_file(path)
+load_file(path, None)
 name = path.rpartition("/")[2].removesuffix(".py")
 build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=seq_len)
 torch.manual_seed(0)
@@ -102,7 +102,7 @@ from attn_zoo.matrix.plan import make_plan
 from attn_zoo.matrix.schema import parse_matrix
 from attn_zoo.matrix.steps import StepWorkload
 
-load_file(sys.argv[1])
+load_file(sys.argv[1], None)
 group = {"variants": [sys.argv[2]], "seq_len": 48, "batch_size": 3, "device": "cpu", "has_padding": True}
 
 

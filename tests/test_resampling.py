@@ -33,7 +33,7 @@ def two_runs(rng, num_processes, memory_s, num_samples=15):
     return list(first), list(second), (num_samples,) * num_processes
 
 
-def agreeing(num_processes, memory_s, runs=200, seed=0, knows_processes=True):
+def agreeing(num_processes, memory_s, runs=100, seed=0, knows_processes=True):
     """Return the share of pairs of runs whose intervals overlap."""
     rng, hits = np.random.default_rng(seed), 0
     for _ in range(runs):

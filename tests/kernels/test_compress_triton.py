@@ -90,8 +90,9 @@ def compiled(launch: Any, folder: Path) -> tuple[Any, str]:
 
 @pytest.mark.triton
 @pytest.mark.skipif(IS_INTERPRETING, reason="the interpreter replaces the compiler")
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("num_tokens", "num_matrices"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("head_dim", "num_tokens", "num_matrices"), [(64, 2, 2), (128, 2, 2), (128, 2, 1), (128, 1, 2)]
+)
 def test_compiles_for_hopper_within_its_limits(
     head_dim: int, num_tokens: int, num_matrices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

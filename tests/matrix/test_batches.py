@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import dataclass, replace
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from attn_zoo.matrix.crew import Crew, Settings
 from attn_zoo.matrix.engines.process import WorkerProcess
 from attn_zoo.matrix.runner import run
 from attn_zoo.matrix.store import Store
+from attn_zoo.records import Record
 from tests.matrix.conftest import VARIANT_FILE, tiny_plan
 
 
@@ -35,12 +37,16 @@ class Watched(WorkerProcess):
         return super().run(request, limits_s, should_stop)
 
 
-@pytest.fixture(autouse=True)
-def watched(monkeypatch):
+def watch(monkeypatch, cores):
     Watched.made, Watched.loading, Watched.waiting = [], [], []
     monkeypatch.setattr(module, "WorkerProcess", Watched)
-    monkeypatch.setattr(module, "num_cores", lambda: 3)
+    monkeypatch.setattr(module, "num_cores", lambda: cores)
     monkeypatch.setattr(module, "available_bytes", lambda: 2**40)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    watch(monkeypatch, cores=2)
 
 
 def is_alive(process):
@@ -66,23 +72,62 @@ def processor_s(process):
     return times.user + times.system
 
 
-def test_nobody_loads_while_one_measures_and_nobody_is_left(tmp_path):
-    summary = run(tiny_plan(["fake_ok"], seq_len=[16, 24, 32, 48], isolation="cell"), Store(tmp_path / "run"))
-    assert summary.counts == {"ok": 4}
-    assert Watched.loading == [0, 0, 0, 0]
-    assert Watched.waiting == [3, 2, 1, 1], "three started together, then one for the last cell"
-    assert num_alive() == 0
+@dataclass
+class Outcome:
+    records: list[Record]
+    made: int
+    loading: list[int]
+    waiting: list[int]
+    alive: int
+
+    def of(self, name):
+        return [record for record in self.records if record.cell.variant == name]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Five cells with a process each: one that crashes, two that are sound, two that the gate refuses."""
+    lengths = {"fake_segfault": [1024], "fake_ok": [900, 1024], "fake_nan": [900, 1024]}
+    plans = [tiny_plan([name], seq_len=lengths[name], isolation="cell") for name in lengths]
+    cells = tuple(item for plan in plans for item in plan.cells)
+    store = Store(tmp_path_factory.mktemp("batches") / "run")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("attn_zoo.matrix.runner.measure_missing", lambda *_: None)
+        watch(monkeypatch, cores=3)
+        run(replace(plans[0], cells=cells), store)
+        return Outcome(store.records(), len(Watched.made), Watched.loading, Watched.waiting, num_alive())
+
+
+def test_nobody_loads_while_one_measures_and_nobody_is_left(outcome):
+    assert len(outcome.records) == 5
+    assert outcome.loading == [0] * 5
+    assert outcome.waiting == [3, 2, 1, 2, 1], "three started together, then two for the last cells"
+    assert outcome.alive == 0
+
+
+def test_a_crash_of_one_cell_leaves_the_waiting_ones_fit(outcome):
+    assert [record.status for record in outcome.of("fake_segfault")] == ["crashed"]
+    assert {record.status for record in outcome.of("fake_ok")} == {"ok"}
+    assert outcome.made == 5
+
+
+def test_a_gate_is_asked_once_in_a_run_and_its_no_reaches_every_cell(outcome):
+    sound, broken = outcome.of("fake_ok"), outcome.of("fake_nan")
+    assert len({record.gate for record in sound}) == 1, "the record says the same of every cell"
+    assert {"matches_oracle", "own_rows"} <= set(sound[0].gate)
+    assert [record.status for record in broken] == ["gate_failed"] * 2
+    assert len({record.reason for record in broken}) == 1
 
 
 def test_one_that_waits_uses_no_processor_and_dies_with_the_crew(tmp_path):
-    items = tiny_plan(["fake_ok"], seq_len=[16, 24, 32]).cells
+    items = tiny_plan(["fake_ok"], seq_len=[16, 24]).cells
     with Crew(Settings(logs=tmp_path, variant_files=(VARIANT_FILE,)), lambda: False, lambda: False, items) as crew:
         crew.ask(items[:1], isolation="cell", attempt=1, data_dir=None, checkpoint_dir=None, weights_dir=None)
-        first, *others = Watched.made
+        first, other = Watched.made
         assert not first.seen.is_running(), "what it measured leaves with it"
-        before = [processor_s(each) for each in others]
+        before = processor_s(other)
         time.sleep(0.5)
-        assert [processor_s(each) for each in others] == before
+        assert processor_s(other) == before
     assert num_alive() == 0
 
 
@@ -96,40 +141,19 @@ def test_a_death_while_waiting_is_no_fate_of_a_cell(tmp_path, monkeypatch):
             return answer
 
     monkeypatch.setattr(module, "WorkerProcess", Killed)
-    summary = run(tiny_plan(["fake_ok"], seq_len=[16, 24, 32], isolation="cell"), Store(tmp_path / "run"))
-    assert summary.counts == {"ok": 3}
-    assert len(Watched.made) == 4
-    assert num_alive() == 0
-
-
-def test_a_crash_of_one_cell_leaves_the_waiting_ones_fit(tmp_path):
-    summary = run(tiny_plan(["fake_segfault", "fake_ok"], seq_len=[1024], isolation="cell"), Store(tmp_path / "run"))
-    assert summary.counts == {"crashed": 1, "ok": 1}
-    assert len(Watched.made) == 2
+    summary = run(tiny_plan(["fake_ok"], seq_len=[16, 24], isolation="cell"), Store(tmp_path / "run"))
+    assert summary.counts == {"ok": 2}
+    assert len(Watched.made) == 3
     assert num_alive() == 0
 
 
 def test_a_stop_ends_those_that_wait_and_those_that_still_load(tmp_path):
-    items = tiny_plan(["fake_ok"], seq_len=[16, 24, 32]).cells
+    items = tiny_plan(["fake_ok"], seq_len=[16, 24]).cells
     begin = time.monotonic()
     settings = Settings(logs=tmp_path, variant_files=(VARIANT_FILE,))
-    with Crew(settings, lambda: True, lambda: True, items) as crew:  # stopped while the first three load
+    with Crew(settings, lambda: True, lambda: True, items) as crew:  # stopped while the first two load
         answer = crew.ask(items[:1], isolation="cell", attempt=1, data_dir=None, checkpoint_dir=None, weights_dir=None)
     assert getattr(answer, "why", None) == "stopped"
-    assert len(Watched.made) == 3
+    assert len(Watched.made) == 2
     assert num_alive() == 0
     assert time.monotonic() - begin < 60
-
-
-def test_a_gate_is_asked_once_in_a_run_and_its_no_reaches_every_cell(tmp_path):
-    names = ["fake_ok", "fake_nan"]
-    store = Store(tmp_path / "run")
-    run(tiny_plan(names, seq_len=[900, 1000, 1024], isolation="cell"), store)
-    found = list(store.scan().records.values())
-    sound = [record for record in found if record.cell.variant == "fake_ok"]
-    assert {record.status for record in sound} == {"ok"}
-    assert len({record.gate for record in sound}) == 1, "the record says the same of every cell"
-    assert {"matches_oracle", "own_rows"} <= set(sound[0].gate)
-    broken = [record for record in found if record.cell.variant == "fake_nan"]
-    assert [record.status for record in broken] == ["gate_failed"] * 3
-    assert len({record.reason for record in broken}) == 1

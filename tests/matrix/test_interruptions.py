@@ -3,63 +3,72 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from attn_zoo.errors import AttnZooError
+from attn_zoo.matrix.plan import Plan
+from attn_zoo.matrix.progress import PlainProgress
 from attn_zoo.matrix.runner import run
 from attn_zoo.matrix.store import Store
 from attn_zoo.records import Record
-from tests.matrix.conftest import tiny_plan
+from tests.matrix.conftest import prepare_process, tiny_plan
+from tests.processes import start_process
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = (16, 24, 32, 48, 900, 1000)
-RUN = """
-    import sys
-    from attn_zoo.discovery import load_file
-    from attn_zoo.errors import AttnZooError
-    from attn_zoo.matrix.progress import PlainProgress
-    from attn_zoo.matrix.runner import run
-    from attn_zoo.matrix.store import Store
-    from attn_zoo.registry import variants
-    from tests.matrix.conftest import VARIANT_FILE, tiny_plan
-    variants["full"]
-    load_file(VARIANT_FILE, None)
-    plan = tiny_plan([sys.argv[2]], seq_len=[{lengths}], isolation="lane", timeout_s=120)
+
+
+def plan_of(name: str = "fake_slow", lengths: Sequence[int] = LENGTHS) -> Plan:
+    return tiny_plan([name], seq_len=list(lengths), isolation="lane", timeout_s=120)
+
+
+def run_it(folder: Path, name: str, lengths: Sequence[int]) -> int:
+    """What the runners do."""
+    prepare_process()
     try:
-        summary = run(plan, Store(sys.argv[1]), progress=PlainProgress())
+        return run(plan_of(name, lengths), Store(folder), progress=PlainProgress()).exit_code
     except AttnZooError as error:
-        sys.exit(f"{{error}} (exit code {{error.exit_code}})")
-    sys.exit(summary.exit_code)
-"""
+        sys.exit(f"{error} (exit code {error.exit_code})")
+
+
+class Runner:
+    """One process that runs the plan, its workers, and what it said."""
+
+    def __init__(self, folder: Path, errors: Path, name: str, lengths: Sequence[int]) -> None:
+        self.errors = errors
+        self.process = start_process(run_it, folder, name, lengths, errors=errors)
+        self.pid = self.process.pid or 0
+
+    def end(self, limit_s: float = 120.0) -> tuple[int | None, str]:
+        """Wait for its end; return its exit code and what it said."""
+        self.process.join(limit_s)
+        return self.process.exitcode, self.errors.read_text()
+
+    def workers(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
 
 
 @pytest.fixture
-def start_runner():
+def start_runner(tmp_path):
     """Start runners, and end those that a failing test leaves behind."""
-    runners: list[subprocess.Popen[bytes]] = []
+    runners: list[Runner] = []
 
-    def start(folder: Path, name: str = "fake_slow") -> subprocess.Popen[bytes]:
-        code = textwrap.dedent(RUN.format(lengths=", ".join(map(str, LENGTHS))))
-        runner = subprocess.Popen(
-            [sys.executable, "-c", code, str(folder), name], cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True
-        )
-        runners.append(runner)
-        return runner
+    def start(folder: Path, name: str = "fake_slow", lengths: Sequence[int] = LENGTHS) -> Runner:
+        runners.append(Runner(folder, tmp_path / f"errors{len(runners)}", name, lengths))
+        return runners[-1]
 
     yield start
     for runner in runners:
-        runner.kill()
-        runner.communicate()
-
-
-def plan_of(name: str = "fake_slow"):
-    return tiny_plan([name], seq_len=list(LENGTHS), isolation="lane", timeout_s=120)
+        runner.process.kill()
+        runner.process.join()
 
 
 def records_on_disk(folder: Path) -> dict[str, bytes]:
@@ -80,16 +89,17 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def kill_and_resume(start_runner, folder: Path, delays_s: list[float]) -> None:
+def test_kill_9_at_many_moments_loses_at_most_the_running_cell(tmp_path, start_runner):
+    folder, lengths = tmp_path / "run", range(16, 336, 8)
     known: dict[str, bytes] = {}
-    for delay_s in delays_s:
-        runner = start_runner(folder)
+    for delay_s in (0.0, 0.01, 0.03, 0.07, 0.15, 0.3):
+        runner = start_runner(folder, lengths=lengths)
         count = len(known)
-        wait_for(lambda runner=runner, count=count: runner.poll() is not None or len(records_on_disk(folder)) > count)
+        wait_for(lambda count=count: len(records_on_disk(folder)) > count)
         time.sleep(delay_s)
-        workers = psutil.Process(runner.pid).children(recursive=True) if runner.poll() is None else []
-        runner.kill()
-        runner.wait()
+        workers = runner.workers()
+        runner.process.kill()
+        assert runner.end()[0] == -signal.SIGKILL
         wait_for(lambda workers=workers: all(is_gone(worker) for worker in workers), 10)
         found = records_on_disk(folder)
         for name, content in found.items():
@@ -99,23 +109,13 @@ def kill_and_resume(start_runner, folder: Path, delays_s: list[float]) -> None:
         assert {name: found[name] for name in known} == known, "a stored record was changed"
         known = found
     store = Store(folder)
-    summary = run(plan_of(), store)
-    assert summary.counts == {"ok": len(LENGTHS)}
-    assert summary.new == len(LENGTHS) - len(known), "only what had no record ran again"
+    summary = run(plan_of(lengths=lengths), store)
+    assert summary.counts == {"ok": len(lengths)}
+    assert summary.new == len(lengths) - len(known), "only what had no record ran again"
     assert {name: content for name, content in records_on_disk(folder).items() if name in known} == known
     assert store.scan().problems == {}
     assert not (folder / "quarantine").exists()
     assert not list(folder.rglob("*.tmp"))
-
-
-def test_kill_9_loses_at_most_the_running_cell(tmp_path, start_runner):
-    kill_and_resume(start_runner, tmp_path / "run", [0.0, 0.3])
-
-
-@pytest.mark.slow
-def test_kill_9_at_many_moments_loses_at_most_the_running_cell(tmp_path, start_runner):
-    for index in range(8):
-        kill_and_resume(start_runner, tmp_path / f"run{index}", [0.01 * index, 0.05 + 0.1 * index])
 
 
 def test_ctrl_c_once_finishes_the_running_cell_and_says_how_to_go_on(tmp_path, start_runner):
@@ -124,10 +124,10 @@ def test_ctrl_c_once_finishes_the_running_cell_and_says_how_to_go_on(tmp_path, s
     wait_for(lambda: len(records_on_disk(folder)) >= 1)
     before = len(records_on_disk(folder))
     os.kill(runner.pid, signal.SIGINT)
-    _, errors = runner.communicate(timeout=120)
-    assert runner.returncode == 130
-    assert "The same command goes on from here" in errors.decode()
-    assert "Traceback" not in errors.decode()
+    code, errors = runner.end()
+    assert code == 130
+    assert "The same command goes on from here" in errors
+    assert "Traceback" not in errors
     found = records_on_disk(folder)
     assert before <= len(found) <= before + 2, "at most the running cell, and the one that ended meanwhile"
     assert all(Record.from_dict(json.loads(content)).status == "ok" for content in found.values())
@@ -138,13 +138,12 @@ def test_ctrl_c_twice_ends_at_once_without_half_a_record(tmp_path, start_runner)
     runner = start_runner(folder, "fake_hang")  # hangs from 900 tokens on
     wait_for(lambda: len(records_on_disk(folder)) == 4)
     time.sleep(1.0)
-    workers = psutil.Process(runner.pid).children(recursive=True)
+    workers = runner.workers()
     begin = time.monotonic()
     os.kill(runner.pid, signal.SIGINT)
     time.sleep(0.3)
     os.kill(runner.pid, signal.SIGINT)
-    runner.communicate(timeout=60)
-    assert runner.returncode == 130
+    assert runner.end(60)[0] == 130
     assert time.monotonic() - begin < 20
     assert len(records_on_disk(folder)) == 4
     wait_for(lambda: all(is_gone(worker) for worker in workers), 10)
@@ -155,10 +154,9 @@ def test_a_second_runner_is_refused_and_the_first_not_disturbed(tmp_path, start_
     first = start_runner(folder)
     wait_for(lambda: len(records_on_disk(folder)) >= 1)
     second = start_runner(folder)
-    _, errors = second.communicate(timeout=120)
-    assert second.returncode == 1
-    assert f"in use by another run: process {first.pid} since" in errors.decode()
-    assert "(exit code 2)" in errors.decode()
-    first.communicate(timeout=120)
-    assert first.returncode == 0
+    code, errors = second.end()
+    assert code == 1
+    assert f"in use by another run: process {first.pid} since" in errors
+    assert "(exit code 2)" in errors
+    assert first.end()[0] == 0
     assert len(records_on_disk(folder)) == len(LENGTHS)

@@ -3,9 +3,6 @@
 import io
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from dataclasses import replace
@@ -22,13 +19,12 @@ from attn_zoo.matrix.crew import Settings
 from attn_zoo.matrix.engines import local
 from attn_zoo.matrix.engines.local import LocalEngine, crowding
 from attn_zoo.matrix.plan import Plan
-from attn_zoo.matrix.progress import LiveProgress
+from attn_zoo.matrix.progress import LiveProgress, PlainProgress
 from attn_zoo.matrix.runner import run
 from attn_zoo.matrix.store import Store
 from attn_zoo.records import Record
-from tests.matrix.conftest import TINY_TRAINING, tiny_plan, training_plan
-
-ROOT = Path(__file__).parents[2]
+from tests.matrix.conftest import TINY_TRAINING, prepare_process, tiny_plan, training_plan
+from tests.processes import start_process
 
 
 class Notes:
@@ -228,31 +224,15 @@ def test_threads_are_held_to_the_share_and_weights_are_kept(outcome):
     assert kept == {record.cell.key for record in trained if record.cell.seed == 0}, "as the matrix asks"
 
 
-RUN = """
-    import sys
-    from attn_zoo.discovery import load_file
-    from attn_zoo.matrix.engines.local import LocalEngine
-    from attn_zoo.matrix.progress import PlainProgress
-    from attn_zoo.matrix.runner import run
-    from attn_zoo.matrix.store import Store
-    from attn_zoo.registry import tasks, variants
-    from tests.matrix.conftest import TINY_TRAINING, TRAINING_FILE, training_plan
-    variants["full"], tasks["listops"]
-    load_file(TRAINING_FILE, None)
-    overrides = {**TINY_TRAINING, "num_steps": int(sys.argv[2])}
-    plan = training_plan(["fake_train_slow"], seeds=[0, 1], overrides=overrides)
-    sys.exit(run(plan, Store(sys.argv[1]), progress=PlainProgress(), engine=LocalEngine(2)).exit_code)
-"""
-
-
 def slow_plan(num_steps: int) -> Plan:
     overrides = {**TINY_TRAINING, "num_steps": num_steps}
     return training_plan(["fake_train_slow"], seeds=[0, 1], overrides=overrides)
 
 
-def start(folder: Path, num_steps: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", textwrap.dedent(RUN), str(folder), str(num_steps)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, start_new_session=True)
+def run_it(folder: Path, num_steps: int) -> int:
+    """What the process to be ended does."""
+    prepare_process()
+    return run(slow_plan(num_steps), Store(folder), progress=PlainProgress(), engine=LocalEngine(2)).exit_code
 
 
 def wait_for(condition, limit_s: float = 120.0) -> None:
@@ -272,22 +252,23 @@ def is_gone(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("way", ["kill -9", pytest.param("Ctrl-C twice", marks=pytest.mark.slow)])
 def test_a_run_with_several_trainings_can_be_ended_and_goes_on(way, tmp_path):
     folder, num_steps = tmp_path / "run", 30
-    runner = start(folder, num_steps)
+    runner = start_process(run_it, folder, num_steps, errors=tmp_path / "errors")
+    assert runner.pid is not None
     try:
-        wait_for(lambda: len(list((folder / "checkpoints").rglob("*.safetensors"))) == 2 or runner.poll() is not None)
+        wait_for(lambda: len(list((folder / "checkpoints").rglob("*.safetensors"))) == 2 or not runner.is_alive())
         workers = psutil.Process(runner.pid).children(recursive=True)
         assert len(workers) == 2
         if way == "kill -9":
             runner.kill()
         else:
             for _ in range(2):
-                runner.send_signal(signal.SIGINT)
+                os.kill(runner.pid, signal.SIGINT)
                 time.sleep(0.3)
-        errors = runner.communicate(timeout=60)[1].decode()
+        runner.join(60)
     finally:
         runner.kill()
-    assert "Traceback" not in errors
-    assert runner.returncode == (-signal.SIGKILL if way == "kill -9" else 130)
+    assert "Traceback" not in (tmp_path / "errors").read_text()
+    assert runner.exitcode == (-signal.SIGKILL if way == "kill -9" else 130)
     wait_for(lambda: all(is_gone(worker) for worker in workers), 10)
     store = Store(folder)
     before = {record.cell.key for record in store.records()}
