@@ -291,6 +291,8 @@ def test_calls_that_cannot_be_served_are_refused():
     assert caught.value.capability == "decode"
     with pytest.raises(UnsupportedError, match="CUDA"):
         make(backend="flex")(*draw(20))
+    with pytest.raises(UnsupportedError, match="CUDA"):  # dropout is no reason
+        make(build={"dropout_p": 0.1}, backend="triton").train()(*draw(20))
 
 
 def test_mixer_form_trains_with_dropout():
