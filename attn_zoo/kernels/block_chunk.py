@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attn_zoo.kernels.chunked import draw_dropped
+
 __all__ = ["Dropout", "Piece", "Scratch", "attend", "attend_backward", "has_fused", "wide_dtype"]
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -30,17 +32,16 @@ class Dropout:
     """Dropout on attention weights, drawn again in backward instead of being saved.
 
     Args:
-        p: probability of dropping a weight, above 0.
+        keep_p: share of the weights that is kept, below 1; see `keep_share`.
         generator: source of the draws; forward and backward use one each, seeded alike, in the same order.
     """
 
-    p: float
+    keep_p: float
     generator: torch.Generator
 
     def draw(self, weights: Tensor) -> Tensor:
-        """Return what the weights are multiplied by: 0, or 1 / (1 - p)."""
-        noise = torch.rand(weights.shape, generator=self.generator, device=weights.device)
-        return (noise >= self.p).to(weights.dtype) / (1.0 - self.p)
+        """Return which weights are dropped; the others are divided by `keep_p`."""
+        return draw_dropped(weights, 1.0 - self.keep_p, self.generator)
 
 
 class Scratch:
@@ -143,11 +144,11 @@ def attend(piece: Piece, place: Tensor, lse: Tensor | None = None) -> None:
         if lse is not None:
             lse.copy_(sums[:, 0])
         return
-    weights = _weights(piece)
+    weights, scale = _weights(piece), 1.0
     if piece.dropout is not None:
-        weights = weights.mul_(piece.dropout.draw(weights))
+        weights, scale = weights.masked_fill_(piece.dropout.draw(weights), 0.0), 1.0 / piece.dropout.keep_p
     value = piece.read_value()
-    _product(weights.to(value.dtype), value, 1.0, place)
+    _product(weights.to(value.dtype), value, scale, place)
 
 
 def attend_backward(
@@ -199,12 +200,14 @@ def attend_backward(
 
     weights = _weights(piece)
     value = piece.read_value()
-    grad_weights = _product(grad, value.mT, 1.0, scratch.take("grad_weights", weights.shape, grad)).to(weights.dtype)
-    dropped = weights
+    kept, scale = weights, 1.0
     if piece.dropout is not None:
-        factor = piece.dropout.draw(weights)
-        dropped, grad_weights = weights * factor, grad_weights.mul_(factor)
-    deliver(1, dropped.to(grad.dtype).mT, grad, 1.0)  # values are not read again
+        is_dropped, scale = piece.dropout.draw(weights), 1.0 / piece.dropout.keep_p
+        kept = weights.masked_fill(is_dropped, 0.0)
+    grad_weights = _product(grad, value.mT, scale, scratch.take("grad_weights", weights.shape, grad)).to(weights.dtype)
+    if piece.dropout is not None:
+        grad_weights.masked_fill_(is_dropped, 0.0)
+    deliver(1, kept.to(grad.dtype).mT, grad, scale)  # values are not read again
     torch.ops.aten._softmax_backward_data.out(grad_weights, weights, -1, weights.dtype, grad_input=grad_weights)
     grad_scores = grad_weights.to(query.dtype)
     _product(grad_scores, key, piece.scale, place)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from attn_zoo.kernels.block_chunk import Dropout, Piece, Scratch, attend, attend_backward, has_fused, wide_dtype
 from attn_zoo.kernels.block_pattern import BlockPattern
 from attn_zoo.kernels.block_pieces import Group, Part, Pieces
+from attn_zoo.kernels.chunked import keep_share
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["GatherPlan", "gather_attention", "gather_backward", "gather_forward"]
@@ -68,7 +69,7 @@ class _Walk:
         self._plan, self._query, self._padding = plan, query, padding
         self._dropout: Dropout | None = None
         if plan.dropout_p:
-            self._dropout = Dropout(plan.dropout_p, torch.Generator(query.device).manual_seed(plan.seed))
+            self._dropout = Dropout(keep_share(plan.dropout_p), torch.Generator(query.device).manual_seed(plan.seed))
         self.is_fused = has_fused(query, self._dropout)
         self._pieces = Pieces(query, plan.pattern, padding, plan.slopes, has_scores=not self.is_fused)
         self._scratch = Scratch()

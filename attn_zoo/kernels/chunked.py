@@ -15,7 +15,16 @@ from torch import Tensor
 
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["CHUNK_SCORES", "attend_rows", "chunk_len_for", "draw", "guard_empty_rows", "weights_with_dropout"]
+__all__ = [
+    "CHUNK_SCORES",
+    "attend_rows",
+    "chunk_len_for",
+    "draw",
+    "draw_dropped",
+    "guard_empty_rows",
+    "keep_share",
+    "weights_with_dropout",
+]
 
 CHUNK_SCORES = 1 << 21
 """Scores (or mask entries) of one chunk: 8 MiB in float32. Backward adds to all keys once a chunk, so chunks must not
@@ -132,7 +141,7 @@ def weights_with_dropout(
         seed: of this call, an integer on the CPU.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    keep_p = 1.0 - round(dropout_p * _NUM_DRAWS) / _NUM_DRAWS
+    keep_p = keep_share(dropout_p)
     with torch.autocast(query.device.type, enabled=False):  # backward runs outside autocast: both must compute alike
         scores = (query.to(wide) * query.shape[-1] ** -0.5) @ key.to(wide).transpose(-1, -2)  # [B, H, rows, num_keys]
         is_empty = None
@@ -156,11 +165,20 @@ def _draw(like: Tensor, probability: float, seed: Tensor, offset: int) -> Tensor
 
 
 def draw(like: Tensor, probability: float, seed: Tensor, offset: int) -> Tensor:
-    """Draw for `weights_with_dropout`, from `seed` and `offset` alone.
+    """Draw for `weights_with_dropout`, from `seed` and `offset` alone."""
+    return draw_dropped(like, probability, torch.Generator(like.device).manual_seed(int(seed) + offset))
+
+
+def keep_share(dropout_p: float) -> float:
+    """Return the share of weights that is kept where their probability of being dropped is a multiple of 2^-16."""
+    return 1.0 - min(round(dropout_p * _NUM_DRAWS), _NUM_DRAWS - 1) / _NUM_DRAWS
+
+
+def draw_dropped(like: Tensor, probability: float, generator: torch.Generator) -> Tensor:
+    """Return bool of the shape of `like`, True with the given probability, a multiple of 2^-16.
 
     Four draws from each 64-bit number: five times as fast on CPU as `bernoulli_`, which dominated the whole call.
     """
-    generator = torch.Generator(like.device).manual_seed(int(seed) + offset)
     count = like.numel()
     words = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
     words.random_(-(1 << 63), None, generator=generator)
