@@ -89,6 +89,7 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_kill_9_at_many_moments_loses_at_most_the_running_cell(tmp_path, start_runner):
     folder, lengths = tmp_path / "run", range(16, 336, 8)
     known: dict[str, bytes] = {}
