@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from attn_zoo.errors import StoreError
 from attn_zoo.results import LOWER_IS_BETTER, Ceilings, Json, Memory, Score, Timing
 
 __all__ = [
+    "COMMIT_FIELDS",
     "LOWER_IS_BETTER",
     "MEASURED_PHASES",
     "PROTOCOL_VERSION",
@@ -47,6 +48,9 @@ self-pretraining."""
 
 STEP_VERSION = 100 * PROTOCOL_VERSION + TRAINING_VERSION
 """Of training steps that are timed, which depend on both."""
+
+COMMIT_FIELDS = frozenset({"commit", "is_dirty", "earlier_commits"})
+"""Fields of an environment that say with which sources: no reason not to compare, as sources are in the keys."""
 
 MEASURED_PHASES = frozenset({"timing", "memory", "energy", "training"})
 """Of `Record.phases`, those in which the harness measures; the others are what it adds."""
@@ -229,7 +233,8 @@ class Environment(Json):
         driver: of the GPU.
         versions: of Python and the packages that matter, by name; CUDA and cuDNN too.
         commit: git commit of this package's sources, or empty.
-        is_dirty: uncommitted changes.
+        is_dirty: uncommitted changes, at any of the commits.
+        earlier_commits: at which results of the same folder were measured before, oldest first.
         variables: environment variables from an allow-list.
     """
 
@@ -245,13 +250,19 @@ class Environment(Json):
     versions: dict[str, str] = field(default_factory=dict)
     commit: str = ""
     is_dirty: bool = False
+    earlier_commits: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits, equal for environments whose results may be compared (the commit does not count)."""
-        data = {name: value for name, value in asdict(self).items() if name not in {"commit", "is_dirty"}}
+        """12 hexadecimal digits, equal for environments whose results may be compared (commits do not count)."""
+        data = {name: value for name, value in asdict(self).items() if name not in COMMIT_FIELDS}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+    def following(self, before: Environment) -> Environment:
+        """Return this environment with the commits of `before`, of the same digest, so that none is forgotten."""
+        commits = [each for each in (*before.earlier_commits, before.commit) if each not in ("", self.commit)]
+        return replace(self, earlier_commits=tuple(dict.fromkeys(commits)), is_dirty=self.is_dirty or before.is_dirty)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
+from attn_zoo.records import COMMIT_FIELDS, SCHEMA_VERSION, Ceilings, Environment, Record
 
 __all__ = ["RunInfo", "Scan", "differences", "read_ceilings", "read_info", "read_record"]
 
@@ -127,7 +127,7 @@ def differences(old: Environment, new: Environment) -> list[str]:
     before, after = old.to_dict(), new.to_dict()
     texts = []
     for name in before:
-        if before[name] == after[name] or name in {"commit", "is_dirty"}:
+        if before[name] == after[name] or name in COMMIT_FIELDS:
             continue
         if isinstance(before[name], dict):
             keys = sorted({*before[name], *after[name]})

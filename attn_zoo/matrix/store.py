@@ -162,6 +162,8 @@ class Store:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             info = RunInfo(created=now, version=attn_zoo.__version__)
         matrices = info.matrices if dict(matrix) in info.matrices else (*info.matrices, dict(matrix))
+        if (before := info.environments.get(environment.digest)) is not None:
+            environment = environment.following(before)
         environments = {**info.environments, environment.digest: environment}
         data = {
             "schema": SCHEMA_VERSION,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.records import Environment
+from attn_zoo.records import COMMIT_FIELDS, Environment
 from attn_zoo.report.columns import text_column
 from attn_zoo.report.length_tables import interval_ms
 from attn_zoo.report.load import Results, read_results
@@ -179,7 +179,7 @@ def _environment_differences(a: Results, b: Results) -> str:
     if first is None or second is None:
         return "not described in run.json"
     own, other = first.to_dict(), second.to_dict()
-    return ", ".join(name for name in own if own[name] != other[name] and name not in {"commit", "is_dirty"})
+    return ", ".join(name for name in own if own[name] != other[name] and name not in COMMIT_FIELDS)
 
 
 def _first_known(used: set[str], known: Mapping[str, Environment]) -> Environment | None:

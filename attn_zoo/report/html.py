@@ -120,7 +120,8 @@ def environment_rows(environment: Environment) -> list[tuple[str, str]]:
     gpu = environment.gpu or ""
     if gpu and environment.gpu_memory_bytes:
         gpu += f", {human_bytes(environment.gpu_memory_bytes)}"
-    commit = environment.commit[:12] + (" with uncommitted changes" if environment.is_dirty else "")
+    commits = (*environment.earlier_commits, environment.commit)
+    commit = ", ".join(each[:12] for each in commits) + (" with uncommitted changes" if environment.is_dirty else "")
     rows = [
         ("CPU", f"{environment.cpu}, {environment.num_cores} cores"),
         ("threads", str(environment.threads)),

@@ -261,6 +261,16 @@ def test_environments_do_not_mix_unless_asked(store):
         pass  # another commit is not another environment: sources are in the keys
 
 
+def test_commits_of_earlier_results_are_not_forgotten(store):
+    for commit, is_dirty in (("abc", True), ("def", False), ("def", False), ("abc", False)):
+        with store.writing(MATRIX, environment(commit=commit, is_dirty=is_dirty)):
+            pass
+    (found,) = store.info().environments.values()
+    assert (*found.earlier_commits, found.commit) == ("def", "abc")
+    assert found.is_dirty, "some of it was measured with changes that are in no commit"
+    assert found.digest == environment().digest
+
+
 def test_matrices_are_kept_once_each(store):
     for matrix in (MATRIX, {"name": "second"}, MATRIX):
         with store.writing(matrix, environment()):
