@@ -38,7 +38,7 @@ peers: $(STAMP)  ## ours beside other projects' implementations on the CPU (inst
 	$(BIN)/attn-zoo report $(OUT)/peers-cpu
 
 test: $(STAMP)  ## all tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
 
 lint: $(STAMP) typecheck  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

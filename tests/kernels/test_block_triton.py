@@ -8,9 +8,6 @@ choice is made when triton is imported), and the compiler builds them for a card
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from attn_zoo.kernels.block_pattern import BlockPattern
 from attn_zoo.kernels.block_sparse import block_sparse_attention, why_not_triton
 from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
+from tests.kernels.interpreter import run_interpreted
 from tests.kernels.test_block_sparse import make_layout, value_and_gradients
 from tests.kernels.test_block_triton_dropout import kept_factor
 
@@ -148,18 +146,7 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.triton
 @pytest.mark.timeout(600)
 def test_the_interpreter_agrees():
-    pytest.importorskip("triton", reason="the package triton is not installed")
-    files = [str(HERE / "test_block_triton_interpreted.py")]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "error", *files],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout.splitlines()[-1]
+    run_interpreted(HERE / "test_block_triton_interpreted.py")
 
 
 GPU_CASES = [

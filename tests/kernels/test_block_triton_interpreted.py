@@ -6,7 +6,6 @@ this file in a process with TRITON_INTERPRET=1; by itself it skips.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,56 +17,24 @@ from torch import Tensor
 from attn_zoo.kernels.block_layout import band_layout, layout_pattern
 from attn_zoo.kernels.block_pattern import BlockPattern, make_pattern
 from attn_zoo.kernels.block_sparse import block_sparse_attention
+from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
 from tests.kernels.test_block_sparse import make_layout, value_and_gradients
 from tests.kernels.test_block_triton import check_against_dense, dense_attention, make_inputs, make_padding
 from tests.kernels.test_block_triton_dropout import kept_factor
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_block_triton.py, on its own"),
+    pytest.mark.skipif(not IS_INTERPRETING, reason="run by test_block_triton.py, on its own"),
 ]
 SLOPES = torch.tensor([0.5, 0.02])
 
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mend the interpreter of triton 3.6, and cut dense lines into several stretches although they are short."""
-    import triton
-    from triton.runtime import interpreter
-
+    """Cut dense lines into several stretches although they are short."""
     from attn_zoo.kernels import block_triton_launch
 
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        # Its numbers are arrays of one element, which NumPy 2.4 no longer takes for an int.
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-    multiply = interpreter.InterpreterBuilder.create_dot
-
-    def create_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
-        # It keeps bfloat16 as 16 bits, and would multiply those as integers.
-        return multiply(self, *(widened(x) for x in (left, right)), *rest)
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.name != "bf16":
-            return handle
-        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(data, triton.language.float32)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    # A function called by a kernel is patched anew at each call, which takes a third of the time; once is enough.
-    patched = set()
-
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        if self.fn.__module__ not in patched:
-            patched.add(self.fn.__module__)
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*given, **named)
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    mend_interpreter(monkeypatch)
     monkeypatch.setattr(block_triton_launch, "_SPLIT_BLOCKS", 2)
     # Weights of padding overflow on the way to their own gradients, which are zeroed.
     np.seterr(over="ignore", invalid="ignore")

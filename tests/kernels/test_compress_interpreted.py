@@ -1,6 +1,7 @@
 """The compression's Triton kernels in Triton's interpreter, against float64: all ways to share, padding, strides.
 
-The interpreter has no bfloat16 product; that dtype is compiled in test_compress_triton.py and computed on a GPU.
+The interpreter cuts bfloat16 off instead of rounding it; that dtype is compiled in test_compress_triton.py and computed
+on a GPU.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ GROUP = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(groups=st.lists(GROUP, min_size=1, max_size=2), count=st.integers(1, 4))
 def test_expansion_is_complete_unique_deterministic_and_sharded_without_loss(groups, count):
     matrix = parse_matrix({"name": "x", "scaling": groups}, "x")
