@@ -3,6 +3,9 @@
 Within one process a bootstrap says enough. Between processes it does not: of three, each in its own state of memory,
 clocks and neighbours, resampling covers the truth in three cases out of four at best. What differs between processes
 therefore enters as Student's t of their log medians, with one degree of freedom less than there are processes.
+
+All processes count alike: their value is the geometric mean of their medians. The median of all samples would lean to
+the fastest process, which takes more of them in its budget.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NUM_RESAMPLES", "TAILS", "Samples", "Sizes", "by_process", "log_medians", "resampled_medians"]
+__all__ = ["NUM_RESAMPLES", "TAILS", "Samples", "Sizes", "by_process", "log_medians", "middle", "resampled_medians"]
 
 NUM_RESAMPLES = 2000
 
@@ -51,10 +54,21 @@ def by_process(samples: NDArray[np.float64], sizes: Sequence[int], what: str) ->
     return np.split(samples, np.cumsum(sizes)[:-1])
 
 
-def resampled_medians(processes: Processes, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Return `NUM_RESAMPLES` values that the median of all samples might as well have had.
+def middle(processes: Processes) -> float:
+    """Return the median of the samples of one process, or the geometric mean of the medians of several.
 
-    The samples of each process are drawn with replacement. With several processes the median of each draw is also
+    Args:
+        processes: the samples of each; positive where there are several.
+    """
+    if len(processes) == 1:
+        return float(np.median(processes[0]))
+    return float(np.exp(np.mean([np.log(np.median(part)) for part in processes])))
+
+
+def resampled_medians(processes: Processes, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return `NUM_RESAMPLES` values that `middle` might as well have had.
+
+    The samples of each process are drawn with replacement. With several processes the mean of each draw is also
     multiplied by exp(t s / sqrt(k)): s is the standard deviation of the log medians of the k processes, t of Student's
     distribution with k - 1 degrees of freedom.
 
@@ -63,15 +77,17 @@ def resampled_medians(processes: Processes, rng: np.random.Generator) -> NDArray
         rng: of the draws.
     """
     # Sorted within each process: within one the order does not matter.
-    drawn = [np.sort(part)[rng.integers(0, part.size, size=(NUM_RESAMPLES, part.size))] for part in processes]
-    medians: NDArray[np.float64] = np.median(np.concatenate(drawn, axis=1), axis=1)
+    medians: list[NDArray[np.float64]] = [
+        np.median(np.sort(part)[rng.integers(0, part.size, size=(NUM_RESAMPLES, part.size))], axis=1)
+        for part in processes
+    ]
     count = len(processes)
     if count == 1:
-        return medians
+        return medians[0]
     spread = np.log([np.median(part) for part in processes]).std(ddof=1)
     # Of two processes, the outermost of these quantiles would take a time beyond what a float holds.
     shift = np.clip(rng.permutation(_student(count - 1)) * spread / count**0.5, -MAX_SHIFT, MAX_SHIFT)
-    shifted: NDArray[np.float64] = medians * np.exp(shift)
+    shifted: NDArray[np.float64] = np.exp(np.log(medians).mean(axis=0) + shift)
     return shifted
 
 
@@ -86,7 +102,7 @@ def _student(degrees: int) -> NDArray[np.float64]:
 def log_medians(
     samples: Samples, seed: int, sizes: Sizes | None = None
 ) -> tuple[list[int], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the ascending lengths, log medians [lengths], and resampled log medians [resamples, lengths].
+    """Return the ascending lengths, the logs of `middle` [lengths], and those resampled [resamples, lengths].
 
     Raises:
         ValueError: a length or sample is not positive and finite, or sizes do not add up.
@@ -102,5 +118,5 @@ def log_medians(
         processes = by_process(array, (sizes or {}).get(length, ()), f"length {length}")
         # A generator per length, so that a longer run gives the lengths it shares with a shorter one the same slopes.
         columns.append(resampled_medians(processes, np.random.default_rng((seed, length))))
-        medians.append(np.median(array))
+        medians.append(middle(processes))
     return lengths, np.log(medians), np.log(np.stack(columns, axis=1)) if columns else np.empty((0, 0))

@@ -68,8 +68,8 @@ class Timing(Json):
 
     Args:
         samples_ms: raw, in order; each already divided by `inner_loops`.
-        median_ms: of the samples.
-        q1_ms: lower quartile.
+        median_ms: of the samples; of several processes the geometric mean of their medians, so that all count alike.
+        q1_ms: lower quartile, likewise.
         q3_ms: upper quartile.
         low_ms: lower end of the 95 % interval of the median: of one process only what differs within it, of several
             what differs between them too.

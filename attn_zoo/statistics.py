@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.resampling import TAILS, Samples, Sizes, by_process, log_medians, resampled_medians
+from attn_zoo.resampling import TAILS, Samples, Sizes, by_process, log_medians, middle, resampled_medians
 from attn_zoo.scaling_fit import CostFit, Exponent, LocalSlope, fit_cost, fit_exponent, local_slopes
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "paired_difference",
     "quartiles",
     "time_ratio",
+    "time_summary",
 ]
 
 
@@ -42,17 +43,27 @@ def _finite(values: Sequence[float], minimum: int, what: str) -> NDArray[np.floa
     return array
 
 
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+def quartiles(samples: Sequence[float], process_sizes: Sequence[int] = ()) -> tuple[float, float, float]:
     """Return lower quartile, median and upper quartile, by linear interpolation.
 
+    Of several processes each is the geometric mean of theirs: all count alike, however many samples they took.
+
+    Args:
+        samples: in any order within each process.
+        process_sizes: how many samples each process took, in order (`Timing.process_sizes`); empty for one process.
+
     Raises:
-        ValueError: there is no sample, or one is not finite.
+        ValueError: there is no sample, or one is not finite, the sizes do not add up, or a sample of several processes
+            is not positive.
 
     >>> quartiles([4.0, 1.0, 3.0, 2.0, 5.0])
     (2.0, 3.0, 4.0)
+    >>> quartiles([1.0, 4.0, 4.0, 4.0, 4.0], process_sizes=[1, 4])
+    (2.0, 2.0, 2.0)
     """
-    low, middle, high = np.quantile(_finite(samples, 1, "samples"), [0.25, 0.5, 0.75])
-    return float(low), float(middle), float(high)
+    parts = [np.quantile(part, [0.25, 0.5, 0.75]) for part in _processes(samples, process_sizes, "samples")]
+    low, median, high = parts[0] if len(parts) == 1 else np.exp(np.mean(np.log(parts), axis=0))
+    return float(low), float(median), float(high)
 
 
 def _processes(samples: Sequence[float], sizes: Sequence[int], what: str) -> list[NDArray[np.float64]]:
@@ -68,7 +79,7 @@ def _tails(resampled: NDArray[np.float64], confidence: float) -> tuple[float, fl
 def median_interval(
     samples: Sequence[float], confidence: float = 0.95, seed: int = 0, process_sizes: Sequence[int] = ()
 ) -> tuple[float, float]:
-    """Return the interval of the median.
+    """Return the interval of the median that `quartiles` gives.
 
     Of one process it is the percentile bootstrap of its samples: the doubt **within that process only**. A process
     keeps the memory, the clocks and the neighbours it found; another one, or the same a few minutes later, may lie far
@@ -97,12 +108,28 @@ def median_interval(
     return _tails(resampled_medians(processes, np.random.default_rng(seed)), confidence)
 
 
+def time_summary(samples_ms: Sequence[float], process_sizes: Sequence[int] = ()) -> dict[str, float]:
+    """Return what `Timing` says of its samples: median, quartiles and the 95 % interval of the median, by field.
+
+    Args:
+        samples_ms: raw, in order.
+        process_sizes: how many samples each process took; empty for one process.
+
+    Raises:
+        ValueError: see `median_interval`.
+    """
+    q1, median, q3 = quartiles(samples_ms, process_sizes)
+    low, high = median_interval(samples_ms, process_sizes=process_sizes)
+    return {"median_ms": median, "q1_ms": q1, "q3_ms": q3, "low_ms": low, "high_ms": high}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
     """How many times one quantity is another, with its interval.
 
     Args:
-        value: the median of the ratios of pairs, or the ratio of the medians where there are no pairs.
+        value: the median of the ratios of pairs, or the ratio of the medians where there are no pairs; of several
+            processes their geometric mean.
         low: lower end of the interval.
         high: upper end.
         num_pairs: that were compared; 0 where the samples were not taken in turns.
@@ -157,7 +184,7 @@ def time_ratio(
         raise ValueError("expected positive samples; a time of zero has no ratio")
     rng = np.random.default_rng(seed)
     if not is_paired:
-        value = float(np.median(np.concatenate(first)) / np.median(np.concatenate(second)))
+        value = middle(first) / middle(second)
         low, high = _tails(resampled_medians(first, rng) / resampled_medians(second, rng), confidence)
         return Ratio(value=value, low=low, high=high, num_pairs=0)
     if len(first) != len(second):
@@ -165,7 +192,7 @@ def time_ratio(
     rounds = [min(a.size, b.size) for a, b in zip(first, second, strict=True)]
     ratios = [a[:count] / b[:count] for a, b, count in zip(first, second, rounds, strict=True)]
     low, high = _tails(resampled_medians(ratios, rng), confidence)
-    return Ratio(value=float(np.median(np.concatenate(ratios))), low=low, high=high, num_pairs=sum(rounds))
+    return Ratio(value=middle(ratios), low=low, high=high, num_pairs=sum(rounds))
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attn_zoo.statistics import crossover, fit_exponent, local_slopes, median_interval, time_ratio
+from attn_zoo.statistics import crossover, fit_exponent, local_slopes, median_interval, quartiles, time_ratio
 
 GAP_S = 60.0
 APART_S = 1800.0
@@ -82,7 +82,6 @@ def test_exponents_and_crossings_know_what_differs_between_processes():
             run, _, sizes[length] = two_runs(rng, 3, memory_s=1.0)
             samples[length] = [length * value for value in run]
         exponent, pooled = fit_exponent(samples, sizes=sizes), fit_exponent(samples)
-        assert exponent.value == pooled.value
         hits += exponent.low <= 1.0 <= exponent.high
         hits_pooled += pooled.low <= 1.0 <= pooled.high
         wide, narrow = local_slopes(samples, sizes=sizes)[0], local_slopes(samples)[0]
@@ -91,7 +90,7 @@ def test_exponents_and_crossings_know_what_differs_between_processes():
     assert hits_pooled <= 45
     flat = {length: [1024.0] for length in samples}
     apart, pool = crossover(flat, samples, sizes_baseline=sizes), crossover(flat, samples)
-    assert apart.length == pool.length
+    assert apart.length == pytest.approx(pool.length, rel=0.2)
     assert apart.support < pool.support, "processes that differ may move the crossing out of range"
 
 
@@ -101,6 +100,19 @@ def test_the_interval_is_students_where_a_process_has_no_spread_of_its_own():
     half = 4.302653 * 0.1 / 3**0.5
     expected = (np.exp(0.1 - half), np.exp(0.1 + half))
     assert median_interval(samples, process_sizes=(5, 5, 5)) == pytest.approx(expected, rel=2e-3)
+
+
+def test_what_a_budget_holds_makes_no_process_count_for_more():
+    """Each process takes as many samples as its budget holds: a fast one more, of which the median of all would be."""
+    rng, alike, pooled = np.random.default_rng(4), [], []
+    for _ in range(400):
+        times = np.exp(0.5 * rng.standard_normal(3))
+        sizes = [max(1, int(4.0 / each)) for each in times]
+        samples = [float(each) for each, size in zip(times, sizes, strict=True) for _ in range(size)]
+        alike.append(np.log(quartiles(samples, sizes)[1]))
+        pooled.append(np.log(quartiles(samples)[1]))
+    assert abs(np.mean(alike)) < 3 * 0.5 / (3 * 400) ** 0.5
+    assert np.mean(pooled) < -0.15
 
 
 def test_several_processes_need_positive_samples():

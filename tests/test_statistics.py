@@ -22,6 +22,7 @@ from attn_zoo.statistics import (
     paired_difference,
     quartiles,
     time_ratio,
+    time_summary,
 )
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -354,7 +355,20 @@ def test_the_interval_covers_what_differs_between_processes():
     assert low < 10.0
     assert high > 13.0
     assert median_interval(samples) == (12.0, 12.0), "one pool of samples hides it"
-    assert median_interval([5.0] * 6, process_sizes=(2, 4)) == (5.0, 5.0)
+    assert median_interval([5.0] * 6, process_sizes=(2, 4)) == pytest.approx((5.0, 5.0))
+
+
+def test_all_processes_count_alike_however_many_samples_they_took():
+    """A fast process takes more samples in its budget; the median of all would be its."""
+    samples, sizes = [8.0] * 2 + [8.0] * 2 + [1.0] * 5, (2, 2, 5)
+    assert quartiles(samples)[1] == 1.0
+    assert quartiles(samples, sizes) == pytest.approx((4.0, 4.0, 4.0))
+    found = time_summary(samples, sizes)
+    assert found["median_ms"] == pytest.approx(4.0)
+    assert found["low_ms"] * found["high_ms"] == pytest.approx(16.0, rel=1e-3), "the interval is about it"
+    assert time_ratio(samples, [1.0], is_paired=False, sizes_a=sizes).value == pytest.approx(4.0)
+    fit = fit_exponent({512: samples, 1024: [2 * x for x in samples]}, sizes={512: (9,), 1024: sizes})
+    assert fit.value == pytest.approx(3.0), "1 to 8"
 
 
 def test_one_process_is_the_plain_interval_and_the_order_within_a_process_does_not_matter():
@@ -387,11 +401,11 @@ def test_pairs_are_those_of_the_same_process_and_round():
     a, b = [2.0, 20.0, 3.0, 30.0, 300.0], [1.0, 10.0, 100.0, 1.0, 10.0]
     found = time_ratio(a, b, is_paired=True, sizes_a=(2, 3), sizes_b=(3, 2))
     assert found.num_pairs == 2 + 2
-    assert found.value == 2.5, "2, 2, 3 and 3; the third rounds of either process are no pairs"
+    assert found.value == pytest.approx(6**0.5), "2 and 2, 3 and 3; the third rounds of either process are no pairs"
     assert found.low < 2.0
     assert found.high > 3.0, "two processes: Student's t has one degree of freedom"
     backwards = time_ratio(b, a, is_paired=True, sizes_a=(3, 2), sizes_b=(2, 3))
-    assert backwards.value == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert backwards.value == pytest.approx(1 / found.value)
     with pytest.raises(ValueError, match="expected pairs of as many processes; got 2 and 1"):
         time_ratio(a, b, is_paired=True, sizes_a=(2, 3))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attn_zoo.records import Record
-from attn_zoo.statistics import median_interval, quartiles
+from attn_zoo.statistics import quartiles, time_summary
 
 __all__ = ["pooled"]
 
@@ -30,8 +30,6 @@ def pooled(records: Sequence[Record]) -> Record:
         return first
     samples = tuple(sample for timing in timings for sample in timing.samples_ms)
     sizes = tuple(len(timing.samples_ms) for timing in timings)
-    q1, median, q3 = quartiles(samples)
-    low, high = median_interval(samples, process_sizes=sizes)
     flags = list(dict.fromkeys(flag for timing in timings for flag in timing.flags))
     if len({record.kernels for record in records}) > 1:
         flags.append("kernels_differ")
@@ -40,13 +38,9 @@ def pooled(records: Sequence[Record]) -> Record:
         timings[0],
         samples_ms=samples,
         process_sizes=sizes,
-        median_ms=median,
-        q1_ms=q1,
-        q3_ms=q3,
-        low_ms=low,
-        high_ms=high,
         process_cpu_ms=quartiles(processor)[1] if processor else None,
         flags=tuple(flags),
+        **time_summary(samples, sizes),
     )
     names = dict.fromkeys(name for record in records for name in record.phases)
     return replace(

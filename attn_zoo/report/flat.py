@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from attn_zoo.records import Memory, Record, Timing
+from attn_zoo.statistics import time_summary
 
 __all__ = ["COLUMNS", "INTEGER_COLUMNS", "NUMBER_COLUMNS", "TEXT_COLUMNS", "flat_row"]
 
@@ -158,6 +159,9 @@ def flat_row(record: Record, run: str, environment: str) -> dict[str, Any]:
         environment: digest of the machine it ran (or would have run) on.
     """
     cell, timing, memory, score = record.cell, record.timing, record.memory, record.score
+    if timing is not None and timing.process_sizes:
+        # Records made before 2026-11-22 hold the median of all samples, which leans to the process that took most.
+        timing = replace(timing, **time_summary(timing.samples_ms, timing.process_sizes))
     row: dict[str, Any] = {name: getattr(cell, name) for name in _FROM_CELL}
     row |= {name: getattr(record, name) for name in _FROM_RECORD}
     row |= {name: getattr(timing, name, None) for name in _TIMING}

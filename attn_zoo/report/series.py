@@ -12,7 +12,7 @@ import pandas as pd
 from attn_zoo.records import Ceilings
 from attn_zoo.report.load import Claim, Results
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
-from attn_zoo.statistics import median_interval, quartiles
+from attn_zoo.statistics import time_summary
 
 __all__ = ["Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels"]
 
@@ -244,18 +244,14 @@ def _point(seq_len: int, rows: pd.DataFrame) -> Point:
         for size in (own or ([len(row)] if row else []))
     )
     if len(rows) == 1 or not samples:
-        median, low, high, q1, q3 = (float(first[f"{name}_ms"]) for name in ("median", "low", "high", "q1", "q3"))
+        summary = {f"{name}_ms": float(first[f"{name}_ms"]) for name in ("median", "q1", "q3", "low", "high")}
     else:
-        (low, high), (q1, median, q3) = median_interval(samples, process_sizes=sizes), quartiles(samples)
+        summary = time_summary(samples, sizes)
     return Point(
         seq_len=seq_len,
-        samples_ms=samples or (median,),
+        samples_ms=samples or (summary["median_ms"],),
         process_sizes=sizes,
-        median_ms=median,
-        low_ms=low,
-        high_ms=high,
-        q1_ms=q1,
-        q3_ms=q3,
+        **summary,
         peak_bytes=_largest(rows["peak_bytes"]),
         extra_bytes=_largest(rows["extra_bytes"]),
         saved_bytes=_largest(rows["saved_bytes"]),
