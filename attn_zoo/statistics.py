@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +108,7 @@ def median_interval(
     return _tails(resampled_medians(processes, np.random.default_rng(seed)), confidence)
 
 
-def time_summary(samples_ms: Sequence[float], process_sizes: Sequence[int] = ()) -> dict[str, float]:
+def time_summary(samples_ms: Sequence[float], process_sizes: Sequence[int] = ()) -> dict[str, Any]:
     """Return what `Timing` says of its samples: median, quartiles and the 95 % interval of the median, by field.
 
     Args:

@@ -101,7 +101,10 @@ def doubt_words(process_counts: Iterable[int]) -> str:
         return f"The interval is {within}."
     few = next(count for count in counts if count > 1)
     many = f"{few} to {counts[-1]}" if counts[-1] > few else str(few)
-    covers = f"The interval covers what differs between the {many} processes that took the samples"
+    covers = (
+        "A time of several processes is the geometric mean of their medians, so that all count alike; the interval "
+        f"covers what differs between the {many} processes that took the samples"
+    )
     return f"{covers}; of a single one it is {within}." if counts[0] == 1 else f"{covers}."
 
 
