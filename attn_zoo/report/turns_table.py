@@ -25,8 +25,8 @@ def turns_table(analysis: Analysis) -> Table | None:
         title="Timed in turns",
         note=(
             "Each group was timed in one process, in rounds of one call each, and again in further processes. Beside "
-            "the fastest: median over rounds of the ratio of two calls of one round, of several processes the geometric "
-            "mean of theirs, with its 95 % interval over rounds and processes."
+            "the fastest: median over rounds of the ratio of two calls of one round, of several processes the "
+            "geometric mean of theirs, with its 95 % interval over rounds and processes."
         ),
         columns=(
             text_column("pass", "pass", priority=0),
