@@ -14,7 +14,7 @@ import torch
 
 from attn_zoo.measure.stopwatch import AbstractStopwatch, Sample, stopwatch_for
 from attn_zoo.records import Timing
-from attn_zoo.statistics import median_interval, quartiles
+from attn_zoo.statistics import quartiles, time_summary
 
 __all__ = ["Sampling", "quiet_collector", "time_callable"]
 
@@ -179,11 +179,11 @@ class Sampling:
         if min(sample.wall_s for sample in self._samples) < floor_s:
             flags.append("too_short")
         values = [1e3 * sample.wall_s / self._loops for sample in self._samples]
-        q1, median, q3 = quartiles(values)
-        low, high = median_interval(values)
+        summary = time_summary(values)
+        median = summary["median_ms"]
         processor = [1e3 * sample.cpu_s / self._loops for sample in self._samples if sample.cpu_s is not None]
         processor_ms = quartiles(processor)[1] if processor else None
-        if q3 - q1 > UNSTABLE_FRAC * median:
+        if summary["q3_ms"] - summary["q1_ms"] > UNSTABLE_FRAC * median:
             flags.append("unstable")
         if max(abs(value - median) for value in values) > OUTLIER_FRAC * median:
             flags.append("outliers")
@@ -191,11 +191,7 @@ class Sampling:
             flags.append("waiting")
         return Timing(
             samples_ms=tuple(values),
-            median_ms=median,
-            q1_ms=q1,
-            q3_ms=q3,
-            low_ms=low,
-            high_ms=high,
+            **summary,
             first_ms=1e3 * self._first_s,
             num_warmup=self._num_warmup,
             inner_loops=self._loops,
