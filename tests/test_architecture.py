@@ -1,4 +1,4 @@
-"""Promises about structure are tests: import arrows, file lengths, where names may occur, what an import loads."""
+"""Promises about structure are tests: import arrows, where names may occur, what an import loads."""
 
 from __future__ import annotations
 
@@ -91,17 +91,6 @@ def test_imports_are_absolute(path):
 def test_variants_do_not_import_each_other():
     for path in (ROOT / "variants").glob("*.py"):
         assert not [module for part, module in imports_of(path) if part == "variants"], path.name
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_stay_short(path):
-    assert len(path.read_text().splitlines()) <= 400
-
-
-def test_files_are_mostly_much_shorter():
-    lengths = sorted(len(path.read_text().splitlines()) for path in FILES if path.stat().st_size)
-    assert lengths[len(lengths) // 2] <= 150
-    assert lengths[int(len(lengths) * 0.9)] <= 260
 
 
 def test_there_is_no_drawer_for_odds_and_ends():
