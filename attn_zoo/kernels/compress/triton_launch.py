@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels import compress_triton as kernels
-from attn_zoo.kernels.compress_tiles import (
+from attn_zoo.kernels.compress import triton_kernels as kernels
+from attn_zoo.kernels.compress.triton_tiles import (
     HOPPER_PROCESSORS,
     HOPPER_SHARED_BYTES,
     Tiles,

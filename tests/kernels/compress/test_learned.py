@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels import compress_chunked
-from attn_zoo.kernels.compress import compress, compress_pair, fit_rows
+from attn_zoo.kernels.compress import products
+from attn_zoo.kernels.compress.learned import compress, compress_pair, fit_rows
 from attn_zoo.kernels.trace import recording
 
 SHARINGS = [(1, 1), (1, 3), (2, 1), (2, 3)]
@@ -56,7 +56,7 @@ def padding(length: int) -> Tensor:
 @pytest.fixture(params=[1, 7, 37, 1024])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Chunks of one position, ragged, exactly the length, and longer than it."""
-    monkeypatch.setattr(compress_chunked, "CPU_CHUNK", request.param)
+    monkeypatch.setattr(products, "CPU_CHUNK", request.param)
     return int(request.param)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_zoo.measure.graphs import LAUNCH_BOUND_MS, NUM_SAMPLES, NUM_WARMUP, with_graph_time
+from attn_zoo.measure.cuda_graphs import LAUNCH_BOUND_MS, NUM_SAMPLES, NUM_WARMUP, with_graph_time
 from attn_zoo.measure.passes import make_pass, time_pass
 from attn_zoo.records import Timing
 from tests.measure.test_stopwatch import FakeCuda

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels import exact_flex, exact_xformers
+from attn_zoo.kernels.exact import flex_attention, xformers
 
 __all__ = ["PREFERENCES", "Backend", "BiasRows", "Preference", "Problem", "choose", "why_not"]
 
@@ -168,13 +168,13 @@ def _why_not_cudnn(problem: Problem) -> str | None:
 
 
 def _why_not_flex(problem: Problem) -> str | None:
-    return exact_flex.why_not(problem.query, needs_grad=problem.needs_grad, dropout_p=problem.dropout_p)
+    return flex_attention.why_not(problem.query, needs_grad=problem.needs_grad, dropout_p=problem.dropout_p)
 
 
 def _why_not_xformers(problem: Problem) -> str | None:
     if problem.key_padding_mask is not None or problem.slopes is not None:
         return "it is offered for calls without key_padding_mask and ALiBi only"
-    return exact_xformers.why_not(problem.query, needs_grad=problem.needs_grad)
+    return xformers.why_not(problem.query, needs_grad=problem.needs_grad)
 
 
 _WHY_NOT: dict[str, Callable[[Problem], str | None]] = {

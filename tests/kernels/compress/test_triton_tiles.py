@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from attn_zoo.kernels.compress_tiles import (
+from attn_zoo.kernels.compress.triton_tiles import (
     HOPPER_SHARED_BYTES,
     MIN_SPLIT,
     forward_tiles,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from attn_zoo.measure.flops import count_flops
+from attn_zoo.measure.flop_count import count_flops
 
 
 def test_products_count_two_per_multiply_add():

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.compress import compress, compress_pair
+from attn_zoo.kernels.compress.learned import compress, compress_pair
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.memory import memory_of_pass
+from tests.kernels.compress.test_learned import SHARINGS, checked, inputs, padding
 from tests.kernels.interpreter import IS_INTERPRETING, run_interpreted
-from tests.kernels.test_compress import SHARINGS, checked, inputs, padding
 
 SHARED_BYTES = 227 * 1024  # of one program on sm_90
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
@@ -25,7 +25,7 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_in_the_interpreter():
-    run_interpreted(Path(__file__).with_name("test_compress_interpreted.py"))
+    run_interpreted(Path(__file__).with_name("test_triton_interpreted.py"))
 
 
 class _Launch:
@@ -42,19 +42,19 @@ def launches_of(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, *, num_tokens: int, num_matrices: int, has_mask: bool
 ) -> list[Any]:
     """Return the launches of one forward and backward at 65 536 positions, 16 heads, k = 256, in bfloat16."""
-    from attn_zoo.kernels import compress_launch, compress_triton
+    from attn_zoo.kernels.compress import triton_kernels, triton_launch
 
     launches: list[Any] = []
     for name in ("sum_positions", "add_splits", "grad_tokens", "grad_matrix"):
-        kernel = getattr(compress_triton, name)
-        monkeypatch.setattr(compress_triton, name, _Launch(kernel, launches))
+        kernel = getattr(triton_kernels, name)
+        monkeypatch.setattr(triton_kernels, name, _Launch(kernel, launches))
     like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     tokens = [torch.empty(1, 65536, 16, head_dim, **like).transpose(1, 2) for _ in range(num_tokens)]
     matrices = [torch.empty(1, 1, 65536, 256, **like) for _ in range(num_matrices)]
     mask = torch.empty(1, 65536, dtype=torch.bool, device="meta") if has_mask else None
-    out = compress_launch._compress(tokens, matrices, mask)
-    compress_launch._grad_tokens(out, tokens, matrices, mask)
-    compress_launch._grad_matrices(out, tokens, matrices, mask)
+    out = triton_launch._compress(tokens, matrices, mask)
+    triton_launch._grad_tokens(out, tokens, matrices, mask)
+    triton_launch._grad_matrices(out, tokens, matrices, mask)
     return launches
 
 

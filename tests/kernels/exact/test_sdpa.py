@@ -13,9 +13,9 @@ import torch
 from attn_zoo import UnsupportedError
 from attn_zoo.attention.masks import alibi_slopes, causal_keep, score_bias
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.kernels import backends, chunked, exact_flex, exact_xformers
-from attn_zoo.kernels.backends import PREFERENCES, Problem, choose, why_not
-from attn_zoo.kernels.sdpa import exact_attention
+from attn_zoo.kernels.exact import backends, flex_attention, row_chunks, xformers
+from attn_zoo.kernels.exact.backends import PREFERENCES, Problem, choose, why_not
+from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
 
@@ -92,7 +92,7 @@ def test_flash_on_cpu_is_refused_with_dropout_and_chosen_without():
 
 
 def test_xformers_is_tried_on_the_device_it_is_wanted_on(capfd):
-    reason = exact_xformers.why_not(draw(4)[0], needs_grad=False)
+    reason = xformers.why_not(draw(4)[0], needs_grad=False)
     assert reason is not None
     assert "xformers" in reason
     assert "\n" not in reason
@@ -105,9 +105,9 @@ def test_xformers_is_tried_on_the_device_it_is_wanted_on(capfd):
 
 def test_a_missing_xformers_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "xformers.ops", None)
-    exact_xformers._probe.cache_clear()
-    assert "attn-zoo[xformers]" in str(exact_xformers.why_not(draw(4)[0], needs_grad=False))
-    exact_xformers._probe.cache_clear()
+    xformers._probe.cache_clear()
+    assert "attn-zoo[xformers]" in str(xformers.why_not(draw(4)[0], needs_grad=False))
+    xformers._probe.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_flex_on_cpu_refuses(changes, reason):
     ],
 )
 def test_the_path_that_runs_is_noted(monkeypatch, arguments, expected):
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)
     with recording() as paths:
         attend(*draw(40), **arguments)
     assert paths == expected
@@ -171,7 +171,7 @@ def test_math_is_really_dense_and_flash_is_not():
 def test_chunks_equal_the_oracle(monkeypatch, key_len, arguments, dtype, num_kv_heads):
     tensors = draw(53, key_len, dtype=dtype, num_kv_heads=num_kv_heads)
     at_once = attend(*tensors, **arguments)
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1)  # chunks of the least length
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)  # chunks of the least length
     with recording() as paths:
         in_chunks = attend(*tensors, **arguments)
     assert "chunked" in paths
@@ -189,7 +189,7 @@ def test_chunks_equal_the_oracle(monkeypatch, key_len, arguments, dtype, num_kv_
 
 
 def test_a_chunk_draws_the_same_dropout_in_backward(monkeypatch):
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)
     tensors = draw(40, dtype=torch.float64)
 
     def run(*tensors):
@@ -200,16 +200,16 @@ def test_a_chunk_draws_the_same_dropout_in_backward(monkeypatch):
 
 
 def test_chunks_of_rows_drop_different_weights(monkeypatch):
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)
     uniform = torch.zeros(1, H, 64, 64)
     weights = attend(uniform, uniform, torch.eye(64).expand(1, H, 64, 64), dropout_p=0.5)
-    first, second = (weights[:, :, at : at + chunked.MIN_CHUNK_LEN] for at in (0, chunked.MIN_CHUNK_LEN))
+    first, second = (weights[:, :, at : at + row_chunks.MIN_CHUNK_LEN] for at in (0, row_chunks.MIN_CHUNK_LEN))
     assert not torch.equal(first, second)
     assert 0.4 < (weights == 0).float().mean() < 0.6
 
 
 def test_chunks_under_autocast_compute_alike_in_both_directions(monkeypatch):
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1)
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)
     tensors = draw(40)
     results = []
     for is_on in (False, True):
@@ -258,7 +258,7 @@ def peak_bytes(function):
 )
 def test_no_path_of_auto_stores_the_scores(monkeypatch, key_len, arguments):
     """Dense weights alone would take 2 * H * L * S * 4 bytes = 151 MB, and training with them three times that."""
-    monkeypatch.setattr(chunked, "CHUNK_SCORES", 1 << 17)
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1 << 17)
     tensors = draw(3072, key_len)
     attend(*(x[:, :, :64] for x in tensors), is_causal=True).sum().backward()  # start threads and libraries
     grown = peak_bytes(lambda: attend(*tensors, **arguments).sum().backward())
@@ -273,10 +273,10 @@ def test_no_path_of_auto_stores_the_scores(monkeypatch, key_len, arguments):
     [(1, 1), (128, 128), (130, 130), (300, 300), (200, 333), (256, 1000), (100, 300), (255, 256)],
 )
 def test_block_lists_say_what_the_causal_mask_says(query_len, key_len):
-    partial_blocks, full_blocks = exact_flex.causal_blocks(query_len, key_len)
-    assert exact_flex.has_full_blocks(query_len, key_len) == bool(full_blocks.any())
+    partial_blocks, full_blocks = flex_attention.causal_blocks(query_len, key_len)
+    assert flex_attention.has_full_blocks(query_len, key_len) == bool(full_blocks.any())
     keep = causal_keep(query_len, key_len)
-    size = exact_flex.BLOCK_SIZE
+    size = flex_attention.BLOCK_SIZE
     for row, column in torch.cartesian_prod(*(torch.arange(n) for n in full_blocks.shape)).tolist():
         block = keep[row * size : (row + 1) * size, column * size : (column + 1) * size]
         is_whole = tuple(block.shape) == (size, size)

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels import exact_flex, exact_xformers
-from attn_zoo.kernels.backends import Backend, BiasRows, Problem, choose, why_not
-from attn_zoo.kernels.chunked import attend_rows, guard_empty_rows, weights_with_dropout
+from attn_zoo.kernels.exact import flex_attention, xformers
+from attn_zoo.kernels.exact.backends import Backend, BiasRows, Problem, choose, why_not
+from attn_zoo.kernels.exact.row_chunks import attend_rows, guard_empty_rows, weights_with_dropout
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["Backend", "BiasRows", "exact_attention"]
@@ -80,14 +80,14 @@ def exact_attention(
 
 def _run(backend: str, problem: Problem) -> Tensor:
     if backend == "flex":
-        return exact_flex.attend(
+        return flex_attention.attend(
             *_expanded(problem),
             is_causal=problem.is_causal,
             key_padding_mask=problem.key_padding_mask,
             slopes=problem.slopes,
         )
     if backend == "xformers":
-        return exact_xformers.attend(*_expanded(problem), is_causal=problem.is_causal, dropout_p=problem.dropout_p)
+        return xformers.attend(*_expanded(problem), is_causal=problem.is_causal, dropout_p=problem.dropout_p)
     if backend == "flash" and problem.query.device.type == "cpu":
         return _flash_cpu(problem)
     if not problem.has_bias:

@@ -1,6 +1,6 @@
 """The compression's Triton kernels in Triton's interpreter, against float64: all ways to share, padding, strides.
 
-The interpreter cuts bfloat16 off instead of rounding it; that dtype is compiled in test_compress_triton.py and computed
+The interpreter cuts bfloat16 off instead of rounding it; that dtype is compiled in test_triton_launch.py and computed
 on a GPU.
 """
 
@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels import compress_tiles
-from attn_zoo.kernels.compress import Path, compress, compress_pair
+from attn_zoo.kernels.compress import triton_tiles
+from attn_zoo.kernels.compress.learned import Path, compress, compress_pair
 from attn_zoo.kernels.trace import recording
+from tests.kernels.compress.test_learned import SHARINGS, checked, padding
 from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
-from tests.kernels.test_compress import SHARINGS, checked, padding
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.skipif(not IS_INTERPRETING, reason="run by test_compress_triton.py in a process of its own"),
+    pytest.mark.skipif(not IS_INTERPRETING, reason="run by test_triton_launch.py in a process of its own"),
 ]
 TRITON: Path = "triton"
 
@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mend_interpreter(monkeypatch)
     torch.use_deterministic_algorithms(True)
     for name, value in {"MAX_RANK": 16, "MAX_COLUMNS": 16, "MAX_PLAIN": 16, "MIN_SPLIT": 64, "SPLIT_COST": 1}.items():
-        monkeypatch.setattr(compress_tiles, name, value)
+        monkeypatch.setattr(triton_tiles, name, value)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -81,7 +81,7 @@ def test_ragged_sizes(length: int, rank: int, dim: int):
 @pytest.mark.parametrize("max_rank", [16, 32])
 def test_a_pair_is_two_compressions(shared: str, max_rank: int, monkeypatch: pytest.MonkeyPatch):
     """With one rank tile and with two, which the gradient of tokens reads in steps."""
-    monkeypatch.setattr(compress_tiles, "MAX_RANK", max_rank)
+    monkeypatch.setattr(triton_tiles, "MAX_RANK", max_rank)
     tokens, matrix = draw((1, 1), torch.float16)
     other_tokens = tokens if shared == "tokens" else (tokens.detach() * 2).requires_grad_()
     other_matrix = matrix if shared == "matrix" else (matrix.detach() - 0.1).requires_grad_()
@@ -101,7 +101,7 @@ def test_a_pair_is_two_compressions(shared: str, max_rank: int, monkeypatch: pyt
 def test_splits_are_added_in_order():
     tokens, matrix = draw((1, 1), torch.float32, 500)
     first, second = (compress(tokens, matrix, path=TRITON) for _ in range(2))
-    assert compress_tiles.num_splits(4, 500) == 7
+    assert triton_tiles.num_splits(4, 500) == 7
     assert torch.equal(first, second)
 
 

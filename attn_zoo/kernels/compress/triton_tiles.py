@@ -1,6 +1,6 @@
 """How the compression is cut into tiles and splits on a GPU: plain arithmetic, one rule for every length.
 
-The three products (`compress_triton`) have one small side, the rank k, which a tile should hold whole, so that tokens
+The three products (`triton_kernels`) have one small side, the rank k, which a tile should hold whole, so that tokens
 are read once, and one long side, the positions, which is split until every multiprocessor has work.
 """
 

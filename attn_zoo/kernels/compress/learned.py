@@ -5,7 +5,7 @@
 This is a matrix product with a small result (k rows) and a very long sum (S terms). Sums are kept in float32 at least,
 and in a fixed order, so results repeat bit for bit. Nothing but the inputs is kept for the backward pass.
 
-Three paths compute it. `"triton"`: our own kernels (`compress_triton`), which read tokens where they lie; taken on a
+Three paths compute it. `"triton"`: our own kernels (`triton_kernels`), which read tokens where they lie; taken on a
 GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks of
 positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels import compress_chunked
+from attn_zoo.kernels.compress import products
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["Path", "Short", "compress", "compress_pair", "fit_rows"]
@@ -190,10 +190,10 @@ def _why_not_triton(tokens: Tensor) -> str | None:
 def _module(path: str) -> Any:
     """Return what computes a path: three functions over lists of tokens and matrices."""
     if path != "triton":
-        return compress_chunked
-    from attn_zoo.kernels import compress_launch
+        return products
+    from attn_zoo.kernels.compress import triton_launch
 
-    return compress_launch
+    return triton_launch
 
 
 class _Compress(torch.autograd.Function):

@@ -8,7 +8,7 @@ the tokens, and tokens grad^T to that of the matrix; both sums are short. A colu
 found by strides, so heads that share a matrix stand side by side in one tile. The load itself leaves padding out: what
 is stored there is never read. Keys and values are two sources of one launch: each program picks its own.
 
-`compress_launch` calls these. Loaded only where it is used: it needs the package triton.
+`triton_launch` calls these. Loaded only where it is used: it needs the package triton.
 """
 
 from __future__ import annotations

@@ -13,24 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_zoo.kernels.dropout_draws import draw, keep_share
 from attn_zoo.kernels.trace import note_path
 
 __all__ = [
     "CHUNK_SCORES",
     "attend_rows",
     "chunk_len_for",
-    "draw",
-    "draw_dropped",
     "guard_empty_rows",
-    "keep_share",
     "weights_with_dropout",
 ]
 
 CHUNK_SCORES = 1 << 21
 """Scores (or mask entries) of one chunk: 8 MiB in float32. Backward adds to all keys once a chunk, so chunks must not
 be small; measured on one CPU core up to L = 4096, larger ones are no faster."""
-
-_NUM_DRAWS = 1 << 16  # a draw is 16 bits
 
 MIN_CHUNK_LEN = 16
 """Shorter chunks would spend their time on overhead; memory stays linear in S all the same."""
@@ -149,38 +145,6 @@ def weights_with_dropout(
             bias, is_empty = guard_empty_rows(bias)
             scores = scores + bias
         weights = scores.softmax(-1)
-        is_dropped = _draw(weights, 1.0 - keep_p, seed, rows.start)
+        is_dropped = draw(weights, 1.0 - keep_p, seed, rows.start)
         output: Tensor = (weights.masked_fill(is_dropped, 0.0) @ value.to(wide) / keep_p).to(query.dtype)
     return output if is_empty is None else output.masked_fill(is_empty, 0.0)
-
-
-def _draw(like: Tensor, probability: float, seed: Tensor, offset: int) -> Tensor:
-    """Return bool of the shape of `like`, True with the given probability, a multiple of 2^-16."""
-    if torch.compiler.is_compiling():  # which has no words for generators
-        from attn_zoo.kernels.dropout_operator import draw_operator
-
-        dropped: Tensor = draw_operator(like, probability, seed, offset)
-        return dropped
-    return draw(like, probability, seed, offset)
-
-
-def draw(like: Tensor, probability: float, seed: Tensor, offset: int) -> Tensor:
-    """Draw for `weights_with_dropout`, from `seed` and `offset` alone."""
-    return draw_dropped(like, probability, torch.Generator(like.device).manual_seed(int(seed) + offset))
-
-
-def keep_share(dropout_p: float) -> float:
-    """Return the share of weights that is kept where their probability of being dropped is a multiple of 2^-16."""
-    return 1.0 - min(round(dropout_p * _NUM_DRAWS), _NUM_DRAWS - 1) / _NUM_DRAWS
-
-
-def draw_dropped(like: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-    """Return bool of the shape of `like`, True with the given probability, a multiple of 2^-16.
-
-    Four draws from each 64-bit number: five times as fast on CPU as `bernoulli_`, which dominated the whole call.
-    """
-    count = like.numel()
-    words = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
-    words.random_(-(1 << 63), None, generator=generator)
-    draws: Tensor = words.view(torch.int16)[:count].view(like.shape)  # uniform in -32768 .. 32767
-    return draws < int(probability * _NUM_DRAWS) - _NUM_DRAWS // 2
