@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metadata": {"errors"},
     "results": {"errors"},
     "records": {"errors", "results"},
+    "folder": {"errors", "records"},
     "resampling": {"errors"},
     "scaling_fit": {"errors", "resampling"},
     "statistics": {"errors", "scaling_fit", "resampling"},
@@ -43,8 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conformance": WORDS | {"registry", "attention", "kernels"},
     "matrix": WORDS
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
-    | {"conformance", "scaling_fit", ""},
-    "report": WORDS | {"records", "statistics", "scaling_fit", ""},
+    | {"conformance", "scaling_fit", "folder", ""},
+    "report": WORDS | {"records", "folder", "statistics", "scaling_fit", ""},
     "maps": WORDS | {"records", "registry", "attention", "model", "tasks", "training", "report"},  # looks of figures
 }
 # The shell on top: imports what it likes.
