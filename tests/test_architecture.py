@@ -138,7 +138,7 @@ def test_import_loads_neither_plotting_nor_optional_packages():
 
 
 def test_report_does_not_load_torch():
-    modules = [f"attn_zoo.report.{info.name}" for info in pkgutil.iter_modules([str(ROOT / "report")])]
+    modules = [info.name for info in pkgutil.walk_packages([str(ROOT / "report")], "attn_zoo.report.")]
     loaded = _loaded_by("import " + ", ".join(["attn_zoo.report", *modules]))
     assert "pandas" in loaded
     assert not loaded & (OPTIONAL | {"torch"})
