@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from attn_zoo.report.labels import EndLabel, label_width
-from attn_zoo.report.style import INK, MUTED, draw_title, new_figure
+from attn_zoo.report.figures.labels import EndLabel, label_width
+from attn_zoo.report.figures.style import INK, MUTED, draw_title, new_figure
 from attn_zoo.report.units import human_length
 
 __all__ = ["Frame", "Mark", "length_axis", "make_frame", "reference_slopes", "value_axis"]

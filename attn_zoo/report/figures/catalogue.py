@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from attn_zoo.report.accuracy_plots import accuracy_picture
 from attn_zoo.report.analysis import Analysis
-from attn_zoo.report.breakdown_plots import breakdown_picture
-from attn_zoo.report.bubble_plot import bubble_picture, overview_picture
-from attn_zoo.report.curves import Picture
-from attn_zoo.report.learning_plots import learning_picture
-from attn_zoo.report.roofline_plot import roofline_picture
-from attn_zoo.report.scaling_plots import memory_picture, speed_up_picture, time_picture
-from attn_zoo.report.style import looks
-from attn_zoo.report.tuning_plot import tuning_picture
+from attn_zoo.report.figures.breakdown_panels import breakdown_picture
+from attn_zoo.report.figures.bubbles import bubble_picture, overview_picture
+from attn_zoo.report.figures.curves import Picture
+from attn_zoo.report.figures.learning_curves import learning_picture
+from attn_zoo.report.figures.roofline import roofline_picture
+from attn_zoo.report.figures.scaling_curves import memory_picture, speed_up_picture, time_picture
+from attn_zoo.report.figures.score_rows import accuracy_picture
+from attn_zoo.report.figures.style import looks
+from attn_zoo.report.figures.tuning_curves import tuning_picture
 
 __all__ = ["Picture", "make_pictures"]
 

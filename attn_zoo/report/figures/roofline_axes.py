@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attn_zoo.records import Ceilings
-from attn_zoo.report.axes import value_axis
 from attn_zoo.report.efficiency import Efficiency
-from attn_zoo.report.placing import Box
-from attn_zoo.report.style import INK, MUTED
+from attn_zoo.report.figures.axes import value_axis
+from attn_zoo.report.figures.placing import Box
+from attn_zoo.report.figures.style import INK, MUTED
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number
 
 __all__ = ["along", "draw_roof", "square"]

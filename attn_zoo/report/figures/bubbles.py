@@ -11,13 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attn_zoo.report.accuracy import AccuracyGroup
-from attn_zoo.report.curves import Picture
+from attn_zoo.report.figures.curves import Picture
+from attn_zoo.report.figures.placing import Box, Spot, place_names
+from attn_zoo.report.figures.speed_axes import draw_floors, score_against_speed
+from attn_zoo.report.figures.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
 from attn_zoo.report.metric import Metric
 from attn_zoo.report.overview import Overview
-from attn_zoo.report.placing import Box, Spot, place_names
-from attn_zoo.report.speed_axes import draw_floors, score_against_speed
 from attn_zoo.report.standing import near_marks
-from attn_zoo.report.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
 from attn_zoo.report.units import human_bytes
 
 __all__ = ["bubble_picture", "overview_picture"]

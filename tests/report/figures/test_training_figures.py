@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.report.legible import MANY, assert_legible, pictures, words
+from tests.report.figures.legible import MANY, assert_legible, pictures, words
 from tests.report.synthetic import CLAIMS, accuracy, curve, tuned
 
 

@@ -13,13 +13,13 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from attn_zoo.report.accuracy import AccuracyGroup
 from attn_zoo.report.breakdown import Part, axes_of, parts, values_of
-from attn_zoo.report.curves import Picture
+from attn_zoo.report.figures.curves import Picture
+from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width
+from attn_zoo.report.figures.panels import make_panels_figure
+from attn_zoo.report.figures.style import INK, MUTED, Look, plain, styled
 from attn_zoo.report.label_score import LabelScore
-from attn_zoo.report.labels import EndLabel, draw_labels, label_width
 from attn_zoo.report.metric import Metric
-from attn_zoo.report.panels import make_panels_figure
 from attn_zoo.report.standing import FAR
-from attn_zoo.report.style import INK, MUTED, Look, plain, styled
 from attn_zoo.report.units import human_length, human_number
 
 __all__ = ["breakdown_picture"]

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis import PanelAnalysis
+from attn_zoo.report.figures.style import MUTED, Look
 from attn_zoo.report.series import Point, Series
-from attn_zoo.report.style import MUTED, Look
 
 __all__ = ["Curve", "Picture", "diamond", "draw_crossing", "draw_curve", "draw_spread", "interpolate", "make_curves"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attn_zoo.report.style import MUTED
+from attn_zoo.report.figures.style import MUTED
 
 __all__ = ["EndLabel", "draw_labels", "label_width", "spread"]
 

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from attn_zoo.maps.binning import Axis, PooledWeights
 from attn_zoo.maps.canvas import BAR_ROOM, Canvas, header_height, shades_for
-from attn_zoo.maps.pooling import Axis, PooledWeights
-from attn_zoo.report.style import INK, MUTED, plain, styled
+from attn_zoo.report.figures.style import INK, MUTED, plain, styled
 
 __all__ = ["draw_heads"]
 

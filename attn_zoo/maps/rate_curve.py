@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 
 from attn_zoo.maps.canvas import Canvas, header_height
 from attn_zoo.registry import tasks
-from attn_zoo.report.style import COLOURS, INK, MUTED, plain, styled
+from attn_zoo.report.figures.style import COLOURS, INK, MUTED, plain, styled
 from attn_zoo.report.units import human_number
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.schedule import learning_rate

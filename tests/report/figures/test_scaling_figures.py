@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
-from attn_zoo.report.labels import spread
-from attn_zoo.report.style import looks, plain, render
-from tests.report.legible import MANY, assert_legible, pictures, words
+from attn_zoo.report.figures.labels import spread
+from attn_zoo.report.figures.style import looks, plain, render
+from tests.report.figures.legible import MANY, assert_legible, pictures, words
 from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
 
 
@@ -126,7 +126,7 @@ def test_labels_that_fit_stay_where_they_are():
 
 
 def test_pyplot_is_never_loaded():
-    code = "import sys; import attn_zoo.report.plots; assert 'matplotlib.pyplot' not in sys.modules"
+    code = "import sys; import attn_zoo.report.figures.catalogue; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

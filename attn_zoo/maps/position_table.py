@@ -16,7 +16,7 @@ from attn_zoo.maps.canvas import Canvas, Shades, header_height, shades_for
 from attn_zoo.maps.find import find_weights
 from attn_zoo.model.initialise import initialise
 from attn_zoo.model.positions import Embedding
-from attn_zoo.report.style import INK, MUTED, styled
+from attn_zoo.report.figures.style import INK, MUTED, styled
 from attn_zoo.training.weights import load_trained
 
 __all__ = ["AddedPosition", "cosine_similarity", "draw_positions", "position_map", "position_table"]

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from attn_zoo.report.accuracy import AccuracyGroup
-from attn_zoo.report.curves import Picture
-from attn_zoo.report.labels import EndLabel, draw_labels, label_width
-from attn_zoo.report.panels import make_panels_figure
+from attn_zoo.report.figures.curves import Picture
+from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width
+from attn_zoo.report.figures.panels import make_panels_figure
+from attn_zoo.report.figures.style import MUTED, Look, plain, styled
 from attn_zoo.report.statuses import outcome
-from attn_zoo.report.style import MUTED, Look, plain, styled
 from attn_zoo.report.trials import Trial
 
 __all__ = ["tuning_picture"]

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.style import MUTED, Look, draw_title, new_figure, plain
+from attn_zoo.report.figures.style import MUTED, Look, draw_title, new_figure, plain
 
 __all__ = ["legend_entry", "make_panels_figure"]
 
