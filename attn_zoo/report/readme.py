@@ -10,7 +10,8 @@ from attn_zoo.report.findings import EXPLANATION, findings
 from attn_zoo.report.html import environment_rows
 from attn_zoo.report.table import escape_markdown, to_markdown
 from attn_zoo.report.tables import summary_tables
-from attn_zoo.report.write import replace_file, write_analysis
+from attn_zoo.report.write import write_analysis
+from attn_zoo.whole_files import write_whole
 
 __all__ = ["readme_text", "write_results_readme"]
 
@@ -26,7 +27,7 @@ def write_results_readme(folder: str | Path) -> Path:
     analysis = analyse([folder])
     write_analysis(analysis, folder)
     path = folder / "README.md"
-    replace_file(path, readme_text(analysis).encode())
+    write_whole(path, readme_text(analysis).encode())
     return path
 
 

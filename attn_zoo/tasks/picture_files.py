@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attn_zoo.tasks.sources.whole import whole_file, whole_folder
+from attn_zoo.whole_files import whole_file, whole_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
