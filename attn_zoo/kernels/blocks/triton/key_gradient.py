@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Block-sparse attention in Triton, backward, second part: the gradients of keys and values, by columns.
 
-Algorithm and reasons as in `block_triton_query_gradient.py`, over the transposed table. Global columns, which every row
+Algorithm and reasons as in `query_gradient.py`, over the transposed table. Global columns, which every row
 adds to, are cut into stretches of queries, whose float32 sums the caller adds up.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_zoo.kernels.block_triton_dropout import is_kept, sequence_words
-from attn_zoo.kernels.block_triton_tiles import LOG2_E, block_at, find_tile, is_visible, load_tile, sequence_start
+from attn_zoo.kernels.blocks.triton.dropout_draws import is_kept, sequence_words
+from attn_zoo.kernels.blocks.triton.addressing import LOG2_E, block_at, find_tile, is_visible, load_tile, sequence_start
 
 __all__ = ["key_gradient_kernel"]
 

@@ -1,6 +1,6 @@
 """Our Triton kernels in Triton's interpreter, against dense attention in float64, forward and gradients.
 
-The interpreter takes milliseconds for each tile, so everything is as small as it can be. `test_block_triton.py` runs
+The interpreter takes milliseconds for each tile, so everything is as small as it can be. `test_triton.py` runs
 this file in a process with TRITON_INTERPRET=1; by itself it skips.
 """
 
@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.block_layout import band_layout, layout_pattern
-from attn_zoo.kernels.block_pattern import BlockPattern, make_pattern
-from attn_zoo.kernels.block_sparse import block_sparse_attention
+from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
+from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from attn_zoo.kernels.blocks.call import block_sparse_attention
 from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
-from tests.kernels.test_block_sparse import make_layout, value_and_gradients
-from tests.kernels.test_block_triton import check_against_dense, dense_attention, make_inputs, make_padding
-from tests.kernels.test_block_triton_dropout import kept_factor
+from tests.kernels.blocks.test_gather import make_layout, value_and_gradients
+from tests.kernels.blocks.test_triton import check_against_dense, dense_attention, make_inputs, make_padding
+from tests.kernels.blocks.test_triton_dropout import kept_factor
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.skipif(not IS_INTERPRETING, reason="run by test_block_triton.py, on its own"),
+    pytest.mark.skipif(not IS_INTERPRETING, reason="run by test_triton.py, on its own"),
 ]
 SLOPES = torch.tensor([0.5, 0.02])
 
@@ -32,7 +32,7 @@ SLOPES = torch.tensor([0.5, 0.02])
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut dense lines into several stretches although they are short."""
-    from attn_zoo.kernels import block_triton_launch
+    from attn_zoo.kernels.blocks.triton import launch as block_triton_launch
 
     mend_interpreter(monkeypatch)
     monkeypatch.setattr(block_triton_launch, "_SPLIT_BLOCKS", 2)
@@ -139,7 +139,7 @@ def test_sixteen_bits(dtype: torch.dtype):
 
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 32), (32, 16), (16, 16)])
 def test_tiles_smaller_than_blocks(block_m: int, block_n: int, monkeypatch: pytest.MonkeyPatch):
-    from attn_zoo.kernels import block_triton_launch
+    from attn_zoo.kernels.blocks.triton import launch as block_triton_launch
 
     tiles = block_triton_launch.Tiles(block_m, block_n, 4, 3)
     monkeypatch.setattr(block_triton_launch, "tiles_of", lambda *_: tiles)

@@ -2,9 +2,9 @@
 
 A variant makes a `BlockPattern` and calls `block_sparse_attention`. Three paths compute it:
 
-* `gather`: any device and dtype, linear in time and memory, dropout and ALiBi included (`block_gather.py`);
-* `flex`: PyTorch's FlexAttention on a GPU, with a block mask built directly from the table (`block_sparse_flex.py`);
-* `triton`: our own kernels on a GPU, dropout and ALiBi included, compiled once for all lengths (`block_triton.py`).
+* `gather`: any device and dtype, linear in time and memory, dropout and ALiBi included (`gather/walk.py`);
+* `flex`: PyTorch's FlexAttention on a GPU, with a block mask built directly from the table (`flex.py`);
+* `triton`: our own kernels on a GPU, dropout and ALiBi included, compiled once for all lengths (`triton/operands.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.block_gather import gather_attention
-from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
-from attn_zoo.kernels.block_pattern import BlockPattern
+from attn_zoo.kernels.blocks.gather.walk import gather_attention
+from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern
+from attn_zoo.kernels.blocks.pattern import BlockPattern
 
 __all__ = [
     "Backend",
@@ -130,7 +130,7 @@ def layout_attention(
         UnsupportedError: `backend` names a path that cannot serve the call.
     """
     if torch.compiler.is_compiling():
-        from attn_zoo.kernels.block_operator import operator_attention
+        from attn_zoo.kernels.blocks.operator import operator_attention
 
         return operator_attention(
             query,
@@ -197,7 +197,7 @@ def block_sparse_attention(
         )
     backend = choose_path(query, pattern, dropout_p=dropout_p, scale=scale, backend=backend)
     if backend == "triton":
-        from attn_zoo.kernels.block_triton import triton_block_attention
+        from attn_zoo.kernels.blocks.triton.operands import triton_block_attention
 
         return triton_block_attention(
             query,
@@ -210,7 +210,7 @@ def block_sparse_attention(
             scale=scale,
         )
     if backend == "flex":
-        from attn_zoo.kernels.block_sparse_flex import flex_block_attention
+        from attn_zoo.kernels.blocks.flex import flex_block_attention
 
         return flex_block_attention(
             query, key, value, pattern, key_padding_mask=key_padding_mask, slopes=slopes, scale=scale

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.block_gather import GatherPlan, gather_backward, gather_forward
-from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
-from attn_zoo.kernels.block_pattern import BlockPattern
-from attn_zoo.kernels.block_sparse import Backend, block_sparse_attention, choose_path
+from attn_zoo.kernels.blocks.gather.walk import GatherPlan, gather_backward, gather_forward
+from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern
+from attn_zoo.kernels.blocks.pattern import BlockPattern
+from attn_zoo.kernels.blocks.call import Backend, block_sparse_attention, choose_path
 
 __all__ = ["operator_attention"]
 
@@ -82,7 +82,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
     call = _Call(*given)
     query, key, value = call.query, call.key, call.value
     if call.path == "triton":
-        from attn_zoo.kernels.block_triton import operands
+        from attn_zoo.kernels.blocks.triton.operands import operands
 
         found: tuple[Tensor, Tensor] = torch.ops.attn_zoo.block_sparse_forward(
             query, key, value, call.padding, call.slopes, call.seed, *operands(call.pattern), call.scale, call.dropout_p
@@ -109,7 +109,7 @@ def _backward(grad_output: Tensor, output: Tensor, lse: Tensor, *given: Any) -> 
     call = _Call(*given)
     inputs = call.query, call.key, call.value
     if call.path == "triton":
-        from attn_zoo.kernels.block_triton import operands
+        from attn_zoo.kernels.blocks.triton.operands import operands
 
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.attn_zoo.block_sparse_backward(
             grad_output,

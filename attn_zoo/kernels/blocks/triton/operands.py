@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.block_pattern import BlockPattern
-from attn_zoo.kernels.block_triton_launch import launch_backward, launch_forward
+from attn_zoo.kernels.blocks.pattern import BlockPattern
+from attn_zoo.kernels.blocks.triton.launch import launch_backward, launch_forward
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["operands", "triton_block_attention"]

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.block_pattern import BlockPattern
-from attn_zoo.kernels.block_triton_dropout import dropout_options
-from attn_zoo.kernels.block_triton_forward import forward_kernel, merge_kernel
-from attn_zoo.kernels.block_triton_key_gradient import key_gradient_kernel
-from attn_zoo.kernels.block_triton_query_gradient import delta_kernel, query_gradient_kernel
-from attn_zoo.kernels.block_triton_tiles import tokens
+from attn_zoo.kernels.blocks.pattern import BlockPattern
+from attn_zoo.kernels.blocks.triton.dropout_draws import dropout_options
+from attn_zoo.kernels.blocks.triton.forward import forward_kernel, merge_kernel
+from attn_zoo.kernels.blocks.triton.key_gradient import key_gradient_kernel
+from attn_zoo.kernels.blocks.triton.query_gradient import delta_kernel, query_gradient_kernel
+from attn_zoo.kernels.blocks.triton.addressing import tokens
 
 __all__ = ["Tiles", "launch_backward", "launch_forward", "tiles_of"]
 

@@ -28,7 +28,7 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], options: dict[s
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from attn_zoo.kernels.block_triton_tiles import Tokens
+    from attn_zoo.kernels.blocks.triton.addressing import Tokens
 
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -69,10 +69,10 @@ def build(
     dtype: str = "bf16",
     block_size: int = 64,
 ) -> Any:
-    from attn_zoo.kernels.block_triton_forward import forward_kernel
-    from attn_zoo.kernels.block_triton_key_gradient import key_gradient_kernel
-    from attn_zoo.kernels.block_triton_launch import tiles_of
-    from attn_zoo.kernels.block_triton_query_gradient import query_gradient_kernel
+    from attn_zoo.kernels.blocks.triton.forward import forward_kernel
+    from attn_zoo.kernels.blocks.triton.key_gradient import key_gradient_kernel
+    from attn_zoo.kernels.blocks.triton.launch import tiles_of
+    from attn_zoo.kernels.blocks.triton.query_gradient import query_gradient_kernel
 
     kernels = {"forward": forward_kernel, "query_gradient": query_gradient_kernel, "key_gradient": key_gradient_kernel}
     tiles = tiles_of(name, block_size, head_dim, 4 if dtype == "fp32" else 2)
@@ -109,8 +109,8 @@ def test_other_kinds_compile(name: Any, dtype: str, block_size: int, head_dim: i
 
 
 def test_small_kernels_compile(tmp_path: Path):
-    from attn_zoo.kernels.block_triton_forward import merge_kernel
-    from attn_zoo.kernels.block_triton_query_gradient import delta_kernel
+    from attn_zoo.kernels.blocks.triton.forward import merge_kernel
+    from attn_zoo.kernels.blocks.triton.query_gradient import delta_kernel
 
     for kernel, tokens in ((merge_kernel, 16), (delta_kernel, 64)):
         built = compiled(kernel, "bf16", {"block_m": tokens, "head_dim": 64}, {"num_warps": 4})

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_zoo.kernels.block_gather import gather_attention
-from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
-from attn_zoo.kernels.block_pattern import BlockPattern, make_pattern
+from attn_zoo.kernels.blocks.gather.walk import gather_attention
+from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern
+from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 
 SMALL: dict[str, Any] = {"block_size": 8, "num_window_blocks": 3, "num_global_blocks": 2, "num_random_blocks": 2}
 
@@ -132,7 +132,7 @@ def test_size_is_linear_and_no_tensor_is_quadratic():
 
 def test_digest_is_the_same_in_another_process():
     text = (
-        "from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern;"
+        "from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern;"
         "print(layout_pattern(BlockLayout(query_len=1000, block_size=16, num_window_blocks=3, num_global_blocks=2,"
         " num_random_blocks=3), 4, (11, 2)).digest)"
     )

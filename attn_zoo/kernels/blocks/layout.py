@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.block_pattern import BlockPattern, band_pairs, make_pattern
-from attn_zoo.kernels.block_random import Candidates, permuted_blocks, uniform_blocks
+from attn_zoo.kernels.blocks.pattern import BlockPattern, band_pairs, make_pattern
+from attn_zoo.kernels.blocks.random_blocks import Candidates, permuted_blocks, uniform_blocks
 
 __all__ = ["BlockLayout", "band_layout", "layout_pattern"]
 

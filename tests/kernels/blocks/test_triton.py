@@ -1,8 +1,8 @@
 """Our Triton kernels of block-sparse attention: refused with reasons where they cannot run, right where they can.
 
-Without a GPU, Triton's interpreter runs them (`test_block_triton_interpreted.py`, in a process of its own, as the
+Without a GPU, Triton's interpreter runs them (`test_triton_interpreted.py`, in a process of its own, as the
 choice is made when triton is imported), and the compiler builds them for a card that is not there
-(`test_block_triton_compiled.py`).
+(`test_triton_compiled.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.block_layout import band_layout, layout_pattern
-from attn_zoo.kernels.block_pattern import BlockPattern
-from attn_zoo.kernels.block_sparse import block_sparse_attention, why_not_triton
+from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
+from attn_zoo.kernels.blocks.pattern import BlockPattern
+from attn_zoo.kernels.blocks.call import block_sparse_attention, why_not_triton
 from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.test_block_sparse import make_layout, value_and_gradients
-from tests.kernels.test_block_triton_dropout import kept_factor
+from tests.kernels.blocks.test_gather import make_layout, value_and_gradients
+from tests.kernels.blocks.test_triton_dropout import kept_factor
 
 HERE = Path(__file__).parent
 
@@ -146,7 +146,7 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.triton
 @pytest.mark.timeout(600)
 def test_the_interpreter_agrees():
-    run_interpreted(HERE / "test_block_triton_interpreted.py")
+    run_interpreted(HERE / "test_triton_interpreted.py")
 
 
 GPU_CASES = [
@@ -337,7 +337,7 @@ def test_gpu_a_captured_pass_drops_other_weights_at_every_replay():
 
 @pytest.mark.gpu
 def test_gpu_one_kernel_serves_all_lengths():
-    from attn_zoo.kernels.block_triton_forward import forward_kernel
+    from attn_zoo.kernels.blocks.triton.forward import forward_kernel
 
     def count() -> int:
         return sum(len(caches[0]) for caches in forward_kernel.device_caches.values())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_zoo.kernels.block_chunk import wide_dtype
-from attn_zoo.kernels.block_pattern import BlockPattern
+from attn_zoo.kernels.blocks.gather.dense_piece import wide_dtype
+from attn_zoo.kernels.blocks.pattern import BlockPattern
 
 __all__ = ["Group", "Part", "Pieces"]
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.block_pattern import BlockPattern, transpose_table
+from attn_zoo.kernels.blocks.pattern import BlockPattern, transpose_table
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["flex_block_attention", "global_block_mask", "listed_block_mask"]

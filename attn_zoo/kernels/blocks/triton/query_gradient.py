@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Block-sparse attention in Triton, backward, first part: the gradient of the queries, by rows.
 
-Dao 2023, "FlashAttention-2", arXiv 2307.08691, algorithm 2, in two kernels, with `block_triton_key_gradient.py`. Both
+Dao 2023, "FlashAttention-2", arXiv 2307.08691, algorithm 2, in two kernels, with `key_gradient.py`. Both
 compute the weights again from the log-sum-exp of the forward pass: two matrix products more, but every sum has one
 owner and one order, without atomic additions. Dense rows are cut into stretches of keys; the caller adds up their
 float32 sums.
@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_zoo.kernels.block_triton_dropout import is_kept, sequence_words
-from attn_zoo.kernels.block_triton_tiles import (
+from attn_zoo.kernels.blocks.triton.dropout_draws import is_kept, sequence_words
+from attn_zoo.kernels.blocks.triton.addressing import (
     LOG2_E,
     block_at,
     find_tile,
