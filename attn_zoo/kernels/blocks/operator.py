@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_zoo.kernels.blocks.call import Backend, block_sparse_attention, choose_path
 from attn_zoo.kernels.blocks.gather.walk import GatherPlan, gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern
 from attn_zoo.kernels.blocks.pattern import BlockPattern
-from attn_zoo.kernels.blocks.call import Backend, block_sparse_attention, choose_path
 
 __all__ = ["operator_attention"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_zoo.kernels.blocks.flex import listed_block_mask
 from attn_zoo.kernels.blocks.gather import pieces as block_pieces
 from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
 from attn_zoo.kernels.blocks.pattern import BlockPattern
-from attn_zoo.kernels.blocks.flex import listed_block_mask
 from tests.kernels.blocks.test_flex import dense_of
 from tests.kernels.blocks.test_gather import (
     BATCH,

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from attn_zoo.kernels.blocks import flex as block_sparse_flex
-from attn_zoo.kernels.blocks.layout import layout_pattern
-from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.blocks.call import block_sparse_attention
 from attn_zoo.kernels.blocks.flex import flex_block_attention, global_block_mask, listed_block_mask
+from attn_zoo.kernels.blocks.layout import layout_pattern
+from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.trace import recording
 from tests.kernels.blocks.test_gather import (
     BATCH,

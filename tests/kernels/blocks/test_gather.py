@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.blocks.call import block_sparse_attention
 from attn_zoo.kernels.blocks.gather import pieces as block_pieces
 from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern
 from attn_zoo.kernels.blocks.pattern import BlockPattern
-from attn_zoo.kernels.blocks.call import block_sparse_attention
 from attn_zoo.kernels.trace import recording
 
 BATCH, HEADS, DIM = 2, 3, 8

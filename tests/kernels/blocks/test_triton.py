@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.blocks.call import block_sparse_attention, why_not_triton
 from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
 from attn_zoo.kernels.blocks.pattern import BlockPattern
-from attn_zoo.kernels.blocks.call import block_sparse_attention, why_not_triton
 from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
-from tests.kernels.interpreter import run_interpreted
 from tests.kernels.blocks.test_gather import make_layout, value_and_gradients
 from tests.kernels.blocks.test_triton_dropout import kept_factor
+from tests.kernels.interpreter import run_interpreted
 
 HERE = Path(__file__).parent
 

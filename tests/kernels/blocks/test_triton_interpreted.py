@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_zoo.kernels.blocks.call import block_sparse_attention
 from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
-from attn_zoo.kernels.blocks.call import block_sparse_attention
-from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
 from tests.kernels.blocks.test_gather import make_layout, value_and_gradients
 from tests.kernels.blocks.test_triton import check_against_dense, dense_attention, make_inputs, make_padding
 from tests.kernels.blocks.test_triton_dropout import kept_factor
+from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
 
 pytestmark = [
     pytest.mark.triton,

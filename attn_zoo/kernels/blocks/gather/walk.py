@@ -26,8 +26,8 @@ from attn_zoo.kernels.blocks.gather.dense_piece import (
     has_fused,
     wide_dtype,
 )
-from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.blocks.gather.pieces import Group, Part, Pieces
+from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.chunked import keep_share
 from attn_zoo.kernels.trace import note_path
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_zoo.kernels.blocks.triton.dropout_draws import is_kept, sequence_words
 from attn_zoo.kernels.blocks.triton.addressing import (
     LOG2_E,
     block_at,
@@ -21,6 +20,7 @@ from attn_zoo.kernels.blocks.triton.addressing import (
     row_list,
     sequence_start,
 )
+from attn_zoo.kernels.blocks.triton.dropout_draws import is_kept, sequence_words
 
 __all__ = ["forward_kernel", "merge_kernel"]
 

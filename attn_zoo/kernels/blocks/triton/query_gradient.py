@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_zoo.kernels.blocks.triton.dropout_draws import is_kept, sequence_words
 from attn_zoo.kernels.blocks.triton.addressing import (
     LOG2_E,
     block_at,
@@ -23,6 +22,7 @@ from attn_zoo.kernels.blocks.triton.addressing import (
     row_list,
     sequence_start,
 )
+from attn_zoo.kernels.blocks.triton.dropout_draws import is_kept, sequence_words
 
 __all__ = ["delta_kernel", "query_gradient_kernel"]
 
