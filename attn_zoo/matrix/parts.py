@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from attn_zoo.errors import FolderError, StoreError
+from attn_zoo.folder import read_record
 from attn_zoo.matrix.files import move_aside, write_whole
-from attn_zoo.matrix.reading import read_record
 from attn_zoo.records import Record
 
 __all__ = ["Parts"]

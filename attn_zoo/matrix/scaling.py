@@ -15,8 +15,8 @@ from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.conditions import Conditions
 from attn_zoo.matrix.workload import AbstractWorkload, make_workload
 from attn_zoo.measure.ceilings import exceeds_physical
+from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call
-from attn_zoo.measure.graphs import with_graph_time
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
 from attn_zoo.measure.timing import Sampling, quiet_collector
 from attn_zoo.records import Cell, Memory, Record, Timing

@@ -22,9 +22,9 @@ from typing import Any
 
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
+from attn_zoo.folder import RunInfo, Scan, differences, read_ceilings, read_info, scan_cells
 from attn_zoo.matrix.files import hold_lock, move_aside, write_whole
 from attn_zoo.matrix.parts import Parts
-from attn_zoo.matrix.reading import RunInfo, Scan, differences, read_ceilings, read_info, read_record
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
 
 __all__ = ["RunInfo", "Scan", "Store"]
@@ -79,7 +79,10 @@ class Store:
         Raises:
             StoreError: there is none, it is damaged, or a newer version of this package wrote it.
         """
-        return read_info(self._info)
+        info = read_info(self.folder)
+        if info.problems:
+            raise FolderError(f"{self.folder}: {info.problems[0]}")
+        return info
 
     def scan(self) -> Scan:
         """Read all records; files that are none are reported and left where they are.
@@ -87,20 +90,7 @@ class Store:
         Raises:
             StoreError: a newer version of this package wrote a record.
         """
-        records: dict[str, Record] = {}
-        problems: dict[str, str] = {}
-        for path in sorted(self._cells.iterdir()) if self._cells.is_dir() else ():
-            if path.name.startswith("."):
-                continue  # being written, perhaps by another shard
-            try:
-                record = read_record(path)
-            except StoreError as error:
-                if isinstance(error, FolderError):
-                    raise
-                problems[path.name] = str(error)
-                continue
-            records[record.cell.key] = record
-        return Scan(records=records, problems=problems)
+        return scan_cells(self.folder)
 
     def records(self) -> list[Record]:
         """Return all records, sorted by key."""
@@ -187,7 +177,7 @@ class Store:
         Raises:
             StoreError: the file cannot be read.
         """
-        return read_ceilings(self._ceilings)
+        return read_ceilings(self.folder)
 
     def add_ceilings(self, found: Iterable[Ceilings]) -> None:
         """Store ceilings; of what was measured before, the first stays."""

@@ -192,7 +192,7 @@ class CallWorkload(AbstractWorkload):
 
     def counted_flops(self) -> int | None:
         """Count one forward without a graph, so that the count needs no more memory than the timing did."""
-        from attn_zoo.measure.flops import count_flops  # loads a fifth of a second's worth of torch
+        from attn_zoo.measure.flop_count import count_flops  # loads a fifth of a second's worth of torch
 
         leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
         try:

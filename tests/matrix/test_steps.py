@@ -25,7 +25,7 @@ from attn_zoo.records import STEP_VERSION, Cell, Record
 from attn_zoo.registry import variants
 from attn_zoo.training import updates
 from attn_zoo.training.batches import Batch
-from attn_zoo.training.graphs import NUM_EAGER, GraphedUpdate
+from attn_zoo.training.graphed_update import NUM_EAGER, GraphedUpdate
 from attn_zoo.training.learner import AbstractLearner, Learner, step_protocol
 from tests.matrix.conftest import VARIANT_FILE, training_plan
 

@@ -28,7 +28,7 @@ from attn_zoo.kernels.blocks.gather.dense_piece import (
 )
 from attn_zoo.kernels.blocks.gather.pieces import Group, Part, Pieces
 from attn_zoo.kernels.blocks.pattern import BlockPattern
-from attn_zoo.kernels.chunked import keep_share
+from attn_zoo.kernels.dropout_draws import keep_share
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["GatherPlan", "gather_attention", "gather_backward", "gather_forward"]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_zoo.kernels.blocks.triton.addressing import LOG2_E, block_at, find_tile, is_visible, load_tile, sequence_start
-from attn_zoo.kernels.blocks.triton.dropout_draws import is_kept, sequence_words
+from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
 __all__ = ["key_gradient_kernel"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.blocks.triton.addressing import tokens
-from attn_zoo.kernels.blocks.triton.dropout_draws import dropout_options
 from attn_zoo.kernels.blocks.triton.forward import forward_kernel, merge_kernel
+from attn_zoo.kernels.blocks.triton.kept_weights import dropout_options
 from attn_zoo.kernels.blocks.triton.key_gradient import key_gradient_kernel
 from attn_zoo.kernels.blocks.triton.query_gradient import delta_kernel, query_gradient_kernel
 

@@ -22,7 +22,7 @@ from attn_zoo.kernels.blocks.triton.addressing import (
     row_list,
     sequence_start,
 )
-from attn_zoo.kernels.blocks.triton.dropout_draws import is_kept, sequence_words
+from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
 __all__ = ["delta_kernel", "query_gradient_kernel"]
 
