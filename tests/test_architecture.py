@@ -26,8 +26,7 @@ WORDS = {"errors", "metadata"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "metadata": {"errors"},
-    "results": {"errors"},
-    "records": {"errors", "results"},
+    "records": {"errors"},
     "folder": {"errors", "records"},
     "resampling": {"errors"},
     "scaling_fit": {"errors", "resampling"},
