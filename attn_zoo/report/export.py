@@ -10,10 +10,10 @@ from pathlib import Path
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
-from attn_zoo.report.analysis import analyse
-from attn_zoo.report.load import load_runs
-from attn_zoo.report.table import guard_frame, to_latex, to_markdown
-from attn_zoo.report.tables import summary_tables
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.analysis.observations import load_runs
+from attn_zoo.report.tables.all_tables import summary_tables
+from attn_zoo.report.tables.table import guard_frame, to_latex, to_markdown
 from attn_zoo.whole_files import write_whole
 
 __all__ = ["FORMATS", "export"]
