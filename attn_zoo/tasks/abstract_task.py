@@ -31,7 +31,7 @@ from torch import Tensor
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
-from attn_zoo.tasks.sources.whole import whole_file
+from attn_zoo.whole_files import whole_file
 
 __all__ = [
     "IGNORED_LABEL",

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.tasks.abstract_task import Split
-from attn_zoo.tasks.sources.whole import whole_folder
+from attn_zoo.whole_files import whole_folder
 
 __all__ = ["Published", "decode_picture", "export_images", "listing_digest", "read_folder", "read_npz"]
 

@@ -17,7 +17,7 @@ from attn_zoo.registry import tasks
 from attn_zoo.tasks import Split
 from attn_zoo.tasks.abstract_task import export_jsonl
 from attn_zoo.tasks.picture_files import export_images
-from attn_zoo.tasks.sources.whole import whole_file, whole_folder
+from attn_zoo.whole_files import whole_file, whole_folder
 
 
 def ragged(**changes) -> Split:

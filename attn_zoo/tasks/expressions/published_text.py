@@ -17,7 +17,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.tasks.abstract_task import Split
 from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, is_operator
 from attn_zoo.tasks.expressions.partial_reading import tree_values
-from attn_zoo.tasks.sources.whole import whole_file
+from attn_zoo.whole_files import whole_file
 
 __all__ = ["HEADER", "export_tsv", "read_tsv", "show_tokens", "source_text", "tokens_of", "words_of", "write_tsv"]
 
