@@ -46,7 +46,7 @@ def with_costs(record: Record) -> Record:
     try:
         shape = shape_of(cell, make_config(variants[cell.variant].config, cell.options, cell.variant))
         itemsize = DTYPE_BYTES[cell.dtype]
-        num_bytes = claim.min_bytes(shape, itemsize)
+        num_bytes = variants[cell.variant].min_bytes(shape, itemsize)
     except Exception:  # somebody else's formula must not stop a run whose measurement is done
         return record
     return replace(record, min_bytes=num_bytes, backward_ratio=claim.backward_ratio)
