@@ -63,7 +63,7 @@ def attention(
 
     from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.maps.attention import attention_map
-    from attn_zoo.maps.pooling import Pool
+    from attn_zoo.maps.binning import Pool
     from attn_zoo.maps.save import check_name
 
     check_name(out)
@@ -101,7 +101,7 @@ def positions(
     from typing import cast, get_args
 
     from attn_zoo.errors import ConfigError, UnknownNameError
-    from attn_zoo.maps.positions import AddedPosition, position_map
+    from attn_zoo.maps.position_table import AddedPosition, position_map
     from attn_zoo.maps.save import check_name
 
     check_name(out)
@@ -132,8 +132,8 @@ def schedule(
     task: Annotated[str | None, typer.Option(help="Take the settings of this task.")] = None,
 ) -> None:
     """Draw the learning rate of a protocol against the update, warm-up marked."""
+    from attn_zoo.maps.rate_curve import schedule_map
     from attn_zoo.maps.save import check_name
-    from attn_zoo.maps.schedule import schedule_map
 
     check_name(out)
     _write(schedule_map(protocol, task), out)

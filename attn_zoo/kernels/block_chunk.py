@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.chunked import draw_dropped
+from attn_zoo.kernels.dropout_draws import draw_dropped
 
 __all__ = ["Dropout", "Piece", "Scratch", "attend", "attend_backward", "has_fused", "wide_dtype"]
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from attn_zoo.kernels.block_chunk import Dropout, Piece, Scratch, attend, attend_backward, has_fused, wide_dtype
 from attn_zoo.kernels.block_pattern import BlockPattern
 from attn_zoo.kernels.block_pieces import Group, Part, Pieces
-from attn_zoo.kernels.chunked import keep_share
+from attn_zoo.kernels.dropout_draws import keep_share
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["GatherPlan", "gather_attention", "gather_backward", "gather_forward"]

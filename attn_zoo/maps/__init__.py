@@ -5,8 +5,8 @@ a run keeps (`keep_weights = true`). Figures look like those of reports.
 """
 
 from attn_zoo.maps.attention import attention_map
-from attn_zoo.maps.positions import position_map
+from attn_zoo.maps.position_table import position_map
+from attn_zoo.maps.rate_curve import schedule_map
 from attn_zoo.maps.save import save_figure
-from attn_zoo.maps.schedule import schedule_map
 
 __all__ = ["attention_map", "position_map", "save_figure", "schedule_map"]

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 from attn_zoo.attention.effective import attention_call, weight_columns
 from attn_zoo.errors import ConfigError
+from attn_zoo.maps.binning import Pool, PooledWeights, make_axis, pool_weights
 from attn_zoo.maps.capture import MixerCall, watch
 from attn_zoo.maps.example import MapInput, input_of_example, input_of_text
 from attn_zoo.maps.find import find_weights
-from attn_zoo.maps.heads import draw_heads
-from attn_zoo.maps.pooling import Pool, PooledWeights, make_axis, pool_weights
+from attn_zoo.maps.head_panels import draw_heads
 from attn_zoo.report.units import shorten
 from attn_zoo.training.weights import Trained, load_trained
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from attn_zoo.report.style import INK, MUTED, PALE, new_figure, plain
+from attn_zoo.report.figures.style import INK, MUTED, PALE, new_figure, plain
 from attn_zoo.report.units import human_number
 
 __all__ = ["BAR_ROOM", "Canvas", "Shades", "header_height", "shades_for"]

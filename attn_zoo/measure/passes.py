@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from attn_zoo.measure.graphs import with_graph_time
+from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.stopwatch import AbstractStopwatch
 from attn_zoo.measure.timing import time_callable
 from attn_zoo.records import Pass, Timing

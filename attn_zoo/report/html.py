@@ -16,9 +16,9 @@ from markupsafe import Markup
 
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis import Analysis
+from attn_zoo.report.figures.catalogue import Picture
 from attn_zoo.report.findings import EXPLANATION, findings
 from attn_zoo.report.inline import inline_figures
-from attn_zoo.report.plots import Picture
 from attn_zoo.report.table import MISSING, Table
 from attn_zoo.report.units import clean, human_bytes
 

@@ -1,63 +1,20 @@
-"""Read results folders into one flat table: `run.json` and `cells/<key>.json`. Nothing is ever written here."""
+"""Read several results folders into one flat table."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from attn_zoo.errors import ConfigError, StoreError
-from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
-from attn_zoo.report.ceilings import read_ceilings
+from attn_zoo.errors import ConfigError
+from attn_zoo.folder import Claim, Run, read_run
+from attn_zoo.records import Ceilings, Environment, Record
 from attn_zoo.report.flat import COLUMNS, INTEGER_COLUMNS, NUMBER_COLUMNS, TEXT_COLUMNS, flat_row
 
-__all__ = ["Claim", "Results", "Run", "load_runs", "read_results", "read_run"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
-    """What a variant says about itself, as stored with the run (the report never loads a variant).
-
-    Args:
-        time_exponent: power of the sequence length that time grows with.
-        memory_exponent: likewise for memory, inputs and outputs included.
-        time: display string, such as `"B H L S D"`.
-        memory: likewise.
-        is_exact: equals softmax attention up to rounding, so it can serve as a baseline.
-    """
-
-    time_exponent: float | None = None
-    memory_exponent: float | None = None
-    time: str = ""
-    memory: str = ""
-    is_exact: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One results folder.
-
-    Args:
-        name: of the run, for people.
-        matrices: what was run into the folder, resolved, oldest first.
-        environments: by digest.
-        claims: by variant.
-        ceilings: what the machines could do; empty in folders of older versions.
-        records: what could be read, ordered by key.
-        warnings: what could not be read, one sentence each.
-    """
-
-    name: str
-    matrices: tuple[Mapping[str, Any], ...] = ()
-    environments: Mapping[str, Environment] = field(default_factory=dict)
-    claims: Mapping[str, Claim] = field(default_factory=dict)
-    ceilings: tuple[Ceilings, ...] = ()
-    records: tuple[Record, ...] = ()
-    warnings: tuple[str, ...] = ()
+__all__ = ["Results", "load_runs", "read_results"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,103 +76,6 @@ def read_results(dirs: Iterable[str | Path]) -> Results:
     if repeated:
         warnings.append(f"{repeated} cells occur in more than one folder; their samples are pooled")
     return Results(frame=frame, runs=runs, warnings=tuple(warnings))
-
-
-def read_run(path: str | Path) -> Run:
-    """Read one results folder; records that cannot be read become warnings.
-
-    Raises:
-        ConfigError: `path` is not a results folder, or its `run.json` cannot be read.
-    """
-    path = Path(path)
-    head = path / "run.json"
-    if not head.is_file():
-        raise ConfigError(str(path), [("", _not_a_results_folder(path))])
-    try:
-        data = _read_object(head)
-    except StoreError as error:
-        raise ConfigError(str(head), [("", str(error))]) from None
-    warnings: list[str] = []
-    records = []
-    for file in sorted((path / "cells").glob("*.json")):
-        try:
-            records.append(_read_record(file))
-        except StoreError as error:
-            warnings.append(f"{path.name}/cells/{file.name} was skipped: {error}")
-    matrices = [matrix for matrix in _listed(data.get("matrices")) if isinstance(matrix, dict)]
-    names = dict.fromkeys(str(matrix["name"]) for matrix in matrices if matrix.get("name"))
-    return Run(
-        name=" + ".join(names) or path.resolve().name,
-        matrices=tuple(matrices),
-        environments=_environments(data.get("environments"), path.name, warnings),
-        claims=_claims(data.get("claims"), path.name, warnings),
-        ceilings=read_ceilings(path, warnings),
-        records=tuple(records),
-        warnings=tuple(warnings),
-    )
-
-
-def _not_a_results_folder(path: Path) -> str:
-    if not path.exists():
-        return "no such directory; expected a results folder"
-    if not path.is_dir():
-        return "expected a results folder; got a file"
-    inside = sorted(str(found.parent.relative_to(path)) for found in path.glob("*/run.json"))
-    inside += sorted(str(found.parent.relative_to(path)) for found in path.glob("*/*/run.json"))
-    hint = f"; it contains {', '.join(inside[:3])}: name one of these" if inside else ""
-    return f"not a results folder: it has no run.json{hint}"
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoreError(f"not readable as JSON ({type(error).__name__}: {error})") from None
-    if not isinstance(data, dict):
-        raise StoreError(f"expected a JSON object; got {type(data).__name__}")
-    return data
-
-
-def _read_record(file: Path) -> Record:
-    data = _read_object(file)
-    schema = data.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA_VERSION:
-        raise StoreError(f"it has schema {schema}, this version reads up to {SCHEMA_VERSION}; update attn-zoo")
-    return Record.from_dict(data, source="record")
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _environments(data: Any, run: str, warnings: list[str]) -> dict[str, Environment]:
-    found = {}
-    for digest, entry in data.items() if isinstance(data, dict) else ():
-        try:
-            found[str(digest)] = Environment.from_dict(entry if isinstance(entry, dict) else {})
-        except StoreError as error:
-            warnings.append(f"{run}/run.json: environment {digest} was skipped: {error}")
-    return found
-
-
-def _claims(data: Any, run: str, warnings: list[str]) -> dict[str, Claim]:
-    found = {}
-    for variant, entry in data.items() if isinstance(data, dict) else ():
-        if not isinstance(entry, dict):
-            warnings.append(f"{run}/run.json: the claim of {variant} was skipped: expected an object")
-            continue
-        found[str(variant)] = Claim(
-            time_exponent=_number(entry.get("time_exponent")),
-            memory_exponent=_number(entry.get("memory_exponent")),
-            time=str(entry.get("time") or ""),
-            memory=str(entry.get("memory") or ""),
-            is_exact=entry.get("is_exact") is True,
-        )
-    return found
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _environment_of(record: Record, run: Run) -> str:

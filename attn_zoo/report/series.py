@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from attn_zoo.folder import Claim
 from attn_zoo.records import Ceilings
-from attn_zoo.report.load import Claim, Results
+from attn_zoo.report.load import Results
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 from attn_zoo.statistics import time_summary
 

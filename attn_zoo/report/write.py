@@ -10,10 +10,10 @@ from rich.console import Console
 
 from attn_zoo.errors import FolderError
 from attn_zoo.report.analysis import Analysis, analyse
+from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.style import render
 from attn_zoo.report.findings import findings
 from attn_zoo.report.html import build_page
-from attn_zoo.report.plots import make_pictures
-from attn_zoo.report.style import render
 from attn_zoo.report.table import to_csv, to_markdown, to_terminal
 from attn_zoo.report.tables import long_tables, make_tables, summary_tables
 from attn_zoo.report.units import clean

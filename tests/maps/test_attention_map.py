@@ -17,12 +17,12 @@ from attn_zoo.attention.oracle import attention_weights
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.maps import attention as attention_module
 from attn_zoo.maps.attention import attention_map, head_weights
+from attn_zoo.maps.binning import Axis, PooledWeights, make_axis, pool_weights
 from attn_zoo.maps.canvas import shades_for
 from attn_zoo.maps.capture import MixerCall, watch
 from attn_zoo.maps.example import input_of_example
 from attn_zoo.maps.find import find_weights
-from attn_zoo.maps.heads import draw_heads
-from attn_zoo.maps.pooling import Axis, PooledWeights, make_axis, pool_weights
+from attn_zoo.maps.head_panels import draw_heads
 from attn_zoo.maps.save import check_name, save_figure
 from attn_zoo.training.weights import load_trained
 

@@ -9,8 +9,8 @@ import pytest
 
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.maps.find import find_weights
-from attn_zoo.maps.positions import _table_of, cosine_similarity, position_map, position_table
-from attn_zoo.maps.schedule import protocol_rates, schedule_map
+from attn_zoo.maps.position_table import _table_of, cosine_similarity, position_map, position_table
+from attn_zoo.maps.rate_curve import protocol_rates, schedule_map
 from attn_zoo.model.positions import sinusoidal_positions
 from attn_zoo.training.protocol import PROTOCOLS
 from attn_zoo.training.schedule import learning_rate

@@ -12,7 +12,7 @@ from attn_zoo.report.efficiency_tables import efficiency_table, rate_table
 from attn_zoo.report.length_tables import length_table, measurement_table
 from attn_zoo.report.table import to_csv, to_markdown
 from attn_zoo.report.tables import make_tables
-from tests.report.legible import MANY, assert_legible, pictures, words
+from tests.report.figures.legible import MANY, assert_legible, pictures, words
 from tests.report.synthetic import DOUBLINGS, MACHINE, costed, roof, scaling, write_run, zoo
 
 

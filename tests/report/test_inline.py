@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.style import render
 from attn_zoo.report.inline import inline_figures
-from attn_zoo.report.plots import make_pictures
-from attn_zoo.report.style import render
 
 INHERITED = ("fill", "stroke", "stroke-width", "stroke-linejoin", "stroke-linecap", "opacity", "stroke-dasharray")
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.report.load import load_runs, read_results, read_run
+from attn_zoo.folder import read_run
+from attn_zoo.report.load import load_runs, read_results
 from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 
 ASKED_FOR = {
@@ -95,7 +96,7 @@ def test_a_damaged_run_json_is_one_message(tmp_path, text):
         ("[]", "expected a JSON object"),
         ("{}", "Field required"),
         ("[" * 100_000, "not readable as JSON"),
-        ('{"schema": 99}', "update attn-zoo"),
+        ('{"schema": 99}', "update attn_zoo"),
     ],
 )
 def test_a_damaged_record_is_skipped_with_a_warning(tmp_path, text, words):

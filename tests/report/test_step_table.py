@@ -12,10 +12,10 @@ import pytest
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis import Analysis, analyse
 from attn_zoo.report.export import export
+from attn_zoo.report.figures.catalogue import make_pictures
 from attn_zoo.report.findings import findings
 from attn_zoo.report.length_tables import measurement_table
 from attn_zoo.report.load import load_runs
-from attn_zoo.report.plots import make_pictures
 from attn_zoo.report.step_table import step_table
 from attn_zoo.report.table import MISSING, Table
 from attn_zoo.report.tables import make_tables

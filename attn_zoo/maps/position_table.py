@@ -1,0 +1,151 @@
+"""What is added to embeddings for each position, and how alike positions are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from torch import nn
+
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.maps.canvas import Canvas, Shades, header_height, shades_for
+from attn_zoo.maps.find import find_weights
+from attn_zoo.model.initialise import initialise
+from attn_zoo.model.positions import Embedding
+from attn_zoo.report.figures.style import INK, MUTED, styled
+from attn_zoo.training.weights import load_trained
+
+__all__ = ["AddedPosition", "cosine_similarity", "draw_positions", "position_map", "position_table"]
+
+AddedPosition = Literal["sinusoidal", "learned"]
+Table = NDArray[np.float32]
+
+WIDTH, PANEL = 10.6, 3.4
+MAX_LIMIT_QUANTILE = 0.999
+
+
+def position_table(kind: AddedPosition, length: int, dim: int) -> Table:
+    """Return what a model adds before training, `[length, dim]`.
+
+    Args:
+        kind: sinusoidal positions are computed; learned ones are drawn as our models draw them, with seed 0.
+        length: positions.
+        dim: E.
+
+    Raises:
+        ConfigError: a size is not positive.
+    """
+    for name, size in (("--len", length), ("--dim", dim)):
+        if size < 1:
+            raise ConfigError(name, [("", f"expected at least 1; got {size}")])
+    embedding = Embedding(1, dim, length, position=kind, resid_dropout_p=0.0)
+    initialise(embedding, 0)
+    return _added(embedding)
+
+
+def _added(embedding: Embedding) -> Table:
+    added = embedding.sinusoidal if embedding.learned is None else embedding.learned.weight
+    assert added is not None
+    table: Table = added.detach().float().cpu().numpy()
+    return table
+
+
+def cosine_similarity(table: Table) -> Table:
+    """Return the cosine of the angle between each two rows of `[P, E]`, `[P, P]`; 0 where a row is zero."""
+    norms = np.linalg.norm(table, axis=1, keepdims=True)
+    unit = np.divide(table, norms, out=np.zeros_like(table), where=norms > 0)
+    similarity: Table = unit @ unit.T
+    return similarity
+
+
+def position_map(
+    folder: Path | None = None,
+    pattern: str | None = None,
+    *,
+    kind: AddedPosition = "sinusoidal",
+    length: int = 128,
+    dim: int = 64,
+    data_dir: Path | None = None,
+) -> Figure:
+    """Return the figure of the positions of a trained model, or of a kind of positions as a model starts with them.
+
+    Args:
+        folder: results folder of a run that kept its weights; None draws `kind`.
+        pattern: which cell of the folder.
+        kind: of positions, without a folder.
+        length: positions, without a folder.
+        dim: E, without a folder.
+        data_dir: where tasks find local data.
+
+    Raises:
+        ConfigError: no weights are kept, or a size is not positive.
+        UnknownNameError: no cell matches.
+        UnsupportedError: the model adds no positions.
+    """
+    if folder is None:
+        how = "computed, never trained" if kind == "sinusoidal" else "as a model starts, before training"
+        return draw_positions(position_table(kind, length, dim), title=f"{kind.capitalize()} positions", how=how)
+    trained = load_trained(find_weights(folder, pattern), data_dir)
+    table, how = _table_of(trained.model), trained.cell.id
+    if table is None:
+        raise UnsupportedError(
+            "positions", f"{how}: position = {trained.config.position!r} adds nothing to embeddings; there is no table"
+        )
+    return draw_positions(table, title=f"{trained.config.position.capitalize()} positions after training", how=how)
+
+
+def _table_of(model: nn.Module) -> Table | None:
+    """Return the positions of the first stack that adds any."""
+    for module in model.modules():
+        if isinstance(module, Embedding) and (module.learned is not None or module.sinusoidal is not None):
+            return _added(module)
+    return None
+
+
+def draw_positions(table: Table, *, title: str, how: str) -> Figure:
+    """Return the figure: values by position and feature, and the cosine similarity of each two positions.
+
+    Args:
+        table: `[P, E]`.
+        title: one line.
+        how: where the table comes from.
+    """
+    length, dim = table.shape
+    subtitle = (
+        f"{how}; {length} positions, {dim} features. Left: what is added to the embedding at each position. Right: "
+        "cosine of the angle between what two positions get."
+    )
+    limit = float(np.quantile(np.abs(table), MAX_LIMIT_QUANTILE))
+    with styled():
+        top = header_height(subtitle, WIDTH) + 0.3
+        canvas = Canvas(WIDTH, top + PANEL + 0.6, title, subtitle)
+        values, similarity = shades_for(table, limit), shades_for(np.array([-1.0, 1.0], dtype=np.float32))
+        left = 0.72
+        _heat(canvas.axes(left, top, PANEL, PANEL), table, values, "feature", "position", "added to the embedding")
+        canvas.colour_bar(left + PANEL + 0.15, top, PANEL, values, "value")
+        left += PANEL + 1.75
+        _heat(
+            canvas.axes(left, top, PANEL, PANEL),
+            cosine_similarity(table),
+            similarity,
+            "position",
+            "position",
+            "similarity of positions",
+        )
+        canvas.colour_bar(left + PANEL + 0.15, top, PANEL, similarity, "cosine")
+    return canvas.figure
+
+
+def _heat(axes: Axes, values: Table, shades: Shades, across: str, down: str, title: str) -> None:
+    axes.imshow(values, cmap=shades.colours, norm=shades.norm, aspect="auto", interpolation="nearest")
+    axes.set_title(title, fontsize=9.5, color=INK, pad=5)
+    axes.set_xlabel(across, fontsize=9, color=MUTED)
+    axes.set_ylabel(down, fontsize=9, color=MUTED)
+    axes.tick_params(length=2, labelsize=8)
+    for axis, size in ((axes.xaxis, values.shape[1]), (axes.yaxis, values.shape[0])):
+        if size == 1:
+            axis.set_ticks([0])

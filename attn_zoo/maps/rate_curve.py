@@ -1,0 +1,135 @@
+"""The learning rate of a protocol, update by update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from attn_zoo.maps.canvas import Canvas, header_height
+from attn_zoo.registry import tasks
+from attn_zoo.report.figures.style import COLOURS, INK, MUTED, plain, styled
+from attn_zoo.report.units import human_number
+from attn_zoo.training.protocol import Protocol, resolve_protocol
+from attn_zoo.training.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from attn_zoo.tasks import AbstractTask
+
+__all__ = ["Rates", "protocol_rates", "schedule_map"]
+
+WIDTH, PANEL = 8.0, 3.2
+MAX_POINTS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Learning rates of a protocol.
+
+    Args:
+        protocol: with the settings of a task, where one is given.
+        steps: numbers of updates from 1 to the last: all of them, or evenly spaced with warm-up's end among them.
+        rates: of these updates.
+        has_settings: the task sets something of its own under this protocol.
+    """
+
+    protocol: Protocol
+    steps: tuple[int, ...]
+    rates: tuple[float, ...]
+    has_settings: bool = False
+
+    @property
+    def peak(self) -> tuple[int, float]:
+        """The update with the highest rate, the first of equal ones, and the rate."""
+        step, rate = max(zip(self.steps, self.rates, strict=True), key=lambda item: (item[1], -item[0]))
+        return step, rate
+
+
+def protocol_rates(name: str, task: str | None = None) -> Rates:
+    """Return the rates that a protocol uses.
+
+    Args:
+        name: of the protocol.
+        task: whose settings it takes; None takes the protocol's own.
+
+    Raises:
+        UnknownNameError: no such protocol or task.
+    """
+    settings = None
+    if task is not None:
+        task_class: type[AbstractTask] = tasks[task]
+        settings = task_class.settings.get(name)
+    protocol = resolve_protocol(name, task_settings=settings)
+    stride = max(1, protocol.num_steps // MAX_POINTS)
+    chosen = {*range(1, protocol.num_steps + 1, stride), protocol.num_steps}
+    if 0 < protocol.warmup_steps <= protocol.num_steps:
+        chosen.add(protocol.warmup_steps)
+    steps = tuple(sorted(chosen))
+    rates = tuple(
+        learning_rate(
+            protocol.schedule,
+            step,
+            base_lr=protocol.base_lr,
+            warmup_steps=protocol.warmup_steps,
+            num_steps=protocol.num_steps,
+            embed_dim=protocol.embed_dim,
+        )
+        for step in steps
+    )
+    return Rates(protocol, steps, rates, bool(settings))
+
+
+def schedule_map(name: str, task: str | None = None) -> Figure:
+    """Return the figure of the learning rate against the update, warm-up marked; see `protocol_rates`."""
+    found = protocol_rates(name, task)
+    protocol, (peak_step, peak) = found.protocol, found.peak
+    of_task = f" for {task}" if task else ""
+    subtitle = (
+        f"{protocol.num_steps:,} updates of batches of {protocol.batch_size}, {protocol.warmup_steps:,} of them "
+        f"warm-up; schedule {protocol.schedule}, base rate {human_number(protocol.base_lr)}"
+    )
+    if task and not found.has_settings:
+        subtitle += f"; {task} sets nothing of its own"
+    if protocol.pretrain:
+        subtitle += f". {protocol.pretrain_steps:,} updates of pretraining go before, which are not drawn"
+    with styled():
+        top = header_height(subtitle, WIDTH) + 0.15
+        canvas = Canvas(WIDTH, top + PANEL + 0.6, f"Learning rate of {name}{of_task}", subtitle)
+        axes = canvas.axes(0.9, top, WIDTH - 1.25, PANEL)
+        axes.grid(visible=True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.set_xlim(0, protocol.num_steps * 1.01)
+        axes.set_ylim(0, peak * 1.16)
+        axes.plot(found.steps, found.rates, color=COLOURS[0], lw=1.9, zorder=3)
+        axes.plot([peak_step], [peak], marker="o", ms=5.5, mec="white", mfc=COLOURS[0], mew=0.8, zorder=4)
+        is_left = peak_step < protocol.num_steps * 0.7
+        axes.annotate(
+            plain(f"highest: {human_number(peak)} at update {peak_step:,}", 60),
+            xy=(peak_step, peak),
+            xytext=(8 if is_left else -8, 7),
+            textcoords="offset points",
+            ha="left" if is_left else "right",
+            fontsize=8.5,
+            color=INK,
+        )
+        if protocol.warmup_steps:
+            end = min(protocol.warmup_steps, protocol.num_steps)
+            axes.axvspan(0, end, color=COLOURS[4], alpha=0.16, lw=0, zorder=0.5)
+            is_wide = end > 0.12 * protocol.num_steps
+            axes.annotate(
+                "warm-up",
+                xy=(0, 1) if is_wide else (end, 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(5, -13 if is_wide else 6),
+                textcoords="offset points",
+                fontsize=8.5,
+                color=MUTED,
+            )
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_number(value)))
+        axes.set_xlabel("update", fontsize=9.5)
+        axes.set_ylabel("learning rate", fontsize=9.5)
+    return canvas.figure

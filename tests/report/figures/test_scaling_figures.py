@@ -1,0 +1,135 @@
+"""Figures: nothing overlaps, nothing is dropped, the same records give the same bytes."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.text import Text
+
+from attn_zoo.report.figures.labels import spread
+from attn_zoo.report.figures.style import looks, plain, render
+from tests.report.figures.legible import MANY, assert_legible, pictures, words
+from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
+
+
+def test_twelve_variants_over_twelve_lengths_stay_legible(tmp_path):
+    lengths = [512 * 2**power for power in range(12)]
+    records = [
+        scaling(name, n, (0.2 + 2e-3 * n) * (1 + 0.02 * i)) for i, name in enumerate(MANY[1:-2]) for n in lengths
+    ]
+    records += [scaling("full", n) for n in lengths[:7]]
+    records += [scaling("full", n, status="oom_device", reason="CUDA out of memory") for n in lengths[7:]]
+    records += [scaling(MANY[-2], n, status="unsupported", reason="no causal form") for n in lengths]
+    records += [scaling(MANY[-1], n, status="timeout", reason="60 s") for n in lengths[2:]]
+    records += trained(MANY)
+    found = pictures(tmp_path, records)
+    assert [picture.name.split("-")[0] for picture in found] == [
+        *("time", "speedup", "memory", "memory", "accuracy", "bubbles")
+    ]
+    for picture in found:
+        assert_legible(picture.figure)
+
+
+@pytest.mark.parametrize(
+    ("records", "names"),
+    [
+        ([], []),
+        ([scaling("full", n, status="error", reason="x") for n in DOUBLINGS], []),
+        ([scaling("bigbird", 512)], ["time", "memory", "memory"]),
+        ([scaling("full", 512), scaling("bigbird", 512)], ["time", "speedup", "memory", "memory"]),
+        ([scaling("full", n) for n in DOUBLINGS], ["time", "memory", "memory"]),
+        (
+            [scaling(v, n, 1.0, spread=0.0) for v in ("full", "v") for n in (512, 700)],
+            ["time", "speedup"] + ["memory"] * 2,
+        ),
+        ([accuracy("full", 0, 0.5)], ["accuracy"]),
+        ([accuracy("full", seed, 1.0) for seed in (0, 1)], ["accuracy"]),
+        ([accuracy("full", 0, None, status="diverged")], []),
+    ],
+    ids=["empty", "failures", "one-point", "one-length", "one-variant", "identical", "one-seed", "perfect", "diverged"],
+)
+def test_odd_data_gives_sane_figures(tmp_path, records, names):
+    found = pictures(tmp_path, records)
+    assert [picture.name.split("-")[0] for picture in found] == names
+    for picture in found:
+        assert_legible(picture.figure)
+
+
+def test_labels_carry_fitted_and_claimed_slopes_and_the_crossing(tmp_path):
+    found = pictures(tmp_path, zoo())
+    shown = words(found[0].figure)
+    assert "$N^{0.99}$ (claimed 1), faster from 1,2" in shown
+    assert "$N^{1.98}$ (claimed 2)" in shown
+    assert "crossover with full" in shown
+    assert "full: out of memory" in shown
+    slopes = {text.get_text() for text in found[0].figure.findobj(Text)}
+    assert {"slope 1 (linear)", "slope 2 (quadratic)"} <= slopes
+    assert [text for text in ("512", "1k", "2k", "4k", "8k", "16k", "32k") if text not in slopes] == []
+
+
+def test_speed_up_is_over_the_fastest_exact_kernel(tmp_path):
+    records = [scaling("full", n, 10.0, spread=0.0) for n in (512, 1024)]
+    records += [scaling("bigbird", n, 2.5, spread=0.0) for n in (512, 1024)]
+    picture = next(one for one in pictures(tmp_path, records) if one.name.startswith("speedup"))
+    assert "4\u00d7 at 1k" in words(picture.figure)
+
+
+def test_scores_have_floors_and_seeds(tmp_path):
+    picture = pictures(tmp_path, trained())[0]
+    shown = words(picture.figure)
+    for text in ("chance 10.0 %", "most frequent 17.0 %", "length only 21.0 %", "37.8 % (n=3)"):
+        assert text in shown
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    records = zoo(lengths=[512, 1024])
+    first, second = (pictures(tmp_path / name, records)[0] for name in "ab")
+    for kind in ("svg", "png"):
+        assert render(first.figure, kind) == render(second.figure, kind)
+    svg = render(first.figure, "svg")
+    assert b"<dc:date>" not in svg
+    assert b"<script" not in svg
+
+
+def test_looks_differ_in_more_than_colour():
+    labels = [f"v{index}" for index in range(24)]
+    found = looks(labels, ["v3"])
+    assert len({(look.colour, look.marker, str(look.line)) for look in found.values()}) == 24
+    first = list(found.values())[:4]
+    assert len({look.marker for look in first}) == len({str(look.line) for look in first}) == 4
+    assert found["v3"].colour == "#1f2328"
+
+
+@given(st.text(max_size=60))
+def test_any_name_can_be_drawn(name):
+    assert len(plain(name).replace("\\$", "$")) <= 24
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 4), st.floats(0.1, 0.5)), min_size=1, max_size=12),
+)
+def test_labels_keep_their_order_and_never_overlap(labels):
+    labels.sort()
+    wanted, heights = [centre for centre, _ in labels], [height for _, height in labels]
+    placed = spread(wanted, heights, 0.0, 10.0)
+    for index in range(1, len(placed)):
+        assert placed[index] - placed[index - 1] >= (heights[index] + heights[index - 1]) / 2 - 1e-9
+    assert placed[0] >= heights[0] / 2 - 1e-9
+    assert placed[-1] <= 10.0 - heights[-1] / 2 + 1e-9
+
+
+def test_labels_that_fit_stay_where_they_are():
+    assert spread([1.0, 2.0, 3.5], [0.5, 0.5, 0.5], 0.0, 10.0) == [1.0, 2.0, 3.5]
+    assert spread([], [], 0.0, 1.0) == []
+
+
+def test_pyplot_is_never_loaded():
+    code = "import sys; import attn_zoo.report.figures.catalogue; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_claims_are_what_the_run_says(tmp_path):
+    claims = {**CLAIMS, "full": {**CLAIMS["full"], "time_exponent": 3}}
+    assert "claimed 3" in words(pictures(tmp_path, zoo(["full"]), claims=claims)[0].figure)

@@ -1,0 +1,135 @@
+"""Figures of training: legible with many variants and floors, honest scales, nothing missing drawn as nought."""
+
+import numpy as np
+import pytest
+
+from tests.report.figures.legible import MANY, assert_legible, pictures, words
+from tests.report.synthetic import CLAIMS, accuracy, curve, tuned
+
+
+def training(variant, seed, value, **score):
+    numbers = {
+        "curve": curve(0.1, value),
+        "train_flops": 2e13,
+        "peak_bytes": 2**30 // len(variant),
+        "floors": {f"trivial_model_{index}": 0.1 + 0.011 * index for index in range(8)},
+    }
+    return accuracy(variant, seed, value, score=numbers | score)
+
+
+def by_kind(found):
+    return {picture.name.partition("-")[0]: picture for picture in found}
+
+
+def test_many_floors_many_variants_and_all_figures_stay_legible(tmp_path):
+    cells = [{"seq_len": n, "value": min(1.0, 40 / n), "num_items": 9.0} for n in (64.0, 128.0, 256.0, 1024.0, 4096.0)]
+    records = [training(name, seed, 0.3 + 0.04 * i + 0.01 * seed, breakdown=tuple(cells))
+               for i, name in enumerate(MANY) for seed in range(3)]  # fmt: skip
+    found = pictures(tmp_path, records)
+    assert list(by_kind(found)) == ["accuracy", "bubbles", "learning", "breakdown"]
+    for picture in found:
+        assert_legible(picture.figure)
+        assert len(picture.alt) > 60
+
+
+def test_heat_maps_of_many_variants_stay_legible(tmp_path):
+    cells = tuple(
+        {"seq_len": n, "depth": d, "value": 0.5 + 0.01 * d, "num_items": 9.0}
+        for n in (64.0, 128.0, 256.0, 512.0, 1024.0)
+        for d in (0.0, 0.25, 0.5, 0.75, 1.0)
+    )
+    records = [training(name, 0, 0.3, breakdown=cells, pretrain="masked") for name in MANY[-4:]]
+    assert_legible(by_kind(pictures(tmp_path, records))["breakdown"].figure)
+
+
+def test_bubbles_in_one_place_keep_their_names_apart(tmp_path):
+    records = [training(f"variant_{index}", 0, 0.5 + 1e-4 * index, tokens_per_s=1e4, floors={}) for index in range(9)]
+    picture = by_kind(pictures(tmp_path, records))["bubbles"]
+    assert_legible(picture.figure)
+    assert all(f"variant_{index}" in words(picture.figure) for index in range(9))
+
+
+def test_the_area_of_a_bubble_is_its_memory(tmp_path):
+    records = [training("full", 0, 0.5, peak_bytes=400 * 2**20), training("bigbird", 0, 0.4, peak_bytes=100 * 2**20)]
+    picture = by_kind(pictures(tmp_path, records))["bubbles"]
+    sizes = sorted({round(float(size), 3) for axes in picture.figure.axes[:1] for drawn in axes.collections
+                    for size in np.asarray(drawn.get_sizes())})  # fmt: skip
+    assert sizes[1] / sizes[0] == pytest.approx(4.0)
+    assert "400 MiB" in words(picture.figure)
+
+
+def test_memory_that_was_not_measured_is_said(tmp_path):
+    records = [training("full", 0, 0.5, peak_bytes=None), training("bigbird", 0, 0.4)]
+    assert "memory not measured: full" in words(by_kind(pictures(tmp_path / "a", records))["bubbles"].figure)
+    records = [training(name, 0, 0.5, peak_bytes=None) for name in ("full", "bigbird")]
+    shown = words(by_kind(pictures(tmp_path / "b", records))["bubbles"].figure)
+    assert "memory not measured" in shown
+    assert "peak memory" not in shown
+
+
+def test_a_chance_far_away_does_not_flatten_the_picture(tmp_path):
+    numbers = {"metric": "bits_per_byte", "chance": 8.0, "floors": {"trigram": 2.5}, "correct": ""}
+    records = [training(name, seed, 2.0 + 0.1 * i, **numbers) for i, name in enumerate(CLAIMS) for seed in (0, 1)]
+    for name in ("accuracy", "bubbles"):
+        picture = by_kind(pictures(tmp_path / name, records))[name]
+        assert_legible(picture.figure)
+        assert "off the scale: chance 8.000" in words(picture.figure)
+        axes = picture.figure.axes[0]
+        assert max(axes.get_ylim() if name == "bubbles" else axes.get_xlim()) < 4.0
+        assert "lower is better" in words(picture.figure)
+
+
+def test_heat_maps_share_one_scale_and_show_their_numbers(tmp_path):
+    def cells(top):
+        return tuple(
+            {"seq_len": n, "depth": d, "value": top - 0.1 * d, "num_items": 5.0}
+            for n in (64.0, 128.0, 256.0) for d in (0.0, 0.5, 1.0)
+        )  # fmt: skip
+
+    records = [training(name, 0, 0.5, breakdown=cells(0.9 - 0.2 * i)) for i, name in enumerate(CLAIMS)]
+    picture = by_kind(pictures(tmp_path, records))["breakdown"]
+    assert_legible(picture.figure)
+    images = [axes.images[0] for axes in picture.figure.axes if axes.images]
+    assert len(images) == 4  # three maps and the scale
+    assert len({(image.norm.vmin, image.norm.vmax) for image in images}) == 1
+    assert images[0].get_array().shape == (3, 3)  # depth upwards, length to the right
+    assert "90" in words(picture.figure).split()
+    assert "seq len and depth" in words(picture.figure)
+
+
+def test_a_hole_in_a_heat_map_is_empty_and_not_nought(tmp_path):
+    cells = ({"a": 1.0, "b": 1.0, "value": 0.5, "num_items": 1.0}, {"a": 2.0, "b": 2.0, "value": 0.7, "num_items": 1.0})
+    picture = by_kind(pictures(tmp_path, [training("full", 0, 0.5, breakdown=cells)]))["breakdown"]
+    drawn = np.ma.filled(picture.figure.axes[0].images[0].get_array().astype(float), np.nan)
+    assert np.isnan(drawn).sum() == 2
+    assert "white: no result" in words(picture.figure)
+
+
+def test_sensitivity_to_the_learning_rate(tmp_path):
+    records = [
+        record for name in CLAIMS for record in tuned(name, {1e-4: (0.3, 0.4), 1e-3: (0.5, 0.5), 1e-2: (None, None)})
+    ]
+    found = by_kind(pictures(tmp_path, records))
+    assert_legible(found["tuning"].figure)
+    shown = words(found["tuning"].figure)
+    for text in ("0.0001", "0.001", "0.01", "3 trials", "no score: diverged"):
+        assert text in shown
+    crosses = [
+        line for line in found["tuning"].figure.axes[0].lines if line.get_marker() == "x" and len(line.get_xdata())
+    ]
+    assert len({float(line.get_xdata()[0]) for line in crosses}) == 3  # side by side, so that each is seen
+
+
+def test_curves_over_flops_only_where_they_are_known(tmp_path):
+    records = [training(name, seed, 0.5) for name in ("full", "bigbird") for seed in (0, 1)]
+    assert len(by_kind(pictures(tmp_path / "a", records))["learning"].figure.axes) == 4
+    records = [training("full", 0, 0.5, train_flops=None)]
+    assert len(by_kind(pictures(tmp_path / "b", records))["learning"].figure.axes) == 3
+
+
+def test_the_mean_over_tasks_is_drawn_once(tmp_path):
+    records = [accuracy(name, 0, 0.4, task=task) for name in ("full", "bigbird") for task in ("a", "b")]
+    found = pictures(tmp_path, records)
+    assert found[0].name.startswith("bubbles-tasks")
+    assert_legible(found[0].figure)
+    assert "mean over a (short), b (short)" in words(found[0].figure)
