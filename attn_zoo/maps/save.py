@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.figures.style import render
-from attn_zoo.report.write import replace_file
+from attn_zoo.report.pages.write import replace_file
 
 __all__ = ["check_name", "save_figure"]
 

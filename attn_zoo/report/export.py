@@ -10,11 +10,11 @@ from pathlib import Path
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
-from attn_zoo.report.analysis import analyse
-from attn_zoo.report.load import load_runs
-from attn_zoo.report.table import guard_frame, to_latex, to_markdown
-from attn_zoo.report.tables import summary_tables
-from attn_zoo.report.write import replace_file
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.analysis.observations import load_runs
+from attn_zoo.report.pages.write import replace_file
+from attn_zoo.report.tables.all_tables import summary_tables
+from attn_zoo.report.tables.table import guard_frame, to_latex, to_markdown
 
 __all__ = ["FORMATS", "export"]
 

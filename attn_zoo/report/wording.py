@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from attn_zoo.report.load import Results
+from attn_zoo.report.analysis.observations import Results
 from attn_zoo.report.units import slug
 
 __all__ = ["PANEL_FIELDS", "PASS_TITLES", "doubt_words", "held_words", "panel_name", "panel_subtitle", "panel_title"]

@@ -11,15 +11,15 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attn_zoo.report.accuracy import AccuracyGroup
-from attn_zoo.report.breakdown import Part, axes_of, parts, values_of
+from attn_zoo.report.analysis.breakdown import Part, axes_of, parts, values_of
+from attn_zoo.report.analysis.floor import FAR
+from attn_zoo.report.analysis.label_score import LabelScore
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width
 from attn_zoo.report.figures.panels import make_panels_figure
 from attn_zoo.report.figures.style import INK, MUTED, Look, plain, styled
-from attn_zoo.report.label_score import LabelScore
-from attn_zoo.report.metric import Metric
-from attn_zoo.report.standing import FAR
 from attn_zoo.report.units import human_length, human_number
 
 __all__ = ["breakdown_picture"]

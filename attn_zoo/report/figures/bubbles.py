@@ -10,14 +10,14 @@ from textwrap import wrap
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.analysis.floor import near_marks
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.placing import Box, Spot, place_names
 from attn_zoo.report.figures.speed_axes import draw_floors, score_against_speed
 from attn_zoo.report.figures.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
-from attn_zoo.report.metric import Metric
-from attn_zoo.report.overview import Overview
-from attn_zoo.report.standing import near_marks
 from attn_zoo.report.units import human_bytes
 
 __all__ = ["bubble_picture", "overview_picture"]

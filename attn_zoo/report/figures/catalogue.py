@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_zoo.report.analysis import Analysis
+from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.breakdown_panels import breakdown_picture
 from attn_zoo.report.figures.bubbles import bubble_picture, overview_picture
 from attn_zoo.report.figures.curves import Picture

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.analysis import PanelAnalysis
+from attn_zoo.report.analysis.analyse import PanelAnalysis
+from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.style import MUTED, Look
-from attn_zoo.report.series import Point, Series
 
 __all__ = ["Curve", "Picture", "diamond", "draw_crossing", "draw_curve", "draw_spread", "interpolate", "make_curves"]
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.analysis.label_score import LabelScore
+from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.panels import legend_entry, make_panels_figure
 from attn_zoo.report.figures.style import MUTED, Look, plain, styled
-from attn_zoo.report.label_score import LabelScore
-from attn_zoo.report.learning import Axis, What, mean_curve, seed_curves
-from attn_zoo.report.metric import Metric
 from attn_zoo.report.units import human_flops, human_number
 
 __all__ = ["learning_picture"]

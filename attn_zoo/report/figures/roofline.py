@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attn_zoo.records import Ceilings
-from attn_zoo.report.analysis import PanelAnalysis
+from attn_zoo.report.analysis.analyse import PanelAnalysis
+from attn_zoo.report.analysis.efficiency import Efficiency
 from attn_zoo.report.ceilings import ceilings_words
-from attn_zoo.report.efficiency import Efficiency
 from attn_zoo.report.figures.axes import length_axis, value_axis
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attn_zoo.records import Ceilings
-from attn_zoo.report.efficiency import Efficiency
+from attn_zoo.report.analysis.efficiency import Efficiency
 from attn_zoo.report.figures.axes import value_axis
 from attn_zoo.report.figures.placing import Box
 from attn_zoo.report.figures.style import INK, MUTED

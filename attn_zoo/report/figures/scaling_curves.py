@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.analysis import PanelAnalysis
+from attn_zoo.report.analysis.analyse import PanelAnalysis
+from attn_zoo.report.analysis.fits import Growth, Quantity, growth
 from attn_zoo.report.figures.axes import Frame, Mark, make_frame, reference_slopes, value_axis
 from attn_zoo.report.figures.curves import (
     Curve,
@@ -20,9 +21,8 @@ from attn_zoo.report.figures.curves import (
 )
 from attn_zoo.report.figures.labels import EndLabel, draw_labels
 from attn_zoo.report.figures.style import INK, MUTED, Look, plain, styled
-from attn_zoo.report.fits import Growth, Quantity, growth
-from attn_zoo.report.growth_tables import round_length
 from attn_zoo.report.statuses import outcome
+from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import held_words
 

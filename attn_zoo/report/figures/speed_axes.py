@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.figures.placing import Box
 from attn_zoo.report.figures.style import MUTED, plain
-from attn_zoo.report.metric import Metric
 from attn_zoo.report.units import human_number
 
 __all__ = ["draw_floors", "score_against_speed"]

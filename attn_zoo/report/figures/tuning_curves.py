@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.trials import Trial
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width
 from attn_zoo.report.figures.panels import make_panels_figure
 from attn_zoo.report.figures.style import MUTED, Look, plain, styled
 from attn_zoo.report.statuses import outcome
-from attn_zoo.report.trials import Trial
 
 __all__ = ["tuning_picture"]
 
