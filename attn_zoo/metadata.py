@@ -35,6 +35,10 @@ Decode = Literal["none", "kv_cache", "recurrent"]
 Position = Literal["none", "rotary", "alibi"]
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_PROMISES = (
+    *("bidirectional", "cross_attention", "key_padding_mask", "variable_seq_len", "grouped_query", "attention_dropout"),
+    *("is_exact", "is_permutation_invariant", "is_padding_invariant", "is_deterministic"),
+)
 _NO_REASONS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -89,7 +93,7 @@ class Capabilities:
         grouped_query: accepts fewer key/value heads than query heads.
         attention_dropout: honours `dropout_p`.
         positions: schemes it admits inside the attention.
-        is_exact: equals softmax attention up to rounding: it is compared with the oracle and is a baseline of speed-ups.
+        is_exact: equals softmax attention up to rounding: compared with the oracle, and a baseline of speed-ups.
         is_permutation_invariant: without positions, the order of the keys does not matter. Default: `is_exact`.
         is_padding_invariant: appended padding does not matter, however long. Default: `is_exact`.
         has_carry: passes a value from layer to layer beside the hidden states (a mixer's `Mixed.carry`).
@@ -166,8 +170,8 @@ class Capabilities:
         if request.seq_len % self.seq_len_multiple != 0:
             return "seq_len_multiple", f"length {request.seq_len} is not a multiple of {self.seq_len_multiple}"
         if not self.variable_seq_len and request.max_seq_len not in (None, request.seq_len):
-            built = f"it is built for max_seq_len = {request.max_seq_len} exactly"
-            return "variable_seq_len", f"length {request.seq_len} is another than {built}"
+            built = f"max_seq_len = {request.max_seq_len} that it is built for"
+            return "variable_seq_len", f"length {request.seq_len} is not the {built}"
         return None
 
     def without(self, **reasons: str) -> Capabilities:
@@ -185,12 +189,7 @@ class Capabilities:
     def widened(self, before: Capabilities) -> list[str]:
         """Return the capabilities that are offered here and not in `before`: narrowing must leave this empty."""
         order = {False: 0, "masked": 1, True: 2}
-        wider = [
-            name
-            for name in ("bidirectional", "cross_attention", "key_padding_mask", "variable_seq_len", "grouped_query")
-            + ("attention_dropout", "is_exact", "is_permutation_invariant", "is_padding_invariant", "is_deterministic")
-            if getattr(self, name) and not getattr(before, name)
-        ]
+        wider = [name for name in _PROMISES if getattr(self, name) and not getattr(before, name)]
         wider += ["causal"] * (order[self.causal] > order[before.causal])
         wider += ["decode"] * (self.decode not in ("none", before.decode))
         wider += ["seq_len_multiple"] * bool(self.seq_len_multiple % before.seq_len_multiple)
@@ -309,7 +308,7 @@ class Complexity:
             convolutions and Fourier transforms (5 N log2 N for N complex points, half for real ones); where a mechanism
             has none of these, the additions of its sums over tokens.
         projection_flops: likewise of the linear maps between hidden states and what the mechanism acts on, where the
-            variant brings a mixer of its own. None: a mixer has none, an attention those of the shared multi-head mixer.
+            variant brings a mixer of its own. None: a mixer has none, an attention those of the shared mixer.
         backward_ratio: floating-point operations of the mechanism's backward over those of its forward. Each matrix
             product has two in the backward; a kernel that recomputes the scores instead of storing them has one more.
         bytes: forward bytes that must move at least for a dtype size in bytes, in the form the variant is written in:

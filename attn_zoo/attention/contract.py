@@ -229,9 +229,7 @@ class AbstractAttention(_Bound, ABC):
         ):
             expected = (batch_size, heads, length, build.head_dim)
             if tuple(tensor.shape) != expected:
-                raise ValueError(
-                    f"{name}: expected [B, heads, length, D] = {list(expected)}; got {list(tensor.shape)}"
-                )
+                raise ValueError(f"{name}: expected [B, heads, length, D] = {list(expected)}; got {list(tensor.shape)}")
             if tensor.dtype != query.dtype or tensor.device != query.device:
                 raise ValueError(
                     f"{name}: expected dtype and device of query ({query.dtype}, {query.device}); "
@@ -275,9 +273,7 @@ class AbstractMixer(_Bound, ABC):
         del batch_size, device, dtype
         return None
 
-    def route(
-        self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
-    ) -> Any:
+    def route(self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None) -> Any:
         """Return what `forward` chooses by the data, or None; as `AbstractAttention.route`."""
         del hidden, context, key_padding_mask
 

@@ -85,9 +85,7 @@ class MultiHeadMixer(AbstractMixer):
         query, key, value = self._project(hidden, context)
         return self._merge(self.attention(query, key, value, key_padding_mask=key_padding_mask))
 
-    def route(
-        self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
-    ) -> Any:
+    def route(self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None) -> Any:
         """Return what the attention chooses for the projected heads."""
         query, key, _ = self._project(hidden, context)
         return self.attention.route(query, key, key_padding_mask=key_padding_mask)

@@ -36,7 +36,7 @@ def shape_of(cell: Cell, config: VariantConfig) -> Shape:
 
 
 def with_costs(record: Record) -> Record:
-    """Return the record with what its variant claims of one call, projections included; a training step has no claims."""
+    """Return the record with what its variant claims of one call; a training step has no claims."""
     cell = record.cell
     if record.flops is None or cell.scope == "model" or cell.variant not in variants:
         return record

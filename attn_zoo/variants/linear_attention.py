@@ -188,8 +188,8 @@ class LinearAttention(AbstractAttention):
         wide, heads = state.key.dtype, self.build.num_heads
         features, value = feature_map(key.to(wide)), value.to(wide)
         start = LinearState(*(expand_kv_heads(x, heads) for x in (state.key_value, state.key)))
-        expanded = (expand_kv_heads(x, heads) for x in (features, value))
-        output = _causal(feature_map(query.to(wide)), *expanded, self.config.eps, start).to(query.dtype)
+        key, many = (expand_kv_heads(x, heads) for x in (features, value))
+        output = _causal(feature_map(query.to(wide)), key, many, self.config.eps, start).to(query.dtype)
         sums = LinearState(state.key_value + features.mT @ value, state.key + features.sum(-2)[..., None])
         return output, sums
 
