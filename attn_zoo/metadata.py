@@ -94,8 +94,8 @@ class Capabilities:
         attention_dropout: honours `dropout_p`.
         positions: schemes it admits inside the attention.
         is_exact: equals softmax attention up to rounding: compared with the oracle, and a baseline of speed-ups.
-        is_permutation_invariant: without positions, the order of the keys does not matter. Default: `is_exact`.
-        is_padding_invariant: appended padding does not matter, however long. Default: `is_exact`.
+        is_permutation_invariant: without positions, the order of the keys does not matter.
+        is_padding_invariant: appended padding does not matter, however long.
         has_carry: passes a value from layer to layer beside the hidden states (a mixer's `Mixed.carry`).
         is_deterministic: same input and seed, same output, bit for bit on one machine.
         is_simulated: computes dense scores and masks them, so its timings say nothing about the mechanism.
@@ -116,8 +116,8 @@ class Capabilities:
     attention_dropout: bool = True
     positions: tuple[Position, ...] = ("none", "rotary")
     is_exact: bool = False
-    is_permutation_invariant: bool | None = None
-    is_padding_invariant: bool | None = None
+    is_permutation_invariant: bool = False
+    is_padding_invariant: bool = False
     has_carry: bool = False
     is_deterministic: bool = True
     is_simulated: bool = False
@@ -127,9 +127,6 @@ class Capabilities:
     why: Mapping[str, str] = field(default_factory=lambda: _NO_REASONS)
 
     def __post_init__(self) -> None:
-        for name in ("is_permutation_invariant", "is_padding_invariant"):
-            if getattr(self, name) is None:  # softmax attention is both; of anything else nothing is known
-                object.__setattr__(self, name, self.is_exact)
         if self.decode != "none" and (self.causal == "masked" or self.has_carry):
             what = "routing that sees the future" if self.causal == "masked" else "a carry between layers"
             raise ValueError(f"decode: {what} cannot be decoded step by step; expected 'none', got {self.decode!r}")

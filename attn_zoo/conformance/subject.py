@@ -24,8 +24,8 @@ __all__ = [
     "call",
     "call_reference",
     "gradients",
+    "read_positions",
     "routing_of",
-    "take_step",
     "weighted_sum",
 ]
 
@@ -65,13 +65,16 @@ def routing_of(module: Module, inputs: Inputs) -> Any:
         return module.route(*tensors, **keywords)
 
 
-def take_step(module: Module, inputs: Inputs, position: int, state: Any) -> tuple[Tensor, Any]:
-    """Decode the token at `position`; in cross-attention the context is in the state already."""
-    rows = [tensor[..., position : position + 1, :] for tensor in inputs.tensors]
+def read_positions(module: Module, inputs: Inputs, part: range, state: Any, *, at_once: bool) -> tuple[Tensor, Any]:
+    """Read the tokens at some positions from a state, by prefill or (one token) a step.
+
+    In cross-attention the context is in the state already.
+    """
+    tensors = [tensor[..., part.start : part.stop, :] for tensor in inputs.tensors]
     if isinstance(module, AbstractAttention):
-        query, key, value = rows
-        return module.step(query, key, value, state)
-    return module.step(rows[0], state)
+        query, key, value = tensors
+        return module.prefill(query, key, value, state) if at_once else module.step(query, key, value, state)
+    return module.prefill(tensors[0], state) if at_once else module.step(tensors[0], state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ def full_state_bytes(shape: Shape, itemsize: int) -> int:
         grouped_query=True,
         positions=("none", "rotary", "alibi"),
         is_exact=True,
+        is_permutation_invariant=True,
+        is_padding_invariant=True,
         why={
             "dtypes": "the result would not be exact in fewer bits",
             "devices": "only there is known which kernel runs",
