@@ -1,0 +1,75 @@
+"""Heat maps: colours with a scale that all panels of a figure share, squares, and the colour bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Colormap, Normalize
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from attn_zoo.report.figures.page import Page
+from attn_zoo.report.figures.style import INK, PALE
+
+__all__ = ["BAR_ROOM", "Shades", "draw_colour_bar", "draw_squares"]
+
+BAR_ROOM = 1.0
+"""Inches at the right of panels for a colour bar with its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shades:
+    """Colours of one figure, the same for all its panels.
+
+    Args:
+        colours: from the lowest value to the highest.
+        norm: which value has which colour.
+        is_clipped: some values lie beyond the last colours.
+    """
+
+    colours: Colormap
+    norm: Normalize
+    is_clipped: bool = False
+
+
+def draw_squares(axes: Axes, values: NDArray[Any], shades: Shades, *, is_upwards: bool = False) -> None:
+    """Draw `[rows, columns]` as squares, the first row on top or at the bottom; nothing where a value is NaN."""
+    axes.imshow(
+        values,
+        cmap=shades.colours,
+        norm=shades.norm,
+        aspect="auto",
+        interpolation="nearest",
+        origin="lower" if is_upwards else "upper",
+    )
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(True)
+    axes.spines[:].set_color(PALE)
+
+
+def draw_colour_bar(page: Page, panel: Axes, shades: Shades, show: Callable[[float], str], words: str = "") -> Axes:
+    """Draw the colours with their numbers, and what they mean; return the axes, whose heights are values.
+
+    Args:
+        page: that holds the panel.
+        panel: the bar stands to its right.
+        shades: what it shows.
+        show: text of a number.
+        words: what the values are.
+    """
+    axes = page.beside(panel, gap=0.15, width=0.14, max_height=3.4)
+    low, high = float(shades.norm.vmin or 0.0), float(shades.norm.vmax or 1.0)
+    ends = "neither" if not shades.is_clipped else "both" if low < 0 else "max"
+    bar = page.figure.colorbar(ScalarMappable(shades.norm, shades.colours), cax=axes, extend=ends)
+    bar.outline.set_edgecolor(PALE)
+    steps = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high)
+    ticks = [float(step) for step in steps if low <= step <= high]
+    bar.set_ticks(ticks, labels=[show(tick) for tick in ticks])
+    axes.tick_params(labelsize=8, length=2)
+    axes.yaxis.set_label_position("right")
+    bar.set_label(words, fontsize=8.5, color=INK)
+    return axes
