@@ -16,8 +16,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
     from attn_zoo.conformance import CheckResult
-    from attn_zoo.matrix.plan import Plan
-    from attn_zoo.matrix.runner import Standing, Summary
+    from attn_zoo.matrix.drive.run_plan import Standing, Summary
+    from attn_zoo.matrix.plan.expand import Plan
 
 __all__ = [
     "err",
@@ -189,7 +189,7 @@ def _amount(value: float | None, steps: Sequence[tuple[float, str]]) -> str:
 
 def print_plan(plan: Plan) -> None:
     """Print every cell, what it will roughly take, and what is refused with the reason."""
-    from attn_zoo.matrix.estimate import assumed_rate
+    from attn_zoo.matrix.plan.estimate import assumed_rate
 
     rows = [
         (

@@ -67,7 +67,7 @@ def update_readme(path: Path, *, check_only: bool = False) -> bool:
 
 def results_index(folder: Path) -> str:
     """Return the Markdown index of every run below a folder laid out as `MACHINE/RUN/run.json`."""
-    from attn_zoo.report.load import read_run
+    from attn_zoo.folder import read_run
 
     lines = [
         "# Results",

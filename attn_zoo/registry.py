@@ -306,7 +306,7 @@ def _register(
 
 
 def register_task(name: str) -> Callable[[_Class], _Class]:
-    """Register the decorated task class (see `attn_zoo.tasks.contract`) under `name`."""
+    """Register the decorated task class (see `attn_zoo.tasks.abstract_task`) under `name`."""
 
     def decorate(cls: _Class) -> _Class:
         tasks.add(name, cls, _provider_of(cls)[0])

@@ -1,35 +1,11 @@
-"""Read `ceilings.json` of a results folder: what the machine could do before the run. Older folders have none."""
+"""The ceilings of a machine in words."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-from attn_zoo.errors import StoreError
 from attn_zoo.records import Ceilings
 from attn_zoo.report.units import human_bandwidth, human_flops
 
-__all__ = ["ceilings_words", "read_ceilings"]
-
-
-def read_ceilings(folder: Path, warnings: list[str]) -> tuple[Ceilings, ...]:
-    """Return the ceilings of a folder; what cannot be read becomes a warning.
-
-    Args:
-        folder: a results folder.
-        warnings: appended to.
-    """
-    file = folder / "ceilings.json"
-    if not file.is_file():
-        return ()
-    try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-        entries = data["ceilings"]
-        return tuple(Ceilings.from_dict(entry, "ceilings") for entry in entries)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, StoreError) as error:
-        warnings.append(f"{folder.name}/ceilings.json was skipped: {type(error).__name__}: {error}")
-        return ()
+__all__ = ["ceilings_words"]
 
 
 def ceilings_words(ceilings: Ceilings) -> str:

@@ -8,8 +8,8 @@ from typing import get_args
 
 from torch import Tensor
 
-from attn_zoo.tasks.cache import cached_tensors
-from attn_zoo.tasks.contract import Split, SplitName
+from attn_zoo.tasks.abstract_task import Split, SplitName
+from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 
 __all__ = ["cached_splits"]
 

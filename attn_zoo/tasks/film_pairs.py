@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.tasks.drawing import Draws, Ints
+from attn_zoo.tasks.generated.draws import Draws, Ints
 
 __all__ = ["Pairs", "film_pairs"]
 

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks.drawing import Ints
 from attn_zoo.tasks.film_pairs import Pairs
-from attn_zoo.tasks.pair_floors import names_of
-from attn_zoo.tasks.sources import Source
+from attn_zoo.tasks.floors.pair_models import names_of
+from attn_zoo.tasks.generated.draws import Ints
+from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.text import CLASSES, read_reviews
 
 __all__ = ["FILMS", "FilmReviews", "check_order", "read_film_reviews", "read_films"]

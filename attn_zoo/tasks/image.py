@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.contract import Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.export import export_images
-from attn_zoo.tasks.floors import majority_floor
-from attn_zoo.tasks.from_files import AbstractFileTask
+from attn_zoo.tasks.abstract_task import Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.file_task import AbstractFileTask
+from attn_zoo.tasks.floors.linear_model import linear_floor
+from attn_zoo.tasks.floors.lookup_rules import majority_floor
 from attn_zoo.tasks.grey import block_picture, grey_levels, halved
 from attn_zoo.tasks.labelled import class_labels, require_columns
-from attn_zoo.tasks.linear_floors import linear_floor
-from attn_zoo.tasks.parquet import read_parquet
-from attn_zoo.tasks.sources import Source
+from attn_zoo.tasks.picture_files import export_images
+from attn_zoo.tasks.sources.parquet import read_parquet
+from attn_zoo.tasks.sources.source import Source
 
 if TYPE_CHECKING:
     import datasets

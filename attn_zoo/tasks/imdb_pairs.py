@@ -27,16 +27,16 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.bytes_text import byte_spec, byte_symbols, encode_texts, text_of
-from attn_zoo.tasks.contract import Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.drawing import Ints
+from attn_zoo.tasks.abstract_task import Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.byte_text import byte_spec, byte_symbols, encode_texts, text_of
+from attn_zoo.tasks.file_task import AbstractFileTask
 from attn_zoo.tasks.film_pairs import Pairs, film_pairs
 from attn_zoo.tasks.film_reviews import FILMS, FilmReviews, check_order, read_film_reviews
-from attn_zoo.tasks.from_files import AbstractFileTask
+from attn_zoo.tasks.floors.pair_models import pair_floors, pair_references
+from attn_zoo.tasks.generated.draws import Ints
 from attn_zoo.tasks.labelled import shuffled
-from attn_zoo.tasks.pair_floors import pair_floors, pair_references
 from attn_zoo.tasks.retrieval import Retrieval
-from attn_zoo.tasks.sources import Source
+from attn_zoo.tasks.sources.source import Source
 
 __all__ = ["ImdbPairs", "ImdbPairsLevel"]
 

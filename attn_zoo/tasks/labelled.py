@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks.drawing import Draws, Ints
+from attn_zoo.tasks.generated.draws import Draws, Ints
 
 if TYPE_CHECKING:
     import datasets

@@ -1,6 +1,6 @@
 """ListOps: the value of a nested expression over digits, ten classes.
 
-Levels (how they are drawn, and balanced: `attn_zoo.tasks.listops_drawing`):
+Levels (how they are drawn, and balanced: `attn_zoo.tasks.expressions.tree_splits`):
     short: for CPUs: the same grammar with short, shallow trees.
     short_balanced: the same, with as many examples for every pair of root operator and label.
     lra: generated exactly as Long Range Arena does (lengths 501 to 1999, at most 9 nested operators; 96 000 / 2 000 /
@@ -24,14 +24,14 @@ from typing import Any, ClassVar, final
 from torch import Tensor
 
 from attn_zoo.registry import register_task
+from attn_zoo.tasks.abstract_task import AbstractTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.cached_splits import cached_splits
-from attn_zoo.tasks.contract import AbstractTask, Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.floors import lookup_floor, majority_floor
-from attn_zoo.tasks.listops_drawing import STREAMS, ListOpsLevel, generate_splits, padded
-from attn_zoo.tasks.listops_grammar import VOCAB_SIZE, Grammar
-from attn_zoo.tasks.listops_ladder import Rung, has_whole_trees, ladder
-from attn_zoo.tasks.listops_text import export_tsv, read_tsv, show_tokens, words_of
-from attn_zoo.tasks.sources import Source
+from attn_zoo.tasks.expressions.grammar import VOCAB_SIZE, Grammar
+from attn_zoo.tasks.expressions.partial_reading import Rung, has_whole_trees, ladder
+from attn_zoo.tasks.expressions.published_text import export_tsv, read_tsv, show_tokens, words_of
+from attn_zoo.tasks.expressions.tree_splits import STREAMS, ListOpsLevel, generate_splits, padded
+from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
+from attn_zoo.tasks.sources.source import Source
 
 __all__ = ["ListOps"]
 

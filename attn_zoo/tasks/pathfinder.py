@@ -36,13 +36,13 @@ import torch
 from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.cache import cached_tensors
-from attn_zoo.tasks.contract import AbstractTask, Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.pathfinder_field import Streams
+from attn_zoo.tasks.abstract_task import AbstractTask, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.contours.field import Streams
+from attn_zoo.tasks.contours.picture_splits import distinct_splits, drawn_split
 from attn_zoo.tasks.pathfinder_files import Published, listing_digest, read_folder, read_npz
 from attn_zoo.tasks.pathfinder_levels import LEVELS, ORIGINAL, SPLITS, PathfinderLevel, published
-from attn_zoo.tasks.pathfinder_splits import distinct_splits, drawn_split
-from attn_zoo.tasks.sources import Source
+from attn_zoo.tasks.sources.source import Source
+from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 
 __all__ = ["Pathfinder", "PathfinderLevel"]
 
@@ -209,7 +209,7 @@ class Pathfinder(AbstractTask):
         return "\n".join([*rows, f"= {answer}"])
 
     def export(self, name: SplitName, out: Path) -> list[Path]:
-        from attn_zoo.tasks.export import export_images
+        from attn_zoo.tasks.picture_files import export_images
 
         return export_images(self.split(name), out, self.image_shape)
 

@@ -10,10 +10,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.tasks.contract import Split
-from attn_zoo.tasks.floors import lookup_floor, majority_floor
-from attn_zoo.tasks.linear_floors import linear_floor
-from attn_zoo.tasks.pathfinder_scene import Scene, marker_levels
+from attn_zoo.tasks.abstract_task import Split
+from attn_zoo.tasks.contours.scene import Scene, marker_levels
+from attn_zoo.tasks.floors.linear_model import linear_floor
+from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 
 __all__ = ["find_markers", "pathfinder_floors"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from attn_zoo.tasks.contract import SplitName
-from attn_zoo.tasks.pathfinder_scene import Scene
-from attn_zoo.tasks.sources import Source
+from attn_zoo.tasks.abstract_task import SplitName
+from attn_zoo.tasks.contours.scene import Scene
+from attn_zoo.tasks.sources.source import Source
 
 __all__ = ["LEVELS", "ORIGINAL", "SPLITS", "PathfinderLevel", "published"]
 

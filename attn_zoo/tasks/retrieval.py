@@ -26,11 +26,11 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.bytes_text import TextRows, byte_spec, byte_symbols, text_of
-from attn_zoo.tasks.contract import Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.from_files import AbstractFileTask
-from attn_zoo.tasks.pair_floors import pair_floors, pair_references
-from attn_zoo.tasks.sources import Source
+from attn_zoo.tasks.abstract_task import Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.byte_text import TextRows, byte_spec, byte_symbols, text_of
+from attn_zoo.tasks.file_task import AbstractFileTask
+from attn_zoo.tasks.floors.pair_models import pair_floors, pair_references
+from attn_zoo.tasks.sources.source import Source
 
 __all__ = ["PAPERS", "Retrieval", "RetrievalLevel", "read_pairs"]
 

@@ -30,16 +30,16 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.bytes_text import VOCAB_SIZE, byte_spec, byte_symbols, encode_texts, text_of
-from attn_zoo.tasks.contract import Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.drawing import Ints
-from attn_zoo.tasks.floors import majority_floor
-from attn_zoo.tasks.from_files import AbstractFileTask
+from attn_zoo.tasks.abstract_task import Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.byte_text import VOCAB_SIZE, byte_spec, byte_symbols, encode_texts, text_of
+from attn_zoo.tasks.file_task import AbstractFileTask
+from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
+from attn_zoo.tasks.floors.lookup_rules import majority_floor
+from attn_zoo.tasks.floors.word_model import word_floor
+from attn_zoo.tasks.generated.draws import Ints
 from attn_zoo.tasks.labelled import class_labels, per_class, require_columns, shuffled
-from attn_zoo.tasks.linear_floors import byte_histogram, linear_floor
-from attn_zoo.tasks.parquet import read_parquet
-from attn_zoo.tasks.sources import Source
-from attn_zoo.tasks.word_floor import word_floor
+from attn_zoo.tasks.sources.parquet import read_parquet
+from attn_zoo.tasks.sources.source import Source
 
 __all__ = ["CLASSES", "COLUMN", "REVIEWS", "Text", "TextLevel", "read_reviews"]
 

@@ -18,8 +18,8 @@ from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, masked_softmax, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.block_layout import BlockLayout
-from attn_zoo.kernels.block_sparse import Backend, layout_attention
+from attn_zoo.kernels.blocks.call import Backend, layout_attention
+from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 

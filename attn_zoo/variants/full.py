@@ -23,7 +23,7 @@ from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, harmless_padding, score_bias
 from attn_zoo.attention.oracle import attention_weights, expand_kv_heads
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.sdpa import Backend, exact_attention
+from attn_zoo.kernels.exact.sdpa import Backend, exact_attention
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
@@ -33,9 +33,9 @@ class FullConfig(VariantConfig):
     """Which kernel computes it; the result is the same.
 
     Args:
-        backend: `"auto"` takes the fastest exact kernel for the device, dtype and shape (`attn_zoo.kernels.backends`
-            has the rule); `"math"` is the equation as written, with dense scores; the others are kernels of torch, and
-            of xformers. A named kernel runs or is refused: nothing takes its place.
+        backend: `"auto"` takes the fastest exact kernel for the device, dtype and shape (the rule is in
+            `attn_zoo.kernels.exact.backends`); `"math"` is the equation as written, with dense scores; the others are
+            kernels of torch, and of xformers. A named kernel runs or is refused: nothing takes its place.
     """
 
     backend: Backend = "auto"

@@ -20,9 +20,9 @@ from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, keep_mask, masked_softmax
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.block_layout import band_layout
-from attn_zoo.kernels.block_pattern import band_pairs
-from attn_zoo.kernels.block_sparse import Backend, layout_attention
+from attn_zoo.kernels.blocks.call import Backend, layout_attention
+from attn_zoo.kernels.blocks.layout import band_layout
+from attn_zoo.kernels.blocks.pattern import band_pairs
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 

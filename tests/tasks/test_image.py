@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
-from attn_zoo.tasks.cache import cache_dir
 from attn_zoo.tasks.grey import block_picture, grey_levels, halved
 from attn_zoo.tasks.image import PICTURES, Image
+from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from attn_zoo.training.protocol import resolve_protocol
 
 from .tables import NAMES, png, write_pictures, write_reviews

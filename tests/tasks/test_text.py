@@ -12,7 +12,7 @@ import torch
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
-from attn_zoo.tasks.bytes_text import text_of
+from attn_zoo.tasks.byte_text import text_of
 from attn_zoo.tasks.text import REVIEWS, Text
 from attn_zoo.training.protocol import resolve_protocol
 

@@ -17,7 +17,7 @@ from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.kernels.trace import recording
-from attn_zoo.measure.flops import count_flops
+from attn_zoo.measure.flop_count import count_flops
 from attn_zoo.variants import linear_attention
 from attn_zoo.variants.linear_attention import CHUNK_LEN, feature_map, linear_attention_flops
 

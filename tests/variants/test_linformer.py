@@ -20,7 +20,7 @@ from attn_zoo.attention import (
 )
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.kernels.chunked import CHUNK_SCORES
+from attn_zoo.kernels.exact.row_chunks import CHUNK_SCORES
 from attn_zoo.kernels.trace import recording
 from attn_zoo.registry import variants
 from attn_zoo.variants.linformer import LinformerAttention, LinformerConfig, linformer_flops

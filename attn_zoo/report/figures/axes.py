@@ -12,8 +12,8 @@ from matplotlib.axis import Axis
 from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.figures.style import MARK, MUTED
-from attn_zoo.report.metric import Metric
 from attn_zoo.report.units import human_length
 
 __all__ = ["draw_mark", "draw_words", "length_axis", "log_axis", "score_axis", "set_ticks"]

@@ -10,16 +10,16 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from numpy.typing import NDArray
 
-from attn_zoo.report.accuracy import AccuracyGroup
-from attn_zoo.report.breakdown import Part, axes_of, parts, values_of
+from attn_zoo.report.analysis.breakdown import Part, axes_of, parts, values_of
+from attn_zoo.report.analysis.floor import FAR
+from attn_zoo.report.analysis.label_score import LabelScore
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
 from attn_zoo.report.figures.axes import draw_mark, score_axis, set_ticks
 from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import DASHED, INK, SOLID, Look, Looks, plain, styled
-from attn_zoo.report.label_score import LabelScore
-from attn_zoo.report.metric import Metric
-from attn_zoo.report.standing import FAR
 from attn_zoo.report.units import human_length, human_number
 
 __all__ = ["breakdown_picture"]

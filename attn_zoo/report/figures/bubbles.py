@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.analysis.floor import near_marks
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.axes import draw_mark, draw_words, score_axis, set_ticks
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
-from attn_zoo.report.metric import Metric
-from attn_zoo.report.overview import Overview
-from attn_zoo.report.standing import near_marks
 from attn_zoo.report.units import human_bytes, human_number
 
 __all__ = ["bubble_picture", "overview_picture"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from attn_zoo.report.analysis import Analysis
+from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.breakdown_panels import breakdown_picture
 from attn_zoo.report.figures.bubbles import bubble_picture, overview_picture
 from attn_zoo.report.figures.learning_curves import learning_picture

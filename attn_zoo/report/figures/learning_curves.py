@@ -8,12 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.analysis.label_score import LabelScore
+from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
 from attn_zoo.report.figures.axes import draw_mark, draw_words, score_axis
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain, styled
-from attn_zoo.report.label_score import LabelScore
-from attn_zoo.report.learning import Axis, What, mean_curve, seed_curves
 from attn_zoo.report.units import human_flops, human_number
 
 __all__ = ["learning_picture"]

@@ -15,9 +15,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from attn_zoo.records import Ceilings
-from attn_zoo.report.analysis import PanelAnalysis
+from attn_zoo.report.analysis.analyse import PanelAnalysis
+from attn_zoo.report.analysis.efficiency import Efficiency
 from attn_zoo.report.ceilings import ceilings_words
-from attn_zoo.report.efficiency import Efficiency
 from attn_zoo.report.figures.axes import length_axis, log_axis, set_ticks
 from attn_zoo.report.figures.labels import (
     Box,

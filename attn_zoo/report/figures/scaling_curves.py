@@ -12,15 +12,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.analysis import PanelAnalysis
+from attn_zoo.report.analysis.analyse import PanelAnalysis
+from attn_zoo.report.analysis.fits import Growth, Quantity, growth
+from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.axes import length_axis, log_axis, set_ticks
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page, Picture, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
-from attn_zoo.report.fits import Growth, Quantity, growth
-from attn_zoo.report.growth_tables import round_length
-from attn_zoo.report.series import Point, Series
 from attn_zoo.report.statuses import outcome
+from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import held_words
 

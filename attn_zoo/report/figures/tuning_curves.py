@@ -6,13 +6,13 @@ import math
 
 from matplotlib.axes import Axes
 
-from attn_zoo.report.accuracy import AccuracyGroup
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.trials import Trial
 from attn_zoo.report.figures.axes import draw_words, score_axis, set_ticks
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Look, Looks, plain, styled
 from attn_zoo.report.statuses import outcome
-from attn_zoo.report.trials import Trial
 
 __all__ = ["tuning_picture"]
 

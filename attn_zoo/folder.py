@@ -1,0 +1,310 @@
+"""A results folder, read: for the driver, the report and Python alike. Nothing is written here; no torch.
+
+`run.json` holds the matrices, environments and claims, `ceilings.json` what the machines could do, `cells/<key>.json`
+one record each; `attn_zoo.matrix.store.store` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attn_zoo.errors import ConfigError, FolderError, StoreError
+from attn_zoo.records import COMMIT_FIELDS, SCHEMA_VERSION, Ceilings, Environment, Record
+
+__all__ = [
+    "Claim",
+    "Run",
+    "RunInfo",
+    "Scan",
+    "differences",
+    "read_ceilings",
+    "read_info",
+    "read_record",
+    "read_run",
+    "scan_cells",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What a variant says about itself, as stored with the run: a report never loads a variant.
+
+    Args:
+        time_exponent: power of the sequence length that time grows with.
+        memory_exponent: likewise for memory, inputs and outputs included.
+        time: display string, such as `"B H L S D"`.
+        memory: likewise.
+        is_exact: equals softmax attention up to rounding, so it can serve as a baseline.
+    """
+
+    time_exponent: float | None = None
+    memory_exponent: float | None = None
+    time: str = ""
+    memory: str = ""
+    is_exact: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInfo:
+    """What `run.json` holds.
+
+    Args:
+        schema: version of the form.
+        created: UTC time, ISO 8601.
+        version: of attn_zoo that created it.
+        matrices: every matrix that was run into the folder, resolved, oldest first.
+        environments: by digest.
+        claims: by variant, as stored; see `Claim`.
+        problems: environments that could not be read, one sentence each.
+    """
+
+    schema: int = SCHEMA_VERSION
+    created: str = ""
+    version: str = ""
+    matrices: tuple[dict[str, Any], ...] = ()
+    environments: dict[str, Environment] = field(default_factory=dict)
+    claims: dict[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan:
+    """What lies in `cells`.
+
+    Args:
+        records: by the stem of their file, which is the cell's key.
+        problems: file name and why it is no record of ours.
+    """
+
+    records: dict[str, Record]
+    problems: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A whole results folder.
+
+    Args:
+        name: of the run, for people.
+        matrices: what was run into the folder, resolved, oldest first.
+        environments: by digest.
+        claims: by variant.
+        ceilings: what the machines could do; empty in folders of older versions.
+        records: what could be read, ordered by key.
+        warnings: what could not be read, one sentence each.
+    """
+
+    name: str
+    matrices: tuple[Mapping[str, Any], ...] = ()
+    environments: Mapping[str, Environment] = field(default_factory=dict)
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    ceilings: tuple[Ceilings, ...] = ()
+    records: tuple[Record, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a results folder; parts that cannot be read become warnings.
+
+    Raises:
+        ConfigError: `folder` is not a results folder, or its `run.json` cannot be read.
+    """
+    folder = Path(folder)
+    try:
+        info = read_info(folder)
+    except FolderError as error:
+        raise ConfigError("report", [("", str(error))]) from None
+    warnings = [f"{folder.name}/{problem}" for problem in info.problems]
+    claims = {}
+    for variant, entry in info.claims.items():
+        if isinstance(entry, dict):
+            claims[variant] = _claim(entry)
+        else:
+            warnings.append(f"{folder.name}/run.json: the claim of {variant} was skipped: expected an object")
+    ceilings: tuple[Ceilings, ...] = ()
+    try:
+        ceilings = read_ceilings(folder)
+    except StoreError as error:
+        warnings.append(f"{folder.name}/ceilings.json was skipped: {error}")
+    records = {}
+    for path in cell_files(folder):
+        try:
+            records[path.stem] = read_record(path)
+        except StoreError as error:
+            warnings.append(f"{folder.name}/cells/{path.name} was skipped: {error}")
+    names = dict.fromkeys(str(matrix["name"]) for matrix in info.matrices if matrix.get("name"))
+    return Run(
+        name=" + ".join(names) or folder.resolve().name,
+        matrices=info.matrices,
+        environments=info.environments,
+        claims=claims,
+        ceilings=ceilings,
+        records=tuple(records.values()),
+        warnings=tuple(warnings),
+    )
+
+
+def _claim(entry: Mapping[str, Any]) -> Claim:
+    def exponent(name: str) -> float | None:
+        value = entry.get(name)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    return Claim(
+        time_exponent=exponent("time_exponent"),
+        memory_exponent=exponent("memory_exponent"),
+        time=str(entry.get("time") or ""),
+        memory=str(entry.get("memory") or ""),
+        is_exact=entry.get("is_exact") is True,
+    )
+
+
+def read_info(folder: Path) -> RunInfo:
+    """Return what `run.json` of a folder says.
+
+    Raises:
+        FolderError: there is none, it is damaged, or a newer version of this package wrote it.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        raise FolderError(f"{folder}: {_not_a_results_folder(folder)}")
+    try:
+        data = _read_object(path)
+    except StoreError as error:
+        raise FolderError(f"{path}: {error}") from None
+    if not isinstance(data.get("schema"), int):
+        raise FolderError(f"{path}: not written by attn_zoo (it names no schema)")
+    _refuse_newer(data["schema"], path)
+    environments, problems = {}, []
+    try:
+        for digest, entry in data["environments"].items():
+            try:
+                environments[digest] = Environment.from_dict(entry if isinstance(entry, dict) else {})
+            except StoreError as error:
+                problems.append(f"run.json: environment {digest} was skipped: {error}")
+        return RunInfo(
+            schema=data["schema"],
+            created=data["created"],
+            version=data["version"],
+            matrices=tuple(matrix for matrix in data["matrices"] if isinstance(matrix, dict)),
+            environments=environments,
+            claims=dict(data.get("claims") or {}),
+            problems=tuple(problems),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FolderError(f"{path}: damaged: {type(error).__name__} {error}") from None
+
+
+def _not_a_results_folder(folder: Path) -> str:
+    if not folder.exists():
+        return "not a results folder: no such directory"
+    if not folder.is_dir():
+        return "expected a results folder; got a file"
+    runs = [
+        str(head.parent.relative_to(folder))
+        for level in ("*", "*/*")
+        for head in sorted(folder.glob(f"{level}/run.json"))
+    ]
+    hint = f"; it contains {', '.join(runs[:3])}: name one of these" if runs else ""
+    return f"not a results folder: it has no run.json{hint}"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoreError(f"not readable as JSON ({type(error).__name__}: {error})") from None
+    if not isinstance(data, dict):
+        raise StoreError(f"expected a JSON object; got {type(data).__name__}")
+    return data
+
+
+def _refuse_newer(schema: int, source: Path) -> None:
+    if schema > SCHEMA_VERSION:
+        raise FolderError(
+            f"{source}: written by a newer attn_zoo (schema {schema}; this one reads up to {SCHEMA_VERSION}): "
+            "update attn_zoo, or use another folder"
+        )
+
+
+def read_ceilings(folder: Path) -> tuple[Ceilings, ...]:
+    """Return what `ceilings.json` of a folder says; nothing where there is none.
+
+    Raises:
+        StoreError: it cannot be used.
+    """
+    path = folder / "ceilings.json"
+    if not path.exists():
+        return ()
+    try:
+        entries = _read_object(path).get("ceilings")
+    except StoreError as error:
+        raise StoreError(f"{path}: {error}") from None
+    if not isinstance(entries, list):
+        raise StoreError(f'{path}: expected an object with a list "ceilings"')
+    return tuple(Ceilings.from_dict(entry if isinstance(entry, dict) else {}, str(path)) for entry in entries)
+
+
+def read_record(path: Path, key: str = "") -> Record:
+    """Return the record in a file.
+
+    Args:
+        path: of the file.
+        key: that its cell must have; empty where any will do: keys of old records may be made otherwise today.
+
+    Raises:
+        StoreError: it is no record, or not the one of that key.
+        FolderError: a newer version of this package wrote it.
+    """
+    if path.suffix != ".json":
+        raise StoreError(f"not a record: left by an interrupted write or put here by hand ({path.name})")
+    data = _read_object(path)
+    if isinstance(data.get("schema"), int):
+        _refuse_newer(data["schema"], path)
+    record = Record.from_dict(data, "not a record")
+    if key and record.cell.key != key:
+        raise StoreError(f"foreign: the cell inside has the key {record.cell.key}")
+    return record
+
+
+def cell_files(folder: Path) -> list[Path]:
+    """Return the files of `cells`, sorted; hidden ones are being written, perhaps by another shard."""
+    cells = folder / "cells"
+    return [path for path in sorted(cells.iterdir()) if path.name[0] != "."] if cells.is_dir() else []
+
+
+def scan_cells(folder: Path) -> Scan:
+    """Read all records, each of which must be the one its file is named after.
+
+    Raises:
+        FolderError: a newer version of this package wrote a record.
+    """
+    records: dict[str, Record] = {}
+    problems: dict[str, str] = {}
+    for path in cell_files(folder):
+        try:
+            records[path.stem] = read_record(path, path.stem)
+        except FolderError:
+            raise
+        except StoreError as error:
+            problems[path.name] = str(error)
+    return Scan(records=records, problems=problems)
+
+
+def differences(old: Environment, new: Environment) -> list[str]:
+    """Return what differs between two environments, for people; at most a few items."""
+    before, after = old.to_dict(), new.to_dict()
+    texts = []
+    for name in before:
+        if before[name] == after[name] or name in COMMIT_FIELDS:
+            continue
+        if isinstance(before[name], dict):
+            keys = sorted({*before[name], *after[name]})
+            pairs = [(f"{name}.{key}", before[name].get(key), after[name].get(key)) for key in keys]
+        else:
+            pairs = [(name, before[name], after[name])]
+        texts += [f"{key}: then {was}, now {now}" for key, was, now in pairs if was != now]
+    return texts[:4] + (["..."] if len(texts) > 4 else [])

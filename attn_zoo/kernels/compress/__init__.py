@@ -1,0 +1,1 @@
+"""Compression of a sequence to a few rows by a learned matrix."""

@@ -1,0 +1,224 @@
+"""Sequence compression: a learned matrix sums over positions, wide enough for long sequences and linear in memory.
+
+    out[m] = sum_j matrix[j, m] tokens[j]          (Linformer's E^T K and F^T V)
+
+This is a matrix product with a small result (k rows) and a very long sum (S terms). Sums are kept in float32 at least,
+and in a fixed order, so results repeat bit for bit. Nothing but the inputs is kept for the backward pass.
+
+Three paths compute it. `"triton"`: our own kernels (`triton_kernels`), which read tokens where they lie; taken on a
+GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks of
+positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.compress import products
+from attn_zoo.kernels.trace import note_path
+
+__all__ = ["Path", "Short", "compress", "compress_pair", "fit_rows"]
+
+Path = Literal["auto", "triton", "split_k", "chunked"]
+Short = Literal["slice", "slice_renormalise", "interpolate"]
+
+HAS_TRITON = find_spec("triton") is not None
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def compress(tokens: Tensor, matrix: Tensor, *, key_padding_mask: Tensor | None = None, path: Path = "auto") -> Tensor:
+    """Sum `tokens` over positions, weighted by the columns of `matrix`.
+
+    Args:
+        tokens: `[B, G, S, D]`, of any strides.
+        matrix: `[B or 1, G or 1, S, k]`; a 1 is shared along that dimension.
+        key_padding_mask: bool `[B, S]`, True = left out, whatever is stored there (NaN and infinity too).
+        path: `"auto"`, or the one that must run.
+
+    Returns:
+        `[B, G, k, D]` in the dtype of `tokens`; sums are kept in float32 at least. Differentiable once.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        UnsupportedError: the named path cannot serve this call. Another one is never taken in its place.
+
+    >>> tokens = torch.tensor([[[[1.0], [2.0], [4.0]]]])
+    >>> compress(tokens, torch.tensor([[[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]]])).flatten().tolist()
+    [3.0, 4.0]
+    """
+    _check(tokens, matrix, key_padding_mask)
+    result: Tensor = _Compress.apply(_choose(path, tokens), 1, key_padding_mask, tokens, matrix)[0]
+    return result
+
+
+def compress_pair(
+    tokens: tuple[Tensor, Tensor],
+    matrices: tuple[Tensor, Tensor],
+    *,
+    key_padding_mask: Tensor | None = None,
+    path: Path = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Compress keys and values, each with its own matrix or both with one, in one launch on a GPU.
+
+    The same tensor given twice, as tokens or as matrix, gets one gradient, summed where it is computed.
+
+    Args:
+        tokens: two as in `compress`, of equal shape.
+        matrices: two as in `compress`, of equal shape.
+        key_padding_mask: as in `compress`.
+        path: as in `compress`.
+
+    Returns:
+        Two `[B, G, k, D]`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        UnsupportedError: the named path cannot serve this call.
+    """
+    for one, other in zip(tokens, matrices, strict=True):
+        _check(one, other, key_padding_mask)
+    pairs = (tokens, matrices)
+    if any(a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype for a, b in pairs):
+        first, second = (
+            compress(*pair, key_padding_mask=key_padding_mask, path=path) for pair in zip(*pairs, strict=True)
+        )
+        return first, second
+    distinct = [(a,) if a is b else (a, b) for a, b in pairs]
+    if len(distinct[0]) == len(distinct[1]) == 1:
+        once = compress(tokens[0], matrices[0], key_padding_mask=key_padding_mask, path=path)
+        return once, once
+    first, second = _Compress.apply(
+        _choose(path, tokens[0]), len(distinct[0]), key_padding_mask, *distinct[0], *distinct[1]
+    )
+    return first, second
+
+
+def fit_rows(
+    weight: Tensor, key_len: int, rule: Short, *, key_padding_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of a learned matrix for sequences shorter than the length it was learned for.
+
+    Lengths n are those without padding, so that padding a sequence further changes nothing.
+
+    Args:
+        weight: `[G or 1, N, k]`.
+        key_len: S <= N.
+        rule: `"slice"`, row j for position j; `"slice_renormalise"`, the same times sqrt(N / n); `"interpolate"`, the
+            two rows nearest to (r + 1/2) N / n - 1/2 mixed linearly, r counting unpadded positions, times N / n.
+        key_padding_mask: bool `[B, S]`, True = padding.
+
+    Returns:
+        Rows `[B or 1, G or 1, S, k]` and the factor `[B or 1, 1, 1, 1]` (float64) to apply after `compress`, or None.
+        Only interpolation with padding needs rows of its own for each sequence: O(B S k) memory.
+    """
+    if rule == "slice":
+        return weight[None, :, :key_len], None
+    max_len = weight.shape[1]
+    if key_padding_mask is None:
+        valid = torch.ones(1, key_len, dtype=torch.bool, device=weight.device)
+    else:
+        valid = ~key_padding_mask
+    # Positions in float64: beyond 2^24 / k they are not exact in float32, and the factor is part of the mathematics.
+    stretch = max_len / valid.sum(-1, keepdim=True).clamp(min=1).double()  # [B or 1, 1]
+    if rule == "slice_renormalise":
+        return weight[None, :, :key_len], stretch.sqrt()[..., None, None]
+    rank = valid.cumsum(-1) - 1
+    source = ((rank + 0.5) * stretch - 0.5).clamp(0, max_len - 1)  # [B or 1, S]
+    low = source.long()
+    high = (low + 1).clamp(max=max_len - 1)
+    rows = torch.lerp(weight[:, low], weight[:, high], (source - low)[..., None].to(weight.dtype))
+    return rows.transpose(0, 1), stretch[..., None, None]
+
+
+def _check(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> None:
+    batch_size, groups, key_len, _ = tokens.shape
+    fits = matrix.dim() == 4 and matrix.shape[0] in (1, batch_size) and matrix.shape[1] in (1, groups)
+    if not fits or matrix.shape[2] != key_len:
+        raise ValueError(
+            f"matrix: expected [B or 1, G or 1, S, k] = [{batch_size} or 1, {groups} or 1, {key_len}, k]; "
+            f"got {list(matrix.shape)}"
+        )
+    if matrix.dtype != tokens.dtype or matrix.device != tokens.device:
+        raise ValueError(
+            f"matrix: expected dtype and device of tokens ({tokens.dtype}, {tokens.device}); "
+            f"got {matrix.dtype}, {matrix.device}"
+        )
+    expected = (tokens.shape[0], tokens.shape[2])
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
+        raise ValueError(
+            f"key_padding_mask: expected bool [B, S] = {list(expected)}; got {mask.dtype} {list(mask.shape)}"
+        )
+
+
+def _choose(path: Path, tokens: Tensor) -> str:
+    """Return the path to run: the one named, if it can, or by device and dtype alone, at any size."""
+    if path == "auto":
+        if not tokens.is_cuda:
+            return "chunked"
+        is_narrow = tokens.dtype in (torch.bfloat16, torch.float16)  # float32 has plain multiply-adds only
+        return "triton" if is_narrow and not _why_not_triton(tokens) else "split_k"
+    reason = None
+    if path == "triton":
+        reason = _why_not_triton(tokens)
+    elif tokens.is_cuda != (path == "split_k"):
+        reason = f"tokens are on {tokens.device}"
+    if reason:
+        raise UnsupportedError("path", f"compression by {path!r} cannot serve this call: {reason}")
+    return path
+
+
+def _why_not_triton(tokens: Tensor) -> str | None:
+    if not HAS_TRITON:
+        return "the package triton is not installed"
+    if tokens.dtype not in TRITON_DTYPES:
+        return f"no kernel for {tokens.dtype}"
+    if tokens.numel() == 0:
+        return "there is nothing to sum"
+    if tokens.is_cuda:
+        return None if torch.cuda.get_device_properties(tokens.device).major >= 8 else "needs compute capability 8.0"
+    return None if os.environ.get("TRITON_INTERPRET") == "1" else "not on a GPU, and TRITON_INTERPRET=1 is not set"
+
+
+def _module(path: str) -> Any:
+    """Return what computes a path: three functions over lists of tokens and matrices."""
+    if path != "triton":
+        return products
+    from attn_zoo.kernels.compress import triton_launch
+
+    return triton_launch
+
+
+class _Compress(torch.autograd.Function):
+    """The learned compression. Keeps its inputs for the backward pass and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, path: str, num_tokens: int, mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        note_path(f"compress.{path}")
+        ctx.path, ctx.num_tokens = path, num_tokens
+        ctx.save_for_backward(mask, *tensors)
+        with torch.autocast(tensors[0].device.type, enabled=False):  # it would narrow the wide sums again
+            return tuple(_module(path).compress(list(tensors[:num_tokens]), list(tensors[num_tokens:]), mask))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mask, *tensors = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        tokens, matrices = tensors[: ctx.num_tokens], tensors[ctx.num_tokens :]
+        module, call = _module(ctx.path), (list(grads), tokens, matrices, mask)
+        of_tokens: Sequence[Tensor | None] = [None] * len(tokens)
+        of_matrices: Sequence[Tensor | None] = [None] * len(matrices)
+        with torch.autocast(tokens[0].device.type, enabled=False):
+            if any(needed[: len(tokens)]):
+                of_tokens = module.grad_tokens(*call)
+            if any(needed[len(tokens) :]):
+                of_matrices = module.grad_matrices(*call)
+        return None, None, None, *of_tokens, *of_matrices

@@ -1,0 +1,132 @@
+"""The compression's Triton kernels in Triton's interpreter, against float64: all ways to share, padding, strides.
+
+The interpreter cuts bfloat16 off instead of rounding it; that dtype is compiled in test_triton_launch.py and computed
+on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_zoo.kernels.compress import triton_tiles
+from attn_zoo.kernels.compress.learned import Path, compress, compress_pair
+from attn_zoo.kernels.trace import recording
+from tests.kernels.compress.test_learned import SHARINGS, checked, padding
+from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not IS_INTERPRETING, reason="run by test_triton_launch.py in a process of its own"),
+]
+TRITON: Path = "triton"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make tiles as small as they may be, so that small inputs take several in every direction, and several splits.
+
+    What is allocated is full of NaN: nothing may depend on memory that was not written.
+    """
+    mend_interpreter(monkeypatch)
+    torch.use_deterministic_algorithms(True)
+    for name, value in {"MAX_RANK": 16, "MAX_COLUMNS": 16, "MAX_PLAIN": 16, "MIN_SPLIT": 64, "SPLIT_COST": 1}.items():
+        monkeypatch.setattr(triton_tiles, name, value)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(sharing: tuple[int, int], dtype: torch.dtype, length: int = 150, rank: int = 20, dim: int = 8) -> Any:
+    """Return tokens `[2, 3, S, D]` of interleaved heads, as projections leave them, and a matrix."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randn(2, length, 3, dim, generator=generator).to(dtype).transpose(1, 2)
+    matrix = torch.randn(*sharing, length, rank, generator=generator) / math.sqrt(length)
+    return tokens.requires_grad_(), matrix.to(dtype).requires_grad_()
+
+
+def spoil(tokens: Tensor, mask: Tensor) -> Tensor:
+    return tokens.detach().masked_fill(mask[:, None, :, None], float("nan")).requires_grad_()
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize(("dtype", "is_padded"), [(torch.float32, True), (torch.float16, True), (torch.float16, False)])
+def test_equals_float64(sharing: tuple[int, int], dtype: torch.dtype, is_padded: bool):
+    tokens, matrix = draw(sharing, dtype)
+    mask = padding(150) if is_padded else None
+    given = tokens if mask is None else spoil(tokens, mask)
+    with recording() as paths:
+        out = compress(given, matrix, key_padding_mask=mask, path=TRITON)
+    assert paths == ["compress.triton"]
+    upstream = torch.randn(out.shape).to(dtype)
+    got = (out, *torch.autograd.grad(out, (given, matrix), upstream))
+    assert got[1].stride() == given.stride()
+    checked(got, [x.detach().double().requires_grad_() for x in (tokens, matrix)], upstream, mask)
+
+
+@pytest.mark.parametrize(("length", "rank", "dim"), [(1, 1, 1), (64, 16, 16), (65, 33, 5), (300, 3, 40)])
+def test_ragged_sizes(length: int, rank: int, dim: int):
+    tokens, matrix = draw((1, 1), torch.float32, length, rank, dim)
+    out = compress(tokens, matrix, path=TRITON)
+    upstream = torch.randn(out.shape)
+    got = (out, *torch.autograd.grad(out, (tokens, matrix), upstream))
+    checked(got, [x.detach().double().requires_grad_() for x in (tokens, matrix)], upstream)
+
+
+@pytest.mark.parametrize("shared", ["nothing", "matrix", "tokens"])
+@pytest.mark.parametrize("max_rank", [16, 32])
+def test_a_pair_is_two_compressions(shared: str, max_rank: int, monkeypatch: pytest.MonkeyPatch):
+    """With one rank tile and with two, which the gradient of tokens reads in steps."""
+    monkeypatch.setattr(triton_tiles, "MAX_RANK", max_rank)
+    tokens, matrix = draw((1, 1), torch.float16)
+    other_tokens = tokens if shared == "tokens" else (tokens.detach() * 2).requires_grad_()
+    other_matrix = matrix if shared == "matrix" else (matrix.detach() - 0.1).requires_grad_()
+    mask = padding(150)
+    leaves = list(dict.fromkeys((tokens, other_tokens, matrix, other_matrix)))
+    found = []
+    upstream = [torch.randn(2, 3, 20, 8).half() for _ in range(2)]
+    for path, dtype in ((TRITON, torch.float16), ("chunked", torch.float64)):
+        wide = {x: x.detach().to(dtype).requires_grad_() for x in leaves}
+        pairs = (wide[tokens], wide[other_tokens]), (wide[matrix], wide[other_matrix])
+        out = compress_pair(*pairs, key_padding_mask=mask, path=path)
+        found.append((*out, *torch.autograd.grad(out, list(wide.values()), [x.to(dtype) for x in upstream])))
+    for mine, truth in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), truth, rtol=2e-3, atol=2e-3 * truth.abs().max().item())
+
+
+def test_splits_are_added_in_order():
+    tokens, matrix = draw((1, 1), torch.float32, 500)
+    first, second = (compress(tokens, matrix, path=TRITON) for _ in range(2))
+    assert triton_tiles.num_splits(4, 500) == 7
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_operators_are_registered_as_torch_expects(is_padded: bool):
+    tokens, matrix = draw((1, 1), torch.float32, 70)
+    grad = torch.randn(2, 3, 20, 8)
+    tensors, mask = ([tokens.detach()], [matrix.detach()]), padding(70) if is_padded else None
+    operators = torch.ops.attn_zoo
+    for operator, given in (
+        (operators.compress, (*tensors, mask)),
+        (operators.compress_grad_tokens, ([grad], *tensors, mask)),
+        (operators.compress_grad_matrices, ([grad], *tensors, mask)),
+    ):
+        torch.library.opcheck(operator.default, given)
+
+
+def test_compiled_whole():
+    """Traced by torch's compiler without a break, forward and backward: operators are opaque to it."""
+    tokens, matrix = draw((1, 1), torch.float32, 70)
+
+    def loss(tokens: Tensor, matrix: Tensor) -> Tensor:
+        return compress(tokens, matrix, path=TRITON).square().sum()
+
+    want = torch.autograd.grad(loss(tokens, matrix), (tokens, matrix))
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(tokens, matrix), (tokens, matrix))
+    torch.testing.assert_close(got, want)

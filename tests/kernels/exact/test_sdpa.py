@@ -1,0 +1,354 @@
+"""The dispatcher of exact attention: which kernel runs, what is refused, chunking, memory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from attn_zoo import UnsupportedError
+from attn_zoo.attention.masks import alibi_slopes, causal_keep, score_bias
+from attn_zoo.attention.oracle import softmax_attention
+from attn_zoo.kernels.exact import backends, flex_attention, row_chunks, xformers
+from attn_zoo.kernels.exact.backends import PREFERENCES, Problem, choose, why_not
+from attn_zoo.kernels.exact.sdpa import exact_attention
+from attn_zoo.kernels.trace import recording
+from tests.exactness import assert_exact
+
+H, D = 2, 16
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def draw(query_len, key_len=None, *, dtype=torch.float32, num_kv_heads=H, device="cpu", grad=True):
+    generator = torch.Generator().manual_seed(1)
+    lengths = (query_len, key_len or query_len, key_len or query_len)
+    return tuple(
+        torch.randn(2, h, n, D, generator=generator).to(device=device, dtype=dtype).requires_grad_(grad)
+        for h, n in zip((H, num_kv_heads, num_kv_heads), lengths, strict=True)
+    )
+
+
+def half_padded(key_len, device="cpu"):
+    mask = torch.zeros(2, key_len, dtype=torch.bool, device=device)
+    mask[1, key_len // 2 :] = True
+    return mask
+
+
+def attend(query, key, value, *, is_causal=False, key_padding_mask=None, alibi=False, **options):
+    slopes = alibi_slopes(H, query.device) if alibi else None
+    said = {"is_causal": is_causal, "key_padding_mask": key_padding_mask, "slopes": slopes}
+    rows = partial(score_bias, query_len=query.shape[2], key_len=key.shape[2], device=query.device, **said)
+    return exact_attention(query, key, value, bias_rows=rows, **said, **options)
+
+
+def oracle(query, key, value, *, is_causal=False, key_padding_mask=None, alibi=False):
+    slopes = alibi_slopes(H, query.device, torch.float64) if alibi else None
+    lengths = query.shape[2], key.shape[2]
+    bias = score_bias(range(lengths[0]), *lengths, slopes=slopes, dtype=torch.float64, device=query.device)
+    return softmax_attention(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, bias=bias)
+
+
+def problem(**changes):
+    query, key, value = draw(8)
+    plain = Problem(
+        query=query,
+        key=key,
+        value=value,
+        is_causal=False,
+        key_padding_mask=None,
+        slopes=None,
+        bias_rows=partial(score_bias, query_len=8, key_len=8),
+        dropout_p=0.0,
+    )
+    return replace(plain, **changes)
+
+
+# --- the rule ---
+
+
+def test_the_table_is_complete_and_has_sources():
+    for row in PREFERENCES:
+        assert row.source
+        assert row.order[-1] == "math", "the dense path serves everything, so every search must end there"
+    assert {row.device for row in PREFERENCES} == {"cpu", "cuda"}
+
+
+@pytest.mark.parametrize("name", ["efficient", "cudnn"])
+def test_cuda_kernels_are_refused_on_cpu(name):
+    with pytest.raises(UnsupportedError, match=f"'{name}' cannot serve this call: it runs on CUDA devices only") as got:
+        attend(*draw(4), backend=name)
+    assert got.value.capability == "backend"
+
+
+def test_flash_on_cpu_is_refused_with_dropout_and_chosen_without():
+    assert choose(problem()) == "flash"
+    assert choose(problem(dropout_p=0.5)) == "math"
+    with pytest.raises(UnsupportedError, match="no dropout"):
+        attend(*draw(4), backend="flash", dropout_p=0.1)
+
+
+def test_xformers_is_tried_on_the_device_it_is_wanted_on(capfd):
+    reason = xformers.why_not(draw(4)[0], needs_grad=False)
+    assert reason is not None
+    assert "xformers" in reason
+    assert "\n" not in reason
+    with pytest.raises(UnsupportedError, match="xformers"):
+        attend(*draw(4), backend="xformers")
+    with pytest.raises(UnsupportedError, match="without key_padding_mask"):
+        attend(*draw(4), key_padding_mask=half_padded(4), backend="xformers")
+    assert "xFormers" not in capfd.readouterr().err, "the package's warnings must not reach the user"
+
+
+def test_a_missing_xformers_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xformers.ops", None)
+    xformers._probe.cache_clear()
+    assert "attn-zoo[xformers]" in str(xformers.why_not(draw(4)[0], needs_grad=False))
+    xformers._probe.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"dropout_p": 0.1}, "no dropout"), ({}, "no backward"), ({"query": draw(8, dtype=torch.float64)[0]}, "float64")],
+)
+def test_flex_on_cpu_refuses(changes, reason):
+    assert reason in str(why_not("flex", problem(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, ["sdpa.flash"]),
+        ({"is_causal": True}, ["sdpa.flash"]),
+        ({"key_padding_mask": half_padded(40)}, ["sdpa.flash"]),
+        ({"is_causal": True, "key_padding_mask": half_padded(40)}, ["sdpa.flash"]),
+        ({"alibi": True}, ["chunked", "sdpa.flash"]),
+        ({"dropout_p": 0.1}, ["dropout.dense", "chunked"]),
+        ({"backend": "math"}, ["sdpa.math"]),
+        ({"backend": "math", "alibi": True}, ["sdpa.math"]),
+    ],
+)
+def test_the_path_that_runs_is_noted(monkeypatch, arguments, expected):
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)
+    with recording() as paths:
+        attend(*draw(40), **arguments)
+    assert paths == expected
+
+
+def test_math_is_really_dense_and_flash_is_not():
+    """The autograd graph holds what the kernel saved: dense weights [B, H, L, S], or only one number for each row."""
+    sizes = {}
+    for backend in ("math", "flash"):
+        saved: list[int] = []
+
+        def note(tensor, saved=saved):
+            saved.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            attend(*draw(64), backend=backend)
+        sizes[backend] = max(saved)
+    assert sizes == {"math": 2 * H * 64 * 64, "flash": 2 * H * 64 * D}
+
+
+# --- chunks ---
+
+
+@pytest.mark.parametrize("num_kv_heads", [H, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("key_len", "arguments"),
+    [
+        (53, {"is_causal": True, "alibi": True}),
+        (53, {"alibi": True, "key_padding_mask": half_padded(53)}),
+        (70, {"is_causal": True}),
+        (70, {"is_causal": True, "key_padding_mask": half_padded(70)}),
+    ],
+)
+def test_chunks_equal_the_oracle(monkeypatch, key_len, arguments, dtype, num_kv_heads):
+    tensors = draw(53, key_len, dtype=dtype, num_kv_heads=num_kv_heads)
+    at_once = attend(*tensors, **arguments)
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)  # chunks of the least length
+    with recording() as paths:
+        in_chunks = attend(*tensors, **arguments)
+    assert "chunked" in paths
+    plain = attend(*tensors, **arguments, backend="math")
+    exact = oracle(*tensors, **arguments)
+    assert_exact(in_chunks, plain, exact)
+    direction = torch.randn(exact.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    grads = [
+        torch.autograd.grad(output, tensors, direction.to(output.dtype))
+        for output in (in_chunks, at_once, plain, exact)
+    ]
+    for name, actual, whole, roughly, true in zip("qkv", *grads, strict=True):
+        assert_exact(actual, roughly, true, what=f"gradient of {name}, in chunks")
+        assert_exact(whole, roughly, true, what=f"gradient of {name}, at once")
+
+
+def test_a_chunk_draws_the_same_dropout_in_backward(monkeypatch):
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)
+    tensors = draw(40, dtype=torch.float64)
+
+    def run(*tensors):
+        torch.manual_seed(5)
+        return attend(*tensors, is_causal=True, dropout_p=0.3)
+
+    assert torch.autograd.gradcheck(run, tensors, fast_mode=True)
+
+
+def test_chunks_of_rows_drop_different_weights(monkeypatch):
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)
+    uniform = torch.zeros(1, H, 64, 64)
+    weights = attend(uniform, uniform, torch.eye(64).expand(1, H, 64, 64), dropout_p=0.5)
+    first, second = (weights[:, :, at : at + row_chunks.MIN_CHUNK_LEN] for at in (0, row_chunks.MIN_CHUNK_LEN))
+    assert not torch.equal(first, second)
+    assert 0.4 < (weights == 0).float().mean() < 0.6
+
+
+def test_chunks_under_autocast_compute_alike_in_both_directions(monkeypatch):
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1)
+    tensors = draw(40)
+    results = []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            output = attend(*tensors, dropout_p=0.2)
+        results.append((output, *torch.autograd.grad(output.float().sum(), tensors)))
+    for without, within in zip(*results, strict=True):
+        torch.testing.assert_close(within.to(without.dtype), without)
+
+
+def test_tensors_without_consecutive_features_are_served():
+    query, key, value = (x.detach().transpose(-1, -2).contiguous().transpose(-1, -2) for x in draw(9))
+    assert query.stride(-1) != 1
+    for arguments in ({}, {"is_causal": True, "key_padding_mask": half_padded(9)}):
+        output = attend(query, key, value, backend="flash", **arguments)
+        torch.testing.assert_close(output.double(), oracle(query, key, value, **arguments), rtol=1e-5, atol=1e-6)
+
+
+# --- memory ---
+
+
+def peak_bytes(function):
+    """Return how far the resident memory of this process rose above its state before the call."""
+
+    def kilobytes(field):
+        return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0])
+
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high water mark
+    before = kilobytes("VmRSS")
+    function()
+    return (kilobytes("VmHWM") - before) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high water mark is read from Linux /proc")
+@pytest.mark.parametrize(
+    ("key_len", "arguments"),
+    [
+        (3072, {"key_padding_mask": half_padded(3072)}),
+        (3072, {"is_causal": True, "key_padding_mask": half_padded(3072)}),
+        (3200, {"is_causal": True}),
+        (3072, {"is_causal": True, "alibi": True}),
+        (3072, {"dropout_p": 0.1}),
+        (3072, {"dropout_p": 0.1, "is_causal": True}),
+    ],
+)
+def test_no_path_of_auto_stores_the_scores(monkeypatch, key_len, arguments):
+    """Dense weights alone would take 2 * H * L * S * 4 bytes = 151 MB, and training with them three times that."""
+    monkeypatch.setattr(row_chunks, "CHUNK_SCORES", 1 << 17)
+    tensors = draw(3072, key_len)
+    attend(*(x[:, :, :64] for x in tensors), is_causal=True).sum().backward()  # start threads and libraries
+    grown = peak_bytes(lambda: attend(*tensors, **arguments).sum().backward())
+    assert grown < 2 * H * 3072 * key_len * 4 / 3
+
+
+# --- FlexAttention ---
+
+
+@pytest.mark.parametrize(
+    ("query_len", "key_len"),
+    [(1, 1), (128, 128), (130, 130), (300, 300), (200, 333), (256, 1000), (100, 300), (255, 256)],
+)
+def test_block_lists_say_what_the_causal_mask_says(query_len, key_len):
+    partial_blocks, full_blocks = flex_attention.causal_blocks(query_len, key_len)
+    assert flex_attention.has_full_blocks(query_len, key_len) == bool(full_blocks.any())
+    keep = causal_keep(query_len, key_len)
+    size = flex_attention.BLOCK_SIZE
+    for row, column in torch.cartesian_prod(*(torch.arange(n) for n in full_blocks.shape)).tolist():
+        block = keep[row * size : (row + 1) * size, column * size : (column + 1) * size]
+        is_whole = tuple(block.shape) == (size, size)
+        assert bool(full_blocks[row, column]) == (is_whole and bool(block.all()))
+        assert bool(partial_blocks[row, column]) == (bool(block.any()) and not bool(full_blocks[row, column]))
+
+
+@pytest.mark.slow
+def test_compiled_flex_equals_the_oracle_on_cpu():
+    cases = [
+        (200, 200, {}),
+        (200, 200, {"is_causal": True}),
+        (200, 300, {"is_causal": True, "key_padding_mask": half_padded(300)}),
+        (200, 200, {"is_causal": True, "alibi": True}),
+    ]
+    with torch.no_grad():
+        for query_len, key_len, arguments in cases:
+            tensors = draw(query_len, key_len, num_kv_heads=1)
+            with recording() as paths:
+                output = attend(*tensors, backend="flex", **arguments)
+            assert paths == ["flex"]
+            assert_exact(output, attend(*tensors, backend="math", **arguments), oracle(*tensors, **arguments))
+    with pytest.raises(UnsupportedError, match="no backward"):
+        attend(*draw(200), backend="flex")
+
+
+# --- GPU ---
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "cudnn", "flex", "xformers"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
+    served = 0
+    for key_len in (256, 320):
+        for arguments in (
+            {},
+            {"is_causal": True},
+            {"key_padding_mask": half_padded(key_len, "cuda")},
+            {"is_causal": True, "key_padding_mask": half_padded(key_len, "cuda")},
+            {"is_causal": True, "alibi": True},
+        ):
+            for num_kv_heads in (H, 1):
+                tensors = draw(256, key_len, dtype=dtype, device="cuda", num_kv_heads=num_kv_heads)
+                try:
+                    with recording() as paths:
+                        output = attend(*tensors, backend=backend, **arguments)
+                except UnsupportedError:
+                    if backend in ("auto", "math"):  # these serve everything
+                        raise
+                    continue
+                served += 1
+                assert backend == "auto" or any(backend in path for path in paths)
+                plain, exact = attend(*tensors, backend="math", **arguments), oracle(*tensors, **arguments)
+                assert_exact(output, plain, exact, what=f"{backend} {arguments}")
+                grads = [torch.autograd.grad(x.sum(), tensors) for x in (output, plain, exact)]
+                for actual, roughly, true in zip(*grads, strict=True):
+                    assert_exact(actual, roughly, true, what=f"{backend} {arguments}: gradient")
+    assert served or backend not in ("auto", "math")
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_auto_on_gpu_takes_a_fused_kernel_in_half_precision():
+    tensors = draw(256, dtype=torch.bfloat16, device="cuda")
+    for arguments in ({}, {"is_causal": True}, {"dropout_p": 0.125}, {"key_padding_mask": half_padded(256, "cuda")}):
+        with recording() as paths:
+            attend(*tensors, **arguments).sum().backward()
+        assert paths[0] in {"sdpa.cudnn", "sdpa.flash", "sdpa.efficient"}
+
+
+def test_every_backend_has_its_check():
+    named = set(backends.Backend.__args__) - {"auto"}  # type: ignore[attr-defined]
+    assert set(backends._WHY_NOT) == named

@@ -1,0 +1,89 @@
+"""Counts against products of known size, and None wherever the counter is blind."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+
+from attn_zoo.measure.flop_count import count_flops
+
+
+def test_products_count_two_per_multiply_add():
+    a, b = torch.randn(3, 5), torch.randn(5, 7)
+    assert count_flops(lambda: a @ b) == 2 * 3 * 5 * 7
+    assert count_flops(lambda: F.linear(a, b.T, torch.randn(7))) == 2 * 3 * 5 * 7
+    batch = torch.randn(2, 4, 6, 8)
+    assert count_flops(lambda: torch.einsum("bhld,bhsd->bhls", batch, batch)) == 2 * 2 * 4 * 6 * 6 * 8
+    assert count_flops(lambda: a.exp().sum()) == 0
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_counts_its_two_products_whatever_the_kernel(backend, is_causal):
+    q = torch.randn(2, 4, 16, 8)
+    k, v = torch.randn(2, 4, 16, 8), torch.randn(2, 4, 16, 8)
+
+    def forward() -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    assert count_flops(forward) == 2 * 2 * (2 * 4 * 16 * 16 * 8)  # a causal kernel counts as dense
+
+
+def test_no_graph_is_built_and_leaves_stay_untouched():
+    x = torch.randn(4, 4, requires_grad=True)
+    outputs: list[Tensor] = []
+    assert count_flops(lambda: outputs.append(x @ x)) == 128
+    assert not outputs[0].requires_grad
+    assert x.grad is None
+
+
+def test_flex_attention_is_not_mistaken_for_dense(monkeypatch):
+    q = torch.randn(1, 2, 64, 16)
+    with pytest.warns(UserWarning, match="flex_attention called without"):
+        assert count_flops(lambda: flex_attention(q, q, q)) is None
+
+
+def test_an_operation_of_another_package_is_opaque_even_inside_a_fall_back():
+    library = torch.library.Library("attn_zoo_test", "DEF")
+    library.define("secret(Tensor x) -> Tensor")
+    library.impl("secret", lambda x: x @ x, "CPU")
+    x = torch.randn(4, 4)
+
+    def with_fall_back() -> Tensor:
+        try:
+            result: Tensor = torch.ops.attn_zoo_test.secret(x)
+        except Exception:
+            result = x @ x
+        return result
+
+    assert count_flops(with_fall_back) is None
+    assert count_flops(lambda: x @ x) == 128  # and the next count works
+
+
+def test_a_triton_kernel_launched_by_hand_is_opaque(monkeypatch):
+    calls: list[Any] = []
+    chain = SimpleNamespace(add=calls.append, remove=calls.remove)
+    fake = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=chain)))
+    monkeypatch.setitem(sys.modules, "triton", fake)
+
+    def launch() -> None:
+        for hook in list(calls):
+            hook({"name": "kernel"})
+
+    assert count_flops(launch) is None
+    assert calls == []
+    assert count_flops(lambda: None) == 0
+
+
+def test_errors_of_the_callable_come_through():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        count_flops(lambda: torch.randn(2, 3) @ torch.randn(2, 3))
