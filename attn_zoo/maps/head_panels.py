@@ -1,4 +1,4 @@
-"""Attention weights as a figure: a row of panels for each layer, a panel for each head, in squares of one or many pairs."""
+"""Attention weights as a figure: a row of panels for each layer, a panel for each head, binned where they are many."""
 
 from __future__ import annotations
 
