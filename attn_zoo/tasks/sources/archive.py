@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from attn_zoo.errors import ConfigError, near_matches
 from attn_zoo.tasks.sources.archive_members import Limits, Member, Meter, read_members
-from attn_zoo.tasks.sources.whole import FULL, whole_folder
+from attn_zoo.whole_files import DISK_FULL, whole_folder
 
 __all__ = ["Limits", "unpack"]
 
@@ -79,7 +79,7 @@ def _write(members: Iterator[Member], folder: Path, wanted: Mapping[str, str] | 
         try:
             _copy(member, folder / name)
         except OSError as error:
-            if error.errno is None or error.errno in FULL:
+            if error.errno is None or error.errno in DISK_FULL:
                 raise
             raise meter.refuse(member.name, f"refused: it cannot be written: {error.strerror}") from None
     if missing := [name for name in wanted or {} if name.casefold() not in written]:

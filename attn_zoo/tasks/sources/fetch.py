@@ -22,7 +22,7 @@ from attn_zoo.tasks.sources.archive import unpack
 from attn_zoo.tasks.sources.download import FetchError, download
 from attn_zoo.tasks.sources.manifest import Entry, describe, read_manifest, write_manifest
 from attn_zoo.tasks.sources.source import Source, fetched_dir
-from attn_zoo.tasks.sources.whole import FULL
+from attn_zoo.whole_files import DISK_FULL
 
 __all__ = ["FetchError", "fetch", "target_of"]
 
@@ -126,7 +126,7 @@ def _staging(source: Source, folder: Path) -> Iterator[Path]:
 
 
 def _disk_error(error: OSError, folder: Path) -> FetchError:
-    if error.errno in FULL:
+    if error.errno in DISK_FULL:
         return FetchError(f"{folder}: the disk is full; nothing was left behind")
     return FetchError(f"{error.filename or folder}: {error.strerror or error}; nothing was left behind")
 
@@ -170,7 +170,7 @@ def _from_hub(source: Source, file: str, staging: Path, say: Callable[[str], Non
             )
         )
     except OSError as error:
-        if error.errno in FULL or error.errno in {errno.EACCES, errno.EROFS}:
+        if error.errno in DISK_FULL or error.errno in {errno.EACCES, errno.EROFS}:
             raise
         answers = [getattr(getattr(one, "response", None), "status_code", None) for one in (error, error.__cause__)]
         if status := next(filter(None, answers), None):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from attn_zoo.errors import AttnZooError
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
-from attn_zoo.tasks.sources.whole import whole_file
+from attn_zoo.whole_files import whole_file
 
 __all__ = ["file_sha256"]
 
