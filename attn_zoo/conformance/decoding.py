@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import BuildContext
+from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
@@ -117,6 +117,7 @@ def _cross_decode(subject: Subject) -> None:
     for length in subject.lengths[:5]:
         for inputs in subject.calls(build, length):
             module = subject.module(build, seq_len=length)
+            assert isinstance(module, AbstractMixer)
             start = partial(
                 module.init_state,
                 inputs.batch_size,
