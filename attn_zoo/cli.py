@@ -12,9 +12,9 @@ from attn_zoo import cli_maps, cli_results
 from attn_zoo.errors import AttnZooError
 
 if TYPE_CHECKING:
-    from attn_zoo.matrix.plan import Plan
-    from attn_zoo.matrix.runner import Engine
-    from attn_zoo.matrix.store import Store
+    from attn_zoo.matrix.drive.run_plan import Engine
+    from attn_zoo.matrix.plan.expand import Plan
+    from attn_zoo.matrix.store.store import Store
 
 __all__ = ["app", "main"]
 
@@ -178,8 +178,8 @@ def _plan(
     should_probe: bool = False,
 ) -> Plan:
     """Return the plan of a matrix file, or of the matrix that a results folder holds."""
-    from attn_zoo.matrix.plan import make_plan
-    from attn_zoo.matrix.schema import load_matrix, restore_matrix
+    from attn_zoo.matrix.plan.expand import make_plan
+    from attn_zoo.matrix.plan.schema import load_matrix, restore_matrix
 
     _load(files)
     return make_plan(
@@ -261,9 +261,9 @@ def _run(
 ) -> None:
     from attn_zoo.console import print_summary
     from attn_zoo.errors import UnknownNameError
-    from attn_zoo.matrix import runner
-    from attn_zoo.matrix.progress import make_progress
-    from attn_zoo.matrix.store import Store
+    from attn_zoo.matrix.drive import run_plan as runner
+    from attn_zoo.matrix.drive.progress import make_progress
+    from attn_zoo.matrix.store.store import Store
     from attn_zoo.records import STATUSES
 
     for status in retry or []:
@@ -285,10 +285,10 @@ def _run(
 
 def _engine(name: str, address: str, jobs: int) -> Engine:
     from attn_zoo.errors import ConfigError, UnknownNameError
-    from attn_zoo.matrix.engines.local import LocalEngine
+    from attn_zoo.matrix.drive.engines.local import LocalEngine
 
     if name == "ray":
-        from attn_zoo.matrix.engines.ray import RayEngine
+        from attn_zoo.matrix.drive.engines.ray import RayEngine
 
         if jobs != 1:
             raise ConfigError("--jobs", [("", "is for the local engine; a Ray cluster has a slot for each node")])
@@ -311,9 +311,9 @@ def _stored_plan(store: Store, files: list[Path] | None, data_dir: Path | None =
 def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show what a results folder has, what is left, and what failed with which reason."""
     from attn_zoo.console import print_json, print_standing
-    from attn_zoo.matrix.ceilings import ceilings_text
-    from attn_zoo.matrix.runner import standing
-    from attn_zoo.matrix.store import Store
+    from attn_zoo.matrix.drive.machine_ceilings import ceilings_text
+    from attn_zoo.matrix.drive.run_plan import standing
+    from attn_zoo.matrix.store.store import Store
 
     store = Store(folder)
     planned, scan = _stored_plan(store, files, data_dir), store.scan()
@@ -343,8 +343,8 @@ def retry(
     jobs: Jobs = 1,
 ) -> None:
     """Run the cells of a folder again that failed. The old records are kept in its folder `replaced`."""
-    from attn_zoo.matrix.statuses import ANSWERS
-    from attn_zoo.matrix.store import Store
+    from attn_zoo.matrix.status_sets import ANSWERS
+    from attn_zoo.matrix.store.store import Store
     from attn_zoo.records import STATUSES
 
     planned = _stored_plan(Store(folder), files, data_dir)

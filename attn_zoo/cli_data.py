@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from attn_zoo.tasks.contract import AbstractTask, SplitName
-    from attn_zoo.tasks.sources import Source
+    from attn_zoo.tasks.abstract_task import AbstractTask, SplitName
+    from attn_zoo.tasks.sources.source import Source
 
 __all__ = ["data"]
 
@@ -33,7 +33,7 @@ def _split(name: str) -> SplitName:
     from typing import cast, get_args
 
     from attn_zoo.errors import UnknownNameError
-    from attn_zoo.tasks.contract import SplitName
+    from attn_zoo.tasks.abstract_task import SplitName
 
     if name not in get_args(SplitName):
         raise UnknownNameError("split", name, get_args(SplitName), f"there are {', '.join(get_args(SplitName))}")
@@ -65,7 +65,7 @@ def _printable(text: str) -> str:
 def list_command(data_dir: DataDir = None, as_json: Json = False) -> None:
     """List tasks, their levels, and whether their data are here. Touches no network and makes no data."""
     from attn_zoo.console import out, print_json, print_table
-    from attn_zoo.tasks.overview import describe_levels, hints, table_rows
+    from attn_zoo.tasks.sources.inventory import describe_levels, hints, table_rows
 
     levels = describe_levels(data_dir)
     if as_json:
@@ -115,7 +115,7 @@ def fetch_command(
 ) -> None:
     """Bring the data of a task, check them, and write a manifest. No other command uses the network."""
     from attn_zoo.console import out
-    from attn_zoo.tasks.fetch import fetch
+    from attn_zoo.tasks.sources.fetch import fetch
 
     sources = _sources(task, level)
     if not sources:
@@ -137,7 +137,7 @@ def verify_command(
     """Compare data files with their manifests; exit code 1 if one is missing, cut short or changed."""
     from attn_zoo.console import out, print_json
     from attn_zoo.errors import ConfigError
-    from attn_zoo.tasks.overview import verify_source
+    from attn_zoo.tasks.sources.inventory import verify_source
 
     if level is not None and task is None:
         raise ConfigError("--level", [("", "expected a task before it")])

@@ -16,8 +16,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
     from attn_zoo.conformance import CheckResult
-    from attn_zoo.matrix.plan import Plan
-    from attn_zoo.matrix.runner import Standing, Summary
+    from attn_zoo.matrix.drive.run_plan import Standing, Summary
+    from attn_zoo.matrix.plan.expand import Plan
 
 __all__ = [
     "err",
@@ -72,8 +72,9 @@ def print_table(
     out.print(table)
 
 
-def _mark(is_on: bool) -> str:
-    return "yes" if is_on else "-"
+def _mark(answer: bool | str) -> str:
+    """Return an answer of the capabilities for a table; a word such as "masked" stands for itself."""
+    return answer if isinstance(answer, str) else "yes" if answer else "-"
 
 
 def print_variants(infos: Sequence[VariantInfo], failures: Sequence[tuple[str, str]]) -> None:
@@ -189,7 +190,7 @@ def _amount(value: float | None, steps: Sequence[tuple[float, str]]) -> str:
 
 def print_plan(plan: Plan) -> None:
     """Print every cell, what it will roughly take, and what is refused with the reason."""
-    from attn_zoo.matrix.estimate import assumed_rate
+    from attn_zoo.matrix.plan.estimate import assumed_rate
 
     rows = [
         (

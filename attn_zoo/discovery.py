@@ -107,7 +107,7 @@ def discover(group: str, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailur
     """
     failures: list[LoadFailure] = []
     package = importlib.import_module(group)
-    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+    for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__) if not info.ispkg):
         importlib.import_module(f"{group}.{module}")  # our own: a failure here is a bug and must be loud
     if _TRIAL in os.environ:  # a module on trial that asks for the variants must not be blamed for its neighbours
         return failures

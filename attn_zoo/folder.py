@@ -1,7 +1,7 @@
 """A results folder, read: for the driver, the report and Python alike. Nothing is written here; no torch.
 
 `run.json` holds the matrices, environments and claims, `ceilings.json` what the machines could do, `cells/<key>.json`
-one record each; `attn_zoo.matrix.store` writes them.
+one record each; `attn_zoo.matrix.store.store` writes them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 __all__ = ["start_process"]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["attn_zoo.matrix.scaling", "attn_zoo.training", "tests.matrix.conftest"])
+_CONTEXT.set_forkserver_preload(["attn_zoo.matrix.cell.trial", "attn_zoo.training", "tests.matrix.conftest"])
 
 
 def start_process(work: Callable[..., object], *arguments: object, errors: Path) -> BaseProcess:

@@ -13,10 +13,10 @@ import pytest
 
 from attn_zoo import cli
 from attn_zoo.registry import tasks
-from attn_zoo.tasks.manifest import MANIFEST
-from attn_zoo.tasks.overview import table_rows
-from attn_zoo.tasks.sources import Source
-from tests.tasks.local_server import serve
+from attn_zoo.tasks.sources.inventory import table_rows
+from attn_zoo.tasks.sources.manifest import MANIFEST
+from attn_zoo.tasks.sources.source import Source
+from tests.tasks.sources.local_server import serve
 
 
 class Answer(NamedTuple):

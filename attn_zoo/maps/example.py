@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.tasks import AbstractTask, Split
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.batches import Batch
 from attn_zoo.training.weights import Trained
 

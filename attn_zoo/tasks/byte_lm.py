@@ -26,8 +26,8 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.contract import IGNORED_LABEL, AbstractTask, Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.ngram import ngram_bits
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.floors.ngram_model import ngram_bits
 from attn_zoo.tasks.packed_source import PackedSource, read_packed
 
 __all__ = ["TEXT", "ByteLanguageModelling", "ByteLevel"]

@@ -24,9 +24,9 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.drawing import Draws
-from attn_zoo.tasks.generated import Part, Rows
-from attn_zoo.tasks.symbol_copying import AbstractCopyingTask, SymbolLevel, copying_rows
+from attn_zoo.tasks.generated.copying_task import AbstractCopyingTask, SymbolLevel, copying_rows
+from attn_zoo.tasks.generated.draws import Draws
+from attn_zoo.tasks.generated.generated_task import Part, Rows
 
 __all__ = ["Copying", "DelayLevel", "DelayPart"]
 

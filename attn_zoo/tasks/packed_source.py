@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks.sources import Source
+from attn_zoo.tasks.sources.source import Source
 
 __all__ = ["PackedSource", "read_packed"]
 

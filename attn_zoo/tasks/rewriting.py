@@ -27,10 +27,10 @@ import numpy as np
 from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.context_floors import context_floors, position_majority_floor
-from attn_zoo.tasks.contract import IGNORED_LABEL, Example, TaskSpec
-from attn_zoo.tasks.drawing import Draws
-from attn_zoo.tasks.generated import AbstractGeneratedTask, GeneratedLevel, Part, Rows
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
+from attn_zoo.tasks.floors.context_rules import context_floors, position_majority_floor
+from attn_zoo.tasks.generated.draws import Draws
+from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows
 
 __all__ = ["Rewriting", "RewritingLevel", "Rule"]
 

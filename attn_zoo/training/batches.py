@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_zoo.metadata import Capabilities
 from attn_zoo.tasks import Split, TaskKind, TaskSpec
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.protocol import Protocol
 
 __all__ = ["POOLED_KINDS", "Batch", "Batcher", "Feed", "send"]

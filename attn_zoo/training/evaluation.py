@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attn_zoo.records import LOWER_IS_BETTER
 from attn_zoo.tasks import Metric
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.batches import Batcher, Feed
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.seeding import derive_seed, seed_everything

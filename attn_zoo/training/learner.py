@@ -17,7 +17,6 @@ from attn_zoo.records import Cell
 from attn_zoo.tasks import Split, TaskSpec
 from attn_zoo.training.batches import Batch, Feed
 from attn_zoo.training.evaluation import precision
-from attn_zoo.training.flops import FORWARD_AND_BACKWARD
 from attn_zoo.training.make import make_trainer
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.seeding import derive_seed
@@ -145,8 +144,8 @@ class Learner(AbstractLearner):
 
     @property
     def forward_flops(self) -> int | None:
-        total, steps = self.trainer.flops.training_flops, self.trainer.numbers.step
-        return None if total is None or steps == 0 else round(total / FORWARD_AND_BACKWARD / steps)
+        total, steps = self.trainer.flops.forward_flops, self.trainer.numbers.step
+        return None if total is None or steps == 0 else round(total / steps)
 
     def settle(self) -> None:
         while self.trainer.numbers.step < self.trainer.num_unlike:

@@ -16,7 +16,7 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.model import Classifier, LanguageModel, ModelConfig, Retriever, Seq2Seq, TokenClassifier
 from attn_zoo.model.stacks import Encoder
 from attn_zoo.tasks import TaskKind, TaskSpec
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.batches import Batch
 
 __all__ = ["AbstractObjective", "ClassificationObjective", "objective_for"]

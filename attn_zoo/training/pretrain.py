@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.model import Denoiser, ModelConfig
 from attn_zoo.tasks import TaskSpec
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.batches import Batch, Batcher, Feed, send
 from attn_zoo.training.checkpoint import Numbers
 from attn_zoo.training.objective import AbstractObjective

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from attn_zoo.records import Score
 from attn_zoo.tasks import AbstractTask
-from attn_zoo.tasks.floors import floors_of, references_of
+from attn_zoo.tasks.floors.lookup_rules import floors_of, references_of
 from attn_zoo.training.evaluation import breakdown
 from attn_zoo.training.loop import Trainer
 from attn_zoo.training.updates import DivergedError

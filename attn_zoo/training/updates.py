@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from attn_zoo.training.batches import Batch, Batcher, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
 from attn_zoo.training.evaluation import precision
-from attn_zoo.training.flops import CompiledFlopCounter, FlopCounter
-from attn_zoo.training.graphs import NUM_EAGER, GraphedUpdate
+from attn_zoo.training.graphed_update import NUM_EAGER, GraphedUpdate
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.order import DataOrder
 from attn_zoo.training.peak import peak_bytes, reset_peak
 from attn_zoo.training.protocol import Protocol
 from attn_zoo.training.schedule import learning_rate
 from attn_zoo.training.seeding import derive_seed, seed_everything
+from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
 __all__ = ["DivergedError", "Updater", "make_optimizer"]
 

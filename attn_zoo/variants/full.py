@@ -39,6 +39,14 @@ class FullConfig(VariantConfig):
 
     backend: Backend = "auto"
 
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        """Return less for FlexAttention, which has no dropout and compiles for every length."""
+        if self.backend != "flex":
+            return capabilities
+        return capabilities.without(
+            attention_dropout="backend 'flex' has none", decode="backend 'flex' compiles for every length"
+        )
+
 
 def full_flops(shape: Shape) -> int:
     """Count a multiply and an add for each visible pair and feature, in both matrix products."""
@@ -67,6 +75,8 @@ def full_state_bytes(shape: Shape, itemsize: int) -> int:
         grouped_query=True,
         positions=("none", "rotary", "alibi"),
         is_exact=True,
+        is_permutation_invariant=True,
+        is_padding_invariant=True,
         why={
             "dtypes": "the result would not be exact in fewer bits",
             "devices": "only there is known which kernel runs",
@@ -100,7 +110,7 @@ class FullAttention(AbstractAttention):
         build: sizes and direction.
 
     Raises:
-        UnsupportedError: ALiBi across two sequences, or dropout with a backend that has none.
+        UnsupportedError: ALiBi across two sequences.
     """
 
     config: FullConfig
@@ -109,8 +119,6 @@ class FullAttention(AbstractAttention):
         super().__init__(config, build)
         if build.position == "alibi" and build.is_cross:
             raise UnsupportedError("positions", "full: ALiBi is a distance within one sequence; is_cross has two")
-        if config.backend == "flex" and build.dropout_p > 0:
-            raise UnsupportedError("attention_dropout", "full: backend 'flex' has no attention dropout")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         is_causal = self.build.is_causal
@@ -154,22 +162,22 @@ class FullAttention(AbstractAttention):
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> KVCache:
-        """Return an empty cache of keys and values.
-
-        Raises:
-            UnsupportedError: built bidirectional, or with a backend that compiles for every length.
-        """
-        if not self.build.is_causal:
-            raise UnsupportedError("decode", "full: decoding needs is_causal=True; later tokens would change the past")
-        if self.config.backend == "flex":
-            raise UnsupportedError("decode", "full: backend 'flex' compiles for every length, so it cannot decode")
+        """Return an empty cache of keys and values."""
+        self._require_state()
         return KVCache.empty(batch_size, self.build.num_kv_heads, self.build.head_dim, device=device, dtype=dtype)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
         """Attend from one new position to all in the cache; it may hold `max_seq_len` positions."""
         if query.shape[2] != 1:
             raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
-        if state.length >= self.build.max_seq_len:
-            raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this is one more")
+        return self.prefill(query, key, value, state)
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+        """Attend from new positions to all in the cache and to those of them that came before."""
+        if state is None:
+            state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
+        if state.length + query.shape[2] > self.build.max_seq_len:
+            length = state.length + query.shape[2]
+            raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this makes {length}")
         state = state.append(key, value)
-        return self._attend(query, state.keys, state.values, is_causal=False), state
+        return self._attend(query, state.keys, state.values, is_causal=query.shape[2] > 1), state

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo import AbstractAttention, BuildContext, UnsupportedError, VariantConfig, register_attention
-from attn_zoo.kernels.block_layout import BlockLayout, layout_pattern
+from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.maps.example import encode_text, input_of_example, input_of_text
 from attn_zoo.maps.find import find_weights, kept_cells
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.weights import load_trained
 from tests.maps.conftest import SMALL, keep
 from tests.training.toy_task import ToyTask, cell

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 from attn_zoo.discovery import load_file
-from attn_zoo.matrix.plan import Plan, make_plan
-from attn_zoo.matrix.schema import parse_matrix
+from attn_zoo.matrix.plan.expand import Plan, make_plan
+from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.records import Environment
 from attn_zoo.registry import tasks, variants
 
@@ -36,7 +36,7 @@ def load_files():
 def prepare_process():
     """Do in a process of its own what the fixtures do in ours."""
     load_files()
-    mock.patch("attn_zoo.matrix.runner.measure_missing").start()
+    mock.patch("attn_zoo.matrix.drive.run_plan.measure_missing").start()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,7 +51,7 @@ def _misbehaving_variants():
 @pytest.fixture(autouse=True)
 def _no_ceilings(monkeypatch):
     """Seconds that only the tests of ceilings need."""
-    monkeypatch.setattr("attn_zoo.matrix.runner.measure_missing", lambda *_: None)
+    monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.measure_missing", lambda *_: None)
 
 
 def make_matrix(names: list[Any], **changes: Any):

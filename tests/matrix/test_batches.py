@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import psutil
 import pytest
 
-from attn_zoo.matrix import crew as module
-from attn_zoo.matrix.crew import Crew, Settings
-from attn_zoo.matrix.engines.process import WorkerProcess
-from attn_zoo.matrix.runner import run
-from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.drive import worker_pool as module
+from attn_zoo.matrix.drive.engines.process import WorkerProcess
+from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.drive.worker_pool import Crew, Settings
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import VARIANT_FILE, tiny_plan
 
@@ -92,7 +92,7 @@ def outcome(tmp_path_factory):
     cells = tuple(item for plan in plans for item in plan.cells)
     store = Store(tmp_path_factory.mktemp("batches") / "run")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("attn_zoo.matrix.runner.measure_missing", lambda *_: None)
+        monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.measure_missing", lambda *_: None)
         watch(monkeypatch, cores=3)
         run(replace(plans[0], cells=cells), store)
         return Outcome(store.records(), len(Watched.made), Watched.loading, Watched.waiting, num_alive())

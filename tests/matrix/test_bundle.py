@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_zoo.matrix.pooling import pooled
-from attn_zoo.matrix.runner import run
-from attn_zoo.matrix.scaling import Trial
-from attn_zoo.matrix.store import Store
-from attn_zoo.matrix.worker import run_cells_in_turns
+from attn_zoo.matrix.cell.trial import Trial
+from attn_zoo.matrix.cell.worker import run_cells_in_turns
+from attn_zoo.matrix.drive.merge_repeats import pooled
+from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record, Timing
 from tests.matrix.conftest import tiny_plan
 
@@ -124,7 +124,7 @@ def test_a_repeat_takes_times_only_but_still_checks_the_output():
 
 
 def test_a_device_that_an_error_left_unusable_ends_the_process(monkeypatch):
-    monkeypatch.setattr("attn_zoo.matrix.bundle._tidy", lambda device: False)
+    monkeypatch.setattr("attn_zoo.matrix.cell.bundle._tidy", lambda device: False)
     found = run_cells_in_turns(cells(["fake_ok", "fake_bug", "full"]), budget_s=0.02)
     assert [(record.cell.label, record.status) for record in found] == [("fake_bug", "error")]
 
@@ -133,7 +133,7 @@ def test_ctrl_c_is_not_a_result(monkeypatch):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attn_zoo.matrix.scaling.make_workload", interrupt)
+    monkeypatch.setattr("attn_zoo.matrix.cell.trial.make_workload", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_cells_in_turns(cells(["full"]))
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.errors import StoreError
-from attn_zoo.matrix import ceilings as module
-from attn_zoo.matrix import runner
-from attn_zoo.matrix.ceilings import ceilings_text, measure_missing
 from attn_zoo.matrix.costs import with_costs
-from attn_zoo.matrix.progress import PlainProgress
-from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.drive import machine_ceilings as module
+from attn_zoo.matrix.drive import run_plan as runner
+from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, measure_missing
+from attn_zoo.matrix.drive.progress import PlainProgress
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings, Record
 from tests.matrix.conftest import environment, tiny_plan, training_plan
 from tests.matrix.test_runner import FakeEngine

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from attn_zoo.matrix import crew as module
-from attn_zoo.matrix.crew import Crew, Settings
-from attn_zoo.matrix.engines.process import Ended
+from attn_zoo.matrix.drive import worker_pool as module
+from attn_zoo.matrix.drive.engines.process import Ended
+from attn_zoo.matrix.drive.worker_pool import Crew, Settings
 from attn_zoo.records import Cell, Record, Status
 from tests.matrix.conftest import tiny_plan, training_plan
 
@@ -165,7 +165,7 @@ def test_a_spare_that_nobody_needed_is_ended(start):
 
 def test_what_a_request_costs_is_shared_by_its_cells(start, monkeypatch):
     now = iter([0.0, 1.0, 1.0, 3.0, 3.0, 13.0])  # made, asked, taking, taken, going on, answered
-    monkeypatch.setattr("attn_zoo.matrix.crew.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("attn_zoo.matrix.drive.worker_pool.time.monotonic", lambda: next(now))
     found = start().ask(planned()[:2])
     assert not isinstance(found, Ended)
     for record in found:
@@ -178,7 +178,7 @@ def test_what_a_request_costs_is_shared_by_its_cells(start, monkeypatch):
 def test_cells_whose_processes_started_together_share_that_time(start, monkeypatch):
     items = planned()[:2]
     now = iter([0.0, 0.0, 0.0, 6.0, 6.0, 16.0, 17.0, 17.0, 17.0, 20.0])  # 6 s to start two, 10 s and 3 s to answer
-    monkeypatch.setattr("attn_zoo.matrix.crew.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("attn_zoo.matrix.drive.worker_pool.time.monotonic", lambda: next(now))
     crew = start(items)
     found = [record for item in items for record in crew.ask([item])]
     assert [record.phases["start"] for record in found] == [3.25, 3.25]

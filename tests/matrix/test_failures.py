@@ -9,10 +9,10 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from attn_zoo.matrix.crew import Crew, Settings
-from attn_zoo.matrix.runner import run
-from attn_zoo.matrix.store import Store
-from attn_zoo.matrix.supervise import run_lane
+from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.drive.supervise import run_lane
+from attn_zoo.matrix.drive.worker_pool import Crew, Settings
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import tiny_plan
 
@@ -117,7 +117,7 @@ def test_nothing_is_left_running(outcome):
     assert [process.pid for process in orphans] == []
     for process in psutil.process_iter(["cmdline", "ppid"]):
         line = " ".join(process.info["cmdline"] or [])
-        assert f"attn_zoo.matrix.worker {os.getpid()}" not in line, "a worker or its child outlived the run"
+        assert f"attn_zoo.matrix.cell.worker {os.getpid()}" not in line, "a worker or its child outlived the run"
 
 
 def test_longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out(tmp_path):

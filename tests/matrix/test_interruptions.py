@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from attn_zoo.errors import AttnZooError
-from attn_zoo.matrix.plan import Plan
-from attn_zoo.matrix.progress import PlainProgress
-from attn_zoo.matrix.runner import run
-from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.drive.progress import PlainProgress
+from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.plan.expand import Plan
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import prepare_process, tiny_plan
 from tests.processes import start_process

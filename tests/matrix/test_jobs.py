@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from attn_zoo.cli import app
 from attn_zoo.errors import ConfigError, StoreError
-from attn_zoo.matrix.crew import Settings
-from attn_zoo.matrix.engines import local
-from attn_zoo.matrix.engines.local import LocalEngine, crowding
-from attn_zoo.matrix.plan import Plan
-from attn_zoo.matrix.progress import LiveProgress, PlainProgress
-from attn_zoo.matrix.runner import run
-from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.drive.engines import local
+from attn_zoo.matrix.drive.engines.local import LocalEngine, crowding
+from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress
+from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.plan.expand import Plan
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import TINY_TRAINING, prepare_process, tiny_plan, training_plan
 from tests.processes import start_process

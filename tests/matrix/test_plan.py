@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from attn_zoo.console import print_plan
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.matrix.estimate import assumed_rate
-from attn_zoo.matrix.plan import make_plan
-from attn_zoo.matrix.schema import parse_matrix, restore_matrix
-from attn_zoo.matrix.sources import _digest, source_digest
+from attn_zoo.matrix.plan.estimate import assumed_rate
+from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
+from attn_zoo.matrix.plan.source_digest import _digest, source_digest
 from attn_zoo.registry import variants
 from tests.matrix.conftest import VARIANT_FILE, make_matrix, tiny_plan
 
@@ -93,7 +93,7 @@ def test_twice_the_threads_are_assumed_to_take_half_the_time_and_a_plan_says_at_
     one, two = (tiny_plan(["fake_ok"], threads=threads, **calls) for threads in (1, 2))
     start_s = tiny_plan(["fake_ok"], seq_len=[16], budget_s=0.01).estimate_s
     assert two.estimate_s - start_s == pytest.approx((one.estimate_s - start_s) / 2, rel=0.01)
-    monkeypatch.setattr("attn_zoo.matrix.estimate.num_cores", lambda: 3)
+    monkeypatch.setattr("attn_zoo.matrix.plan.estimate.num_cores", lambda: 3)
     all_three = tiny_plan(["fake_ok"], threads=None, **calls)
     assert all_three.estimate_s - start_s == pytest.approx((one.estimate_s - start_s) / 3, rel=0.01)
     print_plan(all_three)
@@ -128,7 +128,7 @@ def test_what_a_folder_stores_gives_the_same_cells_without_the_command_line():
 
 
 def test_without_a_gpu_cuda_cells_are_refused_but_not_for_a_cluster(monkeypatch):
-    monkeypatch.setattr("attn_zoo.matrix.plan._has_cuda", lambda: False)
+    monkeypatch.setattr("attn_zoo.matrix.plan.expand._has_cuda", lambda: False)
     matrix = make_matrix(["full"], device="cuda")
     assert {item.refusal for item in make_plan(matrix).cells} == {("cuda", "no CUDA device here")}
     assert {item.refusal for item in make_plan(matrix, is_remote=True).cells} == {None}

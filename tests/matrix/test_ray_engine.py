@@ -5,9 +5,9 @@ import builtins
 import pytest
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.matrix.engines.ray import RayEngine
-from attn_zoo.matrix.runner import run
-from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.drive.engines.ray import RayEngine
+from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.store.store import Store
 from tests.matrix.conftest import tiny_plan
 
 

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import pytest
 
 from attn_zoo.errors import StoreError
-from attn_zoo.matrix.crew import Crew, Settings
-from attn_zoo.matrix.parts import Parts
-from attn_zoo.matrix.planned import PlannedCell
-from attn_zoo.matrix.pooling import pooled
-from attn_zoo.matrix.progress import PlainProgress
-from attn_zoo.matrix.runner import run, standing
-from attn_zoo.matrix.store import Store
-from attn_zoo.matrix.supervise import run_lane
+from attn_zoo.matrix.drive.merge_repeats import pooled
+from attn_zoo.matrix.drive.progress import PlainProgress
+from attn_zoo.matrix.drive.run_plan import run, standing
+from attn_zoo.matrix.drive.supervise import run_lane
+from attn_zoo.matrix.drive.worker_pool import Crew, Settings
+from attn_zoo.matrix.plan.planned import PlannedCell
+from attn_zoo.matrix.store.repeats import Parts
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record, Timing
 from tests.matrix.conftest import environment, tiny_plan
 

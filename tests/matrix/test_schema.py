@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.plan import make_plan
-from attn_zoo.matrix.schema import load_matrix, parse_matrix
+from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix
 
 GOOD = """
 name = "quick"
@@ -213,8 +213,8 @@ def test_the_matrices_of_peers_can_be_planned_with_their_files(path):
         import sys
         from pathlib import Path
         from attn_zoo.discovery import load_file
-        from attn_zoo.matrix.plan import make_plan
-        from attn_zoo.matrix.schema import load_matrix
+        from attn_zoo.matrix.plan.expand import make_plan
+        from attn_zoo.matrix.plan.schema import load_matrix
         for path in sorted(Path(sys.argv[1]).with_name("peers").glob("*.py")):
             load_file(path, None)
         matrix = load_matrix(sys.argv[1])

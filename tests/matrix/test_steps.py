@@ -13,19 +13,19 @@ from torch._dynamo import config
 from attn_zoo import AbstractMixer, VariantConfig, register_mixer
 from attn_zoo.errors import ConfigError
 from attn_zoo.kernels.trace import note_path
-from attn_zoo.matrix import steps
-from attn_zoo.matrix.plan import Plan, make_plan
-from attn_zoo.matrix.progress import SilentProgress
-from attn_zoo.matrix.runner import run
-from attn_zoo.matrix.schema import parse_matrix
-from attn_zoo.matrix.store import Store
-from attn_zoo.matrix.worker import run_cell, run_cells_in_turns
+from attn_zoo.matrix.cell import step_workload as steps
+from attn_zoo.matrix.cell.worker import run_cell, run_cells_in_turns
+from attn_zoo.matrix.drive.progress import SilentProgress
+from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.plan.expand import Plan, make_plan
+from attn_zoo.matrix.plan.schema import parse_matrix
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import STEP_VERSION, Cell, Record
 from attn_zoo.registry import variants
 from attn_zoo.training import updates
 from attn_zoo.training.batches import Batch
-from attn_zoo.training.graphs import NUM_EAGER, GraphedUpdate
+from attn_zoo.training.graphed_update import NUM_EAGER, GraphedUpdate
 from attn_zoo.training.learner import AbstractLearner, Learner, step_protocol
 from tests.matrix.conftest import VARIANT_FILE, training_plan
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.matrix.files import write_whole
-from attn_zoo.matrix.store import Store
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import SCHEMA_VERSION, Cell, Record
+from attn_zoo.whole_files import write_whole
 from tests.matrix.conftest import environment
 
 MATRIX = {"name": "test"}
@@ -103,7 +103,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(store):
     code = f"""
         import resource
         from attn_zoo.errors import StoreError
-        from attn_zoo.matrix.files import write_whole
+        from attn_zoo.whole_files import write_whole
         from pathlib import Path
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         try:
@@ -125,7 +125,7 @@ def test_at_every_step_of_a_write_the_file_is_the_old_or_the_new_one(step, how, 
     code = f"""
         import errno, os, pathlib, tempfile
         from attn_zoo.errors import StoreError
-        from attn_zoo.matrix.files import write_whole
+        from attn_zoo.whole_files import write_whole
         def broken(*args, **kwargs):
             if {how == "dies"}:
                 os.kill(os.getpid(), 9)
@@ -300,7 +300,7 @@ def test_shards_share_a_folder_but_not_with_themselves(store):
 def test_the_lock_of_a_killed_holder_is_free(store):
     code = f"""
         import os
-        from attn_zoo.matrix.store import Store
+        from attn_zoo.matrix.store.store import Store
         from tests.matrix.conftest import environment
         held = Store({str(store.folder)!r}).writing({MATRIX!r}, environment())
         held.__enter__()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.estimate import TrainingTimes
-from attn_zoo.matrix.plan import make_plan
-from attn_zoo.matrix.schema import load_matrix, parse_matrix, restore_matrix
+from attn_zoo.matrix.plan.estimate import TrainingTimes
+from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix, restore_matrix
 from attn_zoo.records import Record, Score
 from tests.matrix.conftest import TINY_TRAINING, training_plan
 

@@ -12,13 +12,13 @@ import torch
 
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import AttnZooError, GateError, UnsupportedError
-from attn_zoo.matrix.conditions import Conditions
-from attn_zoo.matrix.inputs import normal, padding_of
+from attn_zoo.matrix.cell.conditions import Conditions
+from attn_zoo.matrix.cell.outcomes import outcome_of, short_trace
+from attn_zoo.matrix.cell.random_inputs import normal, padding_of
+from attn_zoo.matrix.cell.trial import _refuse_impossible
+from attn_zoo.matrix.cell.worker import run_cell, run_cells_in_turns
+from attn_zoo.matrix.cell.workload import make_call_workload
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
-from attn_zoo.matrix.outcomes import outcome_of, short_trace
-from attn_zoo.matrix.scaling import _refuse_impossible
-from attn_zoo.matrix.worker import run_cell, run_cells_in_turns
-from attn_zoo.matrix.workload import make_call_workload
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
 from tests.matrix.conftest import tiny_plan
@@ -50,7 +50,7 @@ def test_a_workload_computes_what_the_cell_says():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_are_the_same_for_any_number_of_threads(dtype, monkeypatch):
-    monkeypatch.setattr("attn_zoo.matrix.inputs.BLOCK_LEN", 1000)
+    monkeypatch.setattr("attn_zoo.matrix.cell.random_inputs.BLOCK_LEN", 1000)
     drawn = []
     for threads in (1, 2, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -146,7 +146,7 @@ def test_ctrl_c_is_not_a_result(monkeypatch):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attn_zoo.matrix.scaling.make_workload", interrupt)
+    monkeypatch.setattr("attn_zoo.matrix.cell.trial.make_workload", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_cell(cell())
 
@@ -159,7 +159,7 @@ def test_an_accuracy_cell_is_a_training(monkeypatch, tmp_path):
         seen.update(cell=cell, **where)
         return TrainingResult(status="diverged", reason="loss is nan at step 3", kernels=("sdpa.math",), num_params=7)
 
-    monkeypatch.setattr("attn_zoo.matrix.accuracy.run_training", train)
+    monkeypatch.setattr("attn_zoo.matrix.cell.train.run_training", train)
     record = run_cell(wanted, data_dir=tmp_path, checkpoint_dir=tmp_path / "c", weights_dir=tmp_path / "w")
     weights = tmp_path / "w" / f"{wanted.key}.safetensors"
     assert seen == {
@@ -180,7 +180,7 @@ def test_under_the_memory_limit_an_allocation_fails_cleanly_and_small_ones_work(
         import torch
         from unittest import mock
         from attn_zoo.matrix import limits
-        from attn_zoo.matrix.outcomes import outcome_of
+        from attn_zoo.matrix.cell.outcomes import outcome_of
         with mock.patch.object(limits, "available_bytes", lambda: 300 * 2**20):
             room = limits.limit_memory()
         small = torch.ones(10 * 2**20)
@@ -205,8 +205,8 @@ def test_memory_of_this_machine_can_be_read():
 def test_other_work_on_the_host_becomes_a_flag(monkeypatch):
     spent = iter([100.0, 100.0 + 0.5 * 10_000, 100.0, 100.0])
     clock = iter([0.0, 100.0, 0.0, 100.0])
-    monkeypatch.setattr("attn_zoo.matrix.conditions._busy_s", lambda: next(spent))
-    monkeypatch.setattr("attn_zoo.matrix.conditions.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("attn_zoo.matrix.cell.conditions._busy_s", lambda: next(spent))
+    monkeypatch.setattr("attn_zoo.matrix.cell.conditions.time.monotonic", lambda: next(clock))
     with Conditions("cpu") as loaded:
         pass
     assert loaded.flags == ("loaded_host",)
@@ -258,7 +258,7 @@ def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_onl
         calls.append((device, setup is not None, call().shape[-2]))
         return replace(timing, graph_ms=0.25)
 
-    monkeypatch.setattr("attn_zoo.matrix.scaling.with_graph_time", with_graph)
+    monkeypatch.setattr("attn_zoo.matrix.cell.trial.with_graph_time", with_graph)
     record = run_cell(cell(pass_="fwd_bwd"), budget_s=0.01)
     assert record.timing is not None, record.reason + record.trace
     assert record.timing.graph_ms == 0.25

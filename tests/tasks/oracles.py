@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attn_zoo.tasks import Split
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.induction import Induction
 from attn_zoo.tasks.mqar import MultiQueryRecall
 from attn_zoo.tasks.needle import Needle

@@ -13,8 +13,8 @@ import pytest
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.tasks import SplitName
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.byte_lm import TEXT, ByteLanguageModelling, ByteLevel
-from attn_zoo.tasks.contract import IGNORED_LABEL
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 CONTENT = bytes(np.random.default_rng(3).choice(np.frombuffer(b"abcdefg \n\xc3", np.uint8), 3_001))

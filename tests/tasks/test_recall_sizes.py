@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.copying import Copying, DelayPart
-from attn_zoo.tasks.drawing import Draws
+from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.induction import Induction, InductionPart
 from attn_zoo.tasks.mqar import MultiQueryRecall, RecallPart
 from attn_zoo.tasks.needle import Needle, NeedlePart

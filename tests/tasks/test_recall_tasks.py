@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from attn_zoo.tasks import AbstractTask, SplitName
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.byte_lm import ByteLanguageModelling
-from attn_zoo.tasks.contract import IGNORED_LABEL
 from attn_zoo.tasks.copying import Copying
 from attn_zoo.tasks.induction import Induction, InductionPart
 from attn_zoo.tasks.mqar import MultiQueryRecall, RecallPart

@@ -10,9 +10,9 @@ import torch
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
-from attn_zoo.tasks.bytes_text import text_of
-from attn_zoo.tasks.cache import cache_dir
+from attn_zoo.tasks.byte_text import text_of
 from attn_zoo.tasks.retrieval import PAPERS, Retrieval, RetrievalLevel, read_pairs
+from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from attn_zoo.training.protocol import resolve_protocol
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")

@@ -13,7 +13,7 @@ import torch
 
 from attn_zoo.records import Cell, Score
 from attn_zoo.registry import tasks, variants
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training import run_training
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.evaluation import Evaluation, breakdown, evaluate, is_better

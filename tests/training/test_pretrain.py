@@ -10,7 +10,7 @@ import torch
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import variants
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training import Progress, run_training
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.loop import Trainer

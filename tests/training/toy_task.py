@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_zoo.records import Cell
 from attn_zoo.registry import register_task, tasks
 from attn_zoo.tasks import AbstractTask, Example, Split, SplitName, TaskKind, TaskSpec
-from attn_zoo.tasks.contract import IGNORED_LABEL
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 
 __all__ = ["ToyLevel", "ToyTask", "cell", "toy_task"]
 

@@ -13,7 +13,7 @@ from attn_zoo import BuildContext, ConfigError, UnsupportedError, build_attentio
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import alibi_slopes
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.kernels.block_layout import layout_pattern
+from attn_zoo.kernels.blocks.layout import layout_pattern
 from attn_zoo.variants.bigbird import BigBirdAttention, BigBirdConfig, bigbird_flops, bigbird_mask
 
 BATCH, HEADS, DIM = 2, 2, 8

@@ -1,0 +1,1 @@
+"""The gather path: any device and dtype, linear in time and memory."""

@@ -1,0 +1,1 @@
+"""The Triton path: our own kernels on a GPU, forward and backward."""

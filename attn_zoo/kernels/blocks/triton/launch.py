@@ -1,0 +1,256 @@
+"""Launches the Triton kernels of block-sparse attention: tiles, warps and stretches for a call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attn_zoo.kernels.blocks.pattern import BlockPattern
+from attn_zoo.kernels.blocks.triton.addressing import tokens
+from attn_zoo.kernels.blocks.triton.forward import forward_kernel, merge_kernel
+from attn_zoo.kernels.blocks.triton.kept_weights import dropout_options
+from attn_zoo.kernels.blocks.triton.key_gradient import key_gradient_kernel
+from attn_zoo.kernels.blocks.triton.query_gradient import delta_kernel, query_gradient_kernel
+
+__all__ = ["Tiles", "launch_backward", "launch_forward", "tiles_of"]
+
+# A stretch of a dense line has twice the blocks of a listed line with the usual 3 + 3 + 2, and starts first, so that it
+# does not outlast the others. But no more stretches than these: for two dense blocks of 64, 16-bit inputs and up to
+# 32 768 tokens, their results are a quarter as large as the queries, and beyond that they do not grow.
+_SPLIT_BLOCKS = 16
+_MAX_SPLITS = 32
+
+_MERGE_TOKENS = 16  # dense tokens that one program merges: few, as they are few
+_DELTA_TOKENS = 64
+
+
+Kernel = Literal["forward", "query_gradient", "key_gradient"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel is cut and run: queries and keys of a tile, warps of a program, stages of its pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# For 16-bit inputs and blocks of 64 or more, by kernel and head_dim (smaller ones as 64). Chosen from what the compiler
+# says for Hopper (registers, shared memory, no spills, products as wgmma), not yet from times. A tile of 64 queries is
+# one wgmma of four warps. Three stages, because the pipeline spends one on the table: keys are loaded one step ahead,
+# their block number two. Resident programs on a multiprocessor, as registers and shared memory allow:
+_TILES: dict[tuple[Kernel, int], Tiles] = {
+    ("forward", 64): Tiles(64, 64, 4, 3),  # 112 registers, 40 KiB: 4
+    ("forward", 128): Tiles(64, 64, 4, 3),  # 159, 80 KiB: 2
+    ("query_gradient", 64): Tiles(64, 64, 4, 3),  # 126, 48 KiB: 4
+    ("query_gradient", 128): Tiles(64, 64, 4, 3),  # 202, 96 KiB: 2
+    ("key_gradient", 64): Tiles(64, 64, 4, 3),  # 216, 49 KiB: 2
+    ("key_gradient", 128): Tiles(32, 64, 4, 3),  # 234, 64 KiB: 2; with 64 queries it spills
+}
+
+
+def tiles_of(kernel: Kernel, block_size: int, head_dim: int, itemsize: int) -> Tiles:
+    """Return the tiles of a kernel, which divide the blocks.
+
+    Args:
+        kernel: which.
+        block_size: tokens in a block, a power of two from 16.
+        head_dim: D.
+        itemsize: bytes of an input number.
+    """
+    if itemsize == 4:  # exact float32 products run on the plain cores, with every factor in a register
+        return Tiles(16, 16, 4, 2)
+    if block_size < 64:
+        warps = block_size // 16 * (2 if head_dim == 128 else 1)
+        return Tiles(block_size, block_size, warps, 3)
+    return _TILES[kernel, max(64, head_dim)]
+
+
+def _splits(num_blocks: int) -> tuple[int, int]:
+    """Return how many stretches a line of so many blocks is cut into, and the blocks of each."""
+    length = max(_SPLIT_BLOCKS, math.ceil(num_blocks / _MAX_SPLITS))
+    return max(1, math.ceil(num_blocks / length)), length
+
+
+def _options(
+    pattern: BlockPattern,
+    query: Tensor,
+    padding: Tensor | None,
+    slopes: Tensor | None,
+    dropout: tuple[float, Tensor | None],
+    kernel: Kernel,
+) -> dict[str, Any]:
+    head_dim, size = query.shape[-1], pattern.block_size
+    tiles = tiles_of(kernel, size, head_dim, query.element_size())
+    return {
+        "padding": None if padding is None else padding.contiguous().view(torch.uint8),
+        "slopes": slopes,
+        "num_sequences": query.shape[0] * query.shape[1],
+        "num_heads": query.shape[1],
+        "query_len": pattern.query_len,
+        "key_len": pattern.key_len,
+        "num_dense_rows": pattern.num_dense_rows,
+        "num_global": pattern.num_global,
+        "num_tables": pattern.counts.shape[0],
+        "row_shift": (pattern.key_len - pattern.query_len) // size,
+        "reach": pattern.reach or 0,
+        "block_size": size,
+        "block_m": tiles.block_m,
+        "block_n": tiles.block_n,
+        "head_dim": head_dim,
+        "is_causal": pattern.is_causal,
+        "is_ragged": pattern.query_len % size != 0,
+        "has_reach": pattern.reach is not None,
+        "has_padding": padding is not None,
+        "has_slopes": slopes is not None,
+        **dropout_options(*dropout),
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def launch_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    pattern: BlockPattern,
+    padding: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    dropout: tuple[float, Tensor | None],
+) -> None:
+    """Write output and log-sum-exp; `dropout` is its probability and seed."""
+    options = _options(pattern, query, padding, slopes, dropout, "forward")
+    num_sequences, row_tiles = options["num_sequences"], pattern.block_size // options["block_m"]
+    num_splits, split_blocks = _splits(-(-pattern.dense_key_len // pattern.block_size))
+    num_dense = min(pattern.num_dense_rows * pattern.block_size, pattern.query_len)
+    part = query.new_empty((num_sequences, num_splits, num_dense, query.shape[-1]), dtype=torch.float32)
+    part_lse = query.new_empty((num_sequences, num_splits, num_dense), dtype=torch.float32)
+    with torch.cuda.device_of(query):
+        num_programs = num_sequences * row_tiles * (pattern.num_dense_rows * num_splits + pattern.num_rows)
+        forward_kernel[(num_programs,)](
+            tokens(query),
+            tokens(key),
+            tokens(value),
+            tokens(output),
+            lse,
+            part,
+            part_lse,
+            pattern.indices,
+            pattern.counts,
+            scale=scale,
+            num_rows=pattern.num_rows,
+            width=pattern.indices.shape[-1],
+            num_splits=num_splits,
+            split_blocks=split_blocks,
+            **options,
+        )
+        if num_dense:
+            merge_kernel[(num_sequences * -(-num_dense // _MERGE_TOKENS),)](
+                part,
+                part_lse,
+                tokens(output),
+                lse,
+                query.shape[1],
+                pattern.query_len,
+                num_dense,
+                num_splits,
+                block_m=_MERGE_TOKENS,
+                head_dim=query.shape[-1],
+            )
+
+
+def launch_backward(
+    grad_output: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    pattern: BlockPattern,
+    transposed: tuple[Tensor, Tensor],
+    padding: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    dropout: tuple[float, Tensor | None],
+) -> None:
+    """Write the gradients; arguments as in `launch_forward`."""
+    grad_query, grad_key, grad_value = grads
+    batch_size, num_heads, query_len, head_dim = query.shape
+    num_sequences, size = batch_size * num_heads, pattern.block_size
+    delta = torch.empty_like(lse)
+    with torch.cuda.device_of(query):
+        delta_kernel[(num_sequences * -(-query_len // _DELTA_TOKENS),)](
+            tokens(output),
+            tokens(grad_output),
+            delta,
+            num_heads,
+            query_len,
+            block_m=_DELTA_TOKENS,
+            head_dim=head_dim,
+        )
+        rows, row_counts = transposed
+        options = _options(pattern, query, padding, slopes, dropout, "key_gradient")
+        num_splits, split_blocks = _splits(pattern.num_query_blocks)
+        num_global = min(pattern.num_global * size, pattern.key_len)
+        shape = (batch_size, num_heads, num_splits, num_global, head_dim)
+        key_part, value_part = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
+        lines = pattern.num_global * num_splits + pattern.num_key_blocks - pattern.num_global
+        key_gradient_kernel[(num_sequences * lines * (size // options["block_n"]),)](
+            tokens(query),
+            tokens(key),
+            tokens(value),
+            tokens(grad_output),
+            tokens(grad_key),
+            tokens(grad_value),
+            lse,
+            delta,
+            key_part,
+            value_part,
+            rows,
+            row_counts,
+            scale=scale,
+            num_columns=pattern.num_key_blocks,
+            width=rows.shape[-1],
+            num_splits=num_splits,
+            split_blocks=split_blocks,
+            **options,
+        )
+        if num_global:
+            grad_key[:, :, :num_global] = key_part.sum(2)
+            grad_value[:, :, :num_global] = value_part.sum(2)
+        del key_part, value_part  # before the next partial results are allocated
+        options = _options(pattern, query, padding, slopes, dropout, "query_gradient")
+        num_splits, split_blocks = _splits(-(-pattern.dense_key_len // size))
+        num_dense = min(pattern.num_dense_rows * size, query_len)
+        part = query.new_empty((batch_size, num_heads, num_splits, num_dense, head_dim), dtype=torch.float32)
+        lines = pattern.num_dense_rows * num_splits + pattern.num_rows
+        query_gradient_kernel[(num_sequences * lines * (size // options["block_m"]),)](
+            tokens(query),
+            tokens(key),
+            tokens(value),
+            tokens(grad_output),
+            tokens(grad_query),
+            lse,
+            delta,
+            part,
+            pattern.indices,
+            pattern.counts,
+            scale=scale,
+            num_rows=pattern.num_rows,
+            width=pattern.indices.shape[-1],
+            num_splits=num_splits,
+            split_blocks=split_blocks,
+            **options,
+        )
+        if num_dense:
+            grad_query[:, :, :num_dense] = part.sum(2)

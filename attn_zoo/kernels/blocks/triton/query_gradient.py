@@ -1,0 +1,206 @@
+# ruff: noqa: ANN001, ANN201, D417
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Block-sparse attention in Triton, backward, first part: the gradient of the queries, by rows.
+
+Dao 2023, "FlashAttention-2", arXiv 2307.08691, algorithm 2, in two kernels, with `key_gradient.py`. Both
+compute the weights again from the log-sum-exp of the forward pass: two matrix products more, but every sum has one
+owner and one order, without atomic additions. Dense rows are cut into stretches of keys; the caller adds up their
+float32 sums.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn_zoo.kernels.blocks.triton.addressing import (
+    LOG2_E,
+    block_at,
+    find_tile,
+    is_visible,
+    load_tile,
+    row_list,
+    sequence_start,
+)
+from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
+
+__all__ = ["delta_kernel", "query_gradient_kernel"]
+
+SIZES = [
+    "num_sequences",
+    "num_heads",
+    "query_len",
+    "key_len",
+    "num_dense_rows",
+    "num_rows",
+    "num_global",
+    "width",
+    "num_tables",
+    "row_shift",
+    "reach",
+    "num_splits",
+    "split_blocks",
+    "drop_bound",
+]
+
+
+@triton.jit(do_not_specialize=["num_heads", "query_len"])
+def delta_kernel(output, grad_output, delta, num_heads, query_len, block_m: tl.constexpr, head_dim: tl.constexpr):
+    """Write the sum of output times its gradient of each query: float32 `[B, H, L]`."""
+    num_tiles = tl.cdiv(query_len, block_m)
+    sequence, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    batch, head = sequence // num_heads, sequence % num_heads
+    within, features = tl.arange(0, block_m), tl.arange(0, head_dim)
+    query_at = tile * block_m + within
+    is_query = query_at < query_len
+    start, grad_start = sequence_start(output, batch, head), sequence_start(grad_output, batch, head)
+    first = tile * block_m
+    results = load_tile(start, output.token_stride, first, within, features, is_query, True)
+    grads = load_tile(grad_start, grad_output.token_stride, first, within, features, is_query, True)
+    sums = tl.sum(results.to(tl.float32) * grads.to(tl.float32), 1)
+    tl.store(delta + sequence.to(tl.int64) * query_len + query_at, sums, mask=is_query)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def query_gradient_kernel(
+    query,
+    key,
+    value,
+    grad_output,
+    grad_query,
+    lse,
+    delta,
+    part,
+    indices,
+    counts,
+    padding,
+    slopes,
+    seed,
+    drop_bound,
+    keep_scale,
+    scale,
+    num_sequences,
+    num_heads,
+    query_len,
+    key_len,
+    num_dense_rows,
+    num_rows,
+    num_global,
+    width,
+    num_tables,
+    row_shift,
+    reach,
+    num_splits,
+    split_blocks,
+    block_size: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    head_dim: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_ragged: tl.constexpr,
+    has_reach: tl.constexpr,
+    has_padding: tl.constexpr,
+    has_slopes: tl.constexpr,
+    has_dropout: tl.constexpr,
+):
+    """Compute the gradient of one tile of queries; tiles and masks as in the forward kernel.
+
+    Args:
+        query: `Tokens` of `[B, H, L, D]`; so `key`, `value`, `grad_output`, `grad_query`.
+        lse: float32 `[B, H, L]`, of the forward pass.
+        delta: float32 `[B, H, L]`.
+        part: float32 `[B, H, splits, dense tokens, D]`, written: the stretches' gradients of dense rows.
+        indices: int32 `[P, R, W]`; the further arguments are the forward kernel's.
+    """
+    row_tiles: tl.constexpr = block_size // block_m
+    is_split, sequence, tile, split = find_tile(
+        tl.program_id(0), num_dense_rows * row_tiles, num_rows * row_tiles, num_splits, num_sequences
+    )
+    batch, head = sequence // num_heads, sequence % num_heads
+    block = tile // row_tiles
+    first_place, last_place, num_leading, entries = row_list(
+        indices,
+        counts,
+        head,
+        block,
+        split,
+        is_split,
+        key_len,
+        num_dense_rows,
+        num_rows,
+        num_global,
+        width,
+        num_tables,
+        row_shift,
+        split_blocks,
+        block_size,
+        is_causal,
+    )
+
+    within, features = tl.arange(0, block_m), tl.arange(0, head_dim)
+    first_query = tile * block_m
+    query_at = first_query + within
+    standing = query_at + row_shift * block_size
+    is_query = query_at < query_len
+    query_start, grad_start = sequence_start(query, batch, head), sequence_start(grad_output, batch, head)
+    queries = load_tile(query_start, query.token_stride, first_query, within, features, is_query, is_ragged)
+    grads = load_tile(grad_start, grad_output.token_stride, first_query, within, features, is_query, is_ragged)
+    place = sequence.to(tl.int64) * query_len + query_at
+    log_sum = tl.load(lse + place, mask=is_query, other=float("inf"))
+    deltas = tl.load(delta + place, mask=is_query, other=0.0)
+    slope = 0.0
+    if has_slopes:
+        slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
+    if has_padding:
+        padding += batch.to(tl.int64) * key_len
+
+    words = (0, 0)
+    if has_dropout:
+        words = sequence_words(seed, sequence)
+
+    score_scale = scale * LOG2_E
+    result = tl.zeros([block_m, head_dim], tl.float32)
+    key_start, value_start = sequence_start(key, batch, head), sequence_start(value, batch, head)
+    key_within = tl.arange(0, block_n)
+    key_tiles: tl.constexpr = block_size // block_n
+    is_masked_everywhere: tl.constexpr = has_padding or has_reach
+    is_masked_somewhere: tl.constexpr = has_padding or has_reach or is_causal or is_ragged
+    middle_place = last_place
+    if is_masked_everywhere:
+        middle_place = first_place
+    elif is_masked_somewhere:
+        middle_place = tl.maximum(first_place, last_place - 1)
+    depth: tl.constexpr = None if is_masked_everywhere else 1  # one block more needs no buffers of its own
+    for is_masked in tl.static_range(1 if is_masked_everywhere else 0, 2 if is_masked_somewhere else 1):
+        start, stop = middle_place if is_masked else first_place, last_place if is_masked else middle_place
+        for step in tl.range(start * key_tiles, stop * key_tiles, num_stages=depth if is_masked else None):
+            first = block_at(entries, step // key_tiles, num_leading, 0) * block_size + step % key_tiles * block_n
+            key_at = first + key_within
+            is_key = key_at < key_len
+            if has_padding:
+                is_key = is_key & (tl.load(padding + key_at, mask=is_key, other=1) == 0)
+            keys = load_tile(key_start, key.token_stride, first, key_within, features, is_key, is_masked)
+            values = load_tile(value_start, value.token_stride, first, key_within, features, is_key, is_masked)
+            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * score_scale
+            if has_slopes:
+                scores = scores - slope * tl.abs(standing[:, None] - key_at[None, :])
+            if is_masked:
+                visible = is_visible(standing[:, None], key_at[None, :], reach, is_causal, has_reach)
+                scores = tl.where(visible & is_key[None, :], scores, float("-inf"))
+            weights = tl.exp2(scores - log_sum[:, None])
+            grad_weights = tl.dot(grads, tl.trans(values), input_precision="ieee")
+            if has_dropout:
+                kept = is_kept(words, query_at[:, None], key_at[None, :], drop_bound)
+                grad_weights = tl.where(kept, grad_weights * keep_scale, 0.0)
+            grad_scores = weights * (grad_weights - deltas[:, None])
+            result = tl.dot(grad_scores.to(keys.dtype), keys, result, input_precision="ieee")
+
+    result = result * scale
+    if is_split:
+        num_tokens = tl.minimum(num_dense_rows * block_size, query_len)
+        token = (sequence.to(tl.int64) * num_splits + split) * num_tokens + query_at
+        is_query = query_at < num_tokens
+        tl.store(part + token[:, None] * head_dim + features[None, :], result, mask=is_query[:, None])
+    else:
+        target = sequence_start(grad_query, batch, head) + query_at.to(tl.int64)[:, None] * grad_query.token_stride
+        tl.store(target + features[None, :], result.to(grad_query.data.dtype.element_ty), mask=is_query[:, None])

@@ -1,0 +1,1 @@
+"""The driver: runs a plan, supervises worker processes, stores what they answer."""

@@ -1,0 +1,226 @@
+"""One worker process, seen from its supervisor: started, asked, watched, and ended with all its children."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import attn_zoo
+from attn_zoo.errors import StoreError
+from attn_zoo.matrix.limits import available_bytes, num_oom_kills, resident_bytes
+from attn_zoo.measure.environment import MEASURING_VARIABLES
+from attn_zoo.records import Record
+
+__all__ = ["Ended", "WorkerProcess", "spawn_environment"]
+
+START_TIMEOUT_S = 120.0
+TERM_GRACE_S = 2.0
+_TICK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker ended without an answer.
+
+    Args:
+        why: by itself, at the time limit, or because the run was stopped.
+        exit_code: negative for a signal.
+        was_memory: the kernel's out-of-memory killer, as far as can be told.
+        was_ready: it had come as far as waiting for requests.
+        at: index of the cell that it was working on.
+    """
+
+    why: Literal["exit", "timeout", "stopped"]
+    exit_code: int
+    was_memory: bool = False
+    was_ready: bool = True
+    at: int = 0
+
+
+def spawn_environment(threads: int | None) -> dict[str, str]:
+    """Return the environment of processes that measure.
+
+    Args:
+        threads: for OpenMP and MKL, which read it at start; None leaves their default.
+    """
+    environment = {**MEASURING_VARIABLES, **os.environ}
+    # Works from the source tree too, without an installed package.
+    root = str(Path(attn_zoo.__path__[0]).parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
+    if threads is not None:
+        environment.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
+    return environment
+
+
+class WorkerProcess:
+    """A spawned Python that runs cells, in a session of its own.
+
+    Args:
+        log: file for what it prints before its first cell.
+        threads: for OpenMP and MKL, which read it at start; None leaves their default.
+
+    Attributes:
+        threads: likewise.
+        waited_s: how long the last `run` waited for the process to be ready.
+        verdicts: of the gate, as far as the process knew them when it last answered.
+    """
+
+    def __init__(self, log: Path, threads: int | None) -> None:
+        self.threads, self.waited_s = threads, 0.0
+        self.verdicts: dict[str, Any] = {}
+        # The worker writes here which cell it is at. A file outlives it, and nobody is woken by a write.
+        self._place = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
+        place = self._place.fileno()
+        module = "attn_zoo.matrix.cell.worker"
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", module, str(os.getpid()), str(place)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=spawn_environment(threads),
+                pass_fds=(place,),
+                start_new_session=True,
+            )
+        self._buffer = b""
+        self._is_ready = False
+        self._spawned = time.monotonic()
+        self._room, self._kills, self._peak = available_bytes(), num_oom_kills(), 0
+
+    def is_starting(self, wait_s: float = 0.0) -> bool:
+        """Tell whether it is loading what it needs; one that is ready, ended or takes too long is not.
+
+        Args:
+            wait_s: to wait at most for it to be ready.
+        """
+        if not self._is_ready and self._process.poll() is None:
+            self._is_ready = self._next_message(wait_s) is not None  # the first message says so
+        is_late = time.monotonic() > self._spawned + START_TIMEOUT_S
+        return not self._is_ready and not is_late and self._process.poll() is None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is alive and blocked on its standard input, ready for a request."""
+        return not self.is_starting() and self._is_ready and self._process.poll() is None
+
+    def run(
+        self, request: dict[str, Any], limits_s: Sequence[float], should_stop: Callable[[], bool]
+    ) -> list[Record] | Ended:
+        """Have cells run; the clocks start when the worker is ready.
+
+        Args:
+            request: for the worker; see `attn_zoo.matrix.cell.worker`.
+            limits_s: seconds that each cell may take; time counts for the one that the worker is at.
+            should_stop: asked several times a second; True ends the worker at once.
+        """
+        assert self._process.stdin is not None  # opened above
+        os.pwrite(self._place.fileno(), bytes(4), 0)
+        # Not when it was started: others may have run since, and been killed.
+        self._room, self._kills = available_bytes(), num_oom_kills()
+        with contextlib.suppress(BrokenPipeError):  # it is gone: the exit code says more
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        left_s = list(limits_s)
+        asked = seen = time.monotonic()
+        self.waited_s = 0.0
+        while True:
+            message = self._next_message(_TICK_S)
+            self._peak = max(self._peak, resident_bytes(self._process.pid))
+            now, at = time.monotonic(), self._at
+            if self._is_ready:
+                left_s[at] -= now - seen
+            seen = now
+            if message is not None:
+                if message["event"] == "done":
+                    return self._records(message)
+                self._is_ready = True
+                self.waited_s = now - asked
+            elif should_stop():
+                return Ended("stopped", self.kill())
+            elif left_s[at] < 0 if self._is_ready else now > self._spawned + START_TIMEOUT_S:
+                return Ended("timeout", self.kill(), was_ready=self._is_ready, at=at)
+            elif self._process.poll() is not None:
+                last = self._next_message(0.0)  # written just before it ended
+                while last is not None and last["event"] != "done":
+                    last = self._next_message(0.0)
+                if last is not None:
+                    return self._records(last)
+                at, was_memory = self._at, self._was_memory()
+                return Ended("exit", self.kill(), was_memory=was_memory, was_ready=self._is_ready, at=at)
+
+    @property
+    def _at(self) -> int:
+        return int.from_bytes(os.pread(self._place.fileno(), 4, 0), "little")
+
+    def _records(self, answer: dict[str, Any]) -> list[Record] | Ended:
+        self.verdicts = answer["verdicts"]
+        try:
+            return [Record.from_dict(item, "worker") for item in answer["records"]]
+        except StoreError:
+            return Ended("exit", self.kill())
+
+    def _was_memory(self) -> bool:
+        """Tell whether a SIGKILL was the kernel's: it counted one, or the process had taken half of what was free."""
+        kills = num_oom_kills()
+        counted = kills is not None and self._kills is not None and kills > self._kills
+        return counted or self._peak > self._room // 2
+
+    def _next_message(self, wait_s: float) -> dict[str, Any] | None:
+        """Return the next whole line from the worker, or None if there is none within `wait_s`."""
+        assert self._process.stdout is not None  # opened above
+        descriptor = self._process.stdout.fileno()
+        end = time.monotonic() + wait_s
+        while b"\n" not in self._buffer:
+            if not select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+                return None
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:  # closed: the process is ending, so there is no need to hurry
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(max(wait_s, 0.01))
+                return None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> int:
+        """End the process and every child in its session: TERM, a little time, KILL. Return the exit code."""
+        if self._process.poll() is None:
+            self._signal_group(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TERM_GRACE_S)
+        self._signal_group(signal.SIGKILL)  # also for children that outlived it
+        code = self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._place):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        return code
+
+    def close(self) -> None:
+        """Let the process end by itself, which it does when the pipe closes; make sure that it does.
+
+        One that is still starting has nothing to end well: it would only notice after loading torch.
+        """
+        if self._process.stdin is not None and not self.is_starting():
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TERM_GRACE_S)
+        self.kill()

@@ -1,0 +1,152 @@
+"""Measure what this machine can do, once for each run, before anything else runs: the roof of its roofline.
+
+A process of its own measures and ends: the driver holds no memory of a GPU and computes nothing. Shards that share a
+folder measure once for each machine, one after another. On a cluster nothing is measured: a driver cannot speak for
+the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import groupby
+from os import getpid
+
+from attn_zoo.errors import StoreError
+from attn_zoo.matrix.drive.engines.process import spawn_environment
+from attn_zoo.matrix.limits import die_with_parent
+from attn_zoo.matrix.plan.planned import PlannedCell
+from attn_zoo.matrix.store.lock import hold_lock
+from attn_zoo.matrix.store.store import Store
+from attn_zoo.records import Ceilings
+
+__all__ = ["ceilings_text", "measure_missing"]
+
+LIMIT_S = 90.0
+"""Starting Python and torch included; a few seconds is what it takes."""
+
+_TICK_S = 0.2
+_Place = tuple[str, int | None]
+
+
+def ceilings_text(found: Ceilings) -> str:
+    """Return the figures for people.
+
+    >>> ceilings_text(Ceilings(device="cpu", dtype="float32", matmul_flops_per_s=1.2e11, copy_bytes_per_s=2e10))
+    'cpu float32: products 0.12 TFLOP/s, copies 20 GB/s'
+    """
+    threads = f", {found.threads} threads" if found.threads is not None else ""
+    rates = f"products {found.matmul_flops_per_s / 1e12:.3g} TFLOP/s, copies {found.copy_bytes_per_s / 1e9:.3g} GB/s"
+    idle = f", idle {found.idle_watts:.0f} W" if found.idle_watts is not None else ""
+    doubt = f" ({', '.join(found.flags)})" if found.flags else ""
+    return f"{found.device} {found.dtype}{threads}: {rates}{idle}{doubt}"
+
+
+def measure_missing(
+    items: Sequence[PlannedCell],
+    store: Store,
+    environment: str,
+    say: Callable[[str], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Measure and store the ceilings that the timings among `items` need and that the folder does not have.
+
+    Args:
+        items: cells to run.
+        store: results folder.
+        environment: digest of this machine.
+        say: shows a message.
+        should_stop: asked several times a second; True ends it without a result.
+    """
+    subjects = {
+        (item.cell.device, item.cell.threads, item.cell.dtype)
+        for item in items
+        if item.cell.kind == "scaling" and item.refusal is None
+    }
+    if not subjects:
+        return
+    with hold_lock(store.folder, None, name=".lock-ceilings", wait=True):
+        try:
+            known = {(one.device, one.threads, one.dtype) for one in store.ceilings() if one.environment == environment}
+        except StoreError as error:
+            say(f"{error}; nothing new is measured")
+            return
+        missing = sorted(subjects - known, key=str)
+        if not missing:
+            return
+        say("measuring the ceilings of this machine ...")
+        for place, group in groupby(missing, lambda subject: subject[:2]):
+            found = _measure(place, [dtype for *_, dtype in group], should_stop)
+            if isinstance(found, str):
+                say(f"no ceilings of {place[0]}: {found}")
+                continue
+            store.add_ceilings([replace(one, environment=environment) for one in found])
+            for one in found:
+                say(f"  {ceilings_text(one)}")
+
+
+def _measure(place: _Place, dtypes: list[str], should_stop: Callable[[], bool]) -> list[Ceilings] | str:
+    """Return what a process of its own measured, or why it could not."""
+    device, threads = place
+    process = subprocess.Popen(
+        [sys.executable, "-m", "attn_zoo.matrix.drive.machine_ceilings", str(getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=spawn_environment(threads),
+        start_new_session=True,
+    )
+    request: bytes | None = json.dumps({"device": device, "threads": threads, "dtypes": dtypes}).encode()
+    try:
+        for _ in range(round(LIMIT_S / _TICK_S)):
+            try:
+                answer, complaint = process.communicate(request, _TICK_S)
+                break
+            except subprocess.TimeoutExpired:
+                request = None
+            if should_stop():
+                return "stopped"
+        else:
+            return f"not done within {LIMIT_S:g} s"
+    finally:
+        process.kill()  # nothing happens to one that has ended
+        process.communicate()
+    if process.returncode:
+        lines = complaint.decode("utf-8", "replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        return lines[-1]
+    return [Ceilings.from_dict(data, "ceilings") for data in json.loads(answer)]
+
+
+def main() -> None:
+    """Answer one request with one list."""
+    die_with_parent(int(sys.argv[1]))
+    import torch
+
+    from attn_zoo.matrix.cell.conditions import Conditions
+    from attn_zoo.measure.ceilings import measure_ceilings
+    from attn_zoo.measure.energy import clocks
+
+    request = json.load(sys.stdin)
+    device, threads = request["device"], request["threads"]
+    if threads is not None:
+        torch.set_num_threads(threads)
+    idle = clocks(device)
+    with Conditions(device) as conditions:
+        found = measure_ceilings(device, request["dtypes"])
+    extra = {
+        "threads": threads,
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "idle_watts": idle.power_w if idle else None,
+        "temperature_c": idle.temperature_c if idle else None,
+        "clocks_mhz": conditions.clocks_mhz,
+        "flags": conditions.flags,
+    }
+    json.dump([replace(one, **extra).to_dict() for one in found], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What a run says while it runs: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import IO, ClassVar, Protocol
+
+from attn_zoo.matrix.plan.expand import PlannedCell
+from attn_zoo.records import Record
+
+__all__ = ["LiveProgress", "PlainProgress", "Progress", "SilentProgress", "describe", "make_progress", "span"]
+
+
+def span(seconds: float) -> str:
+    """Return a duration for people.
+
+    >>> span(0.42), span(59.6), span(3700)
+    ('0.4 s', '1 min 00 s', '1 h 01 min')
+    """
+    whole = round(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def describe(record: Record) -> str:
+    """Return one line: what became of a cell."""
+    if record.status != "ok":
+        return f"{record.status}: {' '.join(record.reason.split())}"
+    if record.timing is not None:
+        timing = record.timing
+        text = f"{timing.median_ms:.4g} ms ({timing.q1_ms:.4g} to {timing.q3_ms:.4g})"
+        if len(timing.process_sizes) > 1:
+            interval = f"{timing.low_ms:.4g} to {timing.high_ms:.4g}"
+            text = f"{timing.median_ms:.4g} ms ({interval} by {len(timing.process_sizes)} processes)"
+        peak = record.memory.peak_bytes if record.memory else None
+        return f"{text}, peak {peak / 2**20:.4g} MiB" if peak is not None else text
+    if record.score is not None:
+        return f"{record.score.metric} {record.score.value:.3f} (guessing: {record.score.chance:.3f})"
+    return "ok"
+
+
+class Progress(Protocol):
+    """Told what happens; must not fail and must not take time while a cell is measured."""
+
+    def begin(self, total: int, done: int, num_cells: int) -> None:
+        """Note how many measurements there are (cells, each with its repeats), how many were done before, and cells."""
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:
+        """Note that a cell starts, and roughly what the whole run still takes."""
+
+    def tick(self) -> None:
+        """Note that time passes."""
+
+    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
+        """Note what became of a cell, or of the repeat that `step` names, and how many measurements that ends."""
+
+    def say(self, text: str) -> None:
+        """Show a message."""
+
+    def end(self) -> None:
+        """Stop showing anything."""
+
+
+class SilentProgress(Progress):
+    """Shows nothing."""
+
+    def begin(self, total: int, done: int, num_cells: int) -> None:
+        pass
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class PlainProgress(Progress):
+    """One line per cell, for logs and pipes.
+
+    Args:
+        stream: where to.
+    """
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self.stream = stream if stream is not None else sys.stderr
+        self.total = self.done = 0
+
+    def _line(self, text: str) -> None:
+        # Reasons quote foreign text: nothing in it may steer the terminal.
+        clean = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+        print(clean, file=self.stream, flush=True)
+
+    def begin(self, total: int, done: int, num_cells: int) -> None:
+        self.total, self.done = total, done
+        known = f", {done} of them done before" if done else ""
+        repeats = f", {total} measurements with their repeats" if total > num_cells else ""
+        self._line(f"{num_cells} cells{repeats}{known}")
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
+        self.done += num_done
+        around = "" if record.overhead_s is None else f", {span(record.overhead_s)} beside what it measured"
+        took = span(sum(record.phases.values()) or record.duration_s)
+        what = ": ".join(filter(None, [step, describe(record)]))
+        self._line(f"[{self.done}/{self.total}] {record.cell.id}  {what}  [{took}{around}]")
+
+    def say(self, text: str) -> None:
+        self._line(text)
+
+    def end(self) -> None:
+        pass
+
+
+class LiveProgress(PlainProgress):
+    """Finished cells scroll by; below them the running cells, and the time left.
+
+    It is redrawn once a second by whoever waits, not by a thread: threads would take time from what is measured.
+    """
+
+    MAX_SHOWN: ClassVar[int] = 8
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        super().__init__(stream)
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=self.stream, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._running: dict[str, tuple[str, float]] = {}  # id and start by key
+        self._eta_s = self._since = self._drawn = 0.0
+
+    def begin(self, total: int, done: int, num_cells: int) -> None:
+        self._live.start()
+        super().begin(total, done, num_cells)
+
+    def _line(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)))
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:
+        self._eta_s, self._since = eta_s, time.monotonic()
+        self._running[item.cell.key] = item.cell.id, self._since
+        self.tick()
+
+    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
+        super().finished(record, step, num_done)
+        self._running.pop(record.cell.key, None)
+
+    def tick(self) -> None:
+        from rich.text import Text
+
+        now = time.monotonic()
+        if not self._running or now - self._drawn < 1.0:
+            return
+        self._drawn = now
+        self._live.update(Text("\n".join(self._picture(now)), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _picture(self, now: float) -> list[str]:
+        """Return the lines to show: one for a single cell, otherwise one for each and one for all."""
+        left = max(self._eta_s - (now - self._since), 0.0)
+        known = f"about {span(left)} left in all" if self._eta_s else "time left unknown"
+        running = list(self._running.values())
+        if len(running) == 1:
+            (name, since) = running[0]
+            return [f"[{self.done + 1}/{self.total}] {name}  {span(now - since)}, {known}"]
+        lines = [f"  {name}  {span(now - since)}" for name, since in running[: self.MAX_SHOWN]]
+        if len(running) > self.MAX_SHOWN:
+            lines.append(f"  and {len(running) - self.MAX_SHOWN} more")
+        return [*lines, f"[{self.done}/{self.total}] {len(running)} running, {known}"]
+
+    def end(self) -> None:
+        self._running.clear()
+        self._live.stop()
+
+
+def make_progress(stream: IO[str] | None = None) -> Progress:
+    """Return the live form on a terminal that can show it, the plain one otherwise (also with NO_COLOR set)."""
+    stream = stream if stream is not None else sys.stderr
+    is_plain = not stream.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return PlainProgress(stream) if is_plain else LiveProgress(stream)

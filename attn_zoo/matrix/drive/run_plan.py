@@ -1,0 +1,199 @@
+"""Run a plan into a results folder: resume, time limit, Ctrl-C, and a summary of what was done and what is left."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from attn_zoo.matrix.drive.done_and_left import Standing, Summary, standing
+from attn_zoo.matrix.drive.engines.local import LocalEngine
+from attn_zoo.matrix.drive.machine_ceilings import measure_missing
+from attn_zoo.matrix.drive.progress import Progress, SilentProgress
+from attn_zoo.matrix.drive.session import Session
+from attn_zoo.matrix.drive.supervise import Control
+from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.plan.expand import Plan, PlannedCell
+from attn_zoo.matrix.store.store import Store
+from attn_zoo.matrix.variant_claims import claims_of
+from attn_zoo.records import Record
+
+__all__ = ["Engine", "Standing", "Summary", "run", "standing"]
+
+Lanes = Sequence[tuple[Sequence[PlannedCell], Sequence[Record]]]
+
+
+class Engine(Protocol):
+    """Supervises workers. Records go to `control`, which belongs to the driver: nobody else writes.
+
+    Attributes:
+        is_remote: workers run on other machines.
+        jobs: trainings at once on this one.
+    """
+
+    is_remote: bool
+    jobs: int
+
+    def run(self, lanes: Lanes, settings: Settings, control: Control) -> None:
+        """Run all lanes, as long as `control` agrees."""
+
+
+@contextmanager
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Send Ctrl-C and a polite kill to `handler`; only the main thread may change that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def run(
+    plan: Plan,
+    store: Store,
+    *,
+    engine: Engine | None = None,
+    time_limit_min: float | None = None,
+    retry_statuses: Sequence[str] = (),
+    progress: Progress | None = None,
+    allow_mixed_env: bool = False,
+    data_dir: Path | None = None,
+) -> Summary:
+    """Run what the plan asks for and the folder does not have yet.
+
+    Args:
+        plan: from `make_plan`.
+        store: results folder; created if absent.
+        engine: supervises the workers; this machine by default.
+        time_limit_min: minutes for everything; cells that would likely exceed it are left for another run, and one
+            that does is stopped without a record.
+        retry_statuses: records with these statuses are moved aside and run again.
+        progress: told what happens; silent by default.
+        allow_mixed_env: add to a folder that was measured in another environment.
+        data_dir: where tasks find local data.
+
+    Raises:
+        StoreError: the folder cannot be used or written. Records written before stay whole.
+    """
+    from attn_zoo.measure.environment import capture_environment
+
+    engine = engine or LocalEngine()
+    progress = progress or SilentProgress()
+    environment = capture_environment()
+    matrix = plan.matrix.model_dump(mode="json")
+    with store.writing(
+        matrix,
+        environment,
+        allow_mixed_env=allow_mixed_env,
+        shard=plan.shard,
+        claims=claims_of({item.cell.variant for item in plan.cells}),
+    ) as scan:
+        if scan.problems:
+            progress.say(f"{len(scan.problems)} files were no records and are now in {store.folder / 'quarantine'}")
+        records = dict(scan.records)
+        planned = {item.cell.key for item in plan.cells}
+        for key, record in scan.records.items():
+            if key in planned and record.status in retry_statuses:
+                store.retire(key)
+                del records[key]
+        left = standing(plan, list(records.values())).left
+        limit_s = None if time_limit_min is None else time_limit_min * 60
+        parts = _parts(store, plan, records, "" if engine.is_remote else environment.digest)
+        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, parts)
+        settings = Settings(
+            logs=store.logs,
+            environment=environment.digest,
+            variant_files=plan.variant_files,
+            data_dir=data_dir,
+            checkpoints=store.checkpoints,
+            weights=store.weights,
+        )
+        total = sum(item.num_rounds for item in plan.cells)
+        missing = sum(item.num_rounds - len(parts.get(item.cell.key, ())) for item in left)
+        progress.begin(total, total - missing, len(plan.cells))
+        if num_compiled := sum(bool(item.cell.overrides.get("compile")) for item in left if item.refusal is None):
+            progress.say(f"cells that are compiled first, in silence and up to a minute each: {num_compiled}")
+        try:
+            with _signals(session.interrupt):
+                if not engine.is_remote:
+                    measure_missing(left, store, environment.digest, progress.say, session.is_over)
+                for item in left:
+                    if item.refusal is not None:
+                        session.finished(_refused(item, environment.digest))
+                engine.run(_lanes(left, records, parts, is_joined=engine.is_remote), settings, session)
+        finally:
+            progress.end()
+    for record in session.new:
+        records[record.cell.key] = record
+    now = standing(plan, list(records.values()), store.parts.count())
+    return Summary(
+        counts=dict(Counter(record.status for record in now.done)),
+        new=len(session.new),
+        left=now.left,
+        num_parts=sum(now.begun.values()),
+        stopped=session.stopped,
+        folder=store.folder,
+    )
+
+
+def _refused(item: PlannedCell, environment: str) -> Record:
+    assert item.refusal is not None  # asked by the caller
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    reason = item.refusal[1]
+    return Record(cell=item.cell, status="unsupported", reason=reason, environment=environment, started=started)
+
+
+def _parts(store: Store, plan: Plan, records: Mapping[str, Record], environment: str) -> dict[str, list[Record]]:
+    """Return the repeats that cells without a record have, by key; tidy away what a killed run left of the others."""
+    found: dict[str, list[Record]] = {}
+    begun = store.parts.count()
+    for item in plan.cells:
+        key = item.cell.key
+        if key not in begun:
+            continue
+        if key not in records:
+            found[key] = store.parts.take(key, environment, most=item.num_rounds - 1)
+        elif records[key].status == "ok":
+            store.parts.drop(key)
+        else:
+            store.parts.retire(key)
+    return found
+
+
+def _lanes(
+    left: Sequence[PlannedCell], records: Mapping[str, Record], parts: Mapping[str, Sequence[Record]], is_joined: bool
+) -> Lanes:
+    """Group runnable cells by round over the matrix and by track, each with the records that its lanes have.
+
+    Args:
+        left: cells without a record.
+        records: by key.
+        parts: repeats that there are, by key.
+        is_joined: all rounds of a track in one lane, for an engine whose lanes run on different machines: repeats of
+            one cell belong on one.
+    """
+    prior: dict[str, list[Record]] = {}
+    for record in records.values():
+        prior.setdefault(record.cell.lane, []).append(record)
+    runnable = [item for item in left if item.refusal is None]
+    tracks: dict[tuple[int, str], list[PlannedCell]] = {}
+    for repeat in range(max((item.num_rounds for item in runnable), default=0)):
+        for item in runnable:
+            if len(parts.get(item.cell.key, ())) <= repeat < item.num_rounds:
+                place = (0 if is_joined else repeat, item.track)
+                tracks.setdefault(place, []).append(replace(item, repeat=repeat))
+    return [
+        (items, [record for lane in dict.fromkeys(item.cell.lane for item in items) for record in prior.get(lane, [])])
+        for items in tracks.values()
+    ]

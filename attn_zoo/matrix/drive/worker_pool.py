@@ -1,0 +1,223 @@
+"""The worker processes of a run's lanes: the one at work, the one that a lane keeps, and those that wait their turn.
+
+Most of a process's start is loading torch, which takes no part in what is measured. So several load it at once, before
+the first of them measures, and then wait for a request without using the processor. On a CPU nothing is measured while
+a process loads; on a GPU, which that does not disturb, the next one loads meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
+from attn_zoo.matrix.limits import available_bytes, num_cores
+from attn_zoo.matrix.plan.planned import PlannedCell
+from attn_zoo.matrix.status_sets import CLEAN
+from attn_zoo.records import Record
+
+__all__ = ["Crew", "Settings"]
+
+MAX_BATCH = 8
+"""Processes that start at once."""
+
+WAITING_BYTES, WAITING_FRAC = 200 * 2**20, 0.05
+"""What a process that waits occupies, a little more than measured; and how much of the memory all of them may."""
+
+_TICK_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What all cells of a run share.
+
+    Args:
+        logs: folder for one log per cell.
+        environment: digest that records carry.
+        variant_files: plain files that workers load first.
+        data_dir: where tasks find local data.
+        checkpoints: folder in which trainings keep one folder each, or None.
+        weights: folder for trained weights that a matrix asks to keep, or None.
+        threads: CPU threads of a cell that does not say, where several share the cores; None leaves torch's default.
+    """
+
+    logs: Path
+    environment: str = ""
+    variant_files: tuple[str, ...] = ()
+    data_dir: Path | None = None
+    checkpoints: Path | None = None
+    weights: Path | None = None
+    threads: int | None = None
+
+
+class Crew:
+    """Hands requests to worker processes and accounts for the time around what they measure. Close it, or use `with`.
+
+    Args:
+        settings: of the run.
+        should_stop: asked several times a second while a worker runs; True ends it at once.
+        is_over: tells whether no further cell will be allowed to start.
+        ahead: all that will be asked, in order; the processes for it start several at a time. Some may never be asked.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        should_stop: Callable[[], bool],
+        is_over: Callable[[], bool],
+        ahead: Iterable[PlannedCell] = (),
+    ) -> None:
+        self.settings, self._should_stop, self.is_over = settings, should_stop, is_over
+        self._ahead = list(ahead)
+        self._places = {(item.cell.key, item.repeat): place for place, item in enumerate(self._ahead)}
+        self._kept: WorkerProcess | None = None
+        self._waiting: list[WorkerProcess] = []
+        self._share_s = 0.0  # of each process of the latest batch, in the time that the batch took to start
+        self._verdicts: dict[str, Any] = {}
+        self._since = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def log(self, item: PlannedCell) -> Path:
+        """Return where the output of a cell, or of all that are timed in turns with it, goes: to that of the first."""
+        return self.settings.logs / f"{item.cell.key}.log"
+
+    def ask(
+        self, items: Sequence[PlannedCell], *, keeps: bool = False, has_next: bool = False, **request: Any
+    ) -> list[Record] | Ended:
+        """Have one process run these cells, and return its records with all their phases, or how it ended.
+
+        Args:
+            items: one cell, or those to be timed in turns.
+            keeps: the process may serve the next request too, if this one ends well.
+            has_next: another process will be needed after this one, whatever lies ahead.
+            request: the rest of what the worker is told.
+        """
+        first, settings = items[0], self.settings
+        began = time.monotonic()
+        num_after = max(self._num_after(items[-1]), int(has_next and not keeps))
+        worker, owed_s = self._take(first, num_after)
+        if first.cell.device == "cuda" and num_after and not keeps and not self._waiting:
+            self._start(first, worker.threads, 1)
+        taken = time.monotonic()
+        whole = {
+            "cells": [item.cell.to_dict() for item in items],
+            "budget_s": first.budget_s,
+            "has_energy": first.has_energy,
+            "has_count": [item.has_count for item in items],
+            "environment": settings.environment,
+            "variant_files": settings.variant_files,
+            "log": str(self.log(first)),
+            "verdicts": dict(self._verdicts),
+            **request,
+        }
+        try:
+            answer = worker.run(whole, [item.timeout_s for item in items], self._should_stop)
+        except BaseException:
+            worker.kill()
+            raise
+        if isinstance(answer, Ended):
+            self._since = time.monotonic()
+            return answer
+        if keeps and all(record.status in CLEAN for record in answer):
+            self._kept = worker
+        else:
+            worker.close()
+        self._verdicts |= worker.verdicts
+        now, measured_s = time.monotonic(), sum(sum(record.phases.values()) for record in answer)
+        shared = {
+            "driver": began - self._since,
+            "start": taken - began + owed_s + worker.waited_s,
+            "exchange": max(now - taken - worker.waited_s - measured_s, 0.0),
+        }
+        self._since = now
+        return [_with_shares(record, shared, len(answer)) for record in answer]
+
+    def _num_after(self, item: PlannedCell) -> int:
+        """Return how many more processes the cells after this one need in a row, up to a batch of them."""
+        place = self._places.get((item.cell.key, item.repeat), len(self._ahead))
+        found: dict[object, int] = {}
+        for later in islice(self._ahead, place + 1, None):
+            if _kind(later) != _kind(item) or sum(found.values()) >= MAX_BATCH:
+                break
+            if _sharing(later) != _sharing(item):
+                found[_sharing(later)] = later.num_processes
+        return sum(found.values())
+
+    def _take(self, item: PlannedCell, num_after: int) -> tuple[WorkerProcess, float]:
+        """Return a process for the item, and seconds that it owes to one before it: less than 0 if others owe it."""
+        began, is_cpu = time.monotonic(), item.cell.device == "cpu"
+        threads = item.cell.threads or self.settings.threads
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept.threads == threads:
+                return kept, 0.0
+            kept.close()
+        self._drop_unless(lambda worker: worker.threads == threads and (worker.is_starting() or worker.is_waiting))
+        is_new = not self._waiting
+        if is_new:
+            has_batch = is_cpu and item.cell.kind == "scaling"
+            self._start(item, threads, 1 + (min(num_after, _num_spare()) if has_batch else 0))
+        if is_cpu:
+            for worker in self._waiting:
+                while worker.is_starting(_TICK_S) and not self._should_stop():
+                    pass
+            # If none could start, or the run is being stopped, one is left to say so when it is asked.
+            first = next((worker for worker in self._waiting if worker.is_waiting), self._waiting[0])
+            self._drop_unless(lambda worker: worker is first or worker.is_waiting)
+        owed_s = self._share_s
+        if is_new:
+            spent_s = time.monotonic() - began
+            self._share_s = spent_s / len(self._waiting) if len(self._waiting) > 1 else 0.0
+            owed_s = self._share_s * (1 - len(self._waiting))
+        return self._waiting.pop(0), owed_s
+
+    def _drop_unless(self, is_wanted: Callable[[WorkerProcess], bool]) -> None:
+        for worker in [worker for worker in self._waiting if not is_wanted(worker)]:
+            self._waiting.remove(worker)
+            worker.close()
+
+    def _start(self, item: PlannedCell, threads: int | None, count: int) -> None:
+        for _ in range(count):  # one by one: those that were started are ended, whatever happens to the next
+            self._waiting.append(WorkerProcess(self.log(item), threads))
+
+    def end_lane(self) -> None:
+        """End the process that the lane kept: the next lane's must not have run anything of this one."""
+        if self._kept is not None:
+            self._kept.close()
+        self._kept = None
+
+    def close(self) -> None:
+        """End what is left."""
+        self.end_lane()
+        while self._waiting:
+            self._waiting.pop().close()
+
+
+def _sharing(item: PlannedCell) -> object:
+    """Return what is equal for cells that one process may run, one after another or in turns."""
+    return (item.track, item.repeat) if item.isolation == "lane" else item.unit
+
+
+def _kind(item: PlannedCell) -> object:
+    """Return what is equal for cells that a process which was started for one of them suits."""
+    return item.cell.kind, item.cell.device, item.cell.threads
+
+
+def _num_spare() -> int:
+    """Return how many processes may wait while another measures: no more start at once than there are cores."""
+    return min(MAX_BATCH, num_cores(), 1 + int(available_bytes() * WAITING_FRAC / WAITING_BYTES)) - 1
+
+
+def _with_shares(record: Record, shared: dict[str, float], count: int) -> Record:
+    """Add an equal share of what was spent for all cells of a request."""
+    phases = {**record.phases, **{name: seconds / count for name, seconds in shared.items()}}
+    return replace(record, phases={name: round(seconds, 4) for name, seconds in phases.items()})

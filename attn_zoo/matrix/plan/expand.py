@@ -1,0 +1,142 @@
+"""From a matrix to cells: each runnable or refused with a reason, with a rough estimate, in the order they will run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.matrix.plan.cells import PlannedCell, Refusal, expand
+from attn_zoo.matrix.plan.groups import GROUPS, Entry, Matrix
+from attn_zoo.registry import variants
+
+__all__ = ["Plan", "PlannedCell", "Refusal", "Shard", "make_plan"]
+
+Shard = tuple[int, int]
+"""(I, N): the I-th of N parts, counted from 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All cells of a run.
+
+    Args:
+        matrix: what was expanded.
+        cells: in the order they run: lanes together, lengths ascending.
+        device: `"cpu"` or `"cuda"`, what `"auto"` means here.
+        shard: which part of the matrix this is, or None for all.
+        variant_files: plain files that workers must load first.
+    """
+
+    matrix: Matrix
+    cells: tuple[PlannedCell, ...]
+    device: str
+    shard: Shard | None = None
+    variant_files: tuple[str, ...] = field(default=())
+
+    @property
+    def estimate_s(self) -> float:
+        """Rough seconds of all cells that can be estimated."""
+        return sum(item.estimate_s or 0.0 for item in self.cells if item.refusal is None)
+
+
+def make_plan(
+    matrix: Matrix,
+    *,
+    device: str | None = None,
+    only: Sequence[str] = (),
+    shard: Shard | None = None,
+    add_variants: Sequence[str] = (),
+    variant_files: Sequence[str] = (),
+    data_dir: Path | None = None,
+    is_remote: bool = False,
+    should_probe: bool = False,
+) -> Plan:
+    """Expand a matrix; nothing is run and nothing is written.
+
+    Args:
+        matrix: from `load_matrix`.
+        device: instead of the matrix's own.
+        only: patterns with `*` and `?` over cell ids (`"linformer/*"`); a cell is kept if one matches.
+        shard: (I, N): keep the I-th of N parts. Lanes stay whole.
+        add_variants: registered names added to every group.
+        variant_files: plain files, loaded already, that workers must load too.
+        data_dir: where tasks find local data.
+        is_remote: workers run on other machines, so that a missing GPU here is no refusal.
+        should_probe: also build every module once, without memory, in a child process, so that the plan shows what
+            constructors refuse. A run finds that out by itself.
+
+    Raises:
+        ConfigError: unknown variant, impossible shard, nothing left.
+        UnknownNameError: `add_variants` names no registered variant.
+    """
+    has_cuda = is_remote or _has_cuda()
+    auto = "cuda" if not is_remote and has_cuda else "cpu"
+    matrix = _resolved(matrix, add_variants, device, auto)
+    lanes: dict[str, dict[str, PlannedCell]] = {}
+    for item in expand(matrix, has_cuda, data_dir):
+        # What is timed in turns stays together, whatever is done with lanes.
+        lanes.setdefault(item.cell.together or item.cell.lane, {}).setdefault(item.cell.key, item)
+    ordered = [_ascending(lane.values()) for lane in lanes.values()]
+    if shard is not None:
+        index, count = shard
+        if not 1 <= index <= count:
+            raise ConfigError("shard", [("", f"expected I/N with 1 <= I <= N; got {index}/{count}")])
+        ordered = ordered[index - 1 :: count]
+    cells = _counted_once([item for lane in ordered for item in lane])
+    if only:
+        kept = [item for item in cells if any(fnmatchcase(item.cell.id, pattern) for pattern in only)]
+        if not kept:
+            example = cells[0].cell.id if cells else "(none)"
+            raise ConfigError("only", [("", f"no cell matches {', '.join(only)}; a cell's id looks like {example}")])
+        cells = kept
+    if should_probe:
+        from attn_zoo.matrix.plan.probe import probe
+
+        cells = probe(cells, variant_files)
+    return Plan(
+        matrix=matrix, cells=tuple(cells), device=device or auto, shard=shard, variant_files=tuple(variant_files)
+    )
+
+
+def _ascending(lane: Iterable[PlannedCell]) -> list[PlannedCell]:
+    return sorted(lane, key=lambda item: item.cell.seq_len or 0)
+
+
+def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
+    """Leave the count of FLOPs to the first of the cells that differ in length and pass only: a forward is a forward.
+
+    The counter takes up to a second to load, so only a process that runs many lengths counts all of them.
+    """
+    found: list[PlannedCell] = []
+    first: dict[str, PlannedCell] = {}
+    for item in cells:
+        seen = first.setdefault(replace(item.cell, pass_=None, together="").lane, item)
+        is_same_lane = item.isolation == "lane" and seen.cell.lane == item.cell.lane
+        found.append(replace(item, has_count=seen is item or is_same_lane))
+    return found
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _resolved(matrix: Matrix, names: Sequence[str], device: str | None, auto: str) -> Matrix:
+    """Return the matrix with added variants and real devices: a folder stores this, and it means the same anywhere."""
+    for name in names:
+        variants[name]
+
+    def resolved(group: Any) -> Any:
+        present = {entry.name for entry in group.variants}
+        added = tuple(Entry(name=name) for name in dict.fromkeys(names) if name not in present)
+        wanted = device or group.device
+        update = {"variants": group.variants + added, "device": auto if wanted == "auto" else wanted}
+        return group.model_copy(update=update)
+
+    update = {kind: tuple(resolved(group) for group in getattr(matrix, kind)) for kind in GROUPS}
+    return matrix.model_copy(update=update)

@@ -1,0 +1,96 @@
+"""Ask constructors, without memory and in a child process, what they refuse: so that a plan can show it.
+
+A constructor of somebody else may hang or crash. Then the plan simply knows less; the run will tell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attn_zoo
+from attn_zoo.records import Cell
+
+if TYPE_CHECKING:
+    from attn_zoo.matrix.plan.expand import PlannedCell
+
+__all__ = ["probe"]
+
+TIMEOUT_S = 120.0
+
+
+def probe(
+    items: Sequence[PlannedCell], variant_files: Sequence[str], timeout_s: float = TIMEOUT_S
+) -> list[PlannedCell]:
+    """Return the items, those refused by a constructor with the refusal.
+
+    Args:
+        items: planned cells; only scaling cells that are not refused yet are asked.
+        variant_files: plain files that register variants.
+        timeout_s: for all of them; what was not answered by then stays as it was.
+    """
+    asked = [item.cell.to_dict() for item in items if item.refusal is None and item.cell.kind == "scaling"]
+    if not asked:
+        return list(items)
+    request = json.dumps({"cells": asked, "variant_files": list(variant_files)})
+    root = str(Path(attn_zoo.__path__[0]).parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "attn_zoo.matrix.plan.probe"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        answers, _ = child.communicate(request.encode(), timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        answers, _ = child.communicate()
+    refusals: dict[str, tuple[str, str]] = {}
+    for line in answers.decode("utf-8", "replace").splitlines():
+        try:
+            key, capability, reason = json.loads(line)
+        except ValueError:
+            continue  # something that a variant printed
+        refusals[key] = (capability, reason)
+    return [
+        replace(item, refusal=refusals[item.cell.key], estimate_s=None, estimate_bytes=None)
+        if item.cell.key in refusals
+        else item
+        for item in items
+    ]
+
+
+def main() -> None:
+    """Build every module on the device that has no memory; print one JSON line for each refusal."""
+    import torch
+
+    from attn_zoo.discovery import load_file
+    from attn_zoo.errors import UnsupportedError
+    from attn_zoo.matrix.cell.workload import make_module
+
+    request = json.load(sys.stdin)
+    for path in request["variant_files"]:
+        load_file(path, None)
+    for data in request["cells"]:
+        cell = Cell.from_dict(data)
+        try:
+            with torch.device("meta"):
+                make_module(cell)
+        except UnsupportedError as error:
+            sys.stdout.write(json.dumps([cell.key, error.capability, error.reason]) + "\n")
+            sys.stdout.flush()
+        except Exception as error:
+            # Not every constructor can do without memory; a real failure will show itself in the run.
+            sys.stderr.write(f"{cell.id}: {error}\n")
+
+
+if __name__ == "__main__":
+    main()

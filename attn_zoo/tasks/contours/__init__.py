@@ -1,0 +1,1 @@
+"""Pathfinder: scenes, their geometry, and the drawing of pictures."""

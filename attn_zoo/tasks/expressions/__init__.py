@@ -1,0 +1,1 @@
+"""ListOps: the grammar, partial readings and the published text."""

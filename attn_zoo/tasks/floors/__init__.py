@@ -1,0 +1,1 @@
+"""Trivial models, whose scores every result is read beside."""

@@ -1,0 +1,90 @@
+"""What trivial models score: a table of the most frequent label for each value of one feature.
+
+A score is meant to be read beside these: on ListOps, most published accuracies are what the root operator alone gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from attn_zoo.tasks.abstract_task import AbstractTask
+from attn_zoo.tasks.sources.tensor_cache import cached_tensors
+
+__all__ = ["floors_of", "lookup_floor", "majority_floor", "references_of"]
+
+
+@cache
+def _code(task: type[AbstractTask]) -> str:
+    """Return a hash of the files of all tasks and of this one: a changed floor must not be read from the cache."""
+    content = hashlib.sha256()
+    for path in sorted({*Path(__file__).parents[1].rglob("*.py"), Path(inspect.getfile(task))}):
+        content.update(path.read_bytes())
+    return content.hexdigest()[:16]
+
+
+def floors_of(task: AbstractTask) -> dict[str, float]:
+    """Return `task.floors()`, computed once for the same data and code: every run of a matrix asks for it.
+
+    Args:
+        task: at its level, with its data.
+    """
+    return _once(task, "floors", task.floors)
+
+
+def references_of(task: AbstractTask) -> dict[str, float]:
+    """Return `task.references()`, likewise computed once.
+
+    Args:
+        task: at its level, with its data.
+    """
+    return _once(task, "references", task.references)
+
+
+def _once(task: AbstractTask, what: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
+    digest = task.digest(task.level, data_dir=task.data_dir)
+
+    def tensors() -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in compute().items()}
+
+    kept = cached_tensors(f"{what}-{task.name}-{task.level}-{digest}-{_code(type(task))}", tensors)
+    return {name: float(value) for name, value in kept.items()}
+
+
+def lookup_floor(
+    train_feature: NDArray[np.integer],
+    train_labels: NDArray[np.integer],
+    test_feature: NDArray[np.integer],
+    test_labels: NDArray[np.integer],
+) -> float:
+    """Return the test accuracy of "the most frequent training label for this value of the feature".
+
+    Values never seen in training get the majority label; ties go to the smaller label.
+
+    Args:
+        train_feature: non-negative integers `[N]`.
+        train_labels: classes `[N]`.
+        test_feature: `[M]`.
+        test_labels: `[M]`.
+
+    >>> lookup_floor(np.array([0, 0, 1]), np.array([3, 3, 5]), np.array([0, 1, 9]), np.array([3, 5, 3]))
+    1.0
+    """
+    num_classes = int(max(train_labels.max(), test_labels.max())) + 1
+    num_values = int(max(train_feature.max(), test_feature.max())) + 1
+    joint = train_feature.astype(np.int64) * num_classes + train_labels
+    counts = np.bincount(joint, minlength=num_values * num_classes).reshape(num_values, num_classes)
+    rule = np.where(counts.any(1), counts.argmax(1), counts.sum(0).argmax())
+    return float((rule[test_feature.astype(np.int64)] == test_labels).mean())
+
+
+def majority_floor(train_labels: NDArray[np.integer], test_labels: NDArray[np.integer]) -> float:
+    """Return the test accuracy of always answering the most frequent training label."""
+    return lookup_floor(np.zeros_like(train_labels), train_labels, np.zeros_like(test_labels), test_labels)

@@ -1,0 +1,89 @@
+"""What a bag of words scores: a strong reference that knows vocabulary but no order and no attention."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from torch import Tensor
+
+from attn_zoo.tasks.abstract_task import Split
+from attn_zoo.tasks.floors.linear_model import linear_floor
+
+__all__ = ["word_floor", "word_similarity"]
+
+_WORD = re.compile(rb"[a-z]{2,}")
+
+
+def word_floor(train: Split, test: Split) -> float:
+    """Return the test accuracy of logistic regression on which words a text has.
+
+    Words are runs of at least two ASCII letters, lower-cased, that stand in at least two texts of train; their weights
+    are (1 + log count) log(N / texts with the word), each text scaled to length 1 (tf-idf).
+
+    Args:
+        train: tokens as in `attn_zoo.tasks.byte_text`.
+        test: likewise.
+    """
+    counted = [_counts(split.tokens) for split in (train, test)]
+    texts_with = Counter(word for words in counted[0] for word in words)
+    rarity = {word: math.log(len(train) / texts) for word, texts in texts_with.items() if texts > 1}
+    features = _weighted(counted, rarity)
+    return linear_floor(features[0], train.labels.numpy(), features[1], test.labels.numpy())
+
+
+def word_similarity(train: Split, test: Split) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the cosine of the words of both texts of each pair, `[N, 1]` for train and `[M, 1]` for test.
+
+    Words and weights are those of `word_floor`, but a word that train does not have counts as if one text had it: a
+    name that both texts mention tells most where it is new.
+
+    Args:
+        train: pairs of texts.
+        test: likewise.
+    """
+    counted = []
+    for split in (train, test):
+        assert split.other_tokens is not None
+        counted += [_counts(split.tokens), _counts(split.other_tokens)]
+    texts_with = Counter(word for texts in counted[:2] for words in texts for word in words)
+    every = {word for texts in counted for words in texts for word in words}
+    rarity = {word: math.log(2 * len(train) / max(1, texts_with[word])) for word in every}
+    weights = _weighted(counted, rarity)
+    return _cosine(weights[0], weights[1]), _cosine(weights[2], weights[3])
+
+
+def _cosine(one: csr_array, two: csr_array) -> NDArray[np.float64]:
+    return np.asarray((one * two).sum(axis=1), np.float64)[:, None]
+
+
+def _counts(tokens: Tensor) -> list[Counter[bytes]]:
+    rows = (tokens.numpy() - 1).astype(np.uint8)  # padding wraps to 255, which is no letter
+    return [Counter(_WORD.findall(row.tobytes().lower())) for row in rows]
+
+
+def _weighted(splits: list[list[Counter[bytes]]], rarity: dict[bytes, float]) -> list[csr_array]:
+    """Return weights of words `[N, words]` for each list of texts, rows of length 1."""
+    known = {word: index for index, word in enumerate(sorted(rarity))}
+    rarities = np.array([rarity[word] for word in known], np.float64)
+    return [_rows(texts, known, rarities) for texts in splits]
+
+
+def _rows(texts: list[Counter[bytes]], known: dict[bytes, int], rarities: NDArray[np.float64]) -> csr_array:
+    indices, counts, ends = array("q"), array("q"), [0]
+    for words in texts:
+        found = [(known[word], count) for word, count in words.items() if word in known]
+        indices.extend(index for index, _ in found)
+        counts.extend(count for _, count in found)
+        ends.append(len(indices))
+    columns = np.array(indices, np.int64)
+    weights = (1.0 + np.log(np.array(counts, np.float64))) * rarities[columns]
+    row_of = np.repeat(np.arange(len(texts)), np.diff(ends))
+    norms = np.sqrt(np.bincount(row_of, weights**2, minlength=len(texts)))
+    weights /= np.maximum(norms, 1e-12)[row_of]
+    return csr_array((weights, columns, np.array(ends)), shape=(len(texts), max(1, len(known))))

@@ -1,0 +1,1 @@
+"""What generated tasks share: random numbers, and examples drawn in chunks."""

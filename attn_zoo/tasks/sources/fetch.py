@@ -1,0 +1,212 @@
+"""Bring the files of a `Source` from where it says they lie. The only place of the package that uses the network.
+
+Files are checked before they get their place, and a manifest is written beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.tasks.sources.archive import unpack
+from attn_zoo.tasks.sources.download import FetchError, download
+from attn_zoo.tasks.sources.manifest import Entry, describe, read_manifest, write_manifest
+from attn_zoo.tasks.sources.source import Source, fetched_dir
+from attn_zoo.whole_files import DISK_FULL
+
+__all__ = ["FetchError", "fetch", "target_of"]
+
+_QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
+_FREE_ALLOWANCE = 64 * 2**20  # what a file may exceed its rough size by, at least
+_KNOCK_S = 15.0
+_STAGING = ".fetch-"
+_ABANDONED_S = 24 * 3600.0
+_MAX_UNKNOWN = 32 * 2**30  # where nothing is known of the size
+
+
+def target_of(source: Source, data_dir: Path | None) -> Path:
+    """Return the folder that `fetch` fills."""
+    return (fetched_dir() if data_dir is None else data_dir) / source.folder
+
+
+def fetch(
+    source: Source,
+    *,
+    data_dir: Path | None = None,
+    force: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Path]:
+    """Bring the files of a source, check them, put them into their place and write the manifest.
+
+    Files that are there already are checked and left alone.
+
+    Args:
+        source: what to bring.
+        data_dir: folder below which `source.folder` is filled; by default `fetched_dir()`.
+        force: fetch anew, over what is there.
+        say: told in one line each what happens.
+
+    Returns:
+        The path of each file by what the task calls it.
+
+    Raises:
+        UnsupportedError: the source cannot be fetched, or a package is missing.
+        FetchError: no network, no such file, disk full, or another content than published; nothing new is left there.
+    """
+    if not force and (at := source.found(data_dir)) is not None:
+        return _present(source, at, source.locate(data_dir), say)
+    if not source.is_fetchable:
+        raise UnsupportedError("data", f"{source.name} cannot be fetched. {source.hint}")
+    folder = target_of(source, data_dir)
+    paths = {key: folder / file for key, file in source.files.items()}
+    if (present := [path.name for path in paths.values() if path.exists()]) and not force:
+        names = ", ".join(present)
+        raise FetchError(f"{folder} holds {names} but not all of {source.name}: delete it, or fetch with --force")
+    with _staging(source, folder) as staging:
+        got = _bring(source, staging, say)
+        entries = _checked(source, got)
+        for key, path in got.items():
+            paths[key].parent.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o644)
+            path.replace(paths[key])
+        write_manifest(folder, entries)
+    say(f"{source.name}: {len(paths)} files in {folder}")
+    return paths
+
+
+def _present(source: Source, folder: Path, paths: dict[str, Path], say: Callable[[str], None]) -> dict[str, Path]:
+    """Return the files that are here; raise `FetchError` if one is not as the manifest says."""
+    known = read_manifest(folder) or {}
+    others = []
+    for key, path in paths.items():
+        digest = describe(path, "").sha256
+        name = path.relative_to(folder).as_posix()
+        if name in known and known[name].sha256 != digest:
+            raise FetchError(f"{path}: not as its manifest says; delete it, or fetch anew with --force")
+        if digest != source.sha256.get(key, digest):
+            others.append(name)
+    note = f"; {', '.join(others)} in other bytes than published (--force fetches those)" if others else ""
+    say(f"{source.name}: already in {folder}{note}")
+    return paths
+
+
+@contextlib.contextmanager
+def _staging(source: Source, folder: Path) -> Iterator[Path]:
+    """Yield a new folder on the same disk as `folder`; after a failure, no folder is left that was not there before."""
+    new = [at for at in (folder, *folder.parents) if not at.exists()]
+    staging: Path | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < source.num_bytes:
+            raise FetchError(f"{folder}: {source.name} needs {source.num_bytes} bytes, and {free} are free")
+        for left in folder.glob(f"{_STAGING}*"):  # by a fetch that was killed; a living one may be at work, too
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(dir=folder, prefix=_STAGING))
+        yield staging
+    except OSError as error:
+        raise _disk_error(error, folder) from None
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+        for at in new:
+            with contextlib.suppress(OSError):
+                at.rmdir()  # only empty ones go
+
+
+def _disk_error(error: OSError, folder: Path) -> FetchError:
+    if error.errno in DISK_FULL:
+        return FetchError(f"{folder}: the disk is full; nothing was left behind")
+    return FetchError(f"{error.filename or folder}: {error.strerror or error}; nothing was left behind")
+
+
+def _bring(source: Source, staging: Path, say: Callable[[str], None]) -> dict[str, Path]:
+    """Return where each file lies in the staging folder."""
+    if source.is_at_hub:
+        files = source.hub_files or source.files
+        return {key: _from_hub(source, file, staging, say) for key, file in files.items()}
+    allowed = max(4 * source.num_bytes, _FREE_ALLOWANCE) if source.num_bytes else _MAX_UNKNOWN
+    if source.urls:
+        got = {key: staging / str(number) for number, key in enumerate(source.files)}
+        for key, path in got.items():
+            say(f"fetching {source.urls[key]}")
+            download(source.urls[key], path, max_bytes=allowed, say=say)
+        return got
+    say(f"fetching {source.url}")
+    archive = staging / "archive"
+    download(source.url, archive, max_bytes=_MAX_UNKNOWN, say=say)
+    say("unpacking")
+    unpack(archive, staging / "files", wanted={file: file for file in source.files.values()})
+    archive.unlink()
+    return {key: staging / "files" / file for key, file in source.files.items()}
+
+
+def _from_hub(source: Source, file: str, staging: Path, say: Callable[[str], None]) -> Path:
+    """Bring one file of a dataset at its commit, as anybody: no token is sent, nothing is reported."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import huggingface_hub.constants
+    except ImportError:
+        raise UnsupportedError("datasets", "the hub needs its package: pip install 'attn-zoo[lra]'") from None
+    where = f"{source.hub}@{source.revision[:8]}/{file}"
+    say(f"fetching {where} from the hub")
+    _knock(huggingface_hub.constants.ENDPOINT, where)
+    try:
+        return Path(
+            huggingface_hub.hf_hub_download(
+                source.hub, file, repo_type="dataset", revision=source.revision, local_dir=staging / "hub", token=False
+            )
+        )
+    except OSError as error:
+        if error.errno in DISK_FULL or error.errno in {errno.EACCES, errno.EROFS}:
+            raise
+        answers = [getattr(getattr(one, "response", None), "status_code", None) for one in (error, error.__cause__)]
+        if status := next(filter(None, answers), None):
+            raise FetchError(f"{where}: the hub answers {status}") from None
+        reason = _first_line(error.__cause__ or error)
+        raise FetchError(f"{where}: the hub cannot be reached, is there a network? ({reason})") from None
+    except Exception as error:  # its HTTP client's own kinds, which change from version to version
+        raise FetchError(f"{where}: cannot be fetched from the hub ({_first_line(error)})") from None
+
+
+def _knock(endpoint: str, where: str) -> None:
+    """Raise `FetchError` if nobody answers there: the hub's package would try for 23 s and print each attempt."""
+    address = urllib.parse.urlsplit(endpoint)
+    if urllib.request.getproxies().get(address.scheme) or not address.hostname:
+        return
+    port = address.port or {"http": 80}.get(address.scheme, 443)
+    try:
+        socket.create_connection((address.hostname, port), timeout=_KNOCK_S).close()
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise FetchError(f"{where}: {address.hostname} cannot be reached, is there a network? ({why})") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def _checked(source: Source, got: Mapping[str, Path]) -> dict[str, Entry]:
+    """Return the manifest's entries of the fetched files, each with the hash that was published for it."""
+    entries = {}
+    for key, path in got.items():
+        entry = describe(path, source.origin(key))
+        should_be = source.sha256.get(key, entry.sha256)
+        if entry.sha256 != should_be:
+            raise FetchError(
+                f"{source.origin(key)}: SHA-256 {entry.sha256[:16]}... instead of {should_be[:16]}...; nothing was kept"
+            )
+        entries[source.files[key]] = entry
+    return entries

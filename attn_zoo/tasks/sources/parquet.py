@@ -1,0 +1,119 @@
+"""Local Parquet files as tables of `datasets`, and what every labelled table must have.
+
+Tables are read by PyArrow straight from the file, into memory: the network is not touched, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attn_zoo.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    import datasets
+
+__all__ = ["class_labels", "picture_bytes", "read_parquet", "require_columns"]
+
+_LABEL = "label"
+
+
+def read_parquet(name: str, paths: Mapping[str, Path]) -> dict[str, datasets.Dataset]:
+    """Return each file as a table, in the order of its rows, with the features that its metadata describe.
+
+    Args:
+        name: of the data, for messages.
+        paths: of local Parquet files by what the task calls them.
+
+    Raises:
+        UnsupportedError: `datasets` is not installed.
+        ConfigError: a file is missing, cut short, or not Parquet; names it.
+    """
+    try:
+        import datasets
+        import pyarrow as arrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UnsupportedError("datasets", f"{name}: reading Parquet needs pip install 'attn-zoo[lra]'") from None
+    tables = {}
+    for key, path in paths.items():
+        try:
+            with path.open("rb") as file:
+                tables[key] = datasets.Dataset(arrow.parquet.ParquetFile(file).read())
+        except (OSError, ValueError, TypeError, KeyError, arrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.strerror:
+                problem = f"cannot be read: {error.strerror}"
+            else:
+                problem = f"cannot be read as Parquet, is it cut short? ({str(error).strip().partition(chr(10))[0]})"
+            raise ConfigError(name, [(str(path), problem)]) from None
+    return tables
+
+
+def picture_bytes(table: datasets.Dataset, column: str) -> Iterator[bytes | None]:
+    """Yield the encoded picture of each row, None where the table holds none; a `path` beside it is never followed."""
+    import datasets
+
+    for row in table.select_columns([column]).cast_column(column, datasets.Image(decode=False)):
+        stored = row[column]
+        yield None if stored is None else stored["bytes"]
+
+
+def require_columns(name: str, path: Path, table: datasets.Dataset, columns: dict[str, str]) -> None:
+    """Raise `ConfigError` unless the table has columns of the wanted kind.
+
+    Args:
+        name: of the data, for messages.
+        path: of the file the table was read from.
+        table: as `read_parquet` returned it.
+        columns: type of value by column, as the table's own description begins: `Value('string')`, `Image(`.
+    """
+    problems = []
+    for column, kind in columns.items():
+        if column not in table.column_names:
+            problems.append((str(path), f"expected a column {column!r}; it has {', '.join(table.column_names)}"))
+        elif not repr(table.features[column]).startswith(kind):
+            got = f"expected {kind.rstrip('(')} in column {column!r}; got {table.features[column]!r}"
+            problems.append((str(path), got))
+    if problems:
+        raise ConfigError(name, problems)
+
+
+def class_labels(name: str, path: Path, table: datasets.Dataset, classes: tuple[str, ...]) -> NDArray[np.uint8]:
+    """Return the column `label`, `[N]`.
+
+    Plain integers are taken as they are; a column that names its classes must name them as expected, in this order.
+
+    Args:
+        name: of the data, for messages.
+        path: of the file the table was read from.
+        table: as `read_parquet` returned it.
+        classes: names of the classes.
+
+    Raises:
+        ConfigError: the column is missing or of another type, it has other classes, a label is out of range, or there
+            are no rows.
+    """
+    if _LABEL not in table.column_names:
+        raise ConfigError(name, [(str(path), f"expected a column {_LABEL!r}; it has {', '.join(table.column_names)}")])
+    feature = table.features[_LABEL]
+    named = getattr(feature, "names", None)  # only class labels have them
+    if named is not None and tuple(named) != classes:
+        raise ConfigError(name, [(str(path), f"expected the classes {', '.join(classes)}; got {', '.join(named)}")])
+    if "int" not in str(feature.dtype):
+        raise ConfigError(name, [(str(path), f"expected integers in column {_LABEL!r}; got {feature!r}")])
+    values = table[_LABEL][:]
+    if not values:
+        raise ConfigError(name, [(str(path), "the table has no rows")])
+    wrong = [(row, value) for row, value in enumerate(values) if value is None or not 0 <= value < len(classes)]
+    if wrong:
+        row, value = wrong[0]
+        hint = "; -1 marks rows without a label, as in the unsupervised part" if value == -1 else ""
+        text = (
+            f"expected labels from 0 to {len(classes) - 1}; got {value} in {len(wrong)} rows, first in row {row}{hint}"
+        )
+        raise ConfigError(name, [(str(path), text)])
+    return np.array(values, np.uint8)

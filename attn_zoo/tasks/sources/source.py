@@ -1,0 +1,144 @@
+"""Where data come from that cannot be generated: a folder the user names, or else what `attn-zoo data fetch` brought.
+
+Looking never touches the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.tasks.sources.file_hash import file_sha256
+from attn_zoo.tasks.sources.tensor_cache import cache_dir
+
+__all__ = ["Source", "fetched_dir"]
+
+
+def fetched_dir() -> Path:
+    """Return the folder that `attn-zoo data fetch` fills where the user names none; it need not exist."""
+    return cache_dir() / "data"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Files that a task reads, and where a person or `attn-zoo data fetch` gets them.
+
+    `hub` with a `revision`, `urls` and `url` are three ways to fetch; the first given is taken. A source without any
+    must be brought by hand.
+
+    Args:
+        name: for messages, such as `"IMDB reviews"`.
+        folder: where they lie below a data folder, such as `"imdb/plain_text"`.
+        files: their names in it, by what the task calls them.
+        hint: one sentence: how a person gets them.
+        terms: licence, or what is known of it.
+        hub: dataset id at the Hugging Face hub, or empty.
+        revision: commit there, 40 hexadecimal digits: a branch would be other data tomorrow. Without it nothing is
+            fetched from the hub.
+        hub_files: path in the hub's repository by what the task calls the file; `files` where it is None.
+        urls: address of each file by what the task calls it, or empty.
+        url: of an archive (tar or zip, compressed or not) that holds them, or empty. A file is the one member whose
+            path ends in its name.
+        sha256: of files, by what the task calls them, as published. Fetched files must have it; local ones need not (a
+            Parquet file written anew holds the same rows in other bytes).
+        num_bytes: rough size of all files, 0 if unknown.
+
+    Raises:
+        ValueError: the fields do not fit together.
+    """
+
+    name: str
+    folder: str
+    files: Mapping[str, str]
+    hint: str
+    terms: str = ""
+    hub: str = ""
+    revision: str = ""
+    hub_files: Mapping[str, str] | None = None
+    urls: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.revision and not re.fullmatch("[0-9a-f]{40}", self.revision):
+            raise ValueError(f"{self.name}: expected as revision a commit of 40 digits; got {self.revision!r}")
+        for named in (self.hub_files, self.urls or None):
+            if named is not None and set(named) != set(self.files):
+                raise ValueError(f"{self.name}: expected an entry for each of {', '.join(self.files)}")
+        if unknown := set(self.sha256) - set(self.files):
+            raise ValueError(f"{self.name}: sha256 of unknown files {', '.join(sorted(unknown))}")
+
+    @property
+    def is_fetchable(self) -> bool:
+        """Whether `attn-zoo data fetch` can bring the files."""
+        return self.is_at_hub or bool(self.urls or self.url)
+
+    @property
+    def is_at_hub(self) -> bool:
+        """Whether the hub holds the files at a known commit."""
+        return bool(self.hub and self.revision)
+
+    def origin(self, key: str) -> str:
+        """Return where `attn-zoo data fetch` gets one file, for the manifest and for messages."""
+        if self.is_at_hub:
+            return f"hub:{self.hub}@{self.revision}/{(self.hub_files or self.files)[key]}"
+        return self.urls.get(key, self.url)
+
+    def folders(self, data_dir: Path | None) -> list[Path]:
+        """Return where to look, in order: below `data_dir`, in it, and where fetched data lie."""
+        given = [] if data_dir is None else [data_dir / self.folder, data_dir]
+        return [*given, fetched_dir() / self.folder]
+
+    def missing(self, data_dir: Path | None) -> list[str]:
+        """Return the files that are not here; a folder with some of them is taken before one with none."""
+        gaps = [[f for f in self.files.values() if not (at / f).is_file()] for at in self.folders(data_dir)]
+        return min(gaps, key=len)
+
+    def found(self, data_dir: Path | None) -> Path | None:
+        """Return the first folder that holds all files, or None."""
+        for at in self.folders(data_dir):
+            if all((at / file).is_file() for file in self.files.values()):
+                return at
+        return None
+
+    def locate(self, data_dir: Path | None) -> dict[str, Path]:
+        """Return the path of each file by what the task calls it.
+
+        Raises:
+            ConfigError: a file is missing; says where it was looked for and how to get it.
+        """
+        if (at := self.found(data_dir)) is not None:
+            return {key: at / file for key, file in self.files.items()}
+        looked = ", ".join(str(at) for at in self.folders(data_dir))
+        wanted = ", ".join(self.missing(data_dir))
+        raise ConfigError(
+            self.name, [("data_dir", f"missing {wanted}; looked in {looked}. {self.hint} (attn-zoo data list)")]
+        )
+
+    def why_missing(self, data_dir: Path | None) -> str | None:
+        """Return what is not here and how to get it, in words that name no place of this machine; None if all is here.
+
+        For records, which travel.
+        """
+        if self.found(data_dir) is not None:
+            return None
+        return f"{self.name}: missing {', '.join(self.missing(data_dir))}. {self.hint} (attn-zoo data list)"
+
+    def digest(self, data_dir: Path | None) -> str:
+        """Return a hash of the content of all files.
+
+        Raises:
+            ConfigError: a file is missing or cannot be read.
+        """
+        content = hashlib.sha256()
+        for key, path in sorted(self.locate(data_dir).items()):
+            try:
+                content.update(key.encode() + bytes.fromhex(file_sha256(path)))
+            except OSError as error:
+                raise ConfigError(self.name, [(str(path), f"cannot be read: {error.strerror}")]) from None
+        return content.hexdigest()

@@ -1,0 +1,217 @@
+"""Our Triton kernels in Triton's interpreter, against dense attention in float64, forward and gradients.
+
+The interpreter takes milliseconds for each tile, so everything is as small as it can be. `test_triton.py` runs
+this file in a process with TRITON_INTERPRET=1; by itself it skips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attn_zoo.kernels.blocks.call import block_sparse_attention
+from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
+from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from tests.kernels.blocks.test_gather import make_layout, value_and_gradients
+from tests.kernels.blocks.test_triton import check_against_dense, dense_attention, make_inputs, make_padding
+from tests.kernels.blocks.test_triton_dropout import kept_factor
+from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not IS_INTERPRETING, reason="run by test_triton.py, on its own"),
+]
+SLOPES = torch.tensor([0.5, 0.02])
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut dense lines into several stretches although they are short."""
+    from attn_zoo.kernels.blocks.triton import launch as block_triton_launch
+
+    mend_interpreter(monkeypatch)
+    monkeypatch.setattr(block_triton_launch, "_SPLIT_BLOCKS", 2)
+    # Weights of padding overflow on the way to their own gradients, which are zeroed.
+    np.seterr(over="ignore", invalid="ignore")
+    # Fill what is allocated with NaN: nothing may depend on memory that was not written.
+    torch.use_deterministic_algorithms(True)
+
+
+def engine(
+    pattern: BlockPattern, padding: Tensor | None = None, slopes: Tensor | None = None, **options: Any
+) -> Callable[[list[Tensor]], Tensor]:
+    def run(tensors: list[Tensor]) -> Tensor:
+        query, key, value = tensors
+        return block_sparse_attention(
+            query, key, value, pattern, key_padding_mask=padding, slopes=slopes, backend="triton", **options
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "has_padding", "has_slopes"),
+    [
+        (96, {}, False, False),
+        (83, {"is_causal": True}, False, False),
+        (83, {"num_extra_tokens": 32}, True, False),
+        (64, {"num_extra_tokens": 32, "is_causal": True}, True, True),
+        (83, {"num_global_blocks": 0}, False, True),
+        (1, {}, False, False),
+        (20, {"is_causal": True}, False, False),  # dense rows alone
+    ],
+)
+def test_layouts(length: int, options: dict[str, Any], has_padding: bool, has_slopes: bool):
+    pattern = layout_pattern(make_layout(length, **{"num_random_blocks": 1, **options}), 2, (1, 0))
+    padding = make_padding(1, pattern.key_len) if has_padding else None
+    slopes = SLOPES if has_slopes else None
+    check_against_dense(engine(pattern, padding, slopes), make_inputs(pattern, (1, 2, 16)), pattern, padding, slopes)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bands(is_causal: bool):
+    pattern = layout_pattern(band_layout(70, 20, 16, is_causal=is_causal), 1, ())
+    check_against_dense(engine(pattern), make_inputs(pattern, (1, 2, 16)), pattern)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_any_pattern(seed: int):
+    """Rows of any number of blocks, columns that nobody sees, more or fewer dense rows than global columns."""
+    draw = np.random.default_rng(seed)
+    num_global, num_dense, is_causal = int(draw.integers(3)), int(draw.integers(3)), bool(seed % 2)
+    extra, length = int(draw.integers(2)), int(draw.integers(70, 90))
+    num_blocks = -(-length // 16)
+    own = np.arange(num_dense, num_blocks) + extra
+    num_global = min(num_global, own[0]) if is_causal else num_global
+    is_entry = draw.random((len(own), num_blocks + extra)) < 0.3
+    is_entry[:, :num_global] = False
+    if is_causal:
+        is_entry &= np.arange(num_blocks + extra) < own[:, None]
+        is_entry[np.arange(len(own)), own] = True
+    pattern = make_pattern(
+        torch.arange(num_blocks + extra).expand(1, *is_entry.shape),
+        torch.from_numpy(is_entry),
+        query_len=length,
+        key_len=length + extra * 16,
+        block_size=16,
+        num_global=num_global,
+        num_dense_rows=num_dense,
+        is_causal=is_causal,
+    )
+    check_against_dense(engine(pattern), make_inputs(pattern, (1, 2, 16)), pattern)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "has_padding", "dropout_p"),
+    [(83, {"is_causal": True}, False, 0.25), (50, {"num_extra_tokens": 32}, True, 0.1), (48, {}, False, 1 - 2.0**-40)],
+)
+def test_dropout(length: int, options: dict[str, Any], has_padding: bool, dropout_p: float):
+    """The same weights are dropped forward and backward, in listed and in dense rows and in global columns."""
+    pattern = layout_pattern(make_layout(length, **{"num_random_blocks": 1, **options}), 2, (1, 0))
+    padding = make_padding(2, pattern.key_len) if has_padding else None
+    torch.manual_seed(7)
+    seed = int(torch.randint(1 << 62, (1,)))
+    sizes = (2 if has_padding else 1, 2)
+    plain = engine(pattern, padding, dropout_p=dropout_p)
+
+    def run(tensors: list[Tensor]) -> Tensor:
+        torch.manual_seed(7)
+        return plain(tensors)
+
+    inputs = make_inputs(pattern, (*sizes, 16))
+    if dropout_p > 0.5:  # next to nothing is kept, and what is would be multiplied by four billion
+        assert all(float(x.abs().max()) == 0.0 for x in value_and_gradients(run, inputs))
+        return
+    factor = kept_factor(seed, (*sizes, length, pattern.key_len), dropout_p)
+    check_against_dense(run, inputs, pattern, padding, None, factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype: torch.dtype):
+    pattern = layout_pattern(make_layout(83, num_random_blocks=1), 1, (1, 0))
+    check_against_dense(engine(pattern), make_inputs(pattern, (1, 1, 32), dtype), pattern)
+
+
+@pytest.mark.parametrize(("block_m", "block_n"), [(16, 32), (32, 16), (16, 16)])
+def test_tiles_smaller_than_blocks(block_m: int, block_n: int, monkeypatch: pytest.MonkeyPatch):
+    from attn_zoo.kernels.blocks.triton import launch as block_triton_launch
+
+    tiles = block_triton_launch.Tiles(block_m, block_n, 4, 3)
+    monkeypatch.setattr(block_triton_launch, "tiles_of", lambda *_: tiles)
+    layout = make_layout(110, block_size=32, num_global_blocks=1, num_random_blocks=1, is_causal=True)
+    pattern = layout_pattern(layout, 1, (1, 0))
+    check_against_dense(engine(pattern), make_inputs(pattern, (1, 1, 16)), pattern)
+
+
+@pytest.mark.parametrize("order", ["heads last", "expanded"])
+def test_strides_do_not_matter(order: str):
+    pattern = layout_pattern(make_layout(64, num_global_blocks=1, num_random_blocks=1), 1, (1, 0))
+    inputs = make_inputs(pattern, (2, 2, 16))
+    if order == "heads last":
+        strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    else:
+        strange = [x[:1, :1].expand(2, 2, -1, -1) for x in inputs]
+    given = [x.requires_grad_() for x in strange]
+    found = torch.autograd.grad(engine(pattern)(given).sum(), given)  # a gradient of stride 0, too
+    plain = [x.detach().contiguous().requires_grad_() for x in strange]
+    wanted = torch.autograd.grad((engine(pattern)(plain) * torch.ones(2, 2, 64, 16)).sum(), plain)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_content_of_padding_does_not_matter(garbage: float):
+    pattern = layout_pattern(make_layout(64, num_global_blocks=1, num_random_blocks=1), 1, (1, 0))
+    inputs, padding = make_inputs(pattern, (2, 1, 16)), make_padding(2, 64)
+    spoiled = [inputs[0], *(x.masked_fill(padding[:, None, :, None], garbage) for x in inputs[1:])]
+    clean, found = (value_and_gradients(engine(pattern, padding), given) for given in (inputs, spoiled))
+    assert all(torch.equal(a, b) for a, b in zip(clean, found, strict=True))
+    output, _, grad_key, grad_value = found
+    assert output[1].abs().max() == 0
+    for gradient in (grad_key, grad_value):
+        assert gradient.masked_select(padding[:, None, :, None]).abs().max() == 0
+
+
+def test_low_scores_do_not_overflow():
+    # A score of zero, as keys beyond the end would have, would weigh exp(324) here.
+    pattern = layout_pattern(make_layout(40, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
+    query, key, value = make_inputs(pattern, (1, 1, 16))
+    inputs = [9 + query / 9, -9 + key / 9, value]
+    found = value_and_gradients(engine(pattern), inputs)
+    exact = value_and_gradients(lambda x: dense_attention(x, pattern), [x.double() for x in inputs])
+    for actual, wanted in zip(found, exact, strict=True):
+        # Scores and log-sum-exp are rounded at their own size, 324 / ln 2, and weights change by as much.
+        bound = 4 * torch.finfo(torch.float32).eps * 324 / 0.69 * max(1.0, float(wanted.abs().max()))
+        assert float((actual - wanted).abs().max()) <= bound
+
+
+def test_saved_tensors_are_linear_in_the_length():
+    for length in (32, 64):
+        pattern = layout_pattern(make_layout(length, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
+        inputs = [x.requires_grad_() for x in make_inputs(pattern, (1, 1, 16))]
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            if tensor.is_floating_point():
+                sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            engine(pattern)(inputs)
+        assert sum(sizes.values()) == length * 4 * (4 * 16 + 1)  # query, key, value, output and log-sum-exp
+
+
+def test_a_model_around_it_compiles_in_one_graph():
+    pattern = layout_pattern(make_layout(48, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
+    inputs = make_inputs(pattern, (1, 1, 16))
+
+    def model(tensors: list[Tensor]) -> Tensor:
+        return engine(pattern)([2 * x for x in tensors]) + 1
+
+    wanted = value_and_gradients(model, inputs)  # the first call transposes the table, which depends on its content
+    found = value_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

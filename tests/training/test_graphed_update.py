@@ -1,0 +1,166 @@
+"""Updates as CUDA graphs: when one is captured, what it reads, and what happens where it cannot be.
+
+The graph here is a stand-in that runs on the host: its capture records the call without running it, as a GPU's does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from attn_zoo.kernels.trace import recording
+from attn_zoo.training.batches import Batch
+from attn_zoo.training.graphed_update import GRAPH_PATH, MAX_SHAPES, NUM_EAGER, GraphedUpdate
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+class Generator:
+    def __init__(self):
+        self.is_capturing = False
+
+    def clone_state(self):
+        return self.is_capturing
+
+    def graphsafe_set_state(self, state):
+        self.is_capturing = state
+
+
+class Graph:
+    def __init__(self, update):
+        self.update = update
+        self.held = None
+
+    def replay(self):
+        assert self.held is not None, "nothing was captured"
+        self.update.learn(self.held, "replayed")
+
+
+class Update:
+    """Learns the sum of the tokens; stands in for torch.cuda as well."""
+
+    def __init__(self, draw=None, refuses=False):
+        self.total, self.log = 0, []
+        self.draw, self.refuses = draw, refuses
+        self.capturing = None
+        self.default_generators = [Generator()]
+
+    def __call__(self, batch):
+        if self.capturing is not None:
+            if self.refuses:
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            self.capturing.held = batch
+            return
+        if self.draw is not None:
+            self.draw()
+        self.learn(batch, "plain")
+
+    def learn(self, batch, how):
+        self.total += int(batch.tokens.sum()) + int(batch.labels.sum())
+        self.log.append(how)
+
+    def current_device(self):
+        return 0
+
+    def current_stream(self):
+        return Stream()
+
+    def Stream(self):
+        return Stream()
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        yield
+
+    def CUDAGraph(self):
+        return Graph(self)
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream):
+        assert stream is not None
+        generator = self.default_generators[0]
+        self.capturing, generator.is_capturing = graph, True
+        try:
+            yield
+        finally:
+            self.capturing = None
+        generator.is_capturing = False  # not where something was raised inside: nor does torch
+
+
+def batch_of(value: int, width: int = 4, has_mask: bool = True) -> Batch:
+    return Batch(
+        tokens=torch.full((2, width), value),
+        key_padding_mask=torch.zeros(2, width, dtype=torch.bool) if has_mask else None,
+        labels=torch.tensor([value, 0]),
+        num_tokens=2 * width,
+        num_positions=2 * width,
+    )
+
+
+def test_every_update_happens_once_with_its_own_batch():
+    update = Update()
+    run = GraphedUpdate(update, cuda=update)
+    with recording() as paths:
+        for value in range(1, NUM_EAGER + 4):
+            run(batch_of(value))
+    assert update.log == ["plain"] * NUM_EAGER + ["replayed"] * 3
+    assert update.total == sum(9 * value for value in range(1, NUM_EAGER + 4))
+    assert paths == [GRAPH_PATH]
+    assert run.reason == ""
+
+
+def test_every_shape_has_a_graph_of_its_own():
+    update = Update()
+    run = GraphedUpdate(update, cuda=update)
+    batches = [batch_of(1, 4), batch_of(2, 8), batch_of(3, 4, has_mask=False)]
+    for _ in range(NUM_EAGER):
+        for batch in batches:
+            run(batch)
+    assert set(update.log) == {"plain"}
+    update.total = 0
+    for batch in batches:
+        run(batch)
+    assert update.log[-3:] == ["replayed"] * 3
+    assert update.total == 9 * 1 + 17 * 2 + 9 * 3
+
+
+def test_no_more_shapes_are_captured_than_memory_should_hold():
+    update = Update()
+    run = GraphedUpdate(update, cuda=update)
+    for _ in range(NUM_EAGER + 1):
+        for width in range(1, MAX_SHAPES + 3):
+            run(batch_of(1, width))
+    assert update.log.count("replayed") == MAX_SHAPES
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: np.random.random(), lambda: torch.rand(1)],  # noqa: NPY002
+    ids=["python", "numpy", "torch"],
+)
+def test_what_a_model_draws_on_the_host_is_not_frozen(draw):
+    update = Update(draw=draw)
+    run = GraphedUpdate(update, cuda=update)
+    for value in range(NUM_EAGER + 3):
+        run(batch_of(value))
+    assert set(update.log) == {"plain"}
+    assert "on the host" in run.reason
+
+
+def test_what_cannot_be_captured_runs_as_before():
+    update = Update(refuses=True)
+    run = GraphedUpdate(update, cuda=update)
+    with recording() as paths:
+        for _ in range(NUM_EAGER + 2):
+            run(batch_of(1))
+    assert update.log == ["plain"] * (NUM_EAGER + 2)
+    assert run.reason == "it cannot be captured: operation not permitted when stream is capturing"
+    assert not update.default_generators[0].is_capturing, "or every later random number would fail"
+    assert paths == []
