@@ -12,7 +12,7 @@ from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.score_groups import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import draw_mark, draw_words, score_axis, set_ticks
+from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
@@ -176,7 +176,7 @@ def _draw_floors(
         words = f"{plain(name.replace('_', ' '), 26)} {metric.show(value)}"
         sides = (True, False) if len(ordered) == 1 else (place == 1,)  # two names keep away from each other
         drawn = [
-            draw_words(axes, value, words, is_above=is_above, is_right=is_right)
+            name_mark(axes, value, words, is_above=is_above, is_right=is_right)
             for is_above in sides
             for is_right in (False, True)
         ]
