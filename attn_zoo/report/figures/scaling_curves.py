@@ -99,7 +99,7 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
 
 
 def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Picture | None:
-    """Return peak, extra or saved bytes against length; None where they were not measured."""
+    """Return peak or extra bytes against length; None where they were not measured."""
     curves = _curves(one, looks, lambda point: float(getattr(point, quantity) or 0))
     if not curves:
         return None
@@ -110,7 +110,6 @@ def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Pict
     kind, note = {
         "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
         "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
-        "saved_bytes": ("Memory kept for backward", "bytes saved by forward, inputs included"),
     }[quantity]
     return _picture(
         one,
