@@ -63,7 +63,8 @@ def test_equals_dense_attention(
 def test_no_row_of_a_mask_hides_everything(length: int, reach: int, is_causal: bool, has_padding: bool):
     # Which the inner step asks for: softmax over nothing is NaN. The filling of a last block may see no key at all.
     pattern = band(length, reach, is_causal)
-    call = BlockCall(*make_inputs(pattern), make_padding(length) if has_padding else None, pattern)
+    query, key, value = make_inputs(pattern)
+    call = BlockCall(query, key, value, make_padding(length) if has_padding else None, pattern)
     pieces = block_pieces.Pieces(call, pattern, has_scores=False)
     for group in pieces.groups():
         for part in pieces.parts(group):
