@@ -31,7 +31,7 @@ def report(
     from attn_zoo.console import out as console
     from attn_zoo.errors import ConfigError
     from attn_zoo.report import analyse, print_report, write_results_readme
-    from attn_zoo.report.write import write_analysis
+    from attn_zoo.report.pages.write import write_analysis
 
     if readme and (len(folders) > 1 or out is not None):
         raise ConfigError(
@@ -58,7 +58,7 @@ def compare(
     from attn_zoo.console import print_json
     from attn_zoo.report.compare import agreement, compare_table
     from attn_zoo.report.compare import compare as compare_runs
-    from attn_zoo.report.table import to_terminal
+    from attn_zoo.report.tables.table import to_terminal
 
     frame = compare_runs(before, after, allow_other_environment=allow_other_env)
     table = compare_table(frame)

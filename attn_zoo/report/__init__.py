@@ -10,19 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.report.analysis import analyse
-    from attn_zoo.report.load import load_runs
-    from attn_zoo.report.readme import write_results_readme
-    from attn_zoo.report.write import print_report, write_report
+    from attn_zoo.report.analysis.analyse import analyse
+    from attn_zoo.report.analysis.observations import load_runs
+    from attn_zoo.report.pages.readme import write_results_readme
+    from attn_zoo.report.pages.write import print_report, write_report
 
 __all__ = ["analyse", "load_runs", "print_report", "write_report", "write_results_readme"]
 
 _HOME = {
-    "analyse": "analysis",
-    "load_runs": "load",
-    "print_report": "write",
-    "write_report": "write",
-    "write_results_readme": "readme",
+    "analyse": "analysis.analyse",
+    "load_runs": "analysis.observations",
+    "print_report": "pages.write",
+    "write_report": "pages.write",
+    "write_results_readme": "pages.readme",
 }
 
 

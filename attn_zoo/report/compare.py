@@ -11,10 +11,10 @@ import pandas as pd
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.records import COMMIT_FIELDS, Environment
-from attn_zoo.report.columns import text_column
-from attn_zoo.report.length_tables import interval_ms
-from attn_zoo.report.load import Results, read_results
-from attn_zoo.report.table import Column, Row, Table
+from attn_zoo.report.analysis.observations import Results, read_results
+from attn_zoo.report.tables.columns import text_column
+from attn_zoo.report.tables.table import Column, Row, Table
+from attn_zoo.report.tables.time_tables import interval_ms
 from attn_zoo.report.units import human_length, human_ms, human_number
 from attn_zoo.report.wording import PANEL_FIELDS, doubt_words
 

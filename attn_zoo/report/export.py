@@ -10,11 +10,11 @@ from pathlib import Path
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
-from attn_zoo.report.analysis import analyse
-from attn_zoo.report.load import load_runs
-from attn_zoo.report.table import guard_frame, to_latex, to_markdown
-from attn_zoo.report.tables import summary_tables
-from attn_zoo.report.write import replace_file
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.analysis.observations import load_runs
+from attn_zoo.report.tables.all_tables import summary_tables
+from attn_zoo.report.tables.table import guard_frame, to_latex, to_markdown
+from attn_zoo.whole_files import write_whole
 
 __all__ = ["FORMATS", "export"]
 
@@ -40,7 +40,7 @@ def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
         hint = suggestion(fmt, FORMATS)
         raise ConfigError("export", [("format", f"expected one of {', '.join(FORMATS)}; got {fmt!r}{hint}")])
     path = Path(out)
-    replace_file(path, FORMATS[fmt](list(dirs)))
+    write_whole(path, FORMATS[fmt](list(dirs)))
     return path
 
 

@@ -8,18 +8,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from attn_zoo.report.load import Results
+from attn_zoo.records import PASSES
+from attn_zoo.report.analysis.observations import Results
 from attn_zoo.report.units import slug
 
 __all__ = ["PANEL_FIELDS", "PASS_TITLES", "doubt_words", "held_words", "panel_name", "panel_subtitle", "panel_title"]
 
-PASS_TITLES: Mapping[str, str] = {
-    "infer": "forward, no graph kept",
-    "fwd": "forward",
-    "bwd": "backward",
-    "fwd_bwd": "forward + backward",
-    "step": "training step",
-}
+PASS_TITLES: Mapping[str, str] = {pass_.name: pass_.title for pass_ in PASSES.values()}
 
 _SCOPES = {"attention": "attention only", "mixer": "mixer with projections", "model": "whole model"}
 

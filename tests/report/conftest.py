@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from attn_zoo.report.analysis import Analysis, analyse
-from attn_zoo.report.write import write_analysis
+from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.pages.write import write_analysis
 from tests.report.synthetic import scaling, trained, write_run, zoo
 
 LENGTHS = [512, 1024, 2048, 4096]

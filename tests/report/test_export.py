@@ -52,7 +52,7 @@ def test_jsonl_is_strict_and_nested_values_stay_nested(run, tmp_path):
 
 
 def test_parquet_gives_back_the_same_frame(run, tmp_path):
-    from attn_zoo.report.load import load_runs
+    from attn_zoo.report.analysis.observations import load_runs
 
     frame = pd.read_parquet(export([run], "parquet", tmp_path / "out.parquet"))
     expected = load_runs([run])

@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from attn_zoo.report.analysis import analyse
+from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.figures.catalogue import make_pictures
 from tests.report.synthetic import write_run
 

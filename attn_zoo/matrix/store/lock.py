@@ -1,0 +1,90 @@
+"""Locks of a results folder, which the kernel frees when their holder dies, and files moved aside."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from attn_zoo.errors import FolderError, StoreError
+
+__all__ = ["hold_lock", "move_aside"]
+
+
+def move_aside(path: Path, folder: Path, key: str) -> None:
+    """Move a file into a folder as `<key>-<n>.json`, where n counts what of this key is there.
+
+    Raises:
+        StoreError: not writable.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        number = len(list(folder.glob(f"{key}-*.json"))) + 1
+        path.rename(folder / f"{key}-{number}.json")
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def hold_lock(
+    folder: Path, shard: tuple[int, int] | None, *, name: str = ".lock", wait: bool = False
+) -> Iterator[None]:
+    """Hold the lock of a folder, or one shard's, while the block runs. The kernel frees it when the process ends.
+
+    Args:
+        folder: the results folder.
+        shard: (I, N): share the folder with other shards, but not with a second run of this one, nor with a whole run.
+        name: of the lock file.
+        wait: until it is free, instead of raising.
+
+    Raises:
+        StoreError: somebody else holds it; the message says who and since when.
+    """
+    if shard is None:
+        with _flock(folder / name, fcntl.LOCK_EX, wait):
+            yield
+        return
+    with (
+        _flock(folder / name, fcntl.LOCK_SH, wait),
+        _flock(folder / f"{name}-{shard[0]}-of-{shard[1]}", fcntl.LOCK_EX, wait),
+    ):
+        yield
+
+
+@contextmanager
+def _flock(path: Path, kind: int, wait: bool) -> Iterator[None]:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderError(f"{path.parent}: in use by another run{_holder(descriptor)}") from None
+        except OSError as error:
+            if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
+                raise FolderError(f"{path}: cannot be locked: {error.strerror}") from None
+            # Records are still whole: each is renamed into place.
+            warnings.warn(f"{path.parent}: this file system has no locks; do not run twice into it", stacklevel=2)
+        if kind == fcntl.LOCK_EX and not wait:
+            holder = {"pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, 1000, 0))
+        return f": process {holder['pid']} since {holder['since']}; wait for it or end it"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "; wait for it or end it"

@@ -1,0 +1,1 @@
+"""What the records say, computed once: curves, fits, scores. Tables, figures and pages read it."""

@@ -1,0 +1,74 @@
+"""Scores by properties of the test examples: one axis makes a curve, two make a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from attn_zoo.report.analysis.label_score import LabelScore, mean_with_interval
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
+
+__all__ = ["Part", "axes_of", "parts", "values_of"]
+
+_NOT_AXES = frozenset({"value", "num_items"})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Scores of one label on one combination of values.
+
+    Args:
+        place: one value for each axis.
+        mean: over seeds.
+        low: lower end of the 95 % t-interval, or None.
+        high: upper end.
+    """
+
+    place: tuple[float, ...]
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def axes_of(group: AccuracyGroup) -> tuple[str, ...]:
+    """Return the names of the axes that every breakdown of the group has, the one with the largest values first.
+
+    Records keep no order of axes. Lengths are larger than shares, so that this puts lengths before depths.
+    """
+    entries = [entry for score in group.scores for run in score.runs for entry in run.breakdown]
+    if not entries:
+        return ()
+    names = set.intersection(*(set(entry) - _NOT_AXES for entry in entries))
+    return tuple(sorted(names, key=lambda name: (-max(entry[name] for entry in entries), name)))
+
+
+def parts(score: LabelScore, axes: Sequence[str]) -> list[Part]:
+    """Return the scores of one label by their place on `axes`, ascending.
+
+    Where a breakdown has further axes the mean over them counts every item once. Seeds without a place do not enter its
+    mean.
+    """
+    by_place: dict[tuple[float, ...], list[float]] = {}
+    for run in score.runs:
+        if not run.is_scored:
+            continue
+        own: dict[tuple[float, ...], list[tuple[float, float]]] = {}
+        for entry in run.breakdown:
+            place = tuple(entry[name] for name in axes)
+            own.setdefault(place, []).append((entry["value"], entry.get("num_items", 1.0)))
+        for place, found in own.items():
+            items = sum(count for _, count in found)
+            value = sum(value * count for value, count in found) / items if items else fmean(v for v, _ in found)
+            by_place.setdefault(place, []).append(value)
+    made = []
+    for place, values in sorted(by_place.items()):
+        mean, low, high = mean_with_interval(values)
+        assert mean is not None
+        made.append(Part(place, mean, low, high))
+    return made
+
+
+def values_of(group: AccuracyGroup, axes: Sequence[str], index: int) -> list[float]:
+    """Return the values that occur on one axis, ascending."""
+    return sorted({part.place[index] for score in group.scores for part in parts(score, axes)})

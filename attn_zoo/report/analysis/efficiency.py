@@ -1,0 +1,116 @@
+"""How near each point comes to what the machine can do: rates, share of the roofline, realised share of a speed-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_zoo.records import PASSES, Ceilings
+from attn_zoo.report.analysis.series import Panel, Point, Series
+from attn_zoo.report.units import percent
+
+__all__ = ["CONVENTIONS", "Efficiency", "efficiencies", "pass_flops"]
+
+CONVENTIONS = (
+    "Useful FLOPs, by formula, a multiply-add being two; a backward counts as {ratios} forwards. Fewest bytes: inputs "
+    "and the mechanism's own weights read and output written once; a backward twice that (inputs, output and its "
+    "gradient read, gradients of the inputs written). Share of the roof: FLOPs / product rate or bytes / copy rate, "
+    "whichever is longer, over the median time."
+)
+
+_BACKWARD_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """One measured length of one variant beside the ceilings of its machine.
+
+    Args:
+        flops: useful ones of the pass.
+        num_bytes: that the pass must move at least.
+        roof_frac: time that the measured ceilings allow over the time it took.
+        mfu: share of the product rate on the data sheet, or None where there is none.
+        realised: measured speed-up over the fastest exact kernel as a share of what the FLOPs promise; None for exact
+            variants and without a baseline.
+        doubt: why the row cannot be right as it stands, or empty.
+    """
+
+    label: str
+    seq_len: int
+    median_ms: float
+    flops: float
+    num_bytes: float
+    backward_ratio: float
+    roof_frac: float
+    mfu: float | None
+    realised: float | None
+    doubt: str
+
+    @property
+    def flops_per_s(self) -> float:
+        """Useful operations per second."""
+        return self.flops / self.median_ms * 1e3
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second that moved at least."""
+        return self.num_bytes / self.median_ms * 1e3
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.num_bytes
+
+
+def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
+    """Return the points of each series that has formulas, shortest first; nothing without measured ceilings.
+
+    A variant that computes dense scores underneath has none either: its formula is not what ran.
+    """
+    if panel.ceilings is None or panel.pass_ not in PASSES:
+        return {}
+    exact = {point.seq_len: point for point in (panel.baseline.points if panel.baseline else ())}
+    found = {}
+    for series in panel.series:
+        rows = [
+            _row(series, point, exact.get(point.seq_len), panel.pass_, panel.ceilings)
+            for point in series.points
+            if not series.is_simulated and point.flops and point.min_bytes and point.median_ms > 0
+        ]
+        if rows:
+            found[series.label] = rows
+    return found
+
+
+def pass_flops(point: Point, pass_: str) -> float | None:
+    """Return the useful FLOPs of a pass, or None where the record has no formula."""
+    if point.flops is None or point.backward_ratio is None:
+        return None
+    return point.flops * PASSES[pass_].num_forwards(point.backward_ratio)
+
+
+def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
+    assert point.min_bytes is not None
+    flops = pass_flops(point, pass_) or 0.0
+    num_bytes = point.min_bytes * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
+    roof_frac = ceilings.floor_s(flops, num_bytes) / (point.median_ms * 1e-3)
+    peak = ceilings.peak_flops_per_s
+    promised = None if exact is None or series.is_exact else pass_flops(exact, pass_)
+    return Efficiency(
+        label=series.label,
+        seq_len=point.seq_len,
+        median_ms=point.median_ms,
+        flops=flops,
+        num_bytes=num_bytes,
+        backward_ratio=point.backward_ratio or 0.0,
+        roof_frac=roof_frac,
+        mfu=flops / (point.median_ms * 1e-3) / peak if peak else None,
+        realised=exact.median_ms / point.median_ms * flops / promised if exact is not None and promised else None,
+        doubt=_doubt(roof_frac, ceilings),
+    )
+
+
+def _doubt(roof_frac: float, ceilings: Ceilings) -> str:
+    if roof_frac <= 1:
+        return ""
+    flags = f" ({', '.join(ceilings.flags).replace('_', ' ')} while it was measured)" if ceilings.flags else ""
+    return f"{percent(roof_frac)} of the roof: the ceiling was measured too low{flags}, or its data stay in a cache"

@@ -1,0 +1,145 @@
+"""How each curve grows with the sequence length, and from where it beats the exact baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from attn_zoo.report.analysis.series import Panel, Point, Series
+from attn_zoo.statistics import (
+    CostFit,
+    Crossover,
+    Exponent,
+    LocalSlope,
+    crossover,
+    fit_cost,
+    fit_exponent,
+    local_slopes,
+)
+
+__all__ = ["Crossing", "Growth", "Quantity", "crossings", "growth", "samples_by_length"]
+
+Quantity = Literal["time", "peak_bytes", "extra_bytes", "saved_bytes"]
+
+TOLERANCE = 0.1
+"""An interval of the exponent must lie within this of a whole power before the report calls it linear or quadratic."""
+
+_POWERS = ((0, "constant"), (1, "linear"), (2, "quadratic"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """What the measured lengths of one series say about one quantity.
+
+    Args:
+        exponent: one straight line through the top decade of lengths; None below two lengths.
+        slopes: between neighbouring lengths.
+        fit: a + bN + cN^2; None below three lengths.
+        claimed: exponent the variant claims, or None.
+        verdict: `"linear"`, `"quadratic"`, `"constant"`, `"not settled"`, `"simulated"` or `"too few lengths"`.
+    """
+
+    label: str
+    quantity: Quantity
+    exponent: Exponent | None
+    slopes: tuple[LocalSlope, ...]
+    fit: CostFit | None
+    claimed: float | None
+    verdict: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """Where `label` gets cheaper than `against` for good; `result` is None where they share no length."""
+
+    label: str
+    against: str
+    quantity: Quantity
+    is_fastest: bool
+    result: Crossover | None
+
+
+def samples_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, list[float]]:
+    """Return positive samples by length: many for time, one for bytes (which do not vary)."""
+    if quantity == "time":
+        found: Mapping[int, list[float]] = {point.seq_len: list(point.samples_ms) for point in points}
+    else:
+        found = {point.seq_len: [float(getattr(point, quantity) or 0)] for point in points}
+    return {length: samples for length, samples in found.items() if samples and min(samples) > 0}
+
+
+def processes_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, tuple[int, ...]]:
+    """Return how many of these samples each process took, by length; nothing for bytes, which do not vary."""
+    return {point.seq_len: point.process_sizes for point in points} if quantity == "time" else {}
+
+
+def growth(series: Series, quantity: Quantity = "time") -> Growth:
+    """Fit one quantity of one series."""
+    samples = samples_by_length(series.points, quantity)
+    sizes = processes_by_length(series.points, quantity)
+    exponent = fit_exponent(samples, sizes=sizes) if _has_decade(samples) else None
+    medians = [sorted(samples[length])[len(samples[length]) // 2] for length in samples]
+    if quantity == "time":
+        medians = [point.median_ms for point in series.points if point.seq_len in samples]
+    fit = fit_cost(list(samples), medians) if len(samples) >= 3 else None
+    claimed = None
+    if series.claim is not None and quantity in {"time", "peak_bytes"}:
+        claimed = series.claim.time_exponent if quantity == "time" else series.claim.memory_exponent
+    return Growth(
+        label=series.label,
+        quantity=quantity,
+        exponent=exponent,
+        slopes=tuple(local_slopes(samples, sizes=sizes)) if len(samples) > 1 else (),
+        fit=fit,
+        claimed=claimed,
+        verdict=_verdict(exponent, fit, is_simulated=series.is_simulated),
+    )
+
+
+def _has_decade(samples: Mapping[int, Sequence[float]]) -> bool:
+    """Whether at least two lengths lie in the top decade, which is what the exponent is fitted to."""
+    longest = max(samples, default=0)
+    return sum(10 * length > longest for length in samples) > 1
+
+
+def _verdict(exponent: Exponent | None, fit: CostFit | None, *, is_simulated: bool) -> str:
+    if is_simulated:
+        return "simulated"
+    if exponent is None or fit is None:
+        return "too few lengths"
+    for power, word in _POWERS:
+        is_near = power - TOLERANCE <= exponent.low and exponent.high <= power + TOLERANCE
+        if is_near and fit.dominant(fit.lengths[-1]) == word:
+            return word
+    return "not settled"
+
+
+def crossings(panel: Panel, quantity: Quantity = "time") -> list[Crossing]:
+    """Compare every approximate series with the fastest exact one, and with each exact one where there are several."""
+    exact = [series for series in panel.series if series.is_exact and series.points]
+    baselines: list[tuple[Series, bool]] = []
+    if panel.baseline is not None:
+        baselines.append((panel.baseline, True))
+    if len(exact) > 1:
+        baselines += [(series, False) for series in exact if series.label != baselines[0][0].label]
+    found = []
+    for series in panel.series:
+        if series.is_exact or not series.points or series.is_simulated:
+            continue
+        own = samples_by_length(series.points, quantity)
+        for baseline, is_fastest in baselines:
+            other = samples_by_length(baseline.points, quantity)
+            sizes_x, sizes_baseline = (processes_by_length(one.points, quantity) for one in (series, baseline))
+            has_common = bool(set(own) & set(other))
+            result = crossover(own, other, sizes_x=sizes_x, sizes_baseline=sizes_baseline) if has_common else None
+            found.append(
+                Crossing(
+                    label=series.label,
+                    against=baseline.label,
+                    quantity=quantity,
+                    is_fastest=is_fastest,
+                    result=result,
+                )
+            )
+    return found

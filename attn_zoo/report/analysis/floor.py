@@ -1,0 +1,117 @@
+"""Where a score stands beside what needs no attention at all: chance and the trivial models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from attn_zoo.report.analysis.metric import Metric
+
+__all__ = ["FAR", "Standing", "floor_words", "judge", "margin", "near_marks", "size_error"]
+
+CHANCE = "chance"
+TWO_SIDED = 1.96
+"""Standard errors on either side of a 95 % interval."""
+FAR = 3.0
+"""Times the range of the scores that a mark may lie beyond them and still be drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A score against the best floor.
+
+    Args:
+        floor: name of the best of chance and the trivial models.
+        value: what it scores.
+        gain: by how much the score is better; negative where it is worse.
+        verdict: `above` only where the gain exceeds the uncertainty of the score; `unknown` for a gain of which nothing
+            says how certain it is.
+    """
+
+    floor: str
+    value: float
+    gain: float
+    verdict: Literal["above", "not above", "unknown"]
+
+    @property
+    def words(self) -> str:
+        """Return the verdict as the end of a sentence."""
+        floor = floor_words(self.floor)
+        if self.verdict == "above":
+            return f"beats {floor}"
+        return f"does not beat {floor}" if self.verdict == "not above" else f"above {floor}, uncertain: one run"
+
+    @property
+    def brief(self) -> str:
+        """Return the verdict as it stands in a table."""
+        return f"{self.verdict if self.verdict != 'unknown' else 'above, uncertain'}: {self.floor}"
+
+
+def floor_words(name: str) -> str:
+    """Return what a floor is called in a sentence.
+
+    >>> floor_words("root_operator"), floor_words("chance")
+    ('the root-operator floor', 'chance')
+    """
+    return CHANCE if name == CHANCE else f"the {name.replace('_', '-')} floor"
+
+
+def size_error(value: float, num_examples: int | None, metric: Metric) -> float | None:
+    """Return the standard error of a score that comes from the size of the test set alone.
+
+    For a fraction of N examples it is sqrt(p (1 - p) / N); where an example has several scored items that is an upper
+    bound, since items of one example are not independent. None for metrics that are no fractions.
+    """
+    if not num_examples or metric.is_lower_better or not 0.0 <= value <= 1.0:
+        return None
+    return float((value * (1.0 - value) / num_examples) ** 0.5)
+
+
+def margin(low: float | None, high: float | None, error: float | None) -> float | None:
+    """Return half the width of the wider of two intervals: over seeds, and from the size of the test set."""
+    halves = [TWO_SIDED * error] if error is not None else []
+    if low is not None and high is not None:
+        halves.append((high - low) / 2)
+    return max(halves) if halves else None
+
+
+def judge(
+    value: float, uncertainty: float | None, chance: float | None, floors: Mapping[str, float], metric: Metric
+) -> Standing | None:
+    """Return where `value` stands, or None where neither chance nor a floor is known.
+
+    Args:
+        value: mean score.
+        uncertainty: half the width of its interval, or None.
+        chance: what guessing scores.
+        floors: what trivial models score.
+        metric: says which direction is the better one.
+    """
+    marks = dict(floors) | ({CHANCE: chance} if chance is not None else {})
+    if not marks:
+        return None
+    best = min(sorted(marks), key=lambda name: metric.order(marks[name]))
+    gain = metric.gain(value, marks[best])
+    if gain <= 0 or (uncertainty is not None and gain <= uncertainty):
+        return Standing(best, marks[best], gain, "not above")
+    return Standing(best, marks[best], gain, "above" if uncertainty is not None else "unknown")
+
+
+def near_marks(
+    values: Sequence[float], marks: Mapping[str, float], metric: Metric
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the marks that a figure of `values` has room for, and those so far off that they would flatten it.
+
+    Args:
+        values: what is drawn.
+        marks: chance and floors by name; the best of them always has room.
+        metric: says which is the best.
+    """
+    if not marks:
+        return {}, {}
+    best = metric.best(marks.values())
+    low, high = min([*values, best]), max([*values, best])
+    reach = FAR * ((high - low) or 0.1 * abs(high))
+    near = {name: value for name, value in marks.items() if low - reach <= value <= high + reach}
+    return near, {name: value for name, value in marks.items() if name not in near}

@@ -1,0 +1,189 @@
+"""All tasks of one run side by side, with a mean over exactly those tasks that every variant has a score for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from attn_zoo.report.analysis.label_score import LabelScore
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.tables.columns import number_column, text_column
+from attn_zoo.report.tables.score_tables import failure_words
+from attn_zoo.report.tables.table import Column, Row, Table
+from attn_zoo.report.units import capital, slug
+
+__all__ = ["Overview", "make_overviews", "overview_table"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overview:
+    """Tasks trained under one protocol with the same metric.
+
+    Args:
+        name: for file names.
+        how: protocol, dtype and device.
+        groups: one for each task and level, at least two.
+        common: those that every label in `labels` has a score for.
+        labels: with a score in at least two tasks, sorted.
+        without: labels left out of the mean, because fewer than two tasks have a score of theirs.
+    """
+
+    name: str
+    how: str
+    metric: Metric
+    groups: tuple[AccuracyGroup, ...]
+    common: tuple[AccuracyGroup, ...]
+    labels: tuple[str, ...]
+    without: tuple[str, ...]
+
+    def scores(self, label: str) -> list[LabelScore]:
+        """Return the scores of `label` in the common tasks."""
+        return [score for group in self.common if (score := _scored(group, label)) is not None]
+
+    def mean(self, label: str) -> float | None:
+        """Return the mean over the common tasks; None for a label without a score in one of them."""
+        values = [score.mean for score in self.scores(label) if score.mean is not None]
+        return fmean(values) if len(values) == len(self.common) and len(values) > 1 else None
+
+    def speed(self, label: str) -> float | None:
+        """Return the geometric mean of tokens per second over the common tasks, whose lengths differ."""
+        speeds = [score.tokens_per_s for score in self.scores(label) if score.tokens_per_s]
+        return math.exp(fmean(map(math.log, speeds))) if speeds and len(speeds) == len(self.common) else None
+
+    def peak_bytes(self, label: str) -> float | None:
+        """Return the most memory over the common tasks."""
+        peaks = [score.train_peak_bytes for score in self.scores(label)]
+        return max(peak for peak in peaks if peak) if peaks and all(peaks) else None
+
+    def floor(self) -> tuple[str, float] | None:
+        """Return the mean over the common tasks of the best that needs no training, or None."""
+        best = [self.metric.best(group.marks.values()) for group in self.common if group.marks]
+        return ("mean of the best floors", fmean(best)) if best and len(best) == len(self.common) else None
+
+    def scope(self) -> str:
+        """Return in words which tasks the mean is over, and which it leaves out and why."""
+        said = [f"mean over {', '.join(group.title for group in self.common)}"]
+        for group in self.groups:
+            lacking = [label for label in self.labels if _scored(group, label) is None]
+            if lacking:
+                said.append(f"not over {group.title}: no score of {', '.join(lacking)}")
+        if self.without:
+            said.append(f"without {', '.join(self.without)}")
+        return "; ".join(said)
+
+
+def _scored(group: AccuracyGroup, label: str) -> LabelScore | None:
+    """Return the score of `label` from scratch (or from the only start of the group), if a run finished."""
+    found = group.find(label, group.starts[0]) if group.starts else None
+    return found if found is not None and found.mean is not None else None
+
+
+def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
+    """Return one overview for each protocol, metric and device under which at least two tasks were trained.
+
+    Overrides may differ between tasks, as published settings do, unless a task occurs with several of them.
+    """
+    found = []
+    for how, members in _by_protocol(groups).items():
+        metric = members[0].metric
+        seen = {score.label for group in members for score in group.scores}
+        counts = {label: sum(_scored(group, label) is not None for group in members) for label in seen}
+        labels = tuple(sorted(label for label, count in counts.items() if count > 1))
+        if len(members) < 2 or not labels:
+            continue
+        common = tuple(group for group in members if all(_scored(group, label) for label in labels))
+        found.append(
+            Overview(
+                name=slug("tasks", metric.name, how),
+                how=how,
+                metric=metric,
+                groups=tuple(members),
+                common=common,
+                labels=labels,
+                without=tuple(sorted(seen - set(labels))),
+            )
+        )
+    return found
+
+
+def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGroup]]:
+    found: dict[str, list[AccuracyGroup]] = {}
+    for group in groups:
+        # A mean has no meaning over bits of different data, whose scales differ.
+        if any(score.mean is not None for score in group.scores) and not group.metric.is_lower_better:
+            found.setdefault(_how(group), []).append(group)
+    split: dict[str, list[AccuracyGroup]] = {}
+    for how, members in found.items():
+        is_repeated = len({group.title for group in members}) < len(members)
+        for group in members:
+            changes = ", ".join(f"{name}={json.dumps(value)}" for name, value in group.setting.changes.items())
+            split.setdefault(f"{how}, {changes}" if is_repeated and changes else how, []).append(group)
+    return {how: members for how, members in split.items() if len({one.title for one in members}) == len(members)}
+
+
+def _how(group: AccuracyGroup) -> str:
+    setting = group.setting
+    version = f"training version {setting.protocol_version}"
+    tuned = f", tuned: {', '.join(setting.tuned)}" if setting.tuned else ""
+    # Where nothing was trained from scratch the only other start counts, and does not mix with scratch elsewhere.
+    start = f", self-pretrained ({group.starts[0]})" if group.starts[0] else ""
+    return f"protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}, {version}{tuned}{start}"
+
+
+def overview_table(overview: Overview) -> Table:
+    """Return one row per label and one column per task; a missing score stays missing and enters no mean."""
+    everyone = sorted({*overview.labels, *overview.without})
+    show = overview.metric.show
+    rows: list[Row] = []
+    has_mean = len(overview.common) > 1
+    for label in sorted(everyone, key=lambda label: (overview.metric.order(overview.mean(label)), label)):
+        cells = {group.title: group.find(label, group.starts[0]) for group in overview.groups}
+        rows.append(
+            {
+                "variant": label,
+                "mean": overview.mean(label) if has_mean else None,
+                **{title: score.mean if score else None for title, score in cells.items()},
+                **{f"no score: {title}": failure_words(score) if score else "" for title, score in cells.items()},
+            }
+        )
+    for name in ("best floor", "chance"):
+        marks = {group.title: _mark(group, name) for group in overview.groups}
+        shared = [marks[group.title] for group in overview.common]
+        known = [value for value in shared if value is not None]
+        mean = fmean(known) if has_mean and len(known) == len(shared) else None
+        rows.append({**dict.fromkeys(rows[0]), "variant": name, "mean": mean, **marks})
+    scope = overview.scope() if has_mean else "no mean: fewer than two tasks have a score of every variant"
+    return Table(
+        name=f"overview-{overview.name}",
+        title=f"{overview.metric.title} on all tasks, {overview.groups[0].setting.protocol}",
+        note=f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
+        columns=(
+            text_column("variant", "variant", priority=0),
+            *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
+            *(
+                _task_column(group.title, overview.metric, 1 + index / 100)
+                for index, group in enumerate(overview.groups)
+            ),
+        ),
+        rows=tuple(rows),
+        fields=tuple(rows[0]),
+    )
+
+
+def _mark(group: AccuracyGroup, name: str) -> float | None:
+    if name == "chance":
+        return group.chance
+    return group.metric.best(group.marks.values()) if group.marks else None
+
+
+def _task_column(title: str, metric: Metric, priority: float) -> Column:
+    def show(row: Row) -> str:
+        if row[title] is None:
+            return str(row[f"no score: {title}"] or "")
+        return metric.show(row[title])
+
+    return Column(heading=title, show=show, sort=lambda row: row[title], priority=priority)

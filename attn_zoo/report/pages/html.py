@@ -1,0 +1,137 @@
+"""One self-contained page: no request leaves it, no script runs in it but ours."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment as Jinja
+from jinja2 import StrictUndefined
+from markupsafe import Markup
+
+from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
+from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.figures.page import Picture
+from attn_zoo.report.pages.findings import EXPLANATION, findings
+from attn_zoo.report.pages.inline import inline_figures
+from attn_zoo.report.tables.table import MISSING, Table
+from attn_zoo.report.units import clean, human_bytes
+
+__all__ = ["build_page", "environment_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    text: str
+    sort: str
+    align: str
+
+
+def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[tuple[Picture, bytes]]) -> str:
+    """Return the HTML text.
+
+    Args:
+        analysis: what the page is about.
+        tables: in order.
+        pictures: in order, each with its SVG.
+    """
+    folder = files("attn_zoo.report.pages") / "templates"
+    style, script, template = (
+        (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
+    )
+    definitions, drawings = inline_figures([svg for _, svg in pictures])
+    jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return jinja.from_string(template).render(
+        policy=(
+            f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
+        script=Markup(script),  # noqa: S704
+        title=clean(analysis.title) or "no results",
+        findings=[clean(text) for text in findings(analysis)],
+        explanation=EXPLANATION if analysis.panels else "",
+        warnings=[clean(text) for text in analysis.results.warnings],
+        definitions=Markup(definitions),  # noqa: S704  # outlines and numbers: no text in them
+        figures=[
+            {
+                "title": clean(picture.title),
+                "alt": clean(picture.alt),
+                "view_box": drawing.view_box,
+                "drawing": Markup(drawing.markup),  # noqa: S704
+            }
+            for (picture, _), drawing in zip(pictures, drawings, strict=True)
+        ],
+        tables=[_table(table) for table in tables],
+        environments=[
+            {"digest": digest, "rows": environment_rows(environment)}
+            for digest, environment in sorted(analysis.results.environments.items())
+        ],
+        runs=[_run(run.name, run.matrices, len(run.records)) for run in analysis.results.runs],
+        versions=f"record schema {SCHEMA_VERSION}, measurement protocol {PROTOCOL_VERSION}",
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _run(name: str, matrices: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
+    texts = dict.fromkeys(str(matrix["description"]) for matrix in matrices if matrix.get("description"))
+    described = " ".join(texts)
+    return {"name": clean(name), "description": clean(described), "count": count}
+
+
+def _table(table: Table) -> dict[str, Any]:
+    return {
+        "name": table.name,
+        "title": clean(table.title),
+        "note": clean(table.note),
+        "columns": [{"heading": column.heading, "align": column.align} for column in table.columns],
+        "rows": [
+            [
+                _Cell(
+                    clean(column.show(row)) or MISSING,
+                    _sort_value(column.sort(row) if column.sort else None),
+                    column.align,
+                )
+                for column in table.columns
+            ]
+            for row in table.rows
+        ],
+    }
+
+
+def _sort_value(value: float | str | None) -> str:
+    if isinstance(value, float) and math.isinf(value):
+        value = math.copysign(1e300, value)  # JavaScript does not read "inf"
+    return "" if value is None else str(value)
+
+
+def environment_rows(environment: Environment) -> list[tuple[str, str]]:
+    """Return what a reader needs to judge or repeat the numbers, as pairs of heading and text."""
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(environment.versions.items()))
+    variables = ", ".join(f"{name}={value}" for name, value in sorted(environment.variables.items()))
+    gpu = environment.gpu or ""
+    if gpu and environment.gpu_memory_bytes:
+        gpu += f", {human_bytes(environment.gpu_memory_bytes)}"
+    commits = (*environment.earlier_commits, environment.commit)
+    commit = ", ".join(each[:12] for each in commits) + (" with uncommitted changes" if environment.is_dirty else "")
+    rows = [
+        ("CPU", f"{environment.cpu}, {environment.num_cores} cores"),
+        ("threads", str(environment.threads)),
+        ("memory", human_bytes(environment.memory_bytes)),
+        ("GPU", gpu),
+        ("driver", environment.driver or ""),
+        ("platform", environment.platform),
+        ("versions", versions),
+        ("commit", commit),
+        ("variables", variables),
+        ("host (hashed)", environment.host),
+    ]
+    return [(heading, clean(text)) for heading, text in rows if text.strip()]

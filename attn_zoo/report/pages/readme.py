@@ -1,0 +1,73 @@
+"""The README of a results folder, generated from its records: which machine, which run, what came out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.page import Picture
+from attn_zoo.report.pages.findings import EXPLANATION, findings
+from attn_zoo.report.pages.html import environment_rows
+from attn_zoo.report.pages.write import write_analysis
+from attn_zoo.report.tables.all_tables import summary_tables
+from attn_zoo.report.tables.table import escape_markdown, to_markdown
+from attn_zoo.whole_files import write_whole
+
+__all__ = ["readme_text", "write_results_readme"]
+
+
+def write_results_readme(folder: str | Path) -> Path:
+    """Write the report of a results folder into it, with a `README.md` that shows it, and return that path.
+
+    Raises:
+        ConfigError: `folder` is not a results folder.
+        StoreError: it cannot be written.
+    """
+    folder = Path(folder)
+    analysis = analyse([folder])
+    write_analysis(analysis, folder)
+    path = folder / "README.md"
+    write_whole(path, readme_text(analysis).encode())
+    return path
+
+
+def readme_text(analysis: Analysis) -> str:
+    """Return the Markdown text; figures are linked as `figures/NAME.svg`."""
+    frame = analysis.results.frame
+    started = sorted(text[:10] for text in frame["started"] if text)
+    when = (
+        "" if not started else f", measured {started[0]}" + (f" to {started[-1]}" if started[-1] != started[0] else "")
+    )
+    lines = [
+        f"# {escape_markdown(analysis.title)}",
+        "",
+        f"{len(frame)} cells{when}. Generated from the records in `cells/`; do not edit.",
+        "",
+        *(f"- {escape_markdown(text)}" for text in findings(analysis)),
+        "",
+        *([EXPLANATION, ""] if analysis.panels else []),
+        "## Figures",
+        "",
+    ]
+    for picture in make_pictures(analysis):
+        lines += [_image(picture), ""]
+    lines += [
+        "## Tables",
+        "",
+        *(to_markdown(table) for table in summary_tables(analysis)),
+        "## Machine and software",
+        "",
+    ]
+    for digest, environment in sorted(analysis.results.environments.items()):
+        lines += [f"Environment `{digest}`:", ""]
+        lines += [f"- {heading}: {escape_markdown(text)}" for heading, text in environment_rows(environment)]
+        lines.append("")
+    if analysis.results.warnings:
+        lines += ["## Warnings", "", *(f"- {escape_markdown(text)}" for text in analysis.results.warnings), ""]
+    return "\n".join(lines)
+
+
+def _image(picture: Picture) -> str:
+    alt = escape_markdown(picture.alt)
+    return f"![{alt}](figures/{picture.name}.svg)"

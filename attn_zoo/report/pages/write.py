@@ -1,0 +1,64 @@
+"""Write a report: tables as CSV and Markdown, figures as SVG and PNG, and one self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+
+from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.style import render
+from attn_zoo.report.pages.findings import findings
+from attn_zoo.report.pages.html import build_page
+from attn_zoo.report.tables.all_tables import long_tables, make_tables, summary_tables
+from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
+from attn_zoo.report.units import clean
+from attn_zoo.whole_files import write_whole
+
+__all__ = ["print_report", "write_report"]
+
+
+def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
+    """Write tables, figures and `report.html` for `dirs` under `out` and return the paths, the page first.
+
+    Files of an earlier report are replaced. The same records give the same bytes.
+
+    Raises:
+        ConfigError: a directory is not a results folder; nothing is written then.
+        FolderError: `out` cannot be written.
+    """
+    return write_analysis(analyse(dirs), out)
+
+
+def write_analysis(analysis: Analysis, out: str | Path) -> list[Path]:
+    """Write the report of results that were analysed already; see `write_report`."""
+    out = Path(out)
+    tables = make_tables(analysis)
+    pictures = [(picture, render(picture.figure, "svg")) for picture in make_pictures(analysis)]
+    files: dict[Path, bytes] = {out / "report.html": build_page(analysis, tables, pictures).encode()}
+    for picture, svg in pictures:
+        files[out / "figures" / f"{picture.name}.svg"] = svg
+        files[out / "figures" / f"{picture.name}.png"] = render(picture.figure, "png")
+    for table in tables:
+        files[out / "tables" / f"{table.name}.md"] = to_markdown(table).encode()
+        # Their numbers are in scaling.csv and efficiency.csv, one row each.
+        if not table.name.startswith(("time-", "memory-", "rates-", "efficiency-")):
+            files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
+    for table in long_tables(analysis):
+        files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
+    for path, content in files.items():
+        write_whole(path, content)
+    return list(files)
+
+
+def print_report(analysis: Analysis, console: Console) -> None:
+    """Print findings, tables and warnings in the width of `console`."""
+    for text in findings(analysis):
+        console.print(clean(text), markup=False, highlight=False)
+    for table in summary_tables(analysis):
+        console.print()
+        to_terminal(table, console)
+    for warning in analysis.results.warnings:
+        console.print(f"warning: {clean(warning)}", markup=False, highlight=False)

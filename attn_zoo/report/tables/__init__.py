@@ -1,0 +1,1 @@
+"""Tables of the report: the same rows as CSV, Markdown, LaTeX, HTML or terminal text."""

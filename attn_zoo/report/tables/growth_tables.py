@@ -1,0 +1,161 @@
+"""How each variant grows, and from where it beats exact attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.fits import Crossing, Growth
+from attn_zoo.report.tables.columns import interval_column, number_column, text_column
+from attn_zoo.report.tables.table import Column, Row, Table
+from attn_zoo.report.units import human_length
+from attn_zoo.report.wording import doubt_words
+
+__all__ = ["crossing_text", "crossover_table", "exponent_table", "round_length"]
+
+
+def exponent_table(analysis: Analysis) -> Table:
+    """Return fitted and claimed exponents of time and peak memory, one row per curve."""
+    rows = [
+        {"panel": one.panel.title, "settings": one.panel.subtitle, **_growth_row(found)}
+        for one in analysis.panels
+        for fits in (one.time, one.memory)
+        for found in fits.values()
+        if found.slopes
+    ]
+    slope = "{:.2f}".format
+    return Table(
+        name="exponents",
+        title="Growth with the sequence length",
+        note=(
+            "Exponent k of N^k: a straight line through the top decade of lengths, with its 95 % interval; last slope: "
+            "between the two longest. The reading is linear or quadratic only where the whole interval is within 0.1 "
+            f"of it and that term leads the fit a + bN + cN^2. {_doubt(analysis)}".strip()
+            if rows
+            else _NOTHING_GROWS
+        ),
+        columns=(
+            text_column("variant", "variant", priority=0),
+            text_column("of", "quantity", priority=0),
+            text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
+            interval_column("exponent", "exponent", slope, priority=0),
+            number_column("claimed", "claimed_exponent", "{:g}".format),
+            interval_column("last slope", "last_slope", slope, priority=4),
+            text_column("reading", "reading", priority=2),
+            text_column("lengths", "lengths", priority=5),
+        ),
+        rows=tuple(rows),
+        fields=tuple(rows[0]) if rows else ("variant", "quantity", "exponent", "claimed_exponent"),
+    )
+
+
+def _doubt(analysis: Analysis) -> str:
+    points = (point for one in analysis.panels for series in one.panel.series for point in series.points)
+    return doubt_words(point.num_processes for point in points)
+
+
+def _growth_row(found: Growth) -> dict[str, Any]:
+    exponent, fit = found.exponent, found.fit
+    last = found.slopes[-1]
+    has_spread = found.quantity == "time"  # bytes do not vary between repetitions
+    used = exponent.lengths if exponent else ()
+    return {
+        "variant": found.label,
+        "quantity": {"time": "time", "peak_bytes": "memory"}[found.quantity],
+        "exponent": exponent.value if exponent else None,
+        "exponent_low": exponent.low if exponent and has_spread else None,
+        "exponent_high": exponent.high if exponent and has_spread else None,
+        "claimed_exponent": found.claimed,
+        "last_slope": last.slope,
+        "last_slope_low": last.ci_low if has_spread else None,
+        "last_slope_high": last.ci_high if has_spread else None,
+        "reading": found.verdict,
+        "lengths": f"{human_length(used[0])} to {human_length(used[-1])}" if used else "",
+        "fit_a": fit.a if fit else None,
+        "fit_b": fit.b if fit else None,
+        "fit_c": fit.c if fit else None,
+        "fit_relative_rms": fit.relative_rms if fit else None,
+    }
+
+
+def crossing_text(crossing: Crossing) -> str:
+    """Return where it crosses, in words."""
+    found = crossing.result
+    if found is None:
+        return "no length in common"
+    first, last = human_length(found.lengths[0]), human_length(found.lengths[-1])
+    if found.kind == "crosses" and found.length is not None:
+        return f"from {round_length(found.length)}"
+    if len(found.lengths) == 1:
+        return f"{'cheaper' if found.kind == 'always_faster' else 'not cheaper'} at {first}, the only length"
+    return f"from {first} or less" if found.kind == "always_faster" else f"none up to {last}"
+
+
+def round_length(tokens: float) -> str:
+    """Return a crossing on three digits at most: more would be false precision."""
+    digits = max(0, len(str(int(tokens))) - 3)
+    return f"{round(tokens / 10**digits) * 10**digits:,}"
+
+
+_CHEAPER = (
+    "The length from which a variant costs less than the fastest exact kernel of the same run and stays "
+    "cheaper; interval: 95 %, from resampling both. None up to N is a result."
+)
+_NO_BASELINE = (
+    "Nothing to compare: it takes an exact variant and another one, both measured in the same run. Of those timed in "
+    "turns at one length only, the ratio is under Timed in turns."
+)
+_NOTHING_GROWS = "Nothing to fit: it takes two lengths."
+
+
+def crossover_table(analysis: Analysis) -> Table:
+    """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
+    rows = []
+    for one in analysis.panels:
+        for crossing in (*one.crossings, *one.memory_crossings):
+            found = crossing.result
+            if found is not None and len(found.lengths) == 1 and one.panel.turns:
+                continue  # nothing can cross, and the table of turns says how much cheaper
+            rows.append(
+                {
+                    "variant": crossing.label,
+                    "quantity": "time" if crossing.quantity == "time" else "memory",
+                    "against": crossing.against,
+                    "against_is": "fastest exact" if crossing.is_fastest else "exact",
+                    "panel": one.panel.title,
+                    "settings": one.panel.subtitle,
+                    "outcome": found.kind if found else "no_common_length",
+                    "crossing": found.length if found else None,
+                    "crossing_low": found.low if found else None,
+                    "crossing_high": found.high if found else None,
+                    "support": found.support if found else None,
+                    "words": crossing_text(crossing),
+                }
+            )
+    return Table(
+        name="crossovers",
+        title="Cheaper than exact attention",
+        note=f"{_CHEAPER} {_doubt(analysis)}".strip() if rows else _NO_BASELINE,
+        columns=(
+            text_column("variant", "variant", priority=0),
+            text_column("of", "quantity", priority=1),
+            text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
+            Column(heading="crossover", show=lambda row: row["words"], sort=_crossing_rank, align="left", priority=0),
+            Column(heading="interval", show=_crossing_interval, align="left", priority=3),
+            text_column("than", "against", priority=4),
+        ),
+        rows=tuple(rows),
+        fields=tuple(rows[0]) if rows else ("variant", "quantity", "against", "outcome", "crossing"),
+    )
+
+
+def _crossing_rank(row: Row) -> float | None:
+    ends = {"always_faster": 0.0, "never_in_range": float("inf")}
+    return row["crossing"] if row["crossing"] is not None else ends.get(row["outcome"])
+
+
+def _crossing_interval(row: Row) -> str:
+    if row["crossing"] is None:
+        return ""
+    low, high = row["crossing_low"], row["crossing_high"]
+    return f"{round_length(low) if low else 'below'} to {round_length(high) if high else 'beyond'}"

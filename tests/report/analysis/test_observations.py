@@ -1,0 +1,146 @@
+"""Reading results folders: the flat table, and what is wrong with a folder or a record said in words."""
+
+import json
+
+import pytest
+
+from attn_zoo.errors import ConfigError
+from attn_zoo.folder import read_run
+from attn_zoo.report.analysis.observations import load_runs, read_results
+from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
+
+ASKED_FOR = {
+    *(
+        "variant",
+        "kind",
+        "seq_len",
+        "batch_size",
+        "num_heads",
+        "head_dim",
+        "dtype",
+        "device",
+        "pass",
+        "status",
+        "reason",
+    ),
+    *("median_ms", "q1_ms", "q3_ms", "peak_bytes", "saved_bytes", "flops", "kernel", "task", "metric", "value", "seed"),
+    "protocol",
+}
+
+
+def test_has_the_promised_columns_and_one_row_per_record(run_dir):
+    frame = load_runs([run_dir])
+    assert set(frame.columns) >= ASKED_FOR
+    assert len(frame) == len(list((run_dir / "cells").glob("*.json")))
+
+
+def test_numbers_are_those_of_the_record(tmp_path):
+    record = scaling("full", 512)
+    row = load_runs([write_run(tmp_path / "run", [record])]).iloc[0]
+    assert record.timing is not None
+    assert record.memory is not None
+    assert row["median_ms"] == record.timing.median_ms
+    assert row["peak_bytes"] == record.memory.peak_bytes
+    assert row["samples_ms"] == list(record.timing.samples_ms)
+    assert (row["pass"], row["kernel"], row["seq_len"]) == ("fwd", "math", 512)
+
+
+def test_what_was_not_measured_is_missing_not_zero(tmp_path):
+    run = write_run(tmp_path / "run", [scaling("full", 512, status="timeout", reason="60 s"), accuracy("full", 0, 0.4)])
+    frame = load_runs([run]).set_index("kind")
+    assert frame.loc["scaling", ["median_ms", "peak_bytes", "value"]].isna().all()
+    assert frame.loc["accuracy", ["median_ms", "seq_len"]].isna().all()
+
+
+def test_a_refused_cell_belongs_to_the_machine_of_its_run(tmp_path):
+    run = write_run(tmp_path / "run", [scaling("full", 512), scaling("x", 512, status="unsupported", reason="no")])
+    assert set(load_runs([run])["environment"]) == {MACHINE.digest}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "no such directory"),
+        (lambda path: path.mkdir(), "no run.json"),
+        (lambda path: path.write_text("x"), "got a file"),
+        (lambda path: write_run(path / "inner", []), "it contains inner"),
+    ],
+)
+def test_a_directory_that_is_no_results_folder(tmp_path, make, words):
+    path = tmp_path / "given"
+    make(path)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_runs([path])
+    assert caught.value.exit_code == 2
+    assert str(path) in str(caught.value)
+
+
+def test_no_directory_at_all():
+    with pytest.raises(ConfigError, match="at least one results folder"):
+        load_runs([])
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"a": NaN'])
+def test_a_damaged_run_json_is_one_message(tmp_path, text):
+    run = write_run(tmp_path / "run", [])
+    (run / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        load_runs([run])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not readable as JSON"),
+        ('{"cell": 1', "not readable as JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "Field required"),
+        ("[" * 100_000, "not readable as JSON"),
+        ('{"schema": 99}', "update attn_zoo"),
+    ],
+)
+def test_a_damaged_record_is_skipped_with_a_warning(tmp_path, text, words):
+    run = write_run(tmp_path / "run", [scaling("full", 512)])
+    (run / "cells" / "bad.json").write_text(text)
+    results = read_results([run])
+    assert len(results.frame) == 1
+    assert len(results.warnings) == 1
+    assert words in results.warnings[0]
+    assert "cells/bad.json" in results.warnings[0]
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    run = write_run(tmp_path / "run", [scaling("full", 512)])
+    (run / "cells" / "bad.json").write_bytes(b"\xff\xfe\x00")
+    assert len(read_results([run]).warnings) == 1
+
+
+def test_extra_keys_and_damaged_parts_of_run_json_are_tolerated(tmp_path):
+    run = write_run(tmp_path / "run", [scaling("full", 512)], future={"x": 1}, claims={"full": 3, "y": {"is_exact": 1}})
+    head = json.loads((run / "run.json").read_text())
+    head["environments"]["broken"] = {"cpu": 1}
+    (run / "run.json").write_text(json.dumps(head))
+    read = read_run(run)
+    assert list(read.environments) == [MACHINE.digest]
+    assert len(read.warnings) == 2
+    assert not read.claims["y"].is_exact
+
+
+def test_one_label_for_two_option_sets_becomes_two_labels(tmp_path):
+    records = [scaling("v", 512, options={"k": 1}), scaling("v", 512, options={"k": 2}), scaling("v", 1024)]
+    assert set(load_runs([write_run(tmp_path / "run", records)])["label"]) == {"v (k=1)", "v (k=2)", "v (defaults)"}
+
+
+def test_two_versions_of_a_source_are_told_apart(tmp_path):
+    a = write_run(tmp_path / "a", [scaling("v", 512, variant_digest="aaaaaaaa")])
+    b = write_run(tmp_path / "b", [scaling("v", 512, variant_digest="bbbbbbbb")])
+    assert set(load_runs([a, b])["label"]) == {"v (source aaaaaa)", "v (source bbbbbb)"}
+
+
+def test_the_same_folder_twice_counts_once(run_dir):
+    assert len(load_runs([run_dir, run_dir / "."])) == len(load_runs([run_dir]))
+
+
+def test_the_same_cells_in_two_folders_are_pooled_with_a_warning(tmp_path):
+    runs = [write_run(tmp_path / name, [scaling("full", 512)]) for name in "ab"]
+    assert "samples are pooled" in read_results(runs).warnings[0]

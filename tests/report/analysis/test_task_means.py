@@ -1,0 +1,91 @@
+"""Several tasks together: a mean only over what all have, and nothing missing counted as nought."""
+
+import pytest
+
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.analysis.task_means import overview_table
+from attn_zoo.report.pages.score_findings import overview_finding
+from tests.report.synthetic import accuracy, write_run
+
+
+def overviews(tmp_path, records):
+    return analyse([write_run(tmp_path / "run", records)]).overviews
+
+
+def runs(task, values, **more):
+    return [
+        accuracy(variant, 0, value, status="ok" if value is not None else "diverged", task=task, **more)
+        for variant, value in values.items()
+    ]
+
+
+def test_a_missing_score_leaves_the_task_out_of_the_mean(tmp_path):
+    records = runs("a", {"full": 0.4, "bigbird": 0.3})
+    records += runs("b", {"full": 0.6, "bigbird": 0.7})
+    records += runs("c", {"full": 0.9, "bigbird": None})
+    (found,) = overviews(tmp_path, records)
+    assert found.mean("full") == pytest.approx(0.5)
+    assert found.mean("bigbird") == pytest.approx(0.5)
+    assert [group.title for group in found.common] == ["a (short)", "b (short)"]
+    assert "not over c (short): no score of bigbird" in found.scope()
+    table = overview_table(found)
+    rows = {row["variant"]: row for row in table.rows}
+    assert rows["bigbird"]["c (short)"] is None
+    assert rows["full"]["mean"] == pytest.approx(0.5)
+    shown = {row[0]: row for row in table.texts()}
+    assert shown["bigbird"][-1] == "diverged 1 of 1"
+    assert shown["chance"] == ["chance", "10.0 %", "10.0 %", "10.0 %", "10.0 %"]
+    assert shown["best floor"][1] == "21.0 %"
+    assert "never counted as 0" in table.note
+    said = overview_finding(found)
+    assert "mean over a (short), b (short); not over c (short)" in said
+
+
+def test_a_label_with_one_task_is_left_out_and_named(tmp_path):
+    records = runs("a", {"full": 0.4, "bigbird": 0.3, "extra": 0.9})
+    records += runs("b", {"full": 0.6, "bigbird": 0.7})
+    (found,) = overviews(tmp_path, records)
+    assert found.labels == ("bigbird", "full")
+    assert found.mean("extra") is None
+    assert "without extra" in found.scope()
+    assert {row["variant"]: row["mean"] for row in overview_table(found).rows}["extra"] is None
+
+
+def test_without_two_common_tasks_there_is_no_mean(tmp_path):
+    records = runs("a", {"full": 0.4, "bigbird": 0.3}) + runs("b", {"full": 0.6, "bigbird": None})
+    records += runs("c", {"full": None, "bigbird": 0.5})
+    (found,) = overviews(tmp_path, records)
+    assert found.mean("full") is None
+    assert "mean" not in [column.heading for column in overview_table(found).columns]
+    assert "No mean over tasks" in overview_finding(found)
+
+
+def test_one_task_metrics_of_another_kind_and_other_protocols_make_no_overview(tmp_path):
+    values = {"full": 0.4, "bigbird": 0.3}
+    assert overviews(tmp_path / "one", runs("a", values)) == ()
+    bits = runs("b", {"full": 2.0, "bigbird": 2.1}, score={"metric": "bits_per_byte"})
+    assert overviews(tmp_path / "bits", runs("a", values) + bits) == ()
+    assert overviews(tmp_path / "other", runs("a", values) + runs("b", values, protocol="long")) == ()
+
+
+def test_overrides_may_differ_between_tasks_but_a_task_is_never_counted_twice(tmp_path):
+    values = {"full": 0.4, "bigbird": 0.3}
+    records = runs("a", values, overrides={"num_steps": 10}) + runs("b", values, overrides={"num_steps": 20})
+    assert len(overviews(tmp_path / "two", records)) == 1
+    records += runs("a", values, overrides={"num_steps": 20})
+    (found,) = overviews(tmp_path / "three", records)
+    assert [group.setting.changes["num_steps"] for group in found.groups] == [20, 20]
+
+
+def test_speed_is_a_geometric_mean_and_memory_the_most(tmp_path):
+    records = runs("a", {"full": 0.4, "v": 0.3}, score={"tokens_per_s": 100.0, "peak_bytes": 10})
+    records += runs("b", {"full": 0.4, "v": 0.3}, score={"tokens_per_s": 400.0, "peak_bytes": 30})
+    (found,) = overviews(tmp_path, records)
+    assert found.speed("full") == pytest.approx(200.0)
+    assert found.peak_bytes("full") == 30
+
+
+def test_self_pretrained_tasks_are_not_averaged_with_others(tmp_path):
+    values = {"full": 0.4, "bigbird": 0.3}
+    records = runs("a", values) + runs("b", values, score={"pretrain": "masked"}, overrides={"pretrain": "masked"})
+    assert overviews(tmp_path, records) == ()

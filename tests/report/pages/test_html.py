@@ -1,0 +1,208 @@
+"""The page: self-contained, safe against names, readable in every window, and still working with a keyboard."""
+
+import base64
+import hashlib
+import html
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.pages.html import build_page
+from attn_zoo.report.tables.all_tables import make_tables
+from tests.report.pages.browser import CHROMIUM, ask
+from tests.report.synthetic import accuracy, scaling, write_run
+
+EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to show the page in")
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def elements(text):
+    parser = Elements()
+    parser.feed(text)
+    return parser.found
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return written[0] / "report.html"
+
+
+@pytest.fixture(scope="module")
+def evil_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evil")
+    reason = f"{EVIL} & 'quotes\" </style> {{{{ 7*7 }}}}"
+    records = [scaling(EVIL, 512), scaling("v", 512, status="error", reason=reason), accuracy(EVIL, 0, 0.3)]
+    analysis = analyse([write_run(folder / "run", records, name=EVIL)])
+    path = folder / "report.html"
+    path.write_text(build_page(analysis, make_tables(analysis), []), encoding="utf-8")
+    return path
+
+
+def test_the_policy_allows_exactly_our_style_and_script(page):
+    text = page.read_text(encoding="utf-8")
+    policies = [
+        attributes["content"]
+        for tag, attributes in elements(text)
+        if tag == "meta" and attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
+    policy = policies[0]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    assert "unsafe" not in policy
+    for tag in ("style", "script"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_nothing_outside_is_asked_for(page):
+    for tag, attributes in elements(page.read_text(encoding="utf-8")):
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in {"src", "href", "action", "srcset", "data", "poster"}:
+                assert value is not None
+                assert value.startswith(("#", "data:image/png;base64,")), (tag, name)
+    styles = re.findall(r"<style>(.*?)</style>", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert "url(" not in styles[0]
+    assert "@import" not in styles[0]
+
+
+def test_every_figure_says_in_words_what_it_shows(page, written):
+    found = elements(page.read_text(encoding="utf-8"))
+    images = [attributes for tag, attributes in found if tag == "svg" and attributes.get("role") == "img"]
+    assert len(images) == len([path for path in written[1] if path.suffix == ".svg"])
+    for attributes in images:
+        assert attributes["aria-label"]
+        assert len(attributes["aria-label"]) > 60
+    assert "exponent" in str(images[0]["aria-label"])
+
+
+def test_names_and_reasons_are_text_not_markup(evil_page):
+    text = evil_page.read_text(encoding="utf-8")
+    assert [tag for tag, _ in elements(text)].count("script") == 1
+    assert "<img src=x" not in text
+    assert "49" not in re.sub(r"[^{}4-9]", "", text.split("quotes")[1][:60])
+    assert html.escape("<script>document") in text
+
+
+def test_it_says_what_linear_means_and_shows_machine_and_warnings(tmp_path):
+    run = write_run(tmp_path / "run", [scaling("full", 512)])
+    (run / "cells" / "bad.json").write_text("{")
+    analysis = analyse([run])
+    text = build_page(analysis, make_tables(analysis), [])
+    for words in ("quadratic", "Example CPU", "torch 2.13.0", "cells/bad.json was skipped", "0123456789ab"):
+        assert words in text
+
+
+def test_headings_are_nested_and_tables_have_header_cells(page):
+    found = elements(page.read_text(encoding="utf-8"))
+    levels = [int(tag[1]) for tag, _ in found if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    assert all(attributes.get("scope") in {"col", "row"} for tag, attributes in found if tag == "th")
+
+
+@needs_chromium
+def test_no_sideways_scrolling_at_four_hundred_percent(page):
+    answer = ask(page, "return {scroll: document.documentElement.scrollWidth, width: innerWidth};", width=320)
+    assert answer["width"] == 320
+    assert answer["scroll"] <= 320
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [390, 1280])
+def test_figures_are_drawn_in_the_page(page, width):
+    """Its policy lets them: colours are there, every reference has a target, and words are as large as on paper."""
+    script = """
+      const figures = [...document.querySelectorAll('.card svg')];
+      const uses = [...document.querySelectorAll('use')];
+      const paths = [...document.querySelectorAll('.card path')];
+      const isBlank = (use) => document.querySelector(use.getAttribute('href'))?.outerHTML.startsWith('<path') &&
+        !document.querySelector(use.getAttribute('href')).getAttribute('d'); // a space
+      return {
+        count: figures.length,
+        sizes: figures.map((figure) => [figure.getBoundingClientRect().width, figure.getBoundingClientRect().height]),
+        boxes: figures.map((figure) => [figure.viewBox.baseVal.width, figure.viewBox.baseVal.height]),
+        lost: uses.filter((use) => !document.querySelector(use.getAttribute('href'))).length,
+        empty: uses.filter((use) => !isBlank(use) && !(use.getBBox().width + use.getBBox().height)).length,
+        coloured: paths.filter((path) => getComputedStyle(path).stroke !== 'none').length,
+        shared: document.querySelector('.shared').getBoundingClientRect().height,
+      };
+    """
+    answer = ask(page, script, width=width)
+    assert answer["count"] > 5
+    for (width_px, height_px), (box_width, box_height) in zip(answer["sizes"], answer["boxes"], strict=True):
+        assert width_px >= 380
+        assert width_px / height_px == pytest.approx(box_width / box_height, rel=0.01)
+    assert (answer["lost"], answer["empty"], answer["shared"]) == (0, 0, 0)
+    assert answer["coloured"] > 100
+
+
+@needs_chromium
+def test_headings_sort_by_value_with_missing_last(page):
+    script = """
+      const table = document.querySelector('#table-scaling').nextElementSibling.querySelector('table');
+      const index = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent === 'time');
+      const button = table.tHead.rows[0].cells[index].querySelector('button');
+      const read = () => [...table.tBodies[0].rows].map((row) => row.cells[index].dataset.sort ?? null);
+      button.focus();
+      const hasFocus = document.activeElement === button;
+      button.click(); const up = read(); const mark = button.closest('th').getAttribute('aria-sort');
+      button.click(); const down = read();
+      return {hasFocus, up, down, mark};
+    """
+    answer = ask(page, script)
+    assert answer["hasFocus"]
+    assert answer["mark"] == "ascending"
+    numbers = [float(value) for value in answer["up"] if value is not None]
+    assert numbers == sorted(numbers)
+    assert answer["up"][-1] is None
+    assert [float(value) for value in answer["down"] if value is not None] == numbers[::-1]
+    assert answer["down"][-1] is None
+
+
+@needs_chromium
+@pytest.mark.parametrize(("scheme", "is_dark"), [("0", True), ("1", False)])
+def test_follows_the_colour_scheme_and_keeps_contrast(page, scheme, is_dark):
+    script = """
+      const colours = (element) => getComputedStyle(element);
+      return {page: colours(document.body).backgroundColor, ink: colours(document.body).color,
+              muted: colours(document.querySelector('.note')).color,
+              card: colours(document.querySelector('.card')).backgroundColor};
+    """
+    answer = ask(page, script, f"--blink-settings=preferredColorScheme={scheme}")
+
+    def light(colour):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    assert (light(answer["page"]) < 0.1) == is_dark
+    assert light(answer["card"]) == pytest.approx(1.0)  # figures have black text
+    for text in ("ink", "muted"):
+        pair = sorted((light(answer["page"]), light(answer[text])))
+        assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5
+
+
+@needs_chromium
+def test_an_injected_script_does_not_run(evil_page):
+    injected = evil_page.read_text(encoding="utf-8").replace("</main>", f"{EVIL}</main>")
+    path = evil_page.with_name("injected.html")
+    path.write_text(injected, encoding="utf-8")
+    for page in (evil_page, path):
+        answer = ask(page, "return {title: document.title};")
+        assert answer["title"] != "owned"

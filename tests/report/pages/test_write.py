@@ -1,0 +1,132 @@
+"""The whole report on disk and on the terminal."""
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.report import write_report, write_results_readme
+from attn_zoo.report.pages.findings import findings
+from attn_zoo.report.pages.write import print_report
+from attn_zoo.report.units import clean, human_bytes, human_ms, human_number, slug
+from tests.report.synthetic import scaling, write_run
+
+
+def test_writes_page_tables_and_figures(written):
+    out, paths = written
+    assert paths[0] == out / "report.html"
+    assert all(path.is_file() and path.stat().st_size for path in paths)
+    names = {str(path.relative_to(out)) for path in paths}
+    for name in ("scaling", "exponents", "crossovers", "status", "accuracy-listops-short-cpu-small"):
+        assert {f"tables/{name}.csv", f"tables/{name}.md"} <= names
+    figures = {name for name in names if name.startswith("figures/")}
+    assert {name.removesuffix(".svg") for name in figures if name.endswith(".svg")} == {
+        name.removesuffix(".png") for name in figures if name.endswith(".png")
+    }
+    assert len(figures) >= 10
+    assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(paths)
+
+
+def test_a_run_of_failures_and_an_empty_run_give_a_page(tmp_path):
+    failures = [scaling("full", 512, status="crashed", reason="signal 11")]
+    for name, records, words in (("failures", failures, "signal 11"), ("empty", [], "No cell has been run yet")):
+        paths = write_report([write_run(tmp_path / name, records)], tmp_path / f"{name}-out")
+        assert words in paths[0].read_text(encoding="utf-8")
+        assert not [path for path in paths if path.suffix == ".svg"]
+
+
+def test_no_results_folder_writes_nothing(tmp_path):
+    with pytest.raises(ConfigError):
+        write_report([tmp_path], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_one_message(tmp_path):
+    run = write_run(tmp_path / "run", [])
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(StoreError, match="cannot be written"):
+        write_report([run], tmp_path / "out")
+
+
+def test_readme_shows_machine_findings_figures_and_tables(tmp_path):
+    run = write_run(tmp_path / "run", [scaling("full", n) for n in (512, 1024)] + [scaling("<b>", 512)])
+    text = write_results_readme(run).read_text(encoding="utf-8")
+    for words in ("# quick", "3 cells", "Example CPU", "torch 2.13.0", "| variant | 512 | 1k |", "quadratic"):
+        assert words in text
+    assert "<b>" not in text
+    figures = re.findall(r"\]\((figures/[^)]+\.svg)\)", text)
+    assert figures
+    assert all((run / figure).is_file() for figure in figures)
+    assert str(tmp_path) not in text
+    write_results_readme(run)  # a second time reads the same run, its own output aside
+    assert (run / "README.md").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_terminal_report_fits_and_says_the_main_things(analysis, width):
+    out = io.StringIO()
+    print_report(analysis, Console(file=out, width=width, color_system=None))
+    text = out.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= width
+    for words in ("Time, forward", "Growth with", "Cheaper than", "Accuracy", "no causal form", "OOM"):
+        assert words in text
+
+
+def test_findings_name_the_fastest_and_count_what_is_missing(analysis):
+    said = findings(analysis)
+    assert "at 4k tokens the fastest is linformer" in said[0]
+    assert "crossover with full: bigbird from 1,2" in said[0]
+    assert re.search(r"5 of \d+ cells gave no measurement", said[-1])
+
+
+def test_no_machine_path_gets_into_a_report(written, run_dir):
+    for path in written[1]:
+        if path.suffix in {".html", ".md", ".csv", ".svg"}:
+            assert str(run_dir) not in path.read_text(encoding="utf-8")
+
+
+def test_report_runs_without_torch(tmp_path):
+    run = write_run(tmp_path / "run", [scaling("full", 512)])
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from attn_zoo.report import write_report\n"
+        f"write_report([{str(run)!r}], {str(tmp_path / 'out')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0004, "400 ns"),
+        (0.9999, "1 ms"),
+        (999.9, "1 s"),
+        (1000, "1 s"),
+        (59_990, "1 min"),
+        (7.2e6, "2 h"),
+        (0, "0 ns"),
+    ],
+)
+def test_durations(value, text):
+    assert human_ms(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (2**20 - 1, "1 MiB")])
+def test_bytes(value, text):
+    assert human_bytes(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(-0.5, "-0.5"), (100, "100"), (1e-9, "1.00e-09"), (float("inf"), "inf")])
+def test_numbers(value, text):
+    assert human_number(value) == text
+
+
+def test_names_become_harmless():
+    assert clean("a\x1b[31m\u202eb\n c") == "a[31mb c"
+    assert slug("../../etc", "Pass wd") == "etc-pass-wd"
+    assert slug("注意") == "unnamed"

@@ -1,0 +1,193 @@
+"""Rates beside measured ceilings: the arithmetic by hand, what is left out, what is flagged, tables and the figure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.tables.all_tables import make_tables
+from attn_zoo.report.tables.efficiency_tables import efficiency_table, rate_table
+from attn_zoo.report.tables.table import to_csv, to_markdown
+from attn_zoo.report.tables.time_tables import length_table, measurement_table
+from tests.report.figures.legible import MANY, assert_legible, pictures, words
+from tests.report.synthetic import DOUBLINGS, MACHINE, costed, roof, scaling, write_run, zoo
+
+
+def exact_and_half(**cell):
+    """Two variants of 1 GFLOP and 0.5 GFLOP and 10 MB, in 20 and 12.5 ms."""
+    return [
+        costed(scaling("full", 512, 20.0, spread=0.0, **cell), 10**9, 10**7, 2.5),
+        costed(scaling("bigbird", 512, 12.5, spread=0.0, **cell), 5 * 10**8, 10**7, 2.0),
+    ]
+
+
+def analysed(tmp_path, records, ceilings=None, **more):
+    return analyse([write_run(tmp_path / "run", records, ceilings=[roof()] if ceilings is None else ceilings, **more)])
+
+
+@pytest.mark.parametrize(
+    ("pass_", "flops", "num_bytes"),
+    [("infer", 1.0, 1), ("fwd", 1.0, 1), ("bwd", 2.5, 2), ("fwd_bwd", 3.5, 3)],
+)
+def test_every_pass_counts_its_own_work(tmp_path, pass_, flops, num_bytes):
+    found = analysed(tmp_path, exact_and_half(pass_=pass_)).panels[0].efficiency["full"][0]
+    assert found.flops == flops * 1e9
+    assert found.num_bytes == num_bytes * 1e7
+    assert found.flops_per_s == pytest.approx(flops * 1e9 / 0.020)
+    assert found.bytes_per_s == pytest.approx(num_bytes * 1e7 / 0.020)
+    assert found.roof_frac == pytest.approx(flops * 0.010 / 0.020)  # 1 GFLOP at 100 GFLOP/s is 10 ms
+    assert found.mfu is None
+
+
+def test_the_slower_of_arithmetic_and_traffic_is_the_floor(tmp_path):
+    slow_copies = [roof(copy_bytes_per_s=6.25e8)]
+    found = analysed(tmp_path, exact_and_half(), slow_copies).panels[0].efficiency
+    assert found["full"][0].roof_frac == pytest.approx(0.016 / 0.020)  # 10 MB at 0.625 GB/s
+
+
+def test_realised_is_the_speed_up_that_came_of_the_one_promised(tmp_path):
+    found = analysed(tmp_path, exact_and_half()).panels[0].efficiency
+    assert found["bigbird"][0].realised == pytest.approx((20 / 12.5) / 2)
+    assert found["full"][0].realised is None
+
+
+def test_realised_counts_the_backward_of_each_variant(tmp_path):
+    found = analysed(tmp_path, exact_and_half(pass_="fwd_bwd")).panels[0].efficiency
+    assert found["bigbird"][0].realised == pytest.approx((20 / 12.5) / (3.5e9 / 1.5e9))
+
+
+def test_without_ceilings_of_this_machine_the_report_is_as_before(tmp_path):
+    foreign = [roof(environment="elsewhere"), roof(dtype="bfloat16"), roof(threads=None), roof(device="cuda")]
+    with_foreign = analysed(tmp_path / "a", exact_and_half(), foreign)
+    without = analysed(tmp_path / "b", exact_and_half(), [])
+    names = [table.name for table in make_tables(without)]
+    assert not {name for name in names if "rates" in name or "efficiency" in name}
+    assert [table.name for table in make_tables(with_foreign)] == names
+    assert [to_markdown(table) for table in make_tables(with_foreign)] == [
+        to_markdown(table) for table in make_tables(without)
+    ]
+    assert not [one for one in pictures(tmp_path, exact_and_half()) if one.name.startswith("roofline")]
+
+
+def test_records_without_formulas_and_simulated_ones_are_left_out(tmp_path):
+    full, bigbird = exact_and_half()
+    records = [full, replace(bigbird, is_simulated=True), scaling("linformer", 512)]
+    assert list(analysed(tmp_path, records).panels[0].efficiency) == ["full"]
+
+
+def test_more_than_the_roof_is_said_in_words(tmp_path):
+    doubtful = [roof(matmul_flops_per_s=4e10, flags=("loaded_host",))]
+    analysis = analysed(tmp_path, exact_and_half(), doubtful)
+    one = analysis.panels[0]
+    assert one.efficiency["bigbird"][0].doubt == ""
+    assert one.efficiency["full"][0].doubt.startswith("125 % of the roof: the ceiling was measured too low")
+    assert "loaded host while it was measured" in one.efficiency["full"][0].doubt
+    assert [text for text in analysis.results.warnings if text.startswith("full, forward, at 512: 125 %")]
+    table = rate_table(one)
+    assert table is not None
+    shown = to_markdown(table)
+    assert "125 % (!)" in shown
+    assert "doubtful: loaded host" in shown
+
+
+def test_tables_say_rates_shares_and_conventions(tmp_path):
+    analysis = analysed(tmp_path, [*exact_and_half(), *exact_and_half(pass_="bwd")])
+    table = efficiency_table(analysis)
+    assert table is not None
+    text = to_markdown(table)
+    for part in ("50 GFLOP/s", "500 MB/s", "| 50 % |", "| 80 % |", "2 (bigbird) or 2.5 (full) forwards"):
+        assert part in text, part
+    assert "MFU" not in text
+    first = to_csv(table).splitlines()
+    assert first[0].startswith("variant,pass,settings,seq_len,median_ms,flops,min_bytes,flops_per_byte")
+    wide = rate_table(analysis.panels[0])
+    assert wide is not None
+    assert wide.texts()[1] == ["full", "50 GFLOP/s, 50 %"]
+    assert "matrix products 100 GFLOP/s in float32, copies 10 GB/s" in wide.note
+
+
+def test_the_brief_table_has_the_longest_length_of_each(tmp_path):
+    records = sweep(["full", "bigbird"], DOUBLINGS)
+    tables = {table.name: table for table in make_tables(analysed(tmp_path, records))}
+    assert [row["seq_len"] for row in tables["efficiency-longest"].rows] == [DOUBLINGS[-1]] * 2
+    assert len(tables["efficiency"].rows) == 2 * len(DOUBLINGS)
+    assert tables["efficiency-longest"].note == tables["efficiency"].note
+    assert "a backward counts as 2.5 (bigbird, full) forwards" in tables["efficiency"].note
+
+
+def test_the_data_sheet_gives_mfu(tmp_path):
+    sheet = [roof(peak_flops_per_s=2e11, peak_bytes_per_s=2e10)]
+    table = efficiency_table(analysed(tmp_path, exact_and_half(), sheet))
+    assert table is not None
+    assert [row["mfu"] for row in table.rows] == pytest.approx([5e8 / 0.0125 / 2e11, 1e9 / 0.020 / 2e11])
+    assert "| 25 % |" in to_markdown(table)
+    assert "MFU: share of the maker's product rate" in table.note
+
+
+def test_a_damaged_file_is_a_warning(tmp_path):
+    run = write_run(tmp_path / "run", exact_and_half())
+    for text in ("{", "[]", '{"ceilings": [1]}', json.dumps({"ceilings": [{"device": "cpu"}]})):
+        (run / "ceilings.json").write_text(text)
+        analysis = analyse([run])
+        assert analysis.panels[0].efficiency == {}
+        assert [one for one in analysis.results.warnings if one.startswith("run/ceilings.json was skipped")], text
+
+
+def sweep(names, lengths, **cell):
+    """Intensities as the formulas have them: constant for linear variants, growing for exact ones."""
+    records = []
+    for place, name in enumerate(names):
+        for n in lengths:
+            pairs = n * n if name == "full" else n * (256 + 16 * place)
+            flops = 4 * 8 * 64 * pairs
+            ms = 1e3 * flops / (9e10 / (1 + 0.3 * place)) + 0.5
+            records.append(costed(scaling(name, n, ms, **cell), flops, 4 * 8 * n * 64 * 4))
+    return records
+
+
+@pytest.mark.parametrize(
+    ("names", "lengths"),
+    [
+        (["full", "linformer", "bigbird"], [512 * 2**power for power in range(12)]),
+        (["full", "linformer", "bigbird"], DOUBLINGS[:3]),
+        (["bigbird"], [512]),
+        (MANY[:6], DOUBLINGS),
+    ],
+    ids=["three-by-twelve", "three-by-three", "one-point", "six"],
+)
+def test_the_roofline_is_legible(tmp_path, names, lengths):
+    for sheet in ({}, {"peak_flops_per_s": 1.3e11, "peak_bytes_per_s": 1.2e10}):
+        found = pictures(tmp_path / str(len(sheet)), sweep(names, lengths), ceilings=[roof(**sheet)])
+        picture = next(one for one in found if one.name.startswith("roofline"))
+        assert_legible(picture.figure)
+        shown = words(picture.figure)
+        assert "products, measured: 100 GFLOP/s" in shown
+        assert ("products, data sheet: 130 GFLOP/s" in shown) is bool(sheet)
+        assert "of the roof at" in picture.alt
+
+
+def test_graph_times_are_shown_apart_where_there_are_any(tmp_path):
+    plain_tables = analysed(tmp_path / "a", zoo(["full"], [512])).panels[0]
+    assert "CUDA graph" not in length_table(plain_tables, "time").note
+    (record,) = zoo(["full"], [512])
+    assert record.timing is not None
+    replayed = replace(record, timing=replace(record.timing, timer="cuda_event", graph_ms=0.0125))
+    analysis = analysed(tmp_path / "b", [replayed])
+    table = length_table(analysis.panels[0], "time")
+    assert table.texts()[0][1].endswith("(12.5 µs)")
+    assert "replayed from a CUDA graph, cache warm" in table.note
+    long = measurement_table(analysis)
+    assert "from a graph" in [column.heading for column in long.columns]
+    assert long.rows[0]["graph_ms"] == 0.0125
+
+
+def test_machines_do_not_lend_each_other_their_roof(tmp_path):
+    other = replace(MACHINE, cpu="Another CPU")
+    run = write_run(tmp_path / "a", exact_and_half(), ceilings=[roof()])
+    records = [replace(one, environment=other.digest) for one in exact_and_half()]
+    second = write_run(tmp_path / "b", records, environment=other)
+    found = [bool(one.efficiency) for one in analyse([run, second]).panels]
+    assert sorted(found) == [False, True]

@@ -1,0 +1,227 @@
+"""Scores over seeds, with intervals checked against values worked out by hand."""
+
+import json
+
+import pytest
+
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.pages.score_findings import accuracy_findings
+from attn_zoo.report.tables.score_tables import accuracy_table, cost_table
+from tests.report.synthetic import accuracy, write_run
+
+
+def group(tmp_path, records):
+    (found,) = analyse([write_run(tmp_path / "run", records)]).accuracy
+    return found, {score.label: score for score in found.scores}
+
+
+def test_mean_and_t_interval(tmp_path):
+    _, scores = group(tmp_path, [accuracy("full", seed, value) for seed, value in enumerate((0.30, 0.32, 0.34))])
+    full = scores["full"]
+    assert full.mean == pytest.approx(0.32)
+    # standard deviation 0.02, t(0.975, 2) = 4.3027
+    assert full.high == pytest.approx(0.32 + 4.3027 * 0.02 / 3**0.5, abs=1e-5)
+    assert full.low == pytest.approx(0.32 - 4.3027 * 0.02 / 3**0.5, abs=1e-5)
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    _, scores = group(tmp_path, [accuracy("full", 0, 0.3)])
+    assert (scores["full"].mean, scores["full"].low) == (0.3, None)
+
+
+def test_differences_are_paired_by_seed(tmp_path):
+    records = [accuracy("full", seed, 0.30 + 0.1 * seed) for seed in range(3)]
+    records += [accuracy("bigbird", seed, 0.31 + 0.1 * seed) for seed in (0, 1, 2, 7)]
+    found, scores = group(tmp_path, records)
+    bigbird = scores["bigbird"]
+    assert found.baseline == "full"
+    assert bigbird.difference is not None
+    assert bigbird.difference.num_paired == 3  # seed 7 has no partner
+    assert bigbird.difference.mean == pytest.approx(0.01)
+    # Seeds vary by 0.1, pairs by nothing: only pairing can see this difference.
+    assert bigbird.difference.low == pytest.approx(0.01, abs=1e-9)
+    assert scores["full"].difference is None
+
+
+def test_with_one_seed_the_interval_is_over_examples(tmp_path):
+    _, scores = group(tmp_path, [accuracy("full", 0, 0.3), accuracy("bigbird", 0, 0.6)])
+    found = scores["bigbird"].difference
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert -1 < found.low < found.high < 1
+    assert not found.is_settled  # one seed settles nothing
+
+
+def test_a_run_that_diverged_is_shown_and_not_averaged(tmp_path):
+    records = [accuracy("full", 0, 0.3), accuracy("full", 1, None, status="diverged")]
+    found, scores = group(tmp_path, records)
+    assert scores["full"].mean == 0.3
+    assert scores["full"].failures[0][0] == "diverged"
+    rows = {row["variant"]: row for row in accuracy_table(found).rows}
+    assert rows["full"]["failed"] == "diverged 1 of 2"
+    assert rows["full"]["num_seeds"] == 1
+
+
+def test_chance_and_floors_are_rows_of_the_table(tmp_path):
+    found, _ = group(tmp_path, [accuracy("full", 0, 0.3)])
+    rows = {row["variant"]: row["score"] for row in accuracy_table(found).rows}
+    assert list(rows) == ["full", "floor: length_only", "floor: most_frequent", "chance"]  # best first
+    assert rows == {"full": 0.3, "chance": 0.1, "floor: length_only": 0.21, "floor: most_frequent": 0.17}
+
+
+def test_other_protocols_are_never_mixed(tmp_path):
+    records = [
+        accuracy("full", 0, 0.3),
+        accuracy("full", 0, 0.4, protocol="long"),
+        accuracy("full", 0, 0.5, level="lra"),
+    ]
+    groups = analyse([write_run(tmp_path / "run", records)]).accuracy
+    assert [len(one.scores[0].values) for one in groups] == [1, 1, 1]
+    assert len({one.name for one in groups}) == 3
+
+
+def test_nothing_finished(tmp_path):
+    found, scores = group(tmp_path, [accuracy("full", 0, None, status="diverged")])
+    assert (scores["full"].mean, found.chance, found.baseline) == (None, None, "")
+    assert accuracy_table(found).texts()[0][0] == "full"
+
+
+def test_a_difference_counts_only_beyond_seeds_and_test_set(tmp_path):
+    same = "1" * 100 + "0" * 100
+
+    def run(variant, seed, value, correct):
+        return accuracy(variant, seed, value, score={"correct": correct})
+
+    records = [run("full", seed, 0.5, same) for seed in range(3)]
+    # Constant over seeds, but on other examples altogether: 0.05 is within what 200 examples can do by chance.
+    records += [run("bigbird", seed, 0.55, "0" * 90 + "1" * 110) for seed in range(3)]
+    # The same 40 examples more, every time.
+    records += [run("linformer", seed, 0.7, "1" * 140 + "0" * 60) for seed in range(3)]
+    found, scores = group(tmp_path, records)
+    assert scores["bigbird"].difference.low == scores["bigbird"].difference.high == pytest.approx(0.05)
+    assert not scores["bigbird"].difference.is_settled
+    assert scores["linformer"].difference.is_settled
+    said = " ".join(accuracy_findings(found))
+    assert "linformer better by 20.0 points (3 seeds)" in said
+    assert "bigbird within what seeds and test set explain" in said
+
+
+def test_fewer_than_three_seeds_settle_nothing(tmp_path):
+    found, _ = group(tmp_path, [accuracy(name, 0, value) for name, value in (("full", 0.3), ("bigbird", 0.9))])
+    assert "bigbird not settled: one seed in common, 3 are needed" in " ".join(accuracy_findings(found))
+
+
+def test_what_does_not_beat_the_best_floor_is_said(tmp_path):
+    floors = {"floors": {"root_operator": 0.36, "majority": 0.17}, "num_examples": 2000}
+    records = [accuracy("full", seed, 0.45 + 0.001 * seed, score=floors) for seed in range(3)]
+    records += [accuracy("bigbird", seed, 0.365 + 0.001 * seed, score=floors) for seed in range(3)]
+    records += [accuracy("linformer", seed, 0.11, score=floors) for seed in range(3)]
+    found, scores = group(tmp_path, records)
+    words = {label: score.standing.words for label, score in scores.items()}
+    assert words == {
+        "full": "beats the root-operator floor",
+        "bigbird": "does not beat the root-operator floor",  # 0.6 points above, but 2,000 examples leave 2.1
+        "linformer": "does not beat the root-operator floor",
+    }
+    assert scores["full"].size_error == pytest.approx((0.451 * 0.549 / 2000) ** 0.5)
+    said = " ".join(accuracy_findings(found))
+    assert "bigbird and linformer do not beat the root-operator floor" in said
+    rows = {row["variant"]: row for row in accuracy_table(found).rows}
+    assert rows["linformer"]["gain_over_floor"] == pytest.approx(-0.25)
+    assert rows["bigbird"]["verdict"].startswith("does not beat")
+
+
+def test_chance_counts_as_a_floor(tmp_path):
+    _, scores = group(tmp_path, [accuracy("full", 0, 0.11, score={"floors": {}, "num_examples": 100})])
+    assert scores["full"].standing.words == "does not beat chance"
+
+
+def test_lower_is_better_turns_order_floors_and_words(tmp_path):
+    def run(variant, seed, value):
+        numbers = {"metric": "bits_per_byte", "chance": 8.0, "floors": {"unigram": 4.2, "trigram": 2.9}, "correct": ""}
+        return accuracy(variant, seed, value, score=numbers)
+
+    records = [run("full", seed, 2.0 + 0.001 * seed) for seed in range(3)]
+    records += [run("linformer", seed, 2.4 + 0.002 * seed) for seed in range(3)]
+    records += [run("bigbird", seed, 3.0 + 0.001 * seed) for seed in range(3)]
+    found, scores = group(tmp_path, records)
+    assert [score.label for score in found.ranked] == ["full", "linformer", "bigbird"]
+    assert scores["full"].standing.floor == "trigram"
+    assert scores["full"].standing.verdict == "above"
+    assert scores["bigbird"].standing.words == "does not beat the trigram floor"
+    assert scores["full"].size_error is None
+    rows = [row["variant"] for row in accuracy_table(found).rows]
+    assert rows == ["full", "linformer", "bigbird", "floor: trigram", "floor: unigram", "chance"]
+    said = " ".join(accuracy_findings(found))
+    assert "Bits per byte (lower is better)" in said
+    assert "linformer worse by 0.401 bits per byte" in said
+    assert "the trigram floor with 2.900" in said
+
+
+def test_one_run_of_a_metric_without_an_error_is_uncertain(tmp_path):
+    numbers = {"metric": "bits_per_byte", "chance": 8.0, "floors": {"unigram": 4.2}, "correct": ""}
+    _, scores = group(tmp_path, [accuracy("full", 0, 2.0, score=numbers)])
+    assert scores["full"].standing.verdict == "unknown"
+    assert scores["full"].standing.words == "above the unigram floor, uncertain: one run"
+
+
+@pytest.mark.parametrize(
+    ("params", "words"), [(110_000, ""), (110_100, "+10 %"), (125_000, "+25 %"), (80_000, "\u221220 %")]
+)
+def test_other_sizes_are_named(tmp_path, params, words):
+    records = [accuracy("full", 0, 0.3, score={"num_params": 100_000})]
+    found, _ = group(tmp_path, [*records, accuracy("bigbird", 0, 0.3, score={"num_params": params})])
+    rows = {row["name"]: row for row in accuracy_table(found).rows if "chance" not in row["variant"] and row["name"]}
+    assert rows["bigbird"]["variant"] == (f"bigbird (params {words})" if words else "bigbird")
+    shown = {row[0]: row for row in cost_table(found).texts()}
+    assert shown["bigbird"][2] == f"{params:,}" + (f" ({words})" if words else "")
+
+
+def test_costs_stand_beside_the_score_and_shared_times_are_marked(tmp_path):
+    numbers = {"train_flops": 2e12, "peak_bytes": 3 * 2**20, "padding_frac": 0.25}
+    records = [accuracy("full", seed, 0.3, score=numbers) for seed in range(2)]
+    records += [accuracy("bigbird", seed, 0.3, score=numbers, num_jobs=2) for seed in range(2)]
+    found, scores = group(tmp_path, records)
+    assert scores["bigbird"].is_shared
+    table = cost_table(found)
+    assert [column.heading for column in table.columns[2:]] == [
+        *("parameters", "compute", "time", "tokens/s", "memory", "padding")
+    ]
+    shown = {row[0]: row[2:] for row in table.texts()}
+    assert shown["full"] == ["65,000", "2 TFLOP", "20 s", "50,000", "3 MiB", "25 %"]
+    assert shown["bigbird"][2:4] == ["20 s (shared)", "65,000 (shared)"]
+    assert "other cells ran on the device" in table.note
+    assert "other cells" not in cost_table(group(tmp_path / "alone", records[:2])[0]).note
+
+
+def test_a_cost_that_no_run_knows_has_no_column(tmp_path):
+    found, _ = group(tmp_path, [accuracy("full", 0, 0.3)])
+    assert [column.heading for column in cost_table(found).columns] == [
+        *("variant", "accuracy", "parameters", "time", "tokens/s")
+    ]
+
+
+def test_directions_of_attention_are_not_mixed(tmp_path):
+    records = [accuracy("full", 0, 0.3), accuracy("full", 0, 0.9, is_causal=True)]
+    groups = analyse([write_run(tmp_path / "run", records)]).accuracy
+    assert sorted(one.title for one in groups) == ["listops (short)", "listops (short, causal)"]
+    assert len({one.name for one in groups}) == 2
+
+
+def test_results_of_the_first_version_still_load(tmp_path):
+    record = accuracy("full", 0, 0.3).to_dict()
+    del record["cell"]["grid"], record["num_jobs"]
+    for name in ("breakdown", "settings", "peak_bytes", "padding_frac", "pretrain", "pretrain_s", "pretrain_flops"):
+        del record["score"][name]
+    run = write_run(tmp_path / "run", [])
+    (run / "cells" / "old.json").write_text(json.dumps(record))
+    (found,) = analyse([run]).accuracy
+    assert found.scores[0].mean == 0.3
+    assert not found.is_shared
+
+
+def test_thread_counts_are_not_mixed(tmp_path):
+    records = [accuracy("full", 0, 0.3, threads=threads) for threads in (1, 2)]
+    groups = analyse([write_run(tmp_path / "run", records)]).accuracy
+    assert [one.how.rpartition(", ")[2] for one in groups] == ["1 thread", "2 threads"]

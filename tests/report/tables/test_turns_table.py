@@ -1,0 +1,91 @@
+"""Variants timed in turns: ratios by round, beside the fastest of the same bundle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_zoo.records import Record
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.tables.turns_table import turns_table
+from tests.report.synthetic import scaling, write_run
+
+ROUNDS = (1.0, 4.0, 1.0, 1.0, 5.0, 1.0)  # how slow the machine was in each round
+
+
+def member(
+    variant: str, times_ms: float, bundle: str, *, num_rounds: int = len(ROUNDS), label: str = "", **cell: Any
+) -> Record:
+    """Return a record whose samples are slow in the slow rounds; two processes with half of the rounds each."""
+    record = scaling(variant, 2048, label=label, together=bundle, **cell)
+    assert record.timing is not None
+    samples = tuple(times_ms * slow for slow in ROUNDS[:num_rounds])
+    sizes = (num_rounds // 2, num_rounds - num_rounds // 2)
+    timing = replace(record.timing, samples_ms=samples, median_ms=times_ms, process_sizes=sizes)
+    return replace(record, timing=timing, bundle=bundle, isolation="interleaved")
+
+
+def test_ratios_are_taken_round_by_round(tmp_path: Path):
+    records = [member("full", 30.0, "b1"), member("linformer", 10.0, "b1"), member("bigbird", 12.0, "b1")]
+    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    assert table is not None
+    found = [(row["variant"], row["fastest"]) for row in table.rows]
+    assert found == [("linformer", "linformer"), ("bigbird", "linformer"), ("full", "linformer")]
+    for row, expected in zip(table.rows, (1.0, 1.2, 3.0), strict=True):
+        # What slowed a round slowed all of it: the ratio has no spread, although the times have.
+        assert [row[name] for name in ("ratio", "ratio_low", "ratio_high")] == pytest.approx([expected] * 3)
+        assert (row["num_rounds"], row["num_processes"]) == (6, 2)
+    shown = [[column.show(row) for column in table.columns] for row in table.rows]
+    assert any("fastest" in cell for cell in shown[0])
+    assert any("[" in cell and "3" in cell for cell in shown[2])
+
+
+def test_bundles_are_not_compared_with_each_other(tmp_path: Path):
+    records = [
+        member("full", 30.0, "b1"),
+        member("bigbird", 12.0, "b1"),
+        member("full", 31.0, "b2"),
+        member("linformer", 10.0, "b2"),
+    ]
+    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    assert table is not None
+    found = [(row["variant"], row["fastest"], round(row["ratio"], 3)) for row in table.rows]
+    # The one that is in both stands in both, with the samples of its own rounds.
+    assert found == [
+        ("bigbird", "bigbird", 1.0),
+        ("full", "bigbird", 2.5),
+        ("linformer", "linformer", 1.0),
+        ("full", "linformer", 3.1),
+    ]
+
+
+def test_training_steps_stand_beside_calls_under_a_name_of_their_own(tmp_path: Path):
+    step: dict[str, Any] = {
+        "scope": "model",
+        "pass_": "step",
+        "protocol": "lra-small",
+        "batch_size": 8,
+        "protocol_version": 102,
+    }
+    records = [
+        member("full", 30.0, "b1"),
+        member("linformer", 10.0, "b1"),
+        member("full", 90.0, "b2", **step),
+        member("full", 30.0, "b2", label="full compiled", overrides={"compile": True}, **step),
+    ]
+    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    assert table is not None
+    assert [row["pass"].partition(",")[0] for row in table.rows] == ["forward", "forward", *["training step"] * 2]
+    assert [(row["variant"], round(row["ratio"], 3)) for row in table.rows[2:]] == [
+        ("full compiled", 1.0),
+        ("full", 3.0),
+    ]
+    assert "whole model, protocol lra-small" in table.rows[2]["settings"]
+    assert "protocol" not in table.rows[0]["settings"]
+
+
+def test_runs_without_bundles_have_no_such_table(tmp_path: Path):
+    assert turns_table(analyse([write_run(tmp_path / "run", [scaling("full", 512)])])) is None
