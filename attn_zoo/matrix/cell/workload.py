@@ -184,8 +184,7 @@ class CallWorkload(AbstractWorkload):
 
     @property
     def flops(self) -> int | None:
-        formula = variants[self.cell.variant].complexity.flops
-        return formula(self.shape) if formula else None
+        return variants[self.cell.variant].flops(self.shape)
 
     def counted_flops(self) -> int | None:
         """Count one forward without a graph, so that the count needs no more memory than the timing did."""
@@ -270,7 +269,7 @@ def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Ca
         return output
 
     config = make_config(variants[cell.variant].config, cell.options, cell.variant)
-    shape = build.shape(sizes.batch_size, sizes.seq_len, config=config)
+    shape = build.shape(sizes.batch_size, sizes.seq_len, config=config, form=_form(cell))
     parameters = [item for item in module.parameters() if item.requires_grad]
     leaves = [*inputs, *parameters]
     return CallWorkload(

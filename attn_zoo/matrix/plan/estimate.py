@@ -77,8 +77,8 @@ def attention_flops(cell: Cell, config: VariantConfig) -> float:
         config: its variant's options.
     """
     shape, claim = shape_of(cell, config), variants[cell.variant].complexity
-    if claim.flops:
-        return float(claim.flops(shape))
+    if (flops := variants[cell.variant].flops(shape)) is not None:
+        return float(flops)
     rows = float(shape.batch_size * shape.num_heads)
     return 4 * rows * float(shape.query_len**claim.time_exponent) * shape.head_dim
 
