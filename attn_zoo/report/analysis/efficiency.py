@@ -77,7 +77,7 @@ def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
         rows = [
             _row(series, point, exact.get(point.seq_len), panel.pass_, panel.ceilings)
             for point in series.points
-            if not series.is_simulated and point.flops and point.min_bytes and point.median_ms > 0
+            if not series.is_simulated and point.record.flops and point.record.min_bytes and point.median_ms > 0
         ]
         if rows:
             found[series.label] = rows
@@ -86,15 +86,15 @@ def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
 
 def pass_flops(point: Point, pass_: str) -> float | None:
     """Return the useful FLOPs of a pass, or None where the record has no formula."""
-    if point.flops is None or point.backward_ratio is None:
+    flops, ratio = point.record.flops, point.record.backward_ratio
+    if flops is None or ratio is None:
         return None
-    return point.flops * (_FORWARDS[pass_] + point.backward_ratio * _BACKWARDS[pass_])
+    return flops * (_FORWARDS[pass_] + ratio * _BACKWARDS[pass_])
 
 
 def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
-    assert point.min_bytes is not None
     flops = pass_flops(point, pass_) or 0.0
-    num_bytes = point.min_bytes * float(_FORWARDS[pass_] + _BACKWARD_BYTES * _BACKWARDS[pass_])
+    num_bytes = (point.record.min_bytes or 0) * float(_FORWARDS[pass_] + _BACKWARD_BYTES * _BACKWARDS[pass_])
     roof_frac = ceilings.floor_s(flops, num_bytes) / (point.median_ms * 1e-3)
     peak = ceilings.peak_flops_per_s
     promised = None if exact is None or series.is_exact else pass_flops(exact, pass_)
@@ -104,7 +104,7 @@ def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings
         median_ms=point.median_ms,
         flops=flops,
         num_bytes=num_bytes,
-        backward_ratio=point.backward_ratio or 0.0,
+        backward_ratio=point.record.backward_ratio or 0.0,
         roof_frac=roof_frac,
         mfu=flops / (point.median_ms * 1e-3) / peak if peak else None,
         realised=exact.median_ms / point.median_ms * flops / promised if exact is not None and promised else None,

@@ -13,9 +13,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from attn_zoo.report.analysis.breakdown import Part, axes_of, parts, values_of
 from attn_zoo.report.analysis.floor import FAR
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width
 from attn_zoo.report.figures.panels import make_panels_figure

@@ -78,7 +78,7 @@ def draw_spread(axes: Axes, curve: Curve) -> None:
     """Draw the 95 % interval of each median as a bar and the quartiles as a band."""
     points = curve.series.points
     x = [point.seq_len for point in points]
-    low, high = ([max(getattr(point, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
+    low, high = ([max(getattr(point.timing, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
     axes.fill_between(x, low, high, color=curve.look.colour, alpha=0.15, lw=0, zorder=1.5)
     for point in points:
         axes.plot(

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.panels import legend_entry, make_panels_figure
 from attn_zoo.report.figures.style import MUTED, Look, plain, styled

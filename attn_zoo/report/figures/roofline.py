@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.efficiency import Efficiency
-from attn_zoo.report.ceilings import ceilings_words
 from attn_zoo.report.figures.axes import length_axis, value_axis
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width
@@ -26,6 +25,7 @@ from attn_zoo.report.figures.placing import Box, Spot, place_names
 from attn_zoo.report.figures.roofline_axes import along, draw_roof, square
 from attn_zoo.report.figures.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, percent
+from attn_zoo.report.wording import ceilings_words
 
 __all__ = ["roofline_picture"]
 

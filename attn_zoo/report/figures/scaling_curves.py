@@ -21,10 +21,9 @@ from attn_zoo.report.figures.curves import (
 )
 from attn_zoo.report.figures.labels import EndLabel, draw_labels
 from attn_zoo.report.figures.style import INK, MUTED, Look, plain, styled
-from attn_zoo.report.statuses import outcome
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
-from attn_zoo.report.wording import held_words
+from attn_zoo.report.wording import held_words, outcome
 
 __all__ = ["memory_picture", "speed_up_picture", "time_picture"]
 
@@ -46,7 +45,7 @@ def time_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | N
             (point.seq_len, end)
             for curve in curves
             for point in curve.series.points
-            for end in (point.median_ms, point.low_ms, point.high_ms, point.q1_ms, point.q3_ms)
+            for end in (point.median_ms, point.low_ms, point.high_ms, point.timing.q1_ms, point.timing.q3_ms)
             if end > 0
         ]
         value_axis(frame.axes, [end for _, end in ends], human_ms, 10)
@@ -68,7 +67,7 @@ def time_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | N
 
 def memory_picture(one: PanelAnalysis, look_of: Mapping[str, Look], quantity: Quantity) -> Picture | None:
     """Return peak, extra or saved bytes against length; None where they were not measured."""
-    curves = make_curves(one, look_of, lambda point: float(getattr(point, quantity) or 0))
+    curves = make_curves(one, look_of, lambda point: float(getattr(point.memory, quantity) or 0))
     if not curves:
         return None
     grown = {curve.series.label: growth(curve.series, quantity) for curve in curves}

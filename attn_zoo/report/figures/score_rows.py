@@ -9,13 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attn_zoo.report.analysis.floor import near_marks
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.labels import EndLabel, label_width
 from attn_zoo.report.figures.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
-from attn_zoo.report.statuses import outcome
+from attn_zoo.report.wording import outcome
 
 __all__ = ["accuracy_picture"]
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.trials import Trial
 from attn_zoo.report.figures.curves import Picture
 from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width
 from attn_zoo.report.figures.panels import make_panels_figure
 from attn_zoo.report.figures.style import MUTED, Look, plain, styled
-from attn_zoo.report.statuses import outcome
+from attn_zoo.report.wording import outcome
 
 __all__ = ["tuning_picture"]
 
@@ -60,7 +60,7 @@ def tuning_picture(group: AccuracyGroup, look_of: Mapping[str, Look]) -> Picture
                 color=look.colour, zorder=4,
             )  # fmt: skip
             lost_keys += [key] if failed else []
-            lost += [outcome(run.status).word for rate in failed for run in curve[rate].runs]
+            lost += [outcome(run.record.status).word for rate in failed for run in curve[rate].runs]
             if not points:
                 continue
             style = (0, (2, 1)) if key[1] else "-"
