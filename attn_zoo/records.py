@@ -21,15 +21,18 @@ __all__ = [
     "COMMIT_FIELDS",
     "LOWER_IS_BETTER",
     "MEASURED_PHASES",
+    "PASSES",
     "PROTOCOL_VERSION",
     "SCHEMA_VERSION",
     "STATUSES",
     "STEP_VERSION",
+    "CallPass",
     "Ceilings",
     "Cell",
     "Environment",
     "Memory",
     "Pass",
+    "PassName",
     "Record",
     "Score",
     "Status",
@@ -75,8 +78,50 @@ Status = Literal[
 up."""
 STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
 
-Pass = Literal["infer", "fwd", "bwd", "fwd_bwd"]
-"""What one timing covers: forward without graph; forward that saves for backward; backward alone; both."""
+CallPass = Literal["infer", "fwd", "bwd", "fwd_bwd"]
+"""Passes of one call; see `PASSES`."""
+
+PassName = CallPass | Literal["step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """What one timing covers.
+
+    Args:
+        name: as in a matrix.
+        title: for people.
+        has_graph: the forward keeps what a backward needs.
+        forwards: in one call.
+        backwards: in one call.
+    """
+
+    name: PassName
+    title: str
+    has_graph: bool
+    forwards: int
+    backwards: int
+
+    def num_forwards(self, backward_ratio: float) -> float:
+        """Return how many forwards the pass is worth.
+
+        Args:
+            backward_ratio: a backward over a forward, of FLOPs or of bytes.
+        """
+        return self.forwards + backward_ratio * self.backwards
+
+
+PASSES: dict[str, Pass] = {
+    pass_.name: pass_
+    for pass_ in (
+        Pass(name="infer", title="forward, no graph kept", has_graph=False, forwards=1, backwards=0),
+        Pass(name="fwd", title="forward", has_graph=True, forwards=1, backwards=0),
+        Pass(name="bwd", title="backward", has_graph=True, forwards=0, backwards=1),
+        Pass(name="fwd_bwd", title="forward + backward", has_graph=True, forwards=1, backwards=1),
+        Pass(name="step", title="training step", has_graph=True, forwards=1, backwards=1),
+    )
+}
+"""All passes by name: the one place that knows how much work each is."""
 
 
 LOWER_IS_BETTER = frozenset({"bits_per_byte"})
@@ -363,7 +408,7 @@ class Cell(Json):
     seed: int = 0
     threads: int | None = None
     scope: Literal["attention", "mixer", "model"] | None = None
-    pass_: Pass | Literal["step"] | None = None
+    pass_: PassName | None = None
     seq_len: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -521,6 +566,7 @@ class Record(Json):
         gate: checks passed before timing, by this process or, but for those of its own output (`own_...`), by an
             earlier one of the same run on the same subject: see `attn_zoo.conformance.verdicts`.
         flops: forward FLOPs from the variant's formula: of one forward, whatever the pass.
+        projection_flops: those of `flops` that are linear maps between hidden states and what the mechanism acts on.
         min_bytes: bytes that one forward must move at least: from the variant's formula, or its inputs read once and
             its output written once.
         backward_ratio: FLOPs of the backward over those of the forward, as the variant counts them.
@@ -547,6 +593,7 @@ class Record(Json):
     is_simulated: bool = False
     gate: tuple[str, ...] = ()
     flops: int | None = None
+    projection_flops: int | None = None
     min_bytes: int | None = None
     backward_ratio: float | None = None
     counted_flops: int | None = None

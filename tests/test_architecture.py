@@ -21,11 +21,12 @@ ROOT = Path(attn_zoo.__file__).parent
 REPOSITORY = ROOT.parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# What each part may import of this package. `errors` and `metadata` are words that everybody uses.
-WORDS = {"errors", "metadata"}
+# What each part may import of this package. Errors, metadata and the writer of whole files are for everybody.
+WORDS = {"errors", "metadata", "whole_files"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "metadata": {"errors"},
+    "whole_files": {"errors"},
     "records": {"errors"},
     "folder": {"errors", "records"},
     "resampling": {"errors"},

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.figures.style import render
-from attn_zoo.report.pages.write import replace_file
+from attn_zoo.whole_files import write_whole
 
 __all__ = ["check_name", "save_figure"]
 
@@ -35,4 +35,4 @@ def save_figure(figure: Figure, path: Path) -> None:
         ConfigError: the name ends in neither .png nor .svg.
         FolderError: it cannot be written there.
     """
-    replace_file(path, render(figure, check_name(path)))
+    write_whole(path, render(figure, check_name(path)))

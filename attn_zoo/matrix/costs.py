@@ -30,23 +30,24 @@ def shape_of(cell: Cell, config: VariantConfig) -> Shape:
         key_len=cell.seq_len,
         head_dim=cell.head_dim,
         is_causal=cell.is_causal,
+        form="attention" if cell.scope == "attention" else "mixer",
         config=config,
     )
 
 
 def with_costs(record: Record) -> Record:
-    """Return the record with the least traffic of one forward and the cost of the backward; others as they are.
-
-    Only attention alone has a formula: the projections of a mixer are not counted in it.
-    """
+    """Return the record with what its variant claims of one call; a training step has no claims."""
     cell = record.cell
-    if record.flops is None or cell.scope != "attention" or cell.variant not in variants:
+    if record.flops is None or cell.scope == "model" or cell.variant not in variants:
         return record
-    claim = variants[cell.variant].complexity
+    variant = variants[cell.variant]
     try:
-        shape = shape_of(cell, make_config(variants[cell.variant].config, cell.options, cell.variant))
-        itemsize = DTYPE_BYTES[cell.dtype]
-        num_bytes = claim.min_bytes(shape, itemsize)
+        shape = shape_of(cell, make_config(variant.config, cell.options, cell.variant))
+        return replace(
+            record,
+            projection_flops=variant.projection_flops(shape),
+            min_bytes=variant.min_bytes(shape, DTYPE_BYTES[cell.dtype]),
+            backward_ratio=variant.backward_ratio(shape),
+        )
     except Exception:  # somebody else's formula must not stop a run whose measurement is done
         return record
-    return replace(record, min_bytes=num_bytes, backward_ratio=claim.backward_ratio)

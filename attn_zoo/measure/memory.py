@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from torch.autograd.graph import saved_tensors_hooks
 
 from attn_zoo.measure.passes import GRAPH_PASSES, clear_grads, grad_like, require_graph, require_leaves
-from attn_zoo.records import Memory, Pass
+from attn_zoo.records import CallPass, Memory
 
 __all__ = ["SavedTensors", "memory_of_pass", "memory_of_update"]
 
@@ -101,7 +101,7 @@ Between = Callable[[], object]
 _Run = Callable[[Between], tuple[Tensor, int]]
 
 
-def _run(forward: Callable[[], Tensor], seed: Tensor | None, pass_: Pass, between: Between) -> tuple[Tensor, int]:
+def _run(forward: Callable[[], Tensor], seed: Tensor | None, pass_: CallPass, between: Between) -> tuple[Tensor, int]:
     """Run the pass once, `between` after its forward; return the output, still alive, and the bytes saved."""
     with torch.set_grad_enabled(pass_ in GRAPH_PASSES):
         with SavedTensors() as saved:
@@ -113,7 +113,7 @@ def _run(forward: Callable[[], Tensor], seed: Tensor | None, pass_: Pass, betwee
     return output, saved_bytes
 
 
-def _warm_up(forward: Callable[[], Tensor], pass_: Pass) -> Tensor | None:
+def _warm_up(forward: Callable[[], Tensor], pass_: CallPass) -> Tensor | None:
     """Run the pass once and return the gradient that its backward started from, if it has one."""
     with torch.set_grad_enabled(pass_ in GRAPH_PASSES):
         output = forward()
@@ -213,7 +213,7 @@ def _process_growth(run: _Run, is_backward_alone: bool) -> int | None:
 def memory_of_pass(
     forward: Callable[[], Tensor],
     leaves: Sequence[Tensor],
-    pass_: Pass,
+    pass_: CallPass,
     *,
     device: torch.device | str = "cpu",
     has_process: bool = True,

@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.stopwatch import AbstractStopwatch
 from attn_zoo.measure.timing import time_callable
-from attn_zoo.records import Pass, Timing
+from attn_zoo.records import CallPass, Timing
 
 __all__ = ["clear_grads", "grad_like", "make_pass", "require_graph", "require_leaves", "time_pass"]
 
@@ -45,15 +45,15 @@ def require_leaves(leaves: Sequence[Tensor], pass_: str) -> None:
     Raises:
         ValueError: the pass is unknown, a leaf is no leaf, or none requires a gradient in a pass that has a backward.
     """
-    if pass_ not in get_args(Pass):
-        raise ValueError(f"pass_: expected one of {', '.join(get_args(Pass))}; got {pass_!r}")
+    if pass_ not in get_args(CallPass):
+        raise ValueError(f"pass_: expected one of {', '.join(get_args(CallPass))}; got {pass_!r}")
     if not all(leaf.is_leaf for leaf in leaves):
         raise ValueError("leaves: expected inputs and parameters, not results of computations")
     if pass_ in GRAPH_PASSES and not any(leaf.requires_grad for leaf in leaves):
         raise ValueError(f"leaves: pass {pass_!r} needs at least one that requires a gradient")
 
 
-def require_graph(output: Tensor, pass_: Pass) -> Tensor:
+def require_graph(output: Tensor, pass_: CallPass) -> Tensor:
     """Return `output`.
 
     Raises:
@@ -67,7 +67,7 @@ def require_graph(output: Tensor, pass_: Pass) -> Tensor:
 
 
 def make_pass(
-    forward: Callable[[], Tensor], leaves: Sequence[Tensor], pass_: Pass
+    forward: Callable[[], Tensor], leaves: Sequence[Tensor], pass_: CallPass
 ) -> tuple[Callable[[], Tensor], Callable[[], None] | None]:
     """Return what to time, each call of which returns the output, and what to run before each call.
 
@@ -125,7 +125,7 @@ def make_pass(
 def time_pass(
     forward: Callable[[], Tensor],
     leaves: Sequence[Tensor],
-    pass_: Pass,
+    pass_: CallPass,
     *,
     device: torch.device | str = "cpu",
     budget_s: float = 1.0,

@@ -16,9 +16,9 @@ from attn_zoo.records import Cell, Memory, Record, Score, Timing
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.observations import Observation, read_results
 from attn_zoo.report.measurements import token_rates
-from attn_zoo.report.pages.write import replace_file
 from attn_zoo.report.tables.all_tables import summary_tables
 from attn_zoo.report.tables.table import guard_frame, to_latex, to_markdown
+from attn_zoo.whole_files import write_whole
 
 __all__ = ["COLUMNS", "FORMATS", "export", "flat_frame", "load_runs"]
 
@@ -146,7 +146,7 @@ def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
         hint = suggestion(fmt, FORMATS)
         raise ConfigError("export", [("format", f"expected one of {', '.join(FORMATS)}; got {fmt!r}{hint}")])
     path = Path(out)
-    replace_file(path, FORMATS[fmt](list(dirs)))
+    write_whole(path, FORMATS[fmt](list(dirs)))
     return path
 
 

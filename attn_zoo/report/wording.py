@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attn_zoo.records import Ceilings, Environment
+from attn_zoo.records import PASSES, Ceilings, Environment
 from attn_zoo.report.units import human_bandwidth, human_flops, slug
 
 __all__ = [
@@ -25,13 +25,7 @@ __all__ = [
     "panel_title",
 ]
 
-PASS_TITLES: Mapping[str, str] = {
-    "infer": "forward, no graph kept",
-    "fwd": "forward",
-    "bwd": "backward",
-    "fwd_bwd": "forward + backward",
-    "step": "training step",
-}
+PASS_TITLES: Mapping[str, str] = {pass_.name: pass_.title for pass_ in PASSES.values()}
 
 _SCOPES = {"attention": "attention only", "mixer": "mixer with projections", "model": "whole model"}
 

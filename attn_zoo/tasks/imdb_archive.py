@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import AttnZooError, ConfigError, UnsupportedError
-from attn_zoo.tasks.film_reviews import FILMS
-from attn_zoo.tasks.sources.whole import whole_file
+from attn_zoo.tasks.imdb_pairs import FILMS
 from attn_zoo.tasks.text import CLASSES, COLUMN
+from attn_zoo.whole_files import whole_file
 
 __all__ = ["convert_archive", "main"]
 

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.abstract_task import AbstractFileTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.byte_text import TextRows, byte_spec, byte_symbols, text_of
-from attn_zoo.tasks.file_task import AbstractFileTask
 from attn_zoo.tasks.floors.pair_models import pair_floors, pair_references
 from attn_zoo.tasks.sources.source import Source
 
@@ -128,7 +127,6 @@ class Retrieval(AbstractFileTask):
     name: ClassVar[str] = "retrieval"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = PAPERS
-    is_slow: ClassVar[bool] = True
     levels: ClassVar[Mapping[str, RetrievalLevel]] = MappingProxyType(
         {
             "short": RetrievalLevel(max_len=256, max_rows={"train": 20_000, "validation": 1_000, "test": 2_000}),
@@ -152,6 +150,10 @@ class Retrieval(AbstractFileTask):
             },
         }
     )
+
+    @property
+    def is_slow(self) -> bool:
+        return True
 
     @property
     def spec(self) -> TaskSpec:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from attn_zoo.errors import StoreError
+from attn_zoo.errors import FolderError, StoreError
+from attn_zoo.whole_files import whole_file
 
 __all__ = ["Checkpoint", "Numbers", "load_checkpoint", "save_checkpoint", "write_tensors"]
 
@@ -125,17 +124,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, s
     # Copies: safetensors refuses tensors that share memory, and weights may be tied.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        os.close(descriptor)
-        try:
+        with whole_file(path, replace=True) as temporary:
             save_file(copies, temporary, metadata=header)
-            with Path(temporary).open("rb") as file:
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, FolderError) as error:
         raise StoreError(f"{path}: cannot write ({error})") from error
 
 
@@ -145,7 +136,7 @@ def load_checkpoint(path: Path, identity: str) -> Checkpoint | None:
     A file that is damaged or belongs to another run (an older protocol, other data) is set aside as `*.unusable`: the
     run then starts from its beginning, which costs time but never a wrong result.
     """
-    for left in path.parent.glob(f".{path.name}.*"):  # by a kill in the middle of writing
+    for left in path.parent.glob(f".{path.name}-*.tmp"):  # by a kill in the middle of writing
         with contextlib.suppress(OSError):
             left.unlink()
     if not path.is_file():

@@ -8,7 +8,7 @@ Cost: time O(B H L (g + w + r) C D), memory beyond inputs and outputs O(B H L): 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, masked_softmax, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.blocks.call import Backend, layout_attention
 from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
@@ -58,6 +57,19 @@ class BigBirdConfig(VariantConfig):
             raise ValueError(f"num_global_blocks, num_random_blocks: expected at least 0; got {least}")
         if self.mode == "etc" and self.num_global_blocks == 0:
             raise ValueError("num_global_blocks: mode 'etc' is made of extra global blocks; expected at least 1; got 0")
+
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        """Return less where random blocks are drawn by permutation, for extra tokens, and for FlexAttention."""
+        if self.random == "permutation":
+            capabilities = capabilities.without(
+                causal="random='permutation' leaves the last blocks too few later rows to be drawn by"
+            )
+        if self.mode == "etc":
+            positions = tuple(position for position in capabilities.positions if position != "alibi")
+            capabilities = replace(capabilities, positions=positions)
+        if self.backend == "flex":
+            capabilities = capabilities.without(attention_dropout="backend 'flex' has none")
+        return capabilities
 
     @property
     def num_extra_tokens(self) -> int:
@@ -177,22 +189,12 @@ class BigBirdAttention(AbstractAttention):
     Args:
         config: the pattern.
         build: sizes and direction; `seed` and `layer_index` decide the random blocks.
-
-    Raises:
-        UnsupportedError: options that exclude what `build` asks.
     """
 
     config: BigBirdConfig
 
     def __init__(self, config: BigBirdConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        if build.is_causal and config.random == "permutation":
-            reason = "bigbird: random='permutation' has no causal form: the last blocks have too few later rows"
-            raise UnsupportedError("causal", reason)
-        if build.position == "alibi" and config.mode == "etc":
-            raise UnsupportedError("positions", "bigbird: extra tokens of mode='etc' have no position for ALiBi")
-        if build.dropout_p > 0 and config.backend == "flex":
-            raise UnsupportedError("attention_dropout", "bigbird: backend 'flex' has no attention dropout")
         if config.mode == "etc":
             shape = (build.num_kv_heads, config.num_extra_tokens, build.head_dim)
             self.extra_key = nn.Parameter(torch.randn(shape) * 0.02)  # as the authors start all embeddings

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.matrix.store.files import write_whole
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import SCHEMA_VERSION, Cell, Record
+from attn_zoo.whole_files import write_whole
 from tests.matrix.conftest import environment
 
 MATRIX = {"name": "test"}
@@ -103,7 +103,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(store):
     code = f"""
         import resource
         from attn_zoo.errors import StoreError
-        from attn_zoo.matrix.store.files import write_whole
+        from attn_zoo.whole_files import write_whole
         from pathlib import Path
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         try:
@@ -125,7 +125,7 @@ def test_at_every_step_of_a_write_the_file_is_the_old_or_the_new_one(step, how, 
     code = f"""
         import errno, os, pathlib, tempfile
         from attn_zoo.errors import StoreError
-        from attn_zoo.matrix.store.files import write_whole
+        from attn_zoo.whole_files import write_whole
         def broken(*args, **kwargs):
             if {how == "dies"}:
                 os.kill(os.getpid(), 9)

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_zoo.measure import memory
 from attn_zoo.measure.memory import SavedTensors, memory_of_pass, memory_of_update
-from attn_zoo.records import Memory, Pass
+from attn_zoo.records import CallPass, Memory
 
 N = 128
 UNIT = 4 * N * N  # bytes of one float32 matrix
-PASSES: tuple[Pass, ...] = ("infer", "fwd", "bwd", "fwd_bwd")
+PASSES: tuple[CallPass, ...] = ("infer", "fwd", "bwd", "fwd_bwd")
 
 
 @pytest.fixture

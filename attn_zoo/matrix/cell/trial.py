@@ -19,7 +19,7 @@ from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
 from attn_zoo.measure.timing import Sampling, quiet_collector
-from attn_zoo.records import Cell, Memory, Record, Timing
+from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
 from attn_zoo.registry import variants
 
 __all__ = ["Trial", "measure_scaling"]
@@ -200,10 +200,9 @@ def _refuse_impossible(cell: Cell, flops: int | None, median_ms: float) -> None:
     """Raise `AttnZooError` if the work cannot have been done in that time: then the timing or the formula is wrong."""
     if flops is None or cell.device != "cuda" or median_ms <= 0:
         return
-    # Each matrix product of the forward has two in the backward.
-    forwards = {"infer": 1, "fwd": 1, "bwd": 2, "fwd_bwd": 3, "step": 3}[cell.pass_ or "fwd"]
+    num_forwards = PASSES[cell.pass_ or "fwd"].num_forwards(variants[cell.variant].complexity.backward_ratio)
     name = torch.cuda.get_device_name()
-    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=float(flops * forwards)):
+    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops * num_forwards):
         raise AttnZooError(f"rejected: {problem}")
 
 

@@ -21,7 +21,7 @@ from attn_zoo.matrix.cell.random_inputs import normal, padding_of
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.measure.passes import clear_grads, make_pass
 from attn_zoo.metadata import Shape
-from attn_zoo.records import Cell, Memory, Pass
+from attn_zoo.records import PASSES, CallPass, Cell, Memory
 from attn_zoo.registry import make_config, variants
 
 __all__ = [
@@ -35,9 +35,6 @@ __all__ = [
 
 Call = Callable[[], object]
 """What is timed, or runs before it."""
-
-GRAPH_FREE = ("infer",)
-"""Passes that run the module in evaluation mode, without gradients."""
 
 _Value = TypeVar("_Value")
 
@@ -57,7 +54,7 @@ class _Sizes:
     num_kv_heads: int
     seq_len: int
     head_dim: int
-    pass_: Pass
+    pass_: CallPass
 
     @classmethod
     def of(cls, cell: Cell) -> _Sizes:
@@ -69,7 +66,7 @@ class _Sizes:
             num_kv_heads=cell.num_kv_heads or num_heads,
             seq_len=_given(cell.seq_len, "seq_len"),
             head_dim=_given(cell.head_dim, "head_dim"),
-            pass_=cast(Pass, _given(cell.pass_, "pass_")),
+            pass_=cast(CallPass, _given(cell.pass_, "pass_")),
         )
 
 
@@ -146,7 +143,7 @@ class CallWorkload(AbstractWorkload):
     inputs: Sequence[Tensor]
     key_padding_mask: Tensor | None
     leaves: list[Tensor]
-    pass_: Pass
+    pass_: CallPass
     build: BuildContext
     shape: Shape
 
@@ -187,8 +184,7 @@ class CallWorkload(AbstractWorkload):
 
     @property
     def flops(self) -> int | None:
-        formula = variants[self.cell.variant].complexity.flops
-        return formula(self.shape) if formula else None
+        return variants[self.cell.variant].flops(self.shape)
 
     def counted_flops(self) -> int | None:
         """Count one forward without a graph, so that the count needs no more memory than the timing did."""
@@ -262,7 +258,7 @@ def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Ca
     torch.manual_seed(cell.seed)
     module, build = make_module(cell)
     module = module.to(device=cell.device, dtype=dtype)
-    has_graph = sizes.pass_ not in GRAPH_FREE
+    has_graph = PASSES[sizes.pass_].has_graph
     module.train(has_graph)
     if inputs is None:
         inputs = _draw(cell, sizes, dtype, has_graph)
@@ -273,7 +269,7 @@ def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Ca
         return output
 
     config = make_config(variants[cell.variant].config, cell.options, cell.variant)
-    shape = build.shape(sizes.batch_size, sizes.seq_len, config=config)
+    shape = build.shape(sizes.batch_size, sizes.seq_len, config=config, form=_form(cell))
     parameters = [item for item in module.parameters() if item.requires_grad]
     leaves = [*inputs, *parameters]
     return CallWorkload(

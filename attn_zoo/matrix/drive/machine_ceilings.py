@@ -20,7 +20,7 @@ from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.engines.process import spawn_environment
 from attn_zoo.matrix.limits import die_with_parent
 from attn_zoo.matrix.plan.planned import PlannedCell
-from attn_zoo.matrix.store.files import hold_lock
+from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings
 

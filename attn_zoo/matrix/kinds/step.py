@@ -12,16 +12,13 @@ from attn_zoo.matrix.plan.estimate import Estimate, attention_flops, estimate, r
 from attn_zoo.matrix.plan.groups import StepGroup
 from attn_zoo.matrix.plan.planned import Point
 from attn_zoo.matrix.plan.sentences import Problem
-from attn_zoo.records import STEP_VERSION, Cell
+from attn_zoo.records import PASSES, STEP_VERSION, Cell
 from attn_zoo.registry import make_config, variants
 
 __all__ = ["step_problems", "steps"]
 
 COMPILE_S = 60.0
 """Assumed, for a model that is compiled first."""
-
-STEP_COST = 3.5
-"""Forwards that a step takes as long as; likewise."""
 
 
 def step_problems(group: Mapping[str, Any], where: str) -> list[Problem]:
@@ -96,7 +93,7 @@ def _checked(cell: Cell, group: StepGroup) -> Estimate:
         return Estimate()
     tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim
     linear = tokens * (8 * embed_dim**2 + 4 * embed_dim * ffn_dim)
-    flops = protocol.num_layers * (attention_flops(cell, config) + linear) * STEP_COST
+    flops = protocol.num_layers * (attention_flops(cell, config) + linear) * PASSES["step"].num_forwards(2.0)
     seconds = rough_seconds(flops, cell, group.repeat_budget_s, group.isolation) + (
         COMPILE_S if protocol.compile else 0.0
     )

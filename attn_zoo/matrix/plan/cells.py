@@ -19,7 +19,7 @@ from attn_zoo.matrix.plan.planned import PlannedCell, Point, Refusal
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.metadata import Request
 from attn_zoo.records import Cell
-from attn_zoo.registry import make_config, variants
+from attn_zoo.registry import VariantConfig, make_config, variants
 
 __all__ = ["PlannedCell", "Refusal", "expand"]
 
@@ -112,12 +112,12 @@ def _scaling(group: ScalingGroup, common: dict[str, Any]) -> Iterator[Point]:
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         cell = Cell(kind="scaling", num_kv_heads=group.num_kv_heads or point["num_heads"], **point, **common)
-        refusal = _refusal(cell)
+        refusal = _refusal(cell, config)
         rough = Estimate() if refusal else estimate(cell, config, group.repeat_budget_s, group.isolation)
         yield point, cell, refusal, rough
 
 
-def _refusal(cell: Cell) -> Refusal | None:
+def _refusal(cell: Cell, config: VariantConfig) -> Refusal | None:
     """Return what the capabilities refuse to a scaling cell."""
     variant = variants[cell.variant]
     if cell.scope == "attention" and variant.attention is None:
@@ -131,4 +131,4 @@ def _refusal(cell: Cell) -> Refusal | None:
         dtype=cell.dtype,
         device=cell.device,
     )
-    return variant.capabilities.missing(request)
+    return variant.capabilities_of(config).missing(request)

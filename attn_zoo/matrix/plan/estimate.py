@@ -9,7 +9,7 @@ from statistics import mean
 
 from attn_zoo.matrix.costs import DTYPE_BYTES, shape_of
 from attn_zoo.matrix.limits import num_cores
-from attn_zoo.records import Cell, Record
+from attn_zoo.records import PASSES, Cell, Record
 from attn_zoo.registry import VariantConfig, variants
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
 # CPU. Two cores of a server reached 7.5e10 each where products reached 1.2e11; an older laptop has less than half.
 _RATE = {"cpu": 3e10, "cuda": 2e13}
 _HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
-_PASS_COST = {"infer": 1.0, "fwd": 1.0, "bwd": 3.5, "fwd_bwd": 3.5, "step": 3.5}
 _START_S = {"cell": 2.0, "lane": 0.5, "interleaved": 1.5}
 _CALLS = 5  # warm-up, the fewest samples, memory, counted FLOPs
 
@@ -60,11 +59,14 @@ def estimate(cell: Cell, config: VariantConfig, budget_s: float, isolation: str)
         flops = attention_flops(cell, config)
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
         return Estimate()
-    has_grads = cell.pass_ in {"bwd", "fwd_bwd"}
+    has_grads = PASSES[cell.pass_].backwards > 0
     tensors = 4 * rows * cell.seq_len * cell.head_dim * (2 if has_grads else 1)
     scores = rows * cell.seq_len**claim.memory_exponent if claim.memory_exponent > 1 else 0.0
     num_bytes = (tensors + scores * (3 if has_grads else 2)) * DTYPE_BYTES[cell.dtype]
-    return Estimate(rough_seconds(flops * _PASS_COST[cell.pass_], cell, budget_s, isolation), int(num_bytes))
+    return Estimate(
+        rough_seconds(flops * PASSES[cell.pass_].num_forwards(claim.backward_ratio), cell, budget_s, isolation),
+        int(num_bytes),
+    )
 
 
 def attention_flops(cell: Cell, config: VariantConfig) -> float:
@@ -75,8 +77,8 @@ def attention_flops(cell: Cell, config: VariantConfig) -> float:
         config: its variant's options.
     """
     shape, claim = shape_of(cell, config), variants[cell.variant].complexity
-    if claim.flops:
-        return float(claim.flops(shape))
+    if (flops := variants[cell.variant].flops(shape)) is not None:
+        return float(flops)
     rows = float(shape.batch_size * shape.num_heads)
     return 4 * rows * float(shape.query_len**claim.time_exponent) * shape.head_dim
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from attn_zoo.records import Pass
+from attn_zoo.records import CallPass
 
 __all__ = ["GROUPS", "MAX_CELLS", "AccuracyGroup", "Entry", "Matrix", "ScalingGroup", "StepEntry", "StepGroup"]
 
@@ -131,7 +131,7 @@ class ScalingGroup(_TimedGroup):
     """Time and memory of one call over lengths. Where several values are given, every combination is a cell.
 
     Args:
-        passes: what is timed; see `attn_zoo.records.Pass`.
+        passes: what is timed; see `attn_zoo.records.PASSES`.
         batch_size: B; fixed while the length grows, so that exponents mean something.
         num_heads: H.
         num_kv_heads: G; default H.
@@ -141,7 +141,7 @@ class ScalingGroup(_TimedGroup):
         dropout_p: on attention weights.
     """
 
-    passes: Axis[Pass] = ("fwd",)
+    passes: Axis[CallPass] = ("fwd",)
     batch_size: Axis[Small] = (1,)
     num_heads: Axis[Small] = (8,)
     num_kv_heads: Small | None = None

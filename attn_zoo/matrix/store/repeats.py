@@ -13,8 +13,9 @@ from pathlib import Path
 
 from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.folder import read_record
-from attn_zoo.matrix.store.files import move_aside, write_whole
+from attn_zoo.matrix.store.lock import move_aside
 from attn_zoo.records import Record
+from attn_zoo.whole_files import write_whole
 
 __all__ = ["Parts"]
 

@@ -23,9 +23,10 @@ from typing import Any
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.folder import RunInfo, Scan, differences, read_ceilings, read_info, scan_cells
-from attn_zoo.matrix.store.files import hold_lock, move_aside, write_whole
+from attn_zoo.matrix.store.lock import hold_lock, move_aside
 from attn_zoo.matrix.store.repeats import Parts
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
+from attn_zoo.whole_files import write_whole
 
 __all__ = ["RunInfo", "Scan", "Store"]
 

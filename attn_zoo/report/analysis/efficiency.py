@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attn_zoo.records import Ceilings
+from attn_zoo.records import PASSES, Ceilings
 from attn_zoo.report.analysis.series import Panel, Point, Series
 from attn_zoo.report.units import percent
 
@@ -18,8 +17,6 @@ CONVENTIONS = (
     "whichever is longer, over the median time."
 )
 
-_FORWARDS: Mapping[str, int] = {"infer": 1, "fwd": 1, "bwd": 0, "fwd_bwd": 1}
-_BACKWARDS: Mapping[str, int] = {"infer": 0, "fwd": 0, "bwd": 1, "fwd_bwd": 1}
 _BACKWARD_BYTES = 2
 
 
@@ -69,7 +66,7 @@ def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
 
     A variant that computes dense scores underneath has none either: its formula is not what ran.
     """
-    if panel.ceilings is None or panel.pass_ not in _FORWARDS:
+    if panel.ceilings is None or panel.pass_ not in PASSES:
         return {}
     exact = {point.seq_len: point for point in (panel.baseline.points if panel.baseline else ())}
     found = {}
@@ -89,12 +86,12 @@ def pass_flops(point: Point, pass_: str) -> float | None:
     flops, ratio = point.record.flops, point.record.backward_ratio
     if flops is None or ratio is None:
         return None
-    return flops * (_FORWARDS[pass_] + ratio * _BACKWARDS[pass_])
+    return flops * PASSES[pass_].num_forwards(ratio)
 
 
 def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
     flops = pass_flops(point, pass_) or 0.0
-    num_bytes = (point.record.min_bytes or 0) * float(_FORWARDS[pass_] + _BACKWARD_BYTES * _BACKWARDS[pass_])
+    num_bytes = (point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
     roof_frac = ceilings.floor_s(flops, num_bytes) / (point.median_ms * 1e-3)
     peak = ceilings.peak_flops_per_s
     promised = None if exact is None or series.is_exact else pass_flops(exact, pass_)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.figures.catalogue import Picture, make_pictures
+from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.page import Picture
 from attn_zoo.report.pages.findings import EXPLANATION, findings
 from attn_zoo.report.pages.html import environment_rows
-from attn_zoo.report.pages.write import replace_file, write_analysis
+from attn_zoo.report.pages.write import write_analysis
 from attn_zoo.report.tables.all_tables import summary_tables
 from attn_zoo.report.tables.table import escape_markdown, to_markdown
+from attn_zoo.whole_files import write_whole
 
 __all__ = ["readme_text", "write_results_readme"]
 
@@ -26,7 +28,7 @@ def write_results_readme(folder: str | Path) -> Path:
     analysis = analyse([folder])
     write_analysis(analysis, folder)
     path = folder / "README.md"
-    replace_file(path, readme_text(analysis).encode())
+    write_whole(path, readme_text(analysis).encode())
     return path
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
-from attn_zoo.errors import FolderError
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.figures.catalogue import make_pictures
 from attn_zoo.report.figures.style import render
@@ -17,8 +15,9 @@ from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.tables.all_tables import long_tables, make_tables, summary_tables
 from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
 from attn_zoo.report.units import clean
+from attn_zoo.whole_files import write_whole
 
-__all__ = ["print_report", "replace_file", "write_report"]
+__all__ = ["print_report", "write_report"]
 
 
 def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
@@ -50,26 +49,8 @@ def write_analysis(analysis: Analysis, out: str | Path) -> list[Path]:
     for table in long_tables(analysis):
         files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
     for path, content in files.items():
-        replace_file(path, content)
+        write_whole(path, content)
     return list(files)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` beside `path` and rename it, so that a reader never sees half a file.
-
-    Raises:
-        FolderError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        raise FolderError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        if temporary.exists():
-            temporary.unlink()
 
 
 def print_report(analysis: Analysis, console: Console) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks.sources.whole import whole_file
+from attn_zoo.whole_files import whole_file
 
 __all__ = ["MANIFEST", "Entry", "Verification", "describe", "read_manifest", "verify", "write_manifest"]
 

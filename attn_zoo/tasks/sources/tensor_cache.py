@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from attn_zoo.errors import FolderError
+from attn_zoo.whole_files import whole_file
 
 try:
     import fcntl
@@ -52,19 +54,6 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(descriptor)
-    try:
-        save_file(tensors, name)
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
-
-
 def cached_tensors(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return `make()`, or what it returned the last time.
 
@@ -80,6 +69,6 @@ def cached_tensors(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str
         with contextlib.suppress(OSError, SafetensorError):
             return load_file(path)  # made by another worker meanwhile
         tensors = make()
-        with contextlib.suppress(OSError, SafetensorError):
-            _write(path, tensors)
+        with contextlib.suppress(OSError, SafetensorError, FolderError), whole_file(path, replace=True) as temporary:
+            save_file(tensors, temporary)
     return tensors

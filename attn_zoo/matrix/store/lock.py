@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and locks that the kernel frees when their holder dies."""
+"""Locks of a results folder, which the kernel frees when their holder dies, and files moved aside."""
 
 from __future__ import annotations
 
@@ -6,45 +6,15 @@ import errno
 import fcntl
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from attn_zoo.errors import FolderError, StoreError
 
-__all__ = ["hold_lock", "move_aside", "write_whole"]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers, and whoever comes after a crash, find all of it or nothing of it.
-
-    A temporary file in the same folder, fsync, rename, fsync of the folder.
-
-    Raises:
-        StoreError: the disk is full or not writable; no trace is left.
-    """
-    temporary: str | None = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".tmp", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                Path(temporary).unlink(missing_ok=True)
-        raise StoreError(f"{path}: cannot be written: {error.strerror}") from None
+__all__ = ["hold_lock", "move_aside"]
 
 
 def move_aside(path: Path, folder: Path, key: str) -> None:

@@ -1,0 +1,126 @@
+"""Files and folders that are whole or absent: written under another name in the same folder, then renamed.
+
+Whoever reads, and whoever comes after a crash, finds all of a file or nothing of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from attn_zoo.errors import FolderError, StoreError
+
+__all__ = ["DISK_FULL", "whole_file", "whole_folder", "write_whole"]
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Error numbers of a full disk."""
+
+
+def _must_be_new(path: Path) -> None:
+    if path.exists() or path.is_symlink():
+        raise FolderError(f"{path}: exists already and is not overwritten; delete it or choose another name")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn a full disk met in the block into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise FolderError(f"{path}: {error.strerror}; nothing of it was left behind") from None
+
+
+@contextmanager
+def _renamed(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; when the block ends well it is synced to disk and renamed, otherwise removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-", suffix=".tmp")
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+        _sync(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def whole_file(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a path to write to; the file gets its name when the block ends well, and leaves no trace otherwise.
+
+    The file and its folder are synced to disk. A killed process may leave a hidden file `.<name>-*.tmp`.
+
+    Args:
+        path: of the finished file; folders above it are made.
+        replace: whether a file of that name may be overwritten.
+
+    Raises:
+        FolderError: the file exists or its folder cannot be written (before the block), or the disk is full.
+    """
+    if not replace:
+        _must_be_new(path)
+    with _naming(path), ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(_renamed(path))
+        except OSError as error:
+            raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
+        yield temporary
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file at once, over one of the same name.
+
+    Raises:
+        FolderError: the place is not writable.
+        StoreError: the disk is full or fails. In both cases the file is as it was before.
+    """
+    try:
+        with _renamed(path) as temporary:
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        kind = FolderError if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR} else StoreError
+        raise kind(f"{path}: cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; it gets its name when the block ends well, and leaves no trace otherwise.
+
+    Raises:
+        FolderError: something of that name exists, the folder above cannot be written, or the disk is full.
+    """
+    _must_be_new(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name[:100]}-", suffix=".tmp"))
+    except OSError as error:
+        raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
+    try:
+        inner = temporary / "content"  # mkdtemp's own folder is closed to everybody else
+        inner.mkdir()
+        with _naming(path):
+            yield inner
+            _must_be_new(path)
+            inner.replace(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
