@@ -308,7 +308,7 @@ def _draw_curve(axes: Axes, curve: _Curve) -> None:
 def _draw_spread(axes: Axes, curve: _Curve) -> None:
     """Draw the 95 % interval of each median as a bar and the quartiles as a band."""
     points, colour = curve.series.points, curve.look.colour
-    low, high = ([max(getattr(point, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
+    low, high = ([max(getattr(point.timing, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
     axes.fill_between([point.seq_len for point in points], low, high, color=colour, alpha=0.15, lw=0, zorder=1.5)
     for point in points:
         axes.plot([point.seq_len] * 2, [max(point.low_ms, 1e-12), point.high_ms], color=colour, lw=1.6, zorder=2)
