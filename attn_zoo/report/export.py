@@ -45,7 +45,7 @@ class _Field:
     name: str
     part: type
     attribute: str
-    kind: Literal["number", "text", "list", "joined", "json"]
+    kind: Literal["number", "string", "list", "joined", "json"]
     hint: Any
 
 
@@ -54,7 +54,7 @@ def _stored() -> Iterator[_Field]:
         hints = get_type_hints(part)
         for attribute in (field.name for field in fields(part) if field.name not in _LEFT_OUT):
             name, hint = _RENAMED.get((part, attribute), attribute), hints[attribute]
-            kind: Literal["number", "text", "list", "joined", "json"] = "number"
+            kind: Literal["number", "string", "list", "joined", "json"] = "number"
             if name in _JOINED:
                 kind = "joined"
             elif get_origin(hint) is tuple and set(get_args(hint)) & {int, float}:
@@ -62,7 +62,7 @@ def _stored() -> Iterator[_Field]:
             elif get_origin(hint) in {tuple, dict}:
                 kind = "json"
             elif not {bool, int, float} & {hint, *get_args(hint)}:
-                kind = "text"
+                kind = "string"
             yield _Field(name, part, attribute, kind, hint)
 
 
@@ -122,7 +122,7 @@ def _plain(value: Any, kind: str) -> Any:
         return " + ".join(value or ())
     if kind == "json":
         return "" if value is None else json.dumps(value, sort_keys=True)
-    return "" if value is None and kind == "text" else value
+    return "" if value is None and kind == "string" else value
 
 
 def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
