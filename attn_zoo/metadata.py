@@ -328,6 +328,10 @@ class Complexity:
     projection_bytes: Callable[[Shape, int], int] | None = None
     state_bytes: Callable[[Shape, int], int] | None = None
 
+    def ratio(self, shape: Shape) -> float:
+        """Return `backward_ratio` for one call."""
+        return self.backward_ratio(shape) if callable(self.backward_ratio) else self.backward_ratio
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:

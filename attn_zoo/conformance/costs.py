@@ -139,7 +139,7 @@ def _backward_ratio(subject: Subject) -> Finding:
         claim, leaves = variant.backward_ratio(shape), inputs.leaves()
 
         def both(module: Module = module, leaves: Inputs = leaves) -> None:
-            weighted_sum(call(module, leaves)).backward()
+            torch.autograd.backward(weighted_sum(call(module, leaves)))
 
         forward, total = _forward_operations(module, inputs), count_operations(both)
         if forward is None or total is None or claim is None:

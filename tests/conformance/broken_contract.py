@@ -94,7 +94,7 @@ class SoundRouting(Softmax):
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         key = expand_kv_heads(key, query.shape[1])
-        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        scores: Tensor = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         keep = self.keep(query, key, None)
         return scores if keep is None else scores.masked_fill(~keep, -torch.inf)
 
