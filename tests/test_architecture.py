@@ -32,8 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "resampling": {"errors"},
     "scaling_fit": {"errors", "resampling"},
     "statistics": {"errors", "scaling_fit", "resampling"},
-    "registry": WORDS | {"discovery", "attention"},  # attention for annotations only, discovery when first asked
-    "discovery": WORDS | {"registry"},
+    "discovery": WORDS,
+    "registry": WORDS | {"discovery", "attention"},  # attention for annotations only
     "kernels": WORDS,
     "attention": WORDS | {"registry", "kernels"},
     "variants": WORDS | {"registry", "attention", "kernels"},
@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": WORDS | {"registry"},
     "training": WORDS | {"records", "statistics", "registry", "attention", "model", "tasks", "kernels"},
     "measure": WORDS | {"records", "statistics"},
-    "conformance": WORDS | {"registry", "attention", "kernels"},
+    "conformance": WORDS | {"registry", "attention", "kernels", "measure"},
     "matrix": WORDS
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
     | {"conformance", "scaling_fit", "folder", ""},
@@ -77,7 +77,7 @@ def imports_of(path: Path) -> set[tuple[str, str]]:
 def test_imports_follow_the_arrows(path):
     part = part_of(path)
     allowed = MAY_IMPORT[part] | {part}
-    names = {name for name in dir(attn_zoo) if not name.startswith("_")} | {"__version__"}
+    names = {*attn_zoo.__all__, "__version__"}
     wrong = {module for other, module in imports_of(path) if other not in allowed and other not in names}
     assert wrong == set()
 
@@ -92,6 +92,74 @@ def test_imports_are_absolute(path):
 def test_variants_do_not_import_each_other():
     for path in (ROOT / "variants").glob("*.py"):
         assert not [module for part, module in imports_of(path) if part == "variants"], path.name
+
+
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def _imported_modules() -> dict[str, frozenset[str]]:
+    """Return for every module of this package which others it imports when it runs: annotations do not count."""
+    known = {_module_of(path) for path in FILES}
+    found = {}
+    for path in FILES:
+        tree, wanted = ast.parse(path.read_text()), set()
+        annotations = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if id(node) in annotations:
+                continue
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                wanted |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        # `attn_zoo` itself loads its names when they are first asked for.
+        found[_module_of(path)] = frozenset((wanted & known) - {_module_of(path), "attn_zoo"})
+    return found
+
+
+def test_there_is_no_import_circle():
+    """Modules in the order of their imports: what is left over imports itself, through others."""
+    left = {module: set(imports) for module, imports in _imported_modules().items()}
+    while ready := [module for module, imports in left.items() if not imports]:
+        for module in ready:
+            del left[module]
+        for imports in left.values():
+            imports -= set(ready)
+    assert left == {}
+
+
+def test_no_two_files_of_one_name():
+    names = [path.name for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_most_modules_serve_more_than_one():
+    """A helper with one user lives with its user. Variants, tasks, checks and kinds are entries of a list, no helpers."""
+    users: dict[str, set[str]] = {module: set() for module in _imported_modules()}
+    for module, imports in _imported_modules().items():
+        for imported in imports:
+            users[imported].add(module)
+    entries = ("attn_zoo.variants.", "attn_zoo.matrix.kinds.", "attn_zoo.conformance.")
+    packages = {_module_of(path) for path in FILES if path.name == "__init__.py"}
+    single = [
+        module
+        for module, by in users.items()
+        if len(by) == 1 and module not in packages and not module.startswith(entries)
+    ]
+    assert len(single) / len(FILES) < 0.15, sorted(single)
+
+
+def test_rooms_are_small():
+    """Over about twenty files a room needs sub-rooms. Variants and tasks are lists, one entry a file."""
+    rooms = {path.parent for path in FILES} - {ROOT / "variants", ROOT / "tasks"}
+    crowded = {str(room): count for room in rooms if (count := len(list(room.glob("*.py")))) > 22}
+    assert crowded == {}
 
 
 def test_there_is_no_drawer_for_odds_and_ends():

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from attn_zoo.conformance import (
-    backward,
-    carry,
-    claims,
-    costs,
-    decoding,
-    independence,
-    numerics,
-    padding,
-    randomness,
-    shapes,
-)
+from attn_zoo.conformance.backward import CHECKS as BACKWARD
+from attn_zoo.conformance.carry import CHECKS as CARRY
 from attn_zoo.conformance.check import Check
+from attn_zoo.conformance.claims import CHECKS as CLAIMS
+from attn_zoo.conformance.costs import CHECKS as COSTS
+from attn_zoo.conformance.decoding import CHECKS as DECODING
+from attn_zoo.conformance.independence import CHECKS as INDEPENDENCE
+from attn_zoo.conformance.numerics import CHECKS as NUMERICS
+from attn_zoo.conformance.padding import CHECKS as PADDING
+from attn_zoo.conformance.randomness import CHECKS as RANDOMNESS
+from attn_zoo.conformance.shapes import CHECKS as SHAPES
 
 __all__ = ["CHECKS"]
 
 CHECKS: tuple[Check, ...] = (
-    *shapes.CHECKS,
-    *independence.CHECKS,
-    *padding.CHECKS,
-    *backward.CHECKS,
-    *numerics.CHECKS,
-    *decoding.CHECKS,
-    *carry.CHECKS,
-    *randomness.CHECKS,
-    *claims.CHECKS,
-    *costs.CHECKS,
+    *SHAPES,
+    *INDEPENDENCE,
+    *PADDING,
+    *BACKWARD,
+    *NUMERICS,
+    *DECODING,
+    *CARRY,
+    *RANDOMNESS,
+    *CLAIMS,
+    *COSTS,
 )
 """Every promise that any variant must keep (`attn-zoo check NAME`)."""

@@ -156,10 +156,9 @@ def _log_to(path: str) -> None:
 
 
 def _answer(request: dict[str, Any], tell: Callable[[int], object]) -> list[Record]:
-    from attn_zoo.discovery import load_file
     from attn_zoo.errors import AttnZooError, ConfigError
     from attn_zoo.matrix.plan.source_digest import source_digest
-    from attn_zoo.registry import variants
+    from attn_zoo.registry import load_file, variants
 
     cells = [Cell.from_dict(data, "request") for data in request["cells"]]
     room = limit_memory() if cells[0].device == "cpu" else None

@@ -72,9 +72,9 @@ def main() -> None:
     """Build every module on the device that has no memory; print one JSON line for each refusal."""
     import torch
 
-    from attn_zoo.discovery import load_file
     from attn_zoo.errors import UnsupportedError
     from attn_zoo.matrix.cell.workload import make_module
+    from attn_zoo.registry import load_file
 
     request = json.load(sys.stdin)
     for path in request["variant_files"]:
