@@ -11,9 +11,8 @@ import pytest
 from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
 from attn_zoo.discovery import discover
-from attn_zoo.registry import all_or_nothing
 from attn_zoo.errors import ConfigError
-from attn_zoo.registry import tasks, variants
+from attn_zoo.registry import all_or_nothing, tasks, variants
 
 VARIANT = """
 import attn_zoo

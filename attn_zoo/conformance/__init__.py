@@ -4,7 +4,7 @@
 subset that runs before anything is timed. Neither knows any variant by name.
 """
 
-from attn_zoo.conformance.catalogue import CHECKS
+from attn_zoo.conformance.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, exit_code
 from attn_zoo.conformance.gate import GATE_CHECKS, gate
 from attn_zoo.conformance.own_length import check_output
