@@ -191,10 +191,10 @@ def median_interval(
     the number of samples beside the interval. With fewer than about six samples it is little more than their range.
 
     Where `process_sizes` says which samples belong together, what differs between processes is added as Student's t of
-    their log medians (`_resampled_medians`): three processes that differ by s (standard deviation) give about 2.5 s to
-    either side, two give 9 s. By simulation (`tests/statistics/test_medians.py`) two such runs overlap in nine of ten cases as
-    long as the machine forgets its state within three times the time between two processes; what lasts for a whole run,
-    no interval of that run can see.
+    their log medians: three processes that differ by s (standard deviation) give about 2.5 s to either side, two give
+    9 s. By simulation (`tests/statistics/test_medians.py`) two such runs overlap in nine of ten cases as long as the
+    machine forgets its state within three times the time between two processes; what lasts for a whole run, no interval
+    of that run can see.
 
     Args:
         samples: in any order within each process; the result does not depend on it.
