@@ -32,7 +32,7 @@ class _Bubble:
     look: Look
     speed: float
     value: float
-    ends: tuple[float | None, float | None]
+    ends: tuple[float, float] | None
     peak_bytes: float | None
     is_filled: bool
 
@@ -53,7 +53,7 @@ def bubble_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
             looks[score.label],
             score.tokens_per_s,
             score.mean,
-            (score.low, score.high),
+            None if score.low is None or score.high is None else (score.low, score.high),
             score.train_peak_bytes,
             not score.start,
         )
@@ -79,9 +79,7 @@ def overview_picture(overview: Overview, looks: Looks) -> Picture | None:
     for label in overview.labels:
         value, speed = overview.mean(label), overview.speed(label)
         if value is not None and speed is not None:
-            bubbles.append(
-                _Bubble(label, looks[label], speed, value, (None, None), overview.peak_bytes(label), is_filled=True)
-            )
+            bubbles.append(_Bubble(label, looks[label], speed, value, None, overview.peak_bytes(label), is_filled=True))
     floor = overview.floor()
     said = [overview.how, overview.scope(), "speed: geometric mean; memory: the most"]
     if any(group.is_shared for group in overview.common):
@@ -100,7 +98,7 @@ def _picture(
 ) -> Picture | None:
     if len(bubbles) < 2:
         return None
-    values = [end for bubble in bubbles for end in (bubble.value, *bubble.ends) if end is not None]
+    values = [end for bubble in bubbles for end in (bubble.value, *(bubble.ends or ()))]
     near, far = near_marks(values, marks, metric)
     said = [*said, *(f"off the scale: {name} {metric.show(value)}" for name, value in far.items())]
     has_peaks = any(bubble.peak_bytes for bubble in bubbles)
@@ -121,7 +119,8 @@ def _picture(
             PointName(plain(bubble.name, 30), bubble.look.colour, bubble.speed, bubble.value, bubble.radius(most))
             for bubble in bubbles
         ]
-        taken = _draw_floors(axes, near, mark_boxes(axes, names), metric)
+        bars = _interval_boxes(axes, bubbles)
+        taken = bars + _draw_floors(axes, near, mark_boxes(axes, names) + bars, metric)
         for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
             _draw_bubble(axes, bubble, bubble.radius(most))
         inside = axes.get_window_extent()
@@ -158,20 +157,20 @@ def _speed(value: float) -> str:
     return f"{human_number(value / 1e3)}k" if value >= 1e3 else human_number(value)
 
 
-def _draw_floors(axes: Axes, marks: Mapping[str, float], bubbles: Sequence[Box], metric: Metric) -> list[Box]:
-    """Draw a dashed line for each of at most two marks, named where no bubble is; return boxes to keep names off."""
+def _draw_floors(axes: Axes, marks: Mapping[str, float], drawn: Sequence[Box], metric: Metric) -> list[Box]:
+    """Draw a dashed line for each of at most two marks, named where nothing is; return boxes to keep names off."""
     inside = axes.get_window_extent()
     boxes: list[Box] = []
     for place, (name, value) in enumerate(sorted(marks.items(), key=lambda mark: mark[1])):
         words = f"{plain(name.replace('_', ' '), 26)} {metric.show(value)}"
         sides = (True, False) if len(marks) == 1 else (place == 1,)  # two names keep away from each other
-        drawn = [
-            name_mark(axes, value, words, is_above=is_above, is_right=is_right)
+        names = [
+            name_mark(axes, value, words, is_above=is_above, at=at)
+            for at in (0.0, 1.0, 0.3, 0.5, 0.7)
             for is_above in sides
-            for is_right in (False, True)
         ]
-        best = min(drawn, key=lambda text: sum(Box.of(text.get_window_extent()).overlap(bubble) for bubble in bubbles))
-        for text in drawn:
+        best = min(names, key=lambda text: sum(Box.of(text.get_window_extent()).overlap(box) for box in drawn))
+        for text in names:
             if text is not best:
                 text.remove()
         draw_mark(axes, value)
@@ -180,11 +179,19 @@ def _draw_floors(axes: Axes, marks: Mapping[str, float], bubbles: Sequence[Box],
     return boxes
 
 
+def _interval_boxes(axes: Axes, bubbles: Sequence[_Bubble]) -> list[Box]:
+    boxes = []
+    for bubble in bubbles:
+        if bubble.ends is not None:
+            (x, low), (_, high) = axes.transData.transform([(bubble.speed, end) for end in bubble.ends]).tolist()
+            boxes.append(Box(x - 2, low, x + 2, high))
+    return boxes
+
+
 def _draw_bubble(axes: Axes, bubble: _Bubble, radius: float) -> None:
     colour, at = bubble.look.colour, ([bubble.speed], [bubble.value])
-    low, high = bubble.ends
-    if low is not None and high is not None:
-        axes.plot([bubble.speed] * 2, [low, high], color=colour, lw=1.2, alpha=0.8, zorder=2)
+    if bubble.ends is not None:
+        axes.plot([bubble.speed] * 2, bubble.ends, color=colour, lw=1.2, alpha=0.8, zorder=2)
     face = colour if bubble.is_filled else "white"
     axes.scatter(*at, s=(2 * radius) ** 2, facecolors=face, alpha=0.45, edgecolors="none", zorder=2.5)
     axes.scatter(*at, s=(2 * radius) ** 2, facecolors="none", edgecolors=colour, lw=1.4, zorder=3)

@@ -93,7 +93,7 @@ def _draw_best_floor(panel: Axes, group: AccuracyGroup) -> None:
         name, value = list(group.marks.items())[-1]
         draw_mark(panel, value)
         is_low = value <= sum(panel.get_ylim()) / 2
-        name_mark(panel, value, plain(name.replace("_", " "), 24), is_above=is_low, is_right=True)
+        name_mark(panel, value, plain(name.replace("_", " "), 24), is_above=is_low, at=1.0)
 
 
 def _alt(score: LabelScore, group: AccuracyGroup) -> str:
