@@ -18,11 +18,11 @@ from attn_zoo.report.analysis.score_groups import AccuracyGroup
 from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_ticks
 from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
-from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain, styled
 from attn_zoo.report.units import human_length, human_number
 
-__all__ = ["breakdown_picture"]
+__all__ = ["draw_breakdown"]
 
 LOGARITHMIC_FROM = 8
 """Ratio of the largest to the smallest value of an axis from which it is drawn logarithmically."""
@@ -32,7 +32,7 @@ LETTER = 0.1
 """Inches that a letter of a panel's title may take."""
 
 
-def breakdown_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
+def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return curves or heat maps; None where no run has a breakdown."""
     every = axes_of(group)
     axes = every[:2]
@@ -45,7 +45,7 @@ def breakdown_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
     with styled():
         page = draw(group, scores, axes, looks, title, note)
     words = (f"{score.name}: {_alt(parts(score, axes), axes, group.metric)}" for score in scores)
-    return page.picture(f"breakdown-{group.name}", "; ".join(words))
+    return page.describe("; ".join(words))
 
 
 def _words(name: str) -> str:

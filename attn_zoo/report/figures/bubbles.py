@@ -14,11 +14,11 @@ from attn_zoo.report.analysis.score_groups import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, mark_boxes
-from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.units import human_bytes, human_number
 
-__all__ = ["bubble_picture", "overview_picture"]
+__all__ = ["draw_bubbles", "draw_task_means"]
 
 HEIGHT = 4.3
 LARGEST, SMALLEST = 24.0, 4.0
@@ -45,7 +45,7 @@ def _radius(share: float) -> float:
     return max(SMALLEST, LARGEST * math.sqrt(share))
 
 
-def bubble_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
+def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return score against tokens per second of training; None for fewer than two variants with a score."""
     bubbles = [
         _Bubble(
@@ -70,10 +70,10 @@ def bubble_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
     if any(score.start for score in group.scores):
         said.append("hollow: self-pretrained")
     title = f"{group.metric.title} against cost: {group.title}"
-    return _picture(f"bubbles-{group.name}", title, said, bubbles, marks, group.metric)
+    return _draw(title, said, bubbles, marks, group.metric)
 
 
-def overview_picture(overview: Overview, looks: Looks) -> Picture | None:
+def draw_task_means(overview: Overview, looks: Looks) -> Page | None:
     """Return the mean score over the common tasks against speed; None for fewer than two variants or tasks."""
     bubbles = []
     for label in overview.labels:
@@ -85,17 +85,16 @@ def overview_picture(overview: Overview, looks: Looks) -> Picture | None:
     if any(group.is_shared for group in overview.common):
         said.append(SHARED)
     title = f"{overview.metric.title} against cost: mean over {len(overview.common)} tasks"
-    return _picture(f"bubbles-{overview.name}", title, said, bubbles, dict([floor]) if floor else {}, overview.metric)
+    return _draw(title, said, bubbles, dict([floor]) if floor else {}, overview.metric)
 
 
-def _picture(
-    name: str,
+def _draw(
     title: str,
     said: Sequence[str],
     bubbles: Sequence[_Bubble],
     marks: Mapping[str, float],
     metric: Metric,
-) -> Picture | None:
+) -> Page | None:
     if len(bubbles) < 2:
         return None
     values = [end for bubble in bubbles for end in (bubble.value, *(bubble.ends or ()))]
@@ -128,7 +127,7 @@ def _picture(
         draw_point_names(axes, names, frame, taken)
         if has_peaks:
             _draw_size_legend(page, most, page.width - 1.34, top)
-    return page.picture(name, "; ".join(_alt(bubble, metric) for bubble in bubbles))
+    return page.describe("; ".join(_alt(bubble, metric) for bubble in bubbles))
 
 
 def _alt(bubble: _Bubble, metric: Metric) -> str:

@@ -12,11 +12,11 @@ from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
 from attn_zoo.report.analysis.score_groups import AccuracyGroup
 from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis
-from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain, styled
 from attn_zoo.report.units import human_flops, human_number
 
-__all__ = ["learning_picture"]
+__all__ = ["draw_learning"]
 
 UNITS: Mapping[Axis, tuple[tuple[float, str], ...]] = {
     "steps": ((1.0, "step"),),
@@ -26,7 +26,7 @@ UNITS: Mapping[Axis, tuple[tuple[float, str], ...]] = {
 """Units of each axis with their names, smallest first."""
 
 
-def learning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
+def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return four panels at most; None where no run kept two evaluations."""
     scores = [score for score in group.ranked if len(mean_curve(score, "validation", "steps")) > 1]
     if not scores:
@@ -54,7 +54,7 @@ def learning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
             _draw_curves(panel, scores, looks, "validation", axis)
             score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
             _draw_best_floor(panel, group)
-    return page.picture(f"learning-{group.name}", "; ".join(_alt(score, group) for score in scores))
+    return page.describe("; ".join(_alt(score, group) for score in scores))
 
 
 def _legend_entry(score: LabelScore, looks: Looks) -> Line2D:
