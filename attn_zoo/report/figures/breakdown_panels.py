@@ -55,8 +55,8 @@ def _number(value: float) -> str:
     return human_length(value) if value >= 1024 and value == int(value) else human_number(value)
 
 
-def _alt(found: Sequence[Part], axes: Sequence[str], metric: Metric) -> str:
-    ends = [choose(found, key=lambda part: metric.order(part.mean)) for choose in (min, max)]
+def _alt(scored: Sequence[Part], axes: Sequence[str], metric: Metric) -> str:
+    ends = [choose(scored, key=lambda part: metric.order(part.mean)) for choose in (min, max)]
     best, worst = (
         f"{metric.show(part.mean)} "
         f"({', '.join(f'{_words(name)} {_number(value)}' for name, value in zip(axes, part.place, strict=True))})"
@@ -154,10 +154,10 @@ def _draw_maps(
     return page
 
 
-def _grid(found: Sequence[Part], across: Sequence[float], up: Sequence[float]) -> Grid:
+def _grid(scored: Sequence[Part], across: Sequence[float], up: Sequence[float]) -> Grid:
     """Return `[rows, columns]` of means, NaN where there is no result."""
     grid = np.full((len(up), len(across)), np.nan)
-    for part in found:
+    for part in scored:
         grid[up.index(part.place[1]), across.index(part.place[0])] = part.mean
     return grid
 
