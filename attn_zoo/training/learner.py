@@ -17,7 +17,7 @@ from attn_zoo.records import Cell
 from attn_zoo.tasks import Split, TaskSpec
 from attn_zoo.training.batches import Batch, Feed
 from attn_zoo.training.evaluation import precision
-from attn_zoo.training.make import make_trainer
+from attn_zoo.training.loop import make_trainer
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.seeding import derive_seed
 

@@ -11,8 +11,7 @@ import torch
 
 from attn_zoo.registry import variants
 from attn_zoo.tasks import Split, TaskSpec
-from attn_zoo.training.batches import Batcher
-from attn_zoo.training.order import DataOrder
+from attn_zoo.training.batches import Batcher, DataOrder
 from attn_zoo.training.protocol import resolve_protocol
 from attn_zoo.training.seeding import batch_rows, derive_seed, seed_everything
 
