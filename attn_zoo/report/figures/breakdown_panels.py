@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from attn_zoo.report.analysis.breakdown import Part, axes_of, parts, values_of
 from attn_zoo.report.analysis.floor import FAR
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_ticks
 from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, mark_boxes
@@ -51,14 +51,14 @@ def bubble_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
         _Bubble(
             score.name,
             looks[score.label],
-            score.tokens_per_s,
+            score.costs["tokens_per_s"],
             score.mean,
             (score.low, score.high),
-            score.train_peak_bytes,
+            score.costs["train_peak_bytes"],
             not score.start,
         )
         for score in group.ranked
-        if score.mean is not None and score.tokens_per_s
+        if score.mean is not None and score.costs["tokens_per_s"]
     ]
     best = list(group.marks.items())[-1:]  # the other floors are in the figure of the scores
     marks = dict(best) | ({} if group.chance is None else {"chance": group.chance})

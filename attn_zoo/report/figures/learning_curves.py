@@ -8,9 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain, styled

@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.efficiency import Efficiency
-from attn_zoo.report.ceilings import ceilings_words
 from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
 from attn_zoo.report.figures.labels import (
     Box,
@@ -31,6 +30,7 @@ from attn_zoo.report.figures.labels import (
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
+from attn_zoo.report.wording import ceilings_words
 
 __all__ = ["roofline_picture"]
 

@@ -19,10 +19,9 @@ from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, l
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page, Picture, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
-from attn_zoo.report.statuses import outcome
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
-from attn_zoo.report.wording import held_words
+from attn_zoo.report.wording import held_words, outcome
 
 __all__ = ["memory_picture", "speed_up_picture", "time_picture"]
 
@@ -63,7 +62,7 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
         (point.seq_len, end)
         for curve in curves
         for point in curve.series.points
-        for end in (point.median_ms, point.low_ms, point.high_ms, point.q1_ms, point.q3_ms)
+        for end in (point.median_ms, point.low_ms, point.high_ms, point.timing.q1_ms, point.timing.q3_ms)
         if end > 0
     ]
     crossings = {
@@ -100,7 +99,7 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
 
 def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Picture | None:
     """Return peak or extra bytes against length; None where they were not measured."""
-    curves = _curves(one, looks, lambda point: float(getattr(point, quantity) or 0))
+    curves = _curves(one, looks, lambda point: float(getattr(point.memory, quantity) or 0))
     if not curves:
         return None
     grown = {curve.label: growth(curve.series, quantity) for curve in curves}
@@ -281,7 +280,7 @@ def _baseline_name(one: PanelAnalysis) -> str:
 def _draw_spread(axes: Axes, curve: _Curve) -> None:
     """Draw the 95 % interval of each median as a bar and the quartiles as a band."""
     points, colour = curve.series.points, curve.look.colour
-    low, high = ([max(getattr(point, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
+    low, high = ([max(getattr(point.timing, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
     axes.fill_between([point.seq_len for point in points], low, high, color=colour, alpha=0.15, lw=0, zorder=1.5)
     for point in points:
         axes.plot([point.seq_len] * 2, [max(point.low_ms, 1e-12), point.high_ms], color=colour, lw=1.6, zorder=2)

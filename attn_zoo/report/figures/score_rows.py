@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from attn_zoo.report.analysis.floor import near_marks
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
 from attn_zoo.report.figures.page import Page, Picture, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
-from attn_zoo.report.statuses import outcome
+from attn_zoo.report.wording import outcome
 
 __all__ = ["score_picture"]
 

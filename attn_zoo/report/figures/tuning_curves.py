@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.trials import Trial
 from attn_zoo.report.figures.axes import draw_curve, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Looks, plain, styled
-from attn_zoo.report.statuses import outcome
+from attn_zoo.report.wording import outcome
 
 __all__ = ["tuning_picture"]
 
@@ -63,7 +63,7 @@ def tuning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
                 edges = [edge] * len(failed)
                 axes.plot(failed, edges, marker="x", ms=6, mew=1.8, lw=0, color=looks[key[0]].colour, zorder=4)
             trials = [trial for curve in lost.values() for trial in curve.values() if trial.validation is None]
-            reasons = sorted({outcome(run.status).word for trial in trials for run in trial.runs})
+            reasons = sorted({outcome(run.record.status).word for trial in trials for run in trial.runs})
             name_mark(axes, edge, f"no score: {', '.join(reasons)}", is_above=True)
         set_ticks(axes.xaxis, rates, lambda value: f"{value:g}")
         axes.set_xlabel("learning rate (base_lr)")
