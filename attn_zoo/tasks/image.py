@@ -47,10 +47,7 @@ PICTURES = Source(
     },
     hub="uoft-cs/cifar10",
     revision="0b2714987fa478483af9968de7c934580d0bb9a2",
-    hub_files={
-        "train": "plain_text/train-00000-of-00001.parquet",
-        "test": "plain_text/test-00000-of-00001.parquet",
-    },
+    hub_files={"train": "plain_text/train-00000-of-00001.parquet", "test": "plain_text/test-00000-of-00001.parquet"},
     num_bytes=143_646_105,
 )
 

@@ -59,10 +59,7 @@ REVIEWS = Source(
     },
     hub="stanfordnlp/imdb",
     revision="e6281661ce1c48d982bc483cf8a173c1bbeb5d31",
-    hub_files={
-        "train": "plain_text/train-00000-of-00001.parquet",
-        "test": "plain_text/test-00000-of-00001.parquet",
-    },
+    hub_files={"train": "plain_text/train-00000-of-00001.parquet", "test": "plain_text/test-00000-of-00001.parquet"},
     num_bytes=41_450_297,
 )
 

@@ -63,10 +63,7 @@ def requests(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) 
         position = protocol.position
     request = Request(has_key_padding_mask=has_mask, dropout_p=protocol.dropout_p, dtype=cell.dtype, device=cell.device)
     for is_causal in _directions(cell, spec, protocol):
-        yield (
-            cell.variant,
-            replace(request, is_causal=is_causal, is_autoregressive=is_causal, position=position),
-        )
+        yield (cell.variant, replace(request, is_causal=is_causal, is_autoregressive=is_causal, position=position))
     if spec.kind == "seq2seq":
         yield protocol.cross_variant or cell.variant, replace(request, is_cross=True)
 

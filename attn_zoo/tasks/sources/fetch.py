@@ -56,11 +56,7 @@ def target_of(source: Source, data_dir: Path | None) -> Path:
 
 
 def fetch(
-    source: Source,
-    *,
-    data_dir: Path | None = None,
-    force: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    source: Source, *, data_dir: Path | None = None, force: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Path]:
     """Bring the files of a source, check them, put them into their place and write the manifest.
 
