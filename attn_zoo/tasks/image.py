@@ -56,7 +56,7 @@ _COLUMN = "img"
 _SHADES = " ░▒▓█"
 _WEIGHTS = np.array([0.2989, 0.5870, 0.1140], np.float32)
 _SIDE = 32
-_VALIDATION_SHARE = 10  # the last of so many parts of train
+_VALIDATION_SHARE = 10  # the last tenth of train
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

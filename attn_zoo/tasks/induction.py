@@ -39,7 +39,7 @@ _WORDS = {PAD: "_", _MARKER: "!"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InductionPart(Part):
-    """Examples with the markers so far apart.
+    """Examples with one distance between the markers.
 
     Args:
         distance: between the two markers; 0 draws the first marker's place uniformly.

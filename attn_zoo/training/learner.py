@@ -1,4 +1,4 @@
-"""What learns in a timed training step: our trainer on generated data, or a whole model that somebody else wrote.
+"""What learns in a timed training step: our trainer on generated data, or a whole model from elsewhere.
 
 A step is what a run repeats: take the next batch from the data on the device, forward, loss, backward, update.
 """

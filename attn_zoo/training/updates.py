@@ -53,7 +53,7 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
         {"params": [p for p, is_in in zip(trained, is_decayed, strict=True) if is_in is decays], "weight_decay": decay}
         for decays, decay in ((True, protocol.weight_decay), (False, 0.0))
     ]
-    # On a GPU the rate is a number on the device: it can change without the host sending an update anew.
+    # On a GPU the rate is a number on the device: it can change without the host launching the update again.
     is_cuda = any(parameter.is_cuda for parameter in trained)
     rate = torch.zeros((), device=trained[0].device) if is_cuda else 0.0
     return torch.optim.AdamW(groups, lr=rate, betas=protocol.betas, eps=protocol.eps, fused=True, capturable=is_cuda)
@@ -108,15 +108,15 @@ class Updater:
 
     def resume(self, path: Path, identity: str) -> bool:
         """Continue from the checkpoint at `path`; return whether there is one for this run."""
-        found = load_checkpoint(path, identity)
-        if found is None:
+        checkpoint = load_checkpoint(path, identity)
+        if checkpoint is None:
             return False
-        self.model.load_state_dict(found.weights)
+        self.model.load_state_dict(checkpoint.weights)
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": found.optimizer, "param_groups": groups})
-        self.best_weights = {name: tensor.to(self.batcher.device) for name, tensor in found.best_weights.items()}
-        self.numbers = found.numbers
-        self.flops.restore(found.numbers.train_flops)
+        self.optimizer.load_state_dict({"state": checkpoint.optimizer, "param_groups": groups})
+        self.best_weights = {name: tensor.to(self.batcher.device) for name, tensor in checkpoint.best_weights.items()}
+        self.numbers = checkpoint.numbers
+        self.flops.restore(checkpoint.numbers.train_flops)
         return True
 
     def save(self, path: Path, identity: str) -> None:
@@ -246,7 +246,7 @@ class Updater:
 
 
 def _reset_peak(device: torch.device) -> None:
-    """Start anew to watch the most memory in use.
+    """Reset the peak of memory in use.
 
     That is the allocator's peak on GPU and the high water of the process on CPU, which holds everything: interpreter
     and libraries (some 300 MB), data, weights. On Linux the kernel resets it here, so that what the process did before
