@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_zoo.kernels.compress.compress_call import CompressCall
 from attn_zoo.kernels.compress.learned import compress, compress_pair
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.memory import memory_of_pass
@@ -52,9 +53,10 @@ def launches_of(
     tokens = [torch.empty(1, 65536, 16, head_dim, **like).transpose(1, 2) for _ in range(num_tokens)]
     matrices = [torch.empty(1, 1, 65536, 256, **like) for _ in range(num_matrices)]
     mask = torch.empty(1, 65536, dtype=torch.bool, device="meta") if has_mask else None
-    out = triton_launch._compress(tokens, matrices, mask)
-    triton_launch._grad_tokens(out, tokens, matrices, mask)
-    triton_launch._grad_matrices(out, tokens, matrices, mask)
+    call = CompressCall(tuple(tokens), tuple(matrices), mask)
+    out = triton_launch._compress(call)
+    triton_launch._grad_tokens(call, out)
+    triton_launch._grad_matrices(call, out)
     return launches
 
 
