@@ -106,8 +106,12 @@ def _device(device: torch.device) -> tuple[int, int]:
 
 def _sizes(call: CompressCall) -> _Sizes:
     first, matrix = call.tokens[0], call.matrices[0]
+    batch_size, groups, length, head_dim = first.shape
     return _Sizes(
-        *first.shape,
+        batch_size,
+        groups,
+        length,
+        head_dim,
         matrix.shape[0],
         matrix.shape[1],
         matrix.shape[3],

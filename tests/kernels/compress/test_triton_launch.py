@@ -174,6 +174,19 @@ def test_a_long_pair_on_the_gpu(kind: str):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_padding_of_a_source_that_meets_two_matrices_gets_exact_zeros_on_the_gpu(dtype: torch.dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    like: dict[str, Any] = {"device": "cuda", "dtype": dtype, "generator": generator}
+    tokens = torch.randn(2, 1, 7, 256, **like).requires_grad_()
+    matrices = [(torch.randn(1, 1, 7, 256, **like) / 16).requires_grad_() for _ in range(2)]
+    mask = torch.tensor([[1, 0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 0, 1, 0]], dtype=torch.bool, device="cuda")
+    out = compress_pair((tokens, tokens), (matrices[0], matrices[1]), key_padding_mask=mask, path="triton")
+    (grad,) = torch.autograd.grad(out, tokens, [torch.randn(x.shape, **like) for x in out])
+    assert not grad[mask[:, None, :, None].expand_as(grad)].any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "path"), [(torch.bfloat16, "triton"), (torch.float32, "split_k")])
 @pytest.mark.parametrize("length", [1, 5000])
 def test_the_path_on_the_gpu_depends_on_the_dtype_alone(dtype: torch.dtype, path: str, length: int):
