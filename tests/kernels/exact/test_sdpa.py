@@ -336,7 +336,7 @@ def test_tensors_without_consecutive_features_are_served():
 
 
 def unused_queries_get_no_gradient(backend, dtype, device):
-    """Rows whose output nobody uses, such as queries that are padding: exactly zero, as a check of every variant asks."""
+    """Rows whose output is not used, such as padded queries, get exact zeros: a check asks it of every variant."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, 7 if i == 0 else 256, 4, 64, generator=generator) for i in range(3)]
     query, key, value = (x.to(device, dtype).requires_grad_() for x in drawn)
