@@ -110,12 +110,7 @@ class ByteLevel:
 @final
 @register_task("byte_lm")
 class ByteLanguageModelling(AbstractTask):
-    """Bytes of "tiny Shakespeare" at one length.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the text, or with `tinyshakespeare/` in it.
-    """
+    """Bytes of "tiny Shakespeare" at one length."""
 
     name: ClassVar[str] = "byte_lm"
     version: ClassVar[int] = 1
@@ -177,11 +172,7 @@ class ByteLanguageModelling(AbstractTask):
         places = starts[:, None] + np.arange(length)
         labels = text[places + 1].astype(np.int16)
         labels[-1, :num_known] = IGNORED_LABEL
-        return Split(
-            tokens=torch.from_numpy(text[places]),
-            lengths=torch.full((len(starts),), length, dtype=torch.int16),
-            labels=torch.from_numpy(labels),
-        )
+        return Split.without_padding(torch.from_numpy(text[places]), torch.from_numpy(labels))
 
     def floors(self) -> dict[str, float]:
         """Return the bits per byte of n-gram models counted on train. They see across the borders of chunks."""
