@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from attn_zoo.kernels.blocks import flex
-from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import flex_forward, listed_block_mask
 from attn_zoo.kernels.blocks.gather import pieces
@@ -134,7 +134,7 @@ def test_flex_equals_dense_attention(
 
     def run(x: list[Tensor]) -> Tensor:
         query, key, value = x
-        return flex_forward(BlockCall(query, key, value, padding, pattern, slopes, DIM**-0.5))
+        return flex_forward(BlockCall(query, key, value, padding, pattern, slopes, DIM**-0.5))[0]
 
     actual = value_and_gradients(run, inputs_for(length))
     expected = value_and_gradients(lambda x: dense(x, pattern, padding, slopes), inputs_for(length))
@@ -186,8 +186,10 @@ def test_a_table_of_nothing_is_zero():
             block_size=16,
             is_dynamic=True,
         )
-        output = value_and_gradients(lambda x, p=pattern: block_sparse_attention(x[0], x[1], x[2], p), inputs_for(64))
-        assert all(float(x.abs().max()) == 0.0 for x in output)
+        query, key, value = (x.requires_grad_() for x in inputs_for(64))
+        output = block_sparse_attention(query, key, value, pattern)
+        results = [output.detach(), *torch.autograd.grad(output.sum(), (query, key, value))]
+        assert all(float(x.abs().max()) == 0.0 for x in results)
 
 
 def test_dropout_has_the_gradient_of_what_it_computed():
@@ -258,3 +260,49 @@ def test_tables_for_other_sizes_are_refused(shape: tuple[int, int]):
     query, key, value = inputs_for(64)
     with pytest.raises(ValueError, match="expected one for L = 64, S = 64, H = 4, B = 2"):
         block_sparse_attention(query, key, value, make_pattern(blocks, is_entry, **sizes))
+
+
+def lse_of(inputs: Sequence[Tensor], pattern: BlockPattern, padding: Tensor | None) -> Tensor:
+    """Return output and log-sum-exp in one tensor `[B, H, L, D + 1]`, where nothing is seen 0, densely."""
+    query, key, _ = inputs
+    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~visible(pattern, padding), float("-inf"))
+    is_dead = scores.isneginf().all(-1, keepdim=True)
+    lse = scores.masked_fill(is_dead, 0.0).logsumexp(-1, keepdim=True).masked_fill(is_dead, 0.0)
+    return torch.cat([dense(inputs, pattern, padding, None), lse], dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", ["gather", "flex", "compiled"])
+def test_the_log_sum_exp_and_its_gradient(dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flex, "_compiled", lambda: plain_kernel)
+    pattern, padding = random_table(BATCH, 2, 70, is_causal=True), padding_for(70)
+
+    def run(x: list[Tensor]) -> Tensor:
+        query, key, value = x
+        if path == "flex":
+            call = BlockCall(query, key, value, padding, pattern, None, DIM**-0.5, has_lse=True)
+            output, lse = flex_forward(call)
+            assert lse is not None
+        else:
+            output, lse = block_sparse_attention_with_lse(query, key, value, pattern, key_padding_mask=padding)
+        return torch.cat([output, lse.masked_fill(lse.isneginf(), 0.0)[..., None].to(output.dtype)], dim=-1)
+
+    inputs = inputs_for(70, dtype)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    actual = value_and_gradients(compiled if path == "compiled" else run, inputs)
+    torch.compiler.reset()
+    plain = value_and_gradients(lambda x: lse_of(x, pattern, padding), inputs)
+    exact = value_and_gradients(lambda x: lse_of(x, pattern, padding), [x.double() for x in inputs])
+    for what, one, rough, wanted in zip(("output", "query", "key", "value"), actual, plain, exact, strict=True):
+        assert_exact(one, rough, wanted, what)
+
+
+def test_a_gradient_of_the_log_sum_exp_alone():
+    pattern, leaves = random_table(BATCH, 2, 70), [x.requires_grad_() for x in inputs_for(70)]
+    query, key, value = leaves
+    _, lse = block_sparse_attention_with_lse(query, key, value, pattern)
+    keep = ~lse.isneginf()
+    actual = torch.autograd.grad(lse[keep].sum(), [query, key])
+    wanted = torch.autograd.grad(lse_of(leaves, pattern, None)[..., -1].sum(), [query, key])
+    for one, other in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -85,7 +85,7 @@ def test_paths_equal_dense_attention(
     def run(x: list[Tensor]) -> Tensor:
         query, key, value = x
         if path == "flex":
-            return flex_forward(BlockCall(query, key, value, padding, pattern, slopes, DIM**-0.5))
+            return flex_forward(BlockCall(query, key, value, padding, pattern, slopes, DIM**-0.5))[0]
         return block_sparse_attention(query, key, value, pattern, key_padding_mask=padding, slopes=slopes)
 
     expected = value_and_gradients(lambda x: dense_attention(x, pattern, padding, slopes), inputs)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 from tests.kernels.blocks.tables import random_table
@@ -260,3 +260,27 @@ def test_rules_for_tokens(options: dict[str, Any], has_padding: bool):
     pattern = TokenLayout(query_len=70, block_size=16, **options).pattern()
     padding = make_padding(1, 70) if has_padding else None
     check_against_dense(engine(pattern, padding), make_inputs(pattern, (1, 2, 16)), pattern, padding)
+
+
+def test_the_log_sum_exp_and_its_gradient():
+    pattern, padding = random_table(2, 1, 50, is_causal=True), make_padding(2, 50)
+    inputs = make_inputs(pattern, (2, 2, 16))
+    keep = pattern.to_dense() & ~padding[:, None, None]
+
+    def run(x: list[Tensor]) -> Tensor:
+        query, key, value = x
+        output, lse = block_sparse_attention_with_lse(
+            query, key, value, pattern, key_padding_mask=padding, backend="triton"
+        )
+        assert torch.equal(lse.isneginf(), ~keep.any(-1).expand_as(lse))
+        return output.square().sum(-1) + lse.masked_fill(lse.isneginf(), 0.0)
+
+    def dense(x: list[Tensor]) -> Tensor:
+        scores = (x[0] @ x[1].mT / 4).masked_fill(~keep, float("-inf"))
+        is_dead = scores.isneginf().all(-1)
+        lse = scores.masked_fill(is_dead[..., None], 0.0).logsumexp(-1)
+        return dense_attention(x, pattern, padding).square().sum(-1) + lse.masked_fill(is_dead, 0.0)
+
+    actual, exact = value_and_gradients(run, inputs), value_and_gradients(dense, [x.double() for x in inputs])
+    for one, wanted in zip(actual, exact, strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=0, atol=2e-5)
