@@ -31,9 +31,9 @@ def test_a_signature_is_checked_once(monkeypatch):
     checked: list[torch.Size] = []
     check = module._check
 
-    def count(query: Tensor, *rest: Any) -> None:
+    def count(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         checked.append(query.shape)
-        check(query, *rest)
+        check(query, key, value, mask)
 
     monkeypatch.setattr(module, "_check", count)
     for length in (5, 7, 5, 5, 7):
