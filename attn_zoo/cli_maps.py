@@ -63,7 +63,7 @@ def attention(
 
     from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.maps.attention import attention_map
-    from attn_zoo.maps.binning import Pool
+    from attn_zoo.maps.head_panels import Pool
     from attn_zoo.maps.save import check_name
 
     check_name(out)

@@ -72,8 +72,9 @@ def print_table(
     out.print(table)
 
 
-def _mark(is_on: bool) -> str:
-    return "yes" if is_on else "-"
+def _mark(answer: bool | str) -> str:
+    """Return an answer of the capabilities for a table; a word such as "masked" stands for itself."""
+    return answer if isinstance(answer, str) else "yes" if answer else "-"
 
 
 def print_variants(infos: Sequence[VariantInfo], failures: Sequence[tuple[str, str]]) -> None:

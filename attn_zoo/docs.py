@@ -10,7 +10,7 @@ from attn_zoo.errors import ConfigError
 
 __all__ = ["results_index", "update_readme", "update_results_index", "variant_table"]
 
-_YES_NO = {True: "yes", False: "no"}
+_ANSWERS: dict[object, str] = {True: "yes", False: "no", "masked": "masked, routing sees the future"}
 
 
 def variant_table() -> str:
@@ -31,9 +31,9 @@ def variant_table() -> str:
             f"`{name}`",
             f"O({cost.time})",
             f"O({cost.memory})",
-            *(_YES_NO[flag] for flag in flags),
+            *(_ANSWERS[flag] for flag in flags),
             can.decode.replace("_", " ").replace("none", "no"),
-            _YES_NO[can.is_exact],
+            _ANSWERS[can.is_exact],
             f"[{paper.authors} {paper.year}]({paper.url})",
         ]
         lines.append("| " + " | ".join(cells) + " |")

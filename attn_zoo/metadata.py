@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 from attn_zoo.errors import UnsupportedError
 
-__all__ = ["Capabilities", "Complexity", "CostFormula", "Decode", "Position", "Reference", "Request", "Shape"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "Capabilities",
+    "Causality",
+    "Complexity",
+    "CostFormula",
+    "Decode",
+    "Form",
+    "Position",
+    "Reference",
+    "Request",
+    "Shape",
+]
+
+Form = Literal["attention", "mixer"]
+"""How a variant is called: over projected heads, or over hidden states."""
+
+Causality = bool | Literal["masked"]
+"""Whether there is a causal form. `"masked"`: every query is masked, but which keys it may choose from is decided with
+knowledge of the future (hash buckets, sorting, a top-k over the sequence): right for timing and for bidirectional
+tasks, refused where a model must not see what it predicts."""
 
 Decode = Literal["none", "kv_cache", "recurrent"]
 Position = Literal["none", "rotary", "alibi"]
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_PROMISES = (
+    *("bidirectional", "cross_attention", "key_padding_mask", "variable_seq_len", "grouped_query", "attention_dropout"),
+    *("is_exact", "is_permutation_invariant", "is_padding_invariant", "is_deterministic"),
+)
 _NO_REASONS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -30,7 +54,9 @@ class Request:
         is_grouped_query: fewer key/value heads than query heads.
         dropout_p: probability of dropping an attention weight.
         position: scheme that acts inside the attention (rotary rotates queries and keys, ALiBi biases scores).
-        seq_len: longest sequence, in tokens.
+        seq_len: length of the keys, in tokens.
+        max_seq_len: length that the module is built for; asked only where `seq_len` is given too.
+        is_autoregressive: nothing of the future may be seen in any way, as in language modelling.
         dtype: name of a floating-point type, such as `"bfloat16"`.
         device: `"cpu"` or `"cuda"`.
     """
@@ -43,6 +69,8 @@ class Request:
     dropout_p: float = 0.0
     position: Position = "none"
     seq_len: int | None = None
+    max_seq_len: int | None = None
+    is_autoregressive: bool = False
     dtype: str | None = None
     device: str | None = None
 
@@ -55,16 +83,20 @@ class Capabilities:
 
     Args:
         bidirectional: attends to past and future.
-        causal: offers a form in which query i sees only keys j <= i + S - L.
+        causal: offers a form in which query i sees only keys j <= i + S - L; `"masked"`: it does, but its routing sees
+            the future (see `Causality`).
         cross_attention: key length may differ from query length.
         key_padding_mask: honours a boolean mask of padded keys.
         decode: `"none"`, `"kv_cache"` (state grows) or `"recurrent"` (constant state).
-        variable_seq_len: any length up to `max_seq_len` may be passed to one module.
+        variable_seq_len: any length up to `max_seq_len` may be passed to one module; else only `max_seq_len` itself.
         seq_len_multiple: lengths must be a multiple of this; 1 means any.
         grouped_query: accepts fewer key/value heads than query heads.
         attention_dropout: honours `dropout_p`.
         positions: schemes it admits inside the attention.
-        is_exact: equals softmax attention up to rounding.
+        is_exact: equals softmax attention up to rounding: compared with the oracle, and a baseline of speed-ups.
+        is_permutation_invariant: without positions, the order of the keys does not matter.
+        is_padding_invariant: appended padding does not matter, however long.
+        has_carry: passes a value from layer to layer beside the hidden states (a mixer's `Mixed.carry`).
         is_deterministic: same input and seed, same output, bit for bit on one machine.
         is_simulated: computes dense scores and masks them, so its timings say nothing about the mechanism.
         dtypes: floating-point types it runs in.
@@ -74,7 +106,7 @@ class Capabilities:
     """
 
     bidirectional: bool
-    causal: bool
+    causal: Causality
     cross_attention: bool
     key_padding_mask: bool
     decode: Decode = "none"
@@ -84,6 +116,9 @@ class Capabilities:
     attention_dropout: bool = True
     positions: tuple[Position, ...] = ("none", "rotary")
     is_exact: bool = False
+    is_permutation_invariant: bool = False
+    is_padding_invariant: bool = False
+    has_carry: bool = False
     is_deterministic: bool = True
     is_simulated: bool = False
     dtypes: tuple[str, ...] = FLOAT_DTYPES
@@ -91,42 +126,76 @@ class Capabilities:
     requires: tuple[str, ...] = ()
     why: Mapping[str, str] = field(default_factory=lambda: _NO_REASONS)
 
+    def __post_init__(self) -> None:
+        if self.decode != "none" and (self.causal == "masked" or self.has_carry):
+            what = "routing that sees the future" if self.causal == "masked" else "a carry between layers"
+            raise ValueError(f"decode: {what} cannot be decoded step by step; expected 'none', got {self.decode!r}")
+
     def missing(self, request: Request) -> tuple[str, str] | None:
         """Return (capability, sentence) for the first thing in `request` that is not offered, or None."""
-        needs: list[tuple[bool, str, str]] = [
-            (request.is_causal and not self.causal, "causal", "no causal form"),
-            (not request.is_causal and not self.bidirectional, "bidirectional", "no bidirectional form"),
-            (request.is_cross and not self.cross_attention, "cross_attention", "no cross-attention"),
-            (request.has_key_padding_mask and not self.key_padding_mask, "key_padding_mask", "no key_padding_mask"),
-            (request.needs_decode and self.decode == "none", "decode", "no step-by-step decoding"),
-            (request.is_grouped_query and not self.grouped_query, "grouped_query", "num_kv_heads must equal num_heads"),
-            (request.dropout_p > 0 and not self.attention_dropout, "attention_dropout", "no attention dropout"),
-            (
-                request.position not in self.positions,
-                "positions",
-                f"position {request.position!r} is not one of {', '.join(self.positions)}",
-            ),
-            (
-                request.dtype is not None and request.dtype not in self.dtypes,
-                "dtypes",
-                f"dtype {request.dtype} is not one of {', '.join(self.dtypes)}",
-            ),
-            (
-                request.device is not None and request.device not in self.devices,
-                "devices",
-                f"device {request.device} is not one of {', '.join(self.devices)}",
-            ),
-            (
-                request.seq_len is not None and request.seq_len % self.seq_len_multiple != 0,
-                "seq_len_multiple",
-                f"length {request.seq_len} is not a multiple of {self.seq_len_multiple}",
-            ),
-        ]
-        for is_missing, capability, sentence in needs:
-            if is_missing:
-                explanation = self.why.get(capability)
-                return capability, f"{sentence}: {explanation}" if explanation else sentence
+        if (lack := self._lack(request)) is None:
+            return None
+        capability, sentence = lack
+        explanation = self.why.get(capability)
+        return capability, f"{sentence}: {explanation}" if explanation else sentence
+
+    def _lack(self, request: Request) -> tuple[str, str] | None:
+        if request.is_causal and not self.causal:
+            return "causal", "no causal form"
+        if request.is_causal and request.is_autoregressive and self.causal == "masked":
+            return "causal", "masked, but its routing sees the future"
+        if not request.is_causal and not self.bidirectional:
+            return "bidirectional", "no bidirectional form"
+        if request.is_cross and not self.cross_attention:
+            return "cross_attention", "no cross-attention"
+        if request.has_key_padding_mask and not self.key_padding_mask:
+            return "key_padding_mask", "no key_padding_mask"
+        if request.needs_decode and self.decode == "none":
+            return "decode", "no step-by-step decoding"
+        if request.is_grouped_query and not self.grouped_query:
+            return "grouped_query", "num_kv_heads must equal num_heads"
+        if request.dropout_p > 0 and not self.attention_dropout:
+            return "attention_dropout", "no attention dropout"
+        if request.position not in self.positions:
+            return "positions", f"position {request.position!r} is not one of {', '.join(self.positions)}"
+        if request.dtype is not None and request.dtype not in self.dtypes:
+            return "dtypes", f"dtype {request.dtype} is not one of {', '.join(self.dtypes)}"
+        if request.device is not None and request.device not in self.devices:
+            return "devices", f"device {request.device} is not one of {', '.join(self.devices)}"
+        if request.seq_len is None:
+            return None
+        if request.seq_len % self.seq_len_multiple != 0:
+            return "seq_len_multiple", f"length {request.seq_len} is not a multiple of {self.seq_len_multiple}"
+        if not self.variable_seq_len and request.max_seq_len not in (None, request.seq_len):
+            built = f"max_seq_len = {request.max_seq_len} that it is built for"
+            return "variable_seq_len", f"length {request.seq_len} is not the {built}"
         return None
+
+    def without(self, **reasons: str) -> Capabilities:
+        """Return less: each named capability becomes a no, for the reason given (half a sentence).
+
+        >>> linear = Capabilities(bidirectional=True, causal=True, cross_attention=True, key_padding_mask=True)
+        >>> linear.without(causal="this kernel has no mask").why_not(Request(is_causal=True))
+        'no causal form: this kernel has no mask'
+        """
+        nos: dict[str, Any] = dict.fromkeys(reasons, False)
+        if "decode" in nos:
+            nos["decode"] = "none"
+        return replace(self, **nos, why=MappingProxyType({**self.why, **reasons}))
+
+    def widened(self, before: Capabilities) -> list[str]:
+        """Return the capabilities that are offered here and not in `before`: narrowing must leave this empty."""
+        order = {False: 0, "masked": 1, True: 2}
+        wider = [name for name in _PROMISES if getattr(self, name) and not getattr(before, name)]
+        wider += ["causal"] * (order[self.causal] > order[before.causal])
+        wider += ["decode"] * (self.decode not in ("none", before.decode))
+        wider += ["seq_len_multiple"] * bool(self.seq_len_multiple % before.seq_len_multiple)
+        wider += ["has_carry"] * (self.has_carry != before.has_carry)
+        wider += ["is_simulated"] * (before.is_simulated and not self.is_simulated)
+        wider += [
+            name for name in ("positions", "dtypes", "devices") if set(getattr(self, name)) - set(getattr(before, name))
+        ]
+        return wider + ["requires"] * bool(set(before.requires) - set(self.requires))
 
     def why_not(self, request: Request) -> str | None:
         """Return the one sentence that says why `request` is refused, or None when it can be served.
@@ -159,7 +228,11 @@ class Shape:
         query_len: L, tokens.
         key_len: S, tokens.
         head_dim: D.
+        embed_dim: E, width of the hidden states. Default: H D.
         is_causal: whether the upper triangle is skipped.
+        is_cross: keys and values come from another sequence.
+        position: scheme inside the attention.
+        form: how the variant is called.
         config: the variant's own options, an instance of its config class.
     """
 
@@ -169,8 +242,16 @@ class Shape:
     key_len: int
     head_dim: int
     num_kv_heads: int
+    embed_dim: int = 0
     is_causal: bool = False
+    is_cross: bool = False
+    position: Position = "none"
+    form: Form = "attention"
     config: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.embed_dim:
+            object.__setattr__(self, "embed_dim", self.num_heads * self.head_dim)
 
     @property
     def seq_len(self) -> int:
@@ -178,13 +259,31 @@ class Shape:
         return self.query_len
 
     def io_bytes(self, itemsize: int) -> int:
-        """Return the bytes of queries, keys and values read once and the output written once: no mechanism needs less.
+        """Return the bytes of the inputs read once and the output written once: no mechanism needs less.
 
-        >>> Shape(batch_size=1, num_heads=2, num_kv_heads=1, query_len=8, key_len=8, head_dim=4).io_bytes(4)
-        768
+        Inputs are queries, keys and values in the form `"attention"`, hidden states and the context in `"mixer"`.
+
+        >>> shape = Shape(batch_size=1, num_heads=2, num_kv_heads=1, query_len=8, key_len=8, head_dim=4, embed_dim=16)
+        >>> shape.io_bytes(4), replace(shape, form="mixer").io_bytes(4)
+        (768, 1024)
         """
-        heads = 2 * self.num_heads * self.query_len + 2 * self.num_kv_heads * self.key_len
-        return self.batch_size * self.head_dim * itemsize * heads
+        if self.form == "attention":
+            rows = 2 * self.num_heads * self.query_len + 2 * self.num_kv_heads * self.key_len
+            return self.batch_size * self.head_dim * itemsize * rows
+        num_tokens = 2 * self.query_len + (self.key_len if self.is_cross else 0)
+        return self.batch_size * self.embed_dim * itemsize * num_tokens
+
+    @property
+    def multi_head_params(self) -> tuple[int, int]:
+        """Weights and biases of the four projections of multi-head attention, E to H D, twice E to G D, H D to E."""
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return 2 * self.embed_dim * (width + kv_width), width + 2 * kv_width + self.embed_dim
+
+    @property
+    def multi_head_flops(self) -> int:
+        """Floating-point operations of those projections, a multiply-add being two."""
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return 4 * self.batch_size * self.embed_dim * (self.query_len * width + self.key_len * kv_width)
 
 
 CostFormula = Callable[[Shape], int]
@@ -201,11 +300,18 @@ class Complexity:
         memory_exponent: likewise for memory, inputs and outputs included.
         sequential_ops: operations that cannot be parallelised ("Attention Is All You Need", table 1).
         max_path: longest path a signal travels between two positions (same table).
-        flops: forward floating-point operations (a multiply-add counts 2), or None where no formula is known.
-        backward_ratio: floating-point operations of the backward over those of the forward. Each matrix product has two
-            in the backward; a kernel that recomputes the scores instead of storing them has one more of those.
-        bytes: forward bytes that must move for the given dtype size in bytes, at least, weights of the mechanism
-            included; None stands for `Shape.io_bytes`. Padding masks and tables of a pattern are not counted.
+        flops: forward floating-point operations of the mechanism (a multiply-add counts 2), the linear maps between
+            hidden states and what it acts on left out; None where no formula is known. Counted are matrix products,
+            convolutions and Fourier transforms (5 N log2 N for N complex points, half for real ones); where a mechanism
+            has none of these, the additions of its sums over tokens.
+        projection_flops: likewise of the linear maps between hidden states and what the mechanism acts on, where the
+            variant brings a mixer of its own. None: a mixer has none, an attention those of the shared mixer.
+        backward_ratio: floating-point operations of the mechanism's backward over those of its forward. Each matrix
+            product has two in the backward; a kernel that recomputes the scores instead of storing them has one more.
+        bytes: forward bytes that must move at least for a dtype size in bytes, in the form the variant is written in:
+            input, output, and the weights of the mechanism. None: input and output alone (`Shape.io_bytes`), for a
+            mixer with `projection_bytes`. Padding masks and tables of a pattern are not counted.
+        projection_bytes: bytes of the weights of those projections, for a dtype size in bytes; None as above.
         state_bytes: bytes of decode state after `key_len` tokens, for a dtype size in bytes.
     """
 
@@ -216,13 +322,11 @@ class Complexity:
     sequential_ops: str
     max_path: str
     flops: CostFormula | None = None
+    projection_flops: CostFormula | None = None
     backward_ratio: float = 2.0
     bytes: Callable[[Shape, int], int] | None = None
+    projection_bytes: Callable[[Shape, int], int] | None = None
     state_bytes: Callable[[Shape, int], int] | None = None
-
-    def min_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Return the bytes that one forward must move at least, in a dtype of `itemsize` bytes."""
-        return shape.io_bytes(itemsize) if self.bytes is None else self.bytes(shape, itemsize)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -575,6 +575,7 @@ class Record(Json):
         gate: checks passed before timing, by this process or, but for those of its own output (`own_...`), by an
             earlier one of the same run on the same subject: see `attn_zoo.conformance.verdicts`.
         flops: forward FLOPs from the variant's formula: of one forward, whatever the pass.
+        projection_flops: those of `flops` that are linear maps between hidden states and what the mechanism acts on.
         min_bytes: bytes that one forward must move at least: from the variant's formula, or its inputs read once and
             its output written once.
         backward_ratio: FLOPs of the backward over those of the forward, as the variant counts them.
@@ -601,6 +602,7 @@ class Record(Json):
     is_simulated: bool = False
     gate: tuple[str, ...] = ()
     flops: int | None = None
+    projection_flops: int | None = None
     min_bytes: int | None = None
     backward_ratio: float | None = None
     counted_flops: int | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
 
 from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
-from attn_zoo.metadata import Capabilities, Complexity, Reference
+from attn_zoo.metadata import Capabilities, Complexity, Form, Reference, Shape
 
 if TYPE_CHECKING:
     from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, BuildContext
@@ -73,6 +73,13 @@ class VariantConfig:
         del seq_len
         return ()
 
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        """Return what the variant can do under these options: `capabilities`, or less (`dataclasses.replace`).
+
+        Everybody asks here: the plan, the builder, the contract, the checks. The default takes nothing away.
+        """
+        return capabilities
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
@@ -103,6 +110,53 @@ class Variant:
     learner: Callable[[Any], Any] | None = None
     provider: str = ""
     source: str = ""
+
+    @property
+    def form(self) -> Form:
+        """Form the variant is written in: `"mixer"` where it needs hidden states."""
+        return "mixer" if self.attention is None else "attention"
+
+    def capabilities_of(self, config: VariantConfig) -> Capabilities:
+        """Return what the variant can do under these options.
+
+        Raises:
+            ConfigError: the config's `narrow` offers something that the variant does not declare.
+        """
+        narrowed = config.narrow(self.capabilities)
+        if narrowed is not self.capabilities and (wider := narrowed.widened(self.capabilities)):
+            raise ConfigError(self.name, [("narrow", f"may only take away; it adds {', '.join(wider)}")])
+        return narrowed
+
+    def projection_flops(self, shape: Shape) -> int:
+        """Return forward FLOPs of the linear maps between hidden states and what the mechanism acts on."""
+        if shape.form == "attention":
+            return 0
+        if self.complexity.projection_flops is not None:
+            return self.complexity.projection_flops(shape)
+        return 0 if self.attention is None else shape.multi_head_flops
+
+    def flops(self, shape: Shape) -> int | None:
+        """Return forward FLOPs of a whole call in `shape.form`, projections included; None without a formula."""
+        formula = self.complexity.flops
+        return None if formula is None else formula(shape) + self.projection_flops(shape)
+
+    def backward_ratio(self, shape: Shape) -> float | None:
+        """Return FLOPs of the backward over those of the forward: projections have two products for one."""
+        total, projections = self.flops(shape), self.projection_flops(shape)
+        if not total:
+            return None
+        return (self.complexity.backward_ratio * (total - projections) + 2.0 * projections) / total
+
+    def min_bytes(self, shape: Shape, itemsize: int) -> int:
+        """Return the bytes that one forward in `shape.form` must move at least, in a dtype of `itemsize` bytes."""
+        own, formula = replace(shape, form=self.form), self.complexity.bytes
+        weights = 0 if formula is None else formula(own, itemsize) - own.io_bytes(itemsize)
+        if shape.form == "mixer":
+            if self.complexity.projection_bytes is not None:
+                weights += self.complexity.projection_bytes(shape, itemsize)
+            elif self.attention is not None:
+                weights += sum(shape.multi_head_params) * itemsize
+        return shape.io_bytes(itemsize) + weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
         """Return itself: it is frozen, and modules that carry it are copied (averaging of weights, for instance)."""

@@ -34,6 +34,11 @@ REFUSALS: list[tuple[dict[str, Any], Request, str]] = [
     ({"dtypes": ("float32",)}, Request(dtype="float16"), "dtype float16 is not one of float32"),
     ({"devices": ("cuda",)}, Request(device="cpu"), "device cpu is not one of cuda"),
     ({"seq_len_multiple": 64}, Request(seq_len=65), "length 65 is not a multiple of 64"),
+    (
+        {"variable_seq_len": False},
+        Request(seq_len=65, max_seq_len=128),
+        "length 65 is not the max_seq_len = 128 that it is built for",
+    ),
 ]
 
 
@@ -66,7 +71,16 @@ def test_a_request_asks_for_nothing_by_default_but_a_direction():
 
 
 def test_every_field_that_can_say_no_is_covered():
-    silent = {"variable_seq_len", "is_exact", "is_deterministic", "is_simulated", "requires", "why"}
+    silent = {
+        "is_exact",
+        "is_permutation_invariant",
+        "is_padding_invariant",
+        "has_carry",
+        "is_deterministic",
+        "is_simulated",
+        "requires",
+        "why",
+    }
     assert {item.name for item in fields(Capabilities)} - silent == {next(iter(case[0])) for case in REFUSALS}
 
 

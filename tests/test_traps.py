@@ -37,7 +37,7 @@ ELSEWHERE = {
     "13 GPU work is timed without waiting for it": "tests.measure.test_stopwatch:test_gpu_time_grows_with_the_work",
     "14 settings at the wrong place are ignored": "tests.matrix.test_schema:test_each_mistake_is_named_at_its_place",
     "15 a gap counts as 0": "tests.report.test_overview:test_a_missing_score_leaves_the_task_out_of_the_mean",
-    "18 noisy labels": "tests.tasks.test_pathfinder_drawing:test_label_1_means_that_both_markers_lie_on_one_contour",
+    "18 noisy labels": "tests.tasks.contours.test_pictures:test_label_1_means_that_both_markers_lie_on_one_contour",
 }
 
 
@@ -80,8 +80,8 @@ def test_6_every_variant_that_takes_padding_masks_keeps_to_them():
 
 def test_7_random_blocks_reach_beyond_1024_tokens_and_whole_lengths_get_no_extra_block():
     config = BigBirdConfig()
-    layout = config.layout(8192)
-    drawn, _ = layout.draw(2, (0, 0))
+    layout = config.layout(8192, num_heads=2)
+    drawn, _ = layout.draw()
     assert drawn.max() > 8000 // config.block_size
     assert (drawn >= 1024 // config.block_size).float().mean() > 0.8
     assert layout.num_key_blocks == 8192 // config.block_size

@@ -41,7 +41,7 @@ class VariantInfo:
 def _configured(name: str, build: BuildContext, options: dict[str, Any]) -> tuple[Variant, Any]:
     variant = variants[name]
     config = make_config(variant.config, options, name)
-    variant.capabilities.require(name, build.request())
+    variant.capabilities_of(config).require(name, build.request())
     return variant, config
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.metadata import Position, Request, Shape
+from attn_zoo.metadata import Form, Position, Request, Shape
 
 __all__ = ["BuildContext"]
 
@@ -112,7 +112,14 @@ class BuildContext:
             position=self.position,
         )
 
-    def shape(self, batch_size: int, query_len: int, key_len: int | None = None, config: object = None) -> Shape:
+    def shape(
+        self,
+        batch_size: int,
+        query_len: int,
+        key_len: int | None = None,
+        config: object = None,
+        form: Form = "attention",
+    ) -> Shape:
         """Return the sizes of one call, for cost formulas."""
         return Shape(
             batch_size=batch_size,
@@ -121,6 +128,10 @@ class BuildContext:
             query_len=query_len,
             key_len=query_len if key_len is None else key_len,
             head_dim=self.head_dim,
+            embed_dim=self.embed_dim,
             is_causal=self.is_causal,
+            is_cross=self.is_cross,
+            position=self.position,
+            form=form,
             config=config,
         )

@@ -1,23 +1,40 @@
 """The contract of a variant: `AbstractAttention` over projected heads, `AbstractMixer` over hidden states.
 
 Calls are checked here, once for all variants: shapes, dtypes, and that nothing is asked which the capabilities refuse.
-What a variant writes is `forward`, the mathematics.
+A signature (shapes, dtypes, devices) that was checked before is remembered, so that a call costs a look-up. What a
+variant writes is `forward`, the mathematics.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from attn_zoo.attention.context import BuildContext
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.metadata import Request
+from attn_zoo.metadata import Capabilities, Request
 from attn_zoo.registry import Variant
 
-__all__ = ["AbstractAttention", "AbstractMixer", "BuildContext"]
+__all__ = ["AbstractAttention", "AbstractMixer", "BuildContext", "Mixed"]
+
+MAX_SIGNATURES = 4096
+"""Remembered by one module; a loop over ever new lengths must not keep them all."""
+
+
+class Mixed(NamedTuple):
+    """What a mixer gives.
+
+    Args:
+        hidden: `[B, L, E]`.
+        carry: what the next layer is given beside the hidden states, batch first, or None where nothing passes.
+    """
+
+    hidden: Tensor
+    carry: Tensor | None = None
 
 
 class _Bound(nn.Module):
@@ -29,27 +46,67 @@ class _Bound(nn.Module):
         super().__init__()
         self.config = config
         self.build = build
+        self._checked: set[Hashable] = set()
+
+    @property
+    def capabilities(self) -> Capabilities | None:
+        """What the variant can do under this module's options; None for a class that no variant was registered for."""
+        return None if self.variant is None else self.variant.capabilities_of(self.config)
 
     def _refuse(self, request: Request) -> None:
         """Raise `UnsupportedError` where the variant's capabilities refuse `request`."""
         if self.variant is not None:
-            self.variant.capabilities.require(self.variant.name, request)
+            self.variant.capabilities_of(self.config).require(self.variant.name, request)
+
+    def _refuse_decode(self) -> NoReturn:
+        """Raise `UnsupportedError`: for the variant's reason, or because the class has no state."""
+        self._refuse(Request(is_causal=self.build.is_causal, is_cross=self.build.is_cross, needs_decode=True))
+        raise UnsupportedError("decode", f"{type(self).__name__} cannot decode step by step")
+
+    def _require_state(self) -> None:
+        """Raise `UnsupportedError` unless this module keeps a state: the variant decodes, and it was built causal."""
+        self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
+        if not self.build.is_causal:
+            name = type(self).__name__ if self.variant is None else self.variant.name
+            reason = "decoding needs is_causal=True; later tokens would change the past"
+            raise UnsupportedError("decode", f"{name}: {reason}")
+
+    def _remember(self, signature: Hashable) -> None:
+        if len(self._checked) >= MAX_SIGNATURES:
+            self._checked.clear()
+        self._checked.add(signature)
+
+    def _check_sizes(self, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+        """Check what both forms are given: lengths, mask, dtype and device. Tokens are the last dimension but one."""
+        build, query_len, key_len = self.build, query.shape[-2], keys.shape[-2]
+        if mask is not None:
+            if mask.device != keys.device:
+                raise ValueError(f"key_padding_mask: expected on {keys.device}, as the keys; got {mask.device}")
+            if mask.dtype != torch.bool:
+                raise ValueError(f"key_padding_mask: expected bool, True = padding; got {mask.dtype}")
+            if tuple(mask.shape) != (query.shape[0], key_len):
+                expected = f"[B, S] = [{query.shape[0]}, {key_len}]"
+                raise ValueError(f"key_padding_mask: expected {expected}; got {list(mask.shape)}")
+        if max(query_len, key_len) > build.max_seq_len:
+            longest = max(query_len, key_len)
+            raise ValueError(f"expected at most max_seq_len = {build.max_seq_len} tokens; got {longest}")
+        self._refuse(
+            Request(
+                is_causal=build.is_causal,
+                is_cross=build.is_cross or query_len != key_len,
+                has_key_padding_mask=mask is not None,
+                seq_len=key_len,
+                max_seq_len=build.max_seq_len,
+                dtype=str(query.dtype).removeprefix("torch."),
+                device=query.device.type,
+                position=build.position,
+            )
+        )
 
 
-def _expect(is_fine: bool, message: str) -> None:
-    if not is_fine:
-        raise ValueError(message)
-
-
-def _check_padding(mask: Tensor | None, batch_size: int, key_len: int, device: torch.device) -> None:
-    if mask is None:
-        return
-    _expect(mask.device == device, f"key_padding_mask: expected on {device}, as the keys; got {mask.device}")
-    _expect(mask.dtype == torch.bool, f"key_padding_mask: expected bool, True = padding; got {mask.dtype}")
-    _expect(
-        tuple(mask.shape) == (batch_size, key_len),
-        f"key_padding_mask: expected [B, S] = [{batch_size}, {key_len}]; got {list(mask.shape)}",
-    )
+def _signature(*tensors: Tensor | None) -> Hashable:
+    """Return all that a check of a call can depend on."""
+    return tuple([None if each is None else (each.shape, each.dtype, each.device) for each in tensors])
 
 
 class AbstractAttention(_Bound, ABC):
@@ -74,6 +131,14 @@ class AbstractAttention(_Bound, ABC):
             `[B, H, L, D]`; zeros where every key of a row is padding.
         """
 
+    def route(self, query: Tensor, key: Tensor, *, key_padding_mask: Tensor | None = None) -> Any:
+        """Return what `forward` chooses by the data (blocks, buckets, an order), or None where nothing is chosen.
+
+        A choice is not differentiable, and rounding may flip it. So a `reference` whose variant routes takes the
+        routing as one more keyword, `routing`, and computes the dense equation under it; None means its own.
+        """
+        del query, key, key_padding_mask
+
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Compute the same as `forward`, dense and obviously the paper's equation, with the same parameters.
 
@@ -89,8 +154,7 @@ class AbstractAttention(_Bound, ABC):
         Raises:
             UnsupportedError: the variant cannot decode step by step.
         """
-        self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
-        raise UnsupportedError("decode", f"{type(self).__name__} cannot decode step by step")
+        self._refuse_decode()
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Attend from one new position to all so far.
@@ -99,7 +163,7 @@ class AbstractAttention(_Bound, ABC):
             query: `[B, H, 1, D]`.
             key: `[B, G, 1, D]`.
             value: `[B, G, 1, D]`.
-            state: from `init_state` or the previous step.
+            state: from `init_state`, `prefill` or the previous step.
 
         Returns:
             Output `[B, H, 1, D]` and the new state.
@@ -107,8 +171,33 @@ class AbstractAttention(_Bound, ABC):
         Raises:
             UnsupportedError: the variant cannot decode step by step.
         """
-        self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
-        raise UnsupportedError("decode", f"{type(self).__name__} cannot decode step by step")
+        self._refuse_decode()
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Attend from n new positions, each to all before it: the causal forward that starts from a state.
+
+        By default the positions are stepped through; a variant that can read them at once overrides this.
+
+        Args:
+            query: `[B, H, n, D]`.
+            key: `[B, G, n, D]`.
+            value: `[B, G, n, D]`.
+            state: as for `step`; None means that nothing came before.
+
+        Returns:
+            Output `[B, H, n, D]` and the new state.
+
+        Raises:
+            UnsupportedError: the variant cannot decode step by step.
+        """
+        if state is None:
+            state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
+        outputs = []
+        for position in range(query.shape[2]):
+            one = slice(position, position + 1)
+            output, state = self.step(query[:, :, one], key[:, :, one], value[:, :, one], state)
+            outputs.append(output)
+        return torch.cat(outputs, dim=2), state
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Check the call and compute the attention; arguments and result as in `forward`.
@@ -117,10 +206,21 @@ class AbstractAttention(_Bound, ABC):
             ValueError: shapes or dtypes do not fit the context this module was built for.
             UnsupportedError: the variant refuses the mask, the lengths or the dtype.
         """
+        if torch.compiler.is_compiling():  # traced once; a set that grows would be a side effect of the graph
+            self._check(query, key, value, key_padding_mask)
+        elif (signature := _signature(query, key, value, key_padding_mask)) not in self._checked:
+            self._check(query, key, value, key_padding_mask)
+            self._remember(signature)
+        output: Tensor = super().__call__(query, key, value, key_padding_mask=key_padding_mask)
+        return output
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
         build = self.build
         for name, tensor in (("query", query), ("key", key), ("value", value)):
-            _expect(tensor.dim() == 4, f"{name}: expected [B, heads, length, D]; got {list(tensor.shape)}")
-            _expect(tensor.shape[2] > 0, f"{name}: expected at least one token; got {list(tensor.shape)}")
+            if tensor.dim() != 4:
+                raise ValueError(f"{name}: expected [B, heads, length, D]; got {list(tensor.shape)}")
+            if tensor.shape[2] == 0:
+                raise ValueError(f"{name}: expected at least one token; got {list(tensor.shape)}")
         batch_size, query_len, key_len = query.shape[0], query.shape[-2], key.shape[-2]
         for name, tensor, heads, length in (
             ("query", query, build.num_heads, query_len),
@@ -128,41 +228,25 @@ class AbstractAttention(_Bound, ABC):
             ("value", value, build.num_kv_heads, key_len),
         ):
             expected = (batch_size, heads, length, build.head_dim)
-            _expect(
-                tuple(tensor.shape) == expected,
-                f"{name}: expected [B, heads, length, D] = {list(expected)}; got {list(tensor.shape)}",
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"{name}: expected [B, heads, length, D] = {list(expected)}; got {list(tensor.shape)}")
+            if tensor.dtype != query.dtype or tensor.device != query.device:
+                raise ValueError(
+                    f"{name}: expected dtype and device of query ({query.dtype}, {query.device}); "
+                    f"got {tensor.dtype}, {tensor.device}"
+                )
+        if query_len != key_len and not (build.is_cross or build.is_causal):
+            raise ValueError(
+                f"self-attention needs L == S; got L = {query_len}, S = {key_len}: build with is_cross=True"
             )
-            _expect(
-                tensor.dtype == query.dtype and tensor.device == query.device,
-                f"{name}: expected dtype and device of query ({query.dtype}, {query.device}); "
-                f"got {tensor.dtype}, {tensor.device}",
-            )
-        _check_padding(key_padding_mask, batch_size, key_len, key.device)
-        _expect(
-            max(query_len, key_len) <= build.max_seq_len,
-            f"expected at most max_seq_len = {build.max_seq_len} tokens; got {max(query_len, key_len)}",
-        )
-        _expect(
-            query_len == key_len or build.is_cross or build.is_causal,
-            f"self-attention needs L == S; got L = {query_len}, S = {key_len}: build with is_cross=True",
-        )
-        self._refuse(
-            Request(
-                is_causal=build.is_causal,
-                is_cross=build.is_cross or query_len != key_len,
-                has_key_padding_mask=key_padding_mask is not None,
-                seq_len=key_len,
-                dtype=str(query.dtype).removeprefix("torch."),
-                device=query.device.type,
-                position=build.position,
-            )
-        )
-        output: Tensor = super().__call__(query, key, value, key_padding_mask=key_padding_mask)
-        return output
+        self._check_sizes(query, key, mask)
 
 
 class AbstractMixer(_Bound, ABC):
     """Token mixing over hidden states: what the backbone calls. Subclasses are final and override `forward`.
+
+    A mixer that passes something from layer to layer beside the hidden states declares `has_carry`, overrides
+    `init_carry`, takes one more keyword `carry` in `forward` and `reference`, and returns `Mixed`.
 
     Args:
         config: the variant's options.
@@ -172,7 +256,7 @@ class AbstractMixer(_Bound, ABC):
     @abstractmethod
     def forward(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Mixed:
         """Mix positions.
 
         Args:
@@ -181,12 +265,21 @@ class AbstractMixer(_Bound, ABC):
             key_padding_mask: bool `[B, S]`, True = padding, must not influence the output.
 
         Returns:
-            `[B, L, E]`.
+            `[B, L, E]`; `Mixed` exactly where the variant declares `has_carry`.
         """
+
+    def init_carry(self, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """Return what the first layer is given, `[B, ...]`; None where nothing passes between layers."""
+        del batch_size, device, dtype
+        return None
+
+    def route(self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None) -> Any:
+        """Return what `forward` chooses by the data, or None; as `AbstractAttention.route`."""
+        del hidden, context, key_padding_mask
 
     def reference(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Mixed:
         """Compute the same as `forward`, dense and obviously the paper's equation, with the same parameters."""
         return self.forward(hidden, context=context, key_padding_mask=key_padding_mask)
 
@@ -204,8 +297,7 @@ class AbstractMixer(_Bound, ABC):
         Raises:
             UnsupportedError: the variant cannot decode step by step.
         """
-        self._refuse(Request(is_causal=self.build.is_causal, is_cross=self.build.is_cross, needs_decode=True))
-        raise UnsupportedError("decode", f"{type(self).__name__} cannot decode step by step")
+        self._refuse_decode()
 
     def step(self, hidden: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Mix one new position `[B, 1, E]` with all so far; return its output `[B, 1, E]` and the new state.
@@ -213,48 +305,92 @@ class AbstractMixer(_Bound, ABC):
         Raises:
             UnsupportedError: the variant cannot decode step by step.
         """
-        self._refuse(Request(is_causal=self.build.is_causal, is_cross=self.build.is_cross, needs_decode=True))
-        raise UnsupportedError("decode", f"{type(self).__name__} cannot decode step by step")
+        self._refuse_decode()
+
+    def prefill(self, hidden: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        """Mix n new positions, each with all before it: the causal forward that starts from a state.
+
+        By default the positions are stepped through; a variant that can read them at once overrides this.
+
+        Args:
+            hidden: `[B, n, E]`.
+            state: from `init_state`, `prefill` or `step`; None means that nothing came before.
+
+        Returns:
+            Output `[B, n, E]` and the new state.
+
+        Raises:
+            UnsupportedError: the variant cannot decode step by step.
+        """
+        if state is None:
+            state = self.init_state(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
+        outputs = []
+        for position in range(hidden.shape[1]):
+            output, state = self.step(hidden[:, position : position + 1], state)
+            outputs.append(output)
+        return torch.cat(outputs, dim=1), state
+
+    def mix(
+        self,
+        hidden: Tensor,
+        *,
+        context: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        carry: Tensor | None = None,
+    ) -> Mixed:
+        """Check the call and mix; arguments as in `forward`.
+
+        Args:
+            hidden: `[B, L, E]`.
+            context: in cross-attention.
+            key_padding_mask: bool `[B, S]`, True = padding.
+            carry: from the layer before; None starts from `init_carry`.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit the context this module was built for.
+            UnsupportedError: the variant refuses the mask, the lengths, the dtype or a carry.
+        """
+        if torch.compiler.is_compiling():
+            self._check(hidden, context, key_padding_mask, carry)
+        elif (signature := _signature(hidden, context, key_padding_mask, carry)) not in self._checked:
+            self._check(hidden, context, key_padding_mask, carry)
+            self._remember(signature)
+        if self.variant is None or not self.variant.capabilities.has_carry:
+            output = super().__call__(hidden, context=context, key_padding_mask=key_padding_mask)
+            if isinstance(output, Mixed):
+                raise TypeError(f"{type(self).__name__}: returns Mixed without declaring has_carry")
+            return Mixed(output)
+        if carry is None:
+            carry = self.init_carry(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
+        output = super().__call__(hidden, context=context, key_padding_mask=key_padding_mask, carry=carry)
+        if not isinstance(output, Mixed):
+            raise TypeError(f"{self.variant.name}: declares has_carry, so forward must return Mixed(hidden, carry)")
+        return output
 
     def __call__(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Check the call and mix; arguments and result as in `forward`.
+        """Return the hidden states of `mix`, from an empty carry."""
+        return self.mix(hidden, context=context, key_padding_mask=key_padding_mask).hidden
 
-        Raises:
-            ValueError: shapes or dtypes do not fit the context this module was built for.
-            UnsupportedError: the variant refuses the mask, the lengths or the dtype.
-        """
+    def _check(self, hidden: Tensor, context: Tensor | None, mask: Tensor | None, carry: Tensor | None) -> None:
         build = self.build
-        _expect(
-            hidden.dim() == 3 and hidden.shape[-1] == build.embed_dim,
-            f"hidden: expected [B, L, E] with E = {build.embed_dim}; got {list(hidden.shape)}",
-        )
-        _expect(
-            (context is not None) == build.is_cross,
-            "context: expected one exactly when the mixer is built with is_cross=True; "
-            f"got {'one' if context is not None else 'none'} and is_cross={build.is_cross}",
-        )
-        keys = hidden if context is None else context
-        _expect(
-            keys.dim() == 3 and keys.shape[0] == hidden.shape[0] and keys.shape[2] == build.embed_dim,
-            f"context: expected [B, S, E] = [{hidden.shape[0]}, S, {build.embed_dim}]; got {list(keys.shape)}",
-        )
-        _check_padding(key_padding_mask, hidden.shape[0], keys.shape[1], keys.device)
-        longest = max(hidden.shape[1], keys.shape[1])
-        _expect(
-            longest <= build.max_seq_len, f"expected at most max_seq_len = {build.max_seq_len} tokens; got {longest}"
-        )
-        self._refuse(
-            Request(
-                is_causal=build.is_causal,
-                is_cross=build.is_cross,
-                has_key_padding_mask=key_padding_mask is not None,
-                seq_len=keys.shape[1],
-                dtype=str(hidden.dtype).removeprefix("torch."),
-                device=hidden.device.type,
-                position=build.position,
+        if hidden.dim() != 3 or hidden.shape[-1] != build.embed_dim:
+            raise ValueError(f"hidden: expected [B, L, E] with E = {build.embed_dim}; got {list(hidden.shape)}")
+        if hidden.shape[1] == 0:
+            raise ValueError(f"hidden: expected at least one token; got {list(hidden.shape)}")
+        if (context is not None) != build.is_cross:
+            raise ValueError(
+                "context: expected one exactly when the mixer is built with is_cross=True; "
+                f"got {'one' if context is not None else 'none'} and is_cross={build.is_cross}"
             )
-        )
-        output: Tensor = super().__call__(hidden, context=context, key_padding_mask=key_padding_mask)
-        return output
+        keys = hidden if context is None else context
+        if keys.dim() != 3 or keys.shape[0] != hidden.shape[0] or keys.shape[2] != build.embed_dim:
+            expected = f"[B, S, E] = [{hidden.shape[0]}, S, {build.embed_dim}]"
+            raise ValueError(f"context: expected {expected}; got {list(keys.shape)}")
+        if carry is not None:
+            if self.variant is None or not self.variant.capabilities.has_carry:
+                raise UnsupportedError("has_carry", f"{type(self).__name__} passes nothing between layers")
+            if carry.shape[:1] != hidden.shape[:1]:
+                raise ValueError(f"carry: expected [B, ...] with B = {hidden.shape[0]}; got {list(carry.shape)}")
+        self._check_sizes(hidden, keys, mask)

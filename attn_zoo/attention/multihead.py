@@ -6,6 +6,7 @@ Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,12 +85,23 @@ class MultiHeadMixer(AbstractMixer):
         query, key, value = self._project(hidden, context)
         return self._merge(self.attention(query, key, value, key_padding_mask=key_padding_mask))
 
+    def route(self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None) -> Any:
+        """Return what the attention chooses for the projected heads."""
+        query, key, _ = self._project(hidden, context)
+        return self.attention.route(query, key, key_padding_mask=key_padding_mask)
+
     def reference(
-        self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
+        self,
+        hidden: Tensor,
+        *,
+        context: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        routing: Any = None,
     ) -> Tensor:
-        """Mix positions through the attention's readable reference."""
+        """Mix positions through the attention's readable reference, under `routing` where one is given."""
         query, key, value = self._project(hidden, context)
-        return self._merge(self.attention.reference(query, key, value, key_padding_mask=key_padding_mask))
+        given = {} if routing is None else {"routing": routing}
+        return self._merge(self.attention.reference(query, key, value, key_padding_mask=key_padding_mask, **given))
 
     def init_state(
         self,
@@ -116,16 +128,29 @@ class MultiHeadMixer(AbstractMixer):
 
     def step(self, hidden: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         """Mix one new position `[B, 1, E]`; return its output and the new state."""
-        if not self.build.is_cross:
-            self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
         if hidden.dim() != 3 or hidden.shape[1] != 1:
             raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
+        return self._advance(hidden, state, self.attention.step)
+
+    def prefill(self, hidden: Tensor, state: MixerState | None = None) -> tuple[Tensor, MixerState]:
+        """Mix n new positions `[B, n, E]` from a state; in cross-attention that holds the context."""
+        if state is None:
+            state = self.init_state(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
+        return self._advance(hidden, state, self.attention.prefill)
+
+    def _advance(
+        self, hidden: Tensor, state: MixerState, attend: Callable[..., tuple[Tensor, Any]]
+    ) -> tuple[Tensor, MixerState]:
+        """Project the new positions, attend by `step` or `prefill`, and merge."""
+        position = state.position + hidden.shape[1]
         if state.key is not None and state.value is not None:
             query = self._heads(hidden, self.query_proj, self.build.num_heads)
             if self.build.position == "rotary":
                 query = rotate(query, state.position)
             output = self.attention(query, state.key, state.value, key_padding_mask=state.key_padding_mask)
-            return self._merge(output), replace(state, position=state.position + 1)
+            return self._merge(output), replace(state, position=position)
+        if not self.build.is_cross:
+            self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
         query, key, value = self._project(hidden, None, state.position)
-        output, inner = self.attention.step(query, key, value, state.attention)
-        return self._merge(output), MixerState(inner, state.position + 1)
+        output, inner = attend(query, key, value, state.attention)
+        return self._merge(output), MixerState(inner, position)

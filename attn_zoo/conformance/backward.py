@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Check, Finding, Violation, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
-from attn_zoo.conformance.subject import Module, Subject, call, call_reference, gradients, take_step, weighted_sum
+from attn_zoo.conformance.subject import Module, Subject, call, call_reference, gradients, read_positions, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 
@@ -156,7 +156,7 @@ def _expect_clean_steps(subject: Subject, module: Module, inputs: Inputs) -> Non
         except UnsupportedError:
             return
         for position in range(inputs.query_len):
-            output, state = take_step(module, inputs, position, state)
+            output, state = read_positions(module, inputs, range(position, position + 1), state, at_once=False)
             if not output.isfinite().all():
                 raise Violation("a decode step depends on uninitialised memory", f"{inputs.words()}: step {position}")
 

@@ -30,7 +30,7 @@ def _nos(subject: Subject) -> Iterator[tuple[str, str, Callable[[], object]]]:
     sized = replace(base, num_heads=4, num_kv_heads=2)
     requests: list[tuple[bool, str, str, BuildContext]] = [
         (capabilities.bidirectional, "bidirectional", "is_causal=False", replace(base, is_causal=False)),
-        (capabilities.causal, "causal", "is_causal=True", replace(base, is_causal=True)),
+        (bool(capabilities.causal), "causal", "is_causal=True", replace(base, is_causal=True)),
         (
             capabilities.cross_attention,
             "cross_attention",

@@ -1,7 +1,8 @@
-"""Checks of step-by-step decoding and of the state it keeps."""
+"""Checks of the state that a variant keeps: reading a sequence in pieces equals one forward, and the state's size."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,22 +11,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import BuildContext
+from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, take_step
+from attn_zoo.conformance.subject import Module, Subject, call, read_positions
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 
 __all__ = ["CHECKS"]
 
+NUM_CUTS = 3
+"""Random ways of cutting a sequence; beside them every sequence is stepped through, and read at once."""
 
-def _steps(module: Module, inputs: Inputs, state: Any) -> Iterator[tuple[Tensor, Any]]:
-    """Yield output and state of every step; in cross-attention only the hidden states advance."""
-    for position in range(inputs.query_len):
-        output, state = take_step(module, inputs, position, state)
-        yield output, state
+
+def _pieces(length: int, seed: int) -> list[tuple[range, bool]]:
+    """Cut `length` positions at random: to be read at once (True) or step by step, in turns."""
+    source = random.Random(f"{length} {seed}")
+    cuts = sorted(source.sample(range(1, length), min(length - 1, source.randint(1, 4))))
+    ends = [0, *cuts, length]
+    return [(range(ends[i], ends[i + 1]), (i + seed) % 2 == 0) for i in range(len(ends) - 1)]
+
+
+def _ways(length: int) -> Iterator[tuple[str, list[tuple[range, bool]]]]:
+    """Yield ways to read a sequence, in words and in pieces."""
+    yield "step by step", [(range(length), False)]
+    yield "prefill", [(range(length), True)]
+    if length > 1:
+        for seed in range(NUM_CUTS):
+            pieces = _pieces(length, seed)
+            words = ", ".join(f"{'prefill' if at_once else 'steps'} of {len(piece)}" for piece, at_once in pieces)
+            yield words, pieces
+
+
+def _read(module: Module, inputs: Inputs, pieces: list[tuple[range, bool]], state: Any) -> Iterator[tuple[Tensor, Any]]:
+    """Yield output and state after every piece, after every step where it is stepped through."""
+    for piece, at_once in pieces:
+        for part in [piece] if at_once else [range(position, position + 1) for position in piece]:
+            output, state = read_positions(module, inputs, part, state, at_once=at_once)
+            yield output, state
 
 
 def _causal_build(subject: Subject) -> BuildContext | None:
@@ -42,7 +66,10 @@ def _refused_decode(subject: Subject) -> Finding:
     finding = subject.refuses("decode", "init_state()", start)
     if subject.form == "mixer":
         return finding  # without a state there is no step to ask for
-    return subject.refuses("decode", "step()", lambda: take_step(module, inputs, 0, None))
+    for at_once in (False, True):
+        what = "prefill()" if at_once else "step()"
+        subject.refuses("decode", what, partial(read_positions, module, inputs, range(1), None, at_once=at_once))
+    return finding
 
 
 def _decode(subject: Subject) -> Finding:
@@ -55,27 +82,34 @@ def _decode(subject: Subject) -> Finding:
         context = replace(build, position=position)
         for length in subject.lengths:
             module, inputs = subject.module(context, seq_len=length), subject.inputs(context, length)
-            state = module.init_state(inputs.batch_size, device=subject.device, dtype=subject.dtype)
-            _expect_steps(module, inputs, state, position)
+            start = partial(module.init_state, inputs.batch_size, device=subject.device, dtype=subject.dtype)
+            _expect_pieces(module, inputs, start, position)
     if subject.form == "mixer" and subject.capabilities.cross_attention and not subject.is_fixed:
         _cross_decode(subject)
     return passed()
 
 
-def _expect_steps(module: Module, inputs: Inputs, state: Any, position: str) -> None:
-    with torch.no_grad():
-        expected = call(module, inputs)
-        tolerance = rounding(expected, inputs.num_terms)
-        for index, (output, _) in enumerate(_steps(module, inputs, state)):
-            row = expected[..., index : index + 1, :]
-            words = inputs.words() + ("" if position == "none" else f", {position}")
-            if output.shape != row.shape:
-                raise Violation("a decode step has the wrong shape", f"{words}: {list(output.shape)}")
-            error = largest_error(output, row)
+@torch.no_grad()
+def _expect_pieces(module: Module, inputs: Inputs, start: Any, position: str) -> None:
+    expected = call(module, inputs)
+    tolerance = rounding(expected, inputs.num_terms)
+    for way, pieces in _ways(inputs.query_len):
+        words = inputs.words() + ("" if position == "none" else f", {position}") + f", {way}"
+        begin = 0
+        for output, _ in _read(module, inputs, pieces, start()):
+            end = begin + output.shape[-2]
+            rows = expected[..., begin:end, :]
+            if output.shape != rows.shape:
+                raise Violation("reading from a state gives the wrong shape", f"{words}: {list(output.shape)}")
+            error = largest_error(output, rows)
             if error > tolerance:
+                what = "prefill" if way == "prefill" else "decoding"
                 raise Violation(
-                    "decoding differs from the causal forward", f"{words}: step {index} is off by {error:.2g}"
+                    f"{what} differs from the causal forward", f"{words}: positions from {begin} are off by {error:.2g}"
                 )
+            begin = end
+        if begin != inputs.query_len:
+            raise Violation("reading from a state gives the wrong shape", f"{words}: {begin} positions in all")
 
 
 def _cross_decode(subject: Subject) -> None:
@@ -83,20 +117,24 @@ def _cross_decode(subject: Subject) -> None:
     for length in subject.lengths[:5]:
         for inputs in subject.calls(build, length):
             module = subject.module(build, seq_len=length)
-            with torch.no_grad():
-                try:
-                    state = module.init_state(
-                        inputs.batch_size,
-                        context=inputs.tensors[1],  # type: ignore[call-arg]
-                        key_padding_mask=inputs.key_padding_mask,
-                        device=subject.device,
-                        dtype=subject.dtype,
-                    )
-                except UnsupportedError:
-                    return
-            _expect_steps(module, inputs, state, "none")
+            assert isinstance(module, AbstractMixer)
+            start = partial(
+                module.init_state,
+                inputs.batch_size,
+                context=inputs.tensors[1],
+                key_padding_mask=inputs.key_padding_mask,
+                device=subject.device,
+                dtype=subject.dtype,
+            )
+            try:
+                with torch.no_grad():
+                    start()
+            except UnsupportedError:
+                return
+            _expect_pieces(module, inputs, start, "none")
 
 
+@torch.no_grad()
 def _decode_state_bytes(subject: Subject) -> Finding:
     kind, claim = subject.capabilities.decode, subject.variant.complexity.state_bytes
     if kind == "none":
@@ -106,33 +144,38 @@ def _decode_state_bytes(subject: Subject) -> Finding:
         return not_applicable("decodes only in its causal form")
     length = subject.lengths[-1]
     module, inputs = subject.module(build, seq_len=length), subject.inputs(build, length)
-    with torch.no_grad():
+    for way, pieces in _ways(length):
         start = module.init_state(inputs.batch_size, device=subject.device, dtype=subject.dtype)
-        sizes = [state_bytes(state) for _, state in _steps(module, inputs, start)]
-    if kind == "recurrent" and len(set(sizes)) > 1:
-        raise Violation(
-            'declares decode="recurrent" but its state grows',
-            f"{inputs.words()}: {sizes[0]} bytes after one token, {sizes[-1]} after {length}",
-        )
-    if claim is None:
-        return passed(f"{sizes[-1]} bytes after {length} tokens; claims nothing")
-    for num_tokens, size in enumerate(sizes, start=1):
-        shape = build.shape(inputs.batch_size, 1, num_tokens, subject.config)
-        claimed = claim(shape, subject.dtype.itemsize)
-        if size != claimed:
-            raise Violation(
-                "the decode state has another size than claimed",
-                f"{inputs.words()}: {size} bytes after {num_tokens} tokens; claims {claimed}",
-            )
-    return passed(f"{sizes[-1]} bytes after {length} tokens")
+        num_tokens, first = 0, 0
+        for output, state in _read(module, inputs, pieces, start):
+            num_tokens, size = num_tokens + output.shape[-2], state_bytes(state)
+            first = first or size
+            if kind == "recurrent" and size != first:
+                raise Violation(
+                    'declares decode="recurrent" but its state grows',
+                    f"{inputs.words()}, {way}: {first} bytes at first, {size} after {num_tokens} tokens",
+                )
+            if claim is None:
+                continue
+            shape = build.shape(inputs.batch_size, 1, num_tokens, subject.config, subject.form)
+            claimed = claim(shape, subject.dtype.itemsize)
+            if size != claimed:
+                raise Violation(
+                    "the decode state has another size than claimed",
+                    f"{inputs.words()}, {way}: {size} bytes after {num_tokens} tokens; claims {claimed}",
+                )
+    return passed(f"{size} bytes after {length} tokens" + ("; claims nothing" if claim is None else ""))
 
 
 CHECKS = (
-    Check(name="decode", summary="step by step equals the causal forward, or is refused", run=_decode),
+    Check(
+        name="decode",
+        summary="a sequence cut anywhere, read by prefill and steps, equals the causal forward; or it is refused",
+        run=_decode,
+    ),
     Check(
         name="decode_state_bytes",
-        summary="the decode state has the size that is claimed",
+        summary="the decode state has the size that is claimed, and a recurrent one does not grow",
         run=_decode_state_bytes,
-        forms=("attention",),
     ),
 )

@@ -92,8 +92,8 @@ def _padding_length(subject: Subject) -> Finding:
     capabilities = subject.capabilities
     if not capabilities.key_padding_mask:
         return not_applicable("has no key_padding_mask")
-    if not capabilities.is_exact:
-        return not_applicable("not exact attention: its pattern or projection may depend on the padded length")
+    if not capabilities.is_padding_invariant:
+        return not_applicable("does not claim that the padded length is all the same (is_padding_invariant)")
     if not capabilities.variable_seq_len:
         return not_applicable("has one fixed length")
     for build in subject.contexts():
@@ -161,7 +161,7 @@ CHECKS = (
         summary="values under key_padding_mask do not matter, whatever they are",
         run=_padding_content,
     ),
-    Check(name="padding_length", summary="more padding does not matter to exact attention", run=_padding_length),
+    Check(name="padding_length", summary="where it is claimed, more padding does not matter", run=_padding_length),
     Check(
         name="fully_padded_row",
         summary="an entry of padding only gives zeros and finite gradients",

@@ -9,14 +9,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, build_attention, build_mixer
+from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, Mixed, build_attention, build_mixer
 from attn_zoo.conformance.check import Finding, Violation, refused
 from attn_zoo.conformance.inputs import Form, Inputs, make_inputs, padding_mask, random_tensor
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Capabilities
 from attn_zoo.registry import Variant, make_config
 
-__all__ = ["Form", "Gradients", "Module", "Subject", "call", "call_reference", "gradients", "take_step", "weighted_sum"]
+__all__ = [
+    "Form",
+    "Gradients",
+    "Module",
+    "Subject",
+    "call",
+    "call_reference",
+    "gradients",
+    "read_positions",
+    "routing_of",
+    "weighted_sum",
+]
 
 Module = AbstractAttention | AbstractMixer
 MaskKind = Literal["none", "end", "scattered"]
@@ -36,20 +47,34 @@ def call(module: Module, inputs: Inputs) -> Tensor:
     return output
 
 
-def call_reference(module: Module, inputs: Inputs) -> Tensor:
-    """Call the module's readable reference."""
+def call_reference(module: Module, inputs: Inputs, routing: Any = None) -> Tensor:
+    """Call the module's readable reference, under the routing of another call where one is given."""
     tensors, keywords = _arguments(inputs)
-    output: Tensor = module.reference(*tensors, **keywords)
-    return output
+    if routing is not None:
+        keywords["routing"] = routing
+    output = module.reference(*tensors, **keywords)
+    return output.hidden if isinstance(output, Mixed) else output
 
 
-def take_step(module: Module, inputs: Inputs, position: int, state: Any) -> tuple[Tensor, Any]:
-    """Decode the token at `position`; in cross-attention the context is in the state already."""
-    rows = [tensor[..., position : position + 1, :] for tensor in inputs.tensors]
+def routing_of(module: Module, inputs: Inputs) -> Any:
+    """Return what the module chooses by the data for these inputs, or None where it chooses nothing."""
+    tensors, keywords = _arguments(inputs)
+    if inputs.form == "attention":
+        tensors = tensors[:2]
+    with torch.no_grad():
+        return module.route(*tensors, **keywords)
+
+
+def read_positions(module: Module, inputs: Inputs, part: range, state: Any, *, at_once: bool) -> tuple[Tensor, Any]:
+    """Read the tokens at some positions from a state, by prefill or (one token) a step.
+
+    In cross-attention the context is in the state already.
+    """
+    tensors = [tensor[..., part.start : part.stop, :] for tensor in inputs.tensors]
     if isinstance(module, AbstractAttention):
-        query, key, value = rows
-        return module.step(query, key, value, state)
-    return module.step(rows[0], state)
+        query, key, value = tensors
+        return module.prefill(query, key, value, state) if at_once else module.step(query, key, value, state)
+    return module.prefill(tensors[0], state) if at_once else module.step(tensors[0], state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +152,8 @@ class Subject:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the variant declares."""
-        return self.variant.capabilities
+        """What the variant declares under these options."""
+        return self.variant.capabilities_of(self.config)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -10,11 +10,10 @@ from matplotlib.figure import Figure
 
 from attn_zoo.attention.effective import attention_call, weight_columns
 from attn_zoo.errors import ConfigError
-from attn_zoo.maps.binning import Pool, PooledWeights, make_axis, pool_weights
 from attn_zoo.maps.capture import MixerCall, watch
 from attn_zoo.maps.example import MapInput, input_of_example, input_of_text
 from attn_zoo.maps.find import find_weights
-from attn_zoo.maps.head_panels import draw_heads
+from attn_zoo.maps.head_panels import Pool, PooledWeights, draw_heads, make_axis, pool_weights
 from attn_zoo.report.units import shorten
 from attn_zoo.training.weights import Trained, load_trained
 
@@ -58,7 +57,7 @@ def attention_map(
     given = input_of_text(trained, text) if text is not None else input_of_example(trained, example)
     found = head_weights(watch(trained, given, of_other=of_other), layers, heads, pool)
     title = f"Attention weights of {trained.cell.label or trained.cell.variant}"
-    return draw_heads(found, title=title, subtitle=_subtitle(trained, given, found, pool, of_other=of_other))
+    return draw_heads(found, title=title, note=_note(trained, given, found, pool, of_other=of_other))
 
 
 def head_weights(
@@ -105,7 +104,7 @@ def _expect(option: str, chosen: Sequence[int], known: Sequence[int]) -> None:
             raise ConfigError(option, [("", f"expected {known[0]} to {known[-1]}; got {number}")])
 
 
-def _subtitle(trained: Trained, given: MapInput, found: Sequence[PooledWeights], pool: Pool, *, of_other: bool) -> str:
+def _note(trained: Trained, given: MapInput, found: Sequence[PooledWeights], pool: Pool, *, of_other: bool) -> str:
     symbols = given.other_symbols if of_other else given.symbols
     joined = ("" if all(len(symbol) == 1 for symbol in symbols) else " ").join(symbols)
     lines = [f"{trained.cell.id}; {given.words}{' (second input)' if of_other else ''}: {shorten(joined, 160)}"]

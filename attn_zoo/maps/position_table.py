@@ -8,14 +8,16 @@ from typing import Literal
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import nn
 
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.maps.canvas import Canvas, Shades, header_height, shades_for
 from attn_zoo.maps.find import find_weights
 from attn_zoo.model.initialise import initialise
 from attn_zoo.model.positions import Embedding
+from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares, signed_number, weight_shades
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, styled
 from attn_zoo.training.weights import load_trained
 
@@ -24,7 +26,7 @@ __all__ = ["AddedPosition", "cosine_similarity", "draw_positions", "position_map
 AddedPosition = Literal["sinusoidal", "learned"]
 Table = NDArray[np.float32]
 
-WIDTH, PANEL = 10.6, 3.4
+PANEL = 3.4
 MAX_LIMIT_QUANTILE = 0.999
 
 
@@ -115,37 +117,27 @@ def draw_positions(table: Table, *, title: str, how: str) -> Figure:
         how: where the table comes from.
     """
     length, dim = table.shape
-    subtitle = (
+    note = (
         f"{how}; {length} positions, {dim} features. Left: what is added to the embedding at each position. Right: "
         "cosine of the angle between what two positions get."
     )
     limit = float(np.quantile(np.abs(table), MAX_LIMIT_QUANTILE))
+    values, cosines = weight_shades(table, limit), weight_shades(np.array([-1.0, 1.0], dtype=np.float32))
     with styled():
-        top = header_height(subtitle, WIDTH) + 0.3
-        canvas = Canvas(WIDTH, top + PANEL + 0.6, title, subtitle)
-        values, similarity = shades_for(table, limit), shades_for(np.array([-1.0, 1.0], dtype=np.float32))
-        left = 0.72
-        _heat(canvas.axes(left, top, PANEL, PANEL), table, values, "feature", "position", "added to the embedding")
-        canvas.colour_bar(left + PANEL + 0.15, top, PANEL, values, "value")
-        left += PANEL + 1.75
-        _heat(
-            canvas.axes(left, top, PANEL, PANEL),
-            cosine_similarity(table),
-            similarity,
-            "position",
-            "position",
-            "similarity of positions",
-        )
-        canvas.colour_bar(left + PANEL + 0.15, top, PANEL, similarity, "cosine")
-    return canvas.figure
+        page = Page(title, note, width=10.6)
+        left, right = page.panels(2, height=PANEL, columns=2, left=0.72, right=1.33, gap=1.75, above=0.25)
+        draw_colour_bar(page, left, values, signed_number, "value")
+        draw_colour_bar(page, right, cosines, signed_number, "cosine")
+        _draw_table(left, table, values, "feature", "added to the embedding")
+        _draw_table(right, cosine_similarity(table), cosines, "position", "similarity of positions")
+    return page.figure
 
 
-def _heat(axes: Axes, values: Table, shades: Shades, across: str, down: str, title: str) -> None:
-    axes.imshow(values, cmap=shades.colours, norm=shades.norm, aspect="auto", interpolation="nearest")
-    axes.set_title(title, fontsize=9.5, color=INK, pad=5)
+def _draw_table(axes: Axes, values: Table, shades: Shades, across: str, title: str) -> None:
+    draw_squares(axes, values, shades)
+    axes.set_title(title, color=INK, pad=5)
     axes.set_xlabel(across, fontsize=9, color=MUTED)
-    axes.set_ylabel(down, fontsize=9, color=MUTED)
+    axes.set_ylabel("position", fontsize=9, color=MUTED)
     axes.tick_params(length=2, labelsize=8)
-    for axis, size in ((axes.xaxis, values.shape[1]), (axes.yaxis, values.shape[0])):
-        if size == 1:
-            axis.set_ticks([0])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10], integer=True))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from attn_zoo.maps.canvas import Canvas, header_height
 from attn_zoo.registry import tasks
-from attn_zoo.report.figures.style import COLOURS, INK, MUTED, plain, styled
+from attn_zoo.report.figures.axes import annotate
+from attn_zoo.report.figures.page import Page
+from attn_zoo.report.figures.style import COLOURS, INK, styled
 from attn_zoo.report.units import human_number
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.schedule import learning_rate
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Rates", "protocol_rates", "schedule_map"]
 
-WIDTH, PANEL = 8.0, 3.2
 MAX_POINTS = 2_000
 
 
@@ -83,53 +83,35 @@ def protocol_rates(name: str, task: str | None = None) -> Rates:
 
 def schedule_map(name: str, task: str | None = None) -> Figure:
     """Return the figure of the learning rate against the update, warm-up marked; see `protocol_rates`."""
-    found = protocol_rates(name, task)
-    protocol, (peak_step, peak) = found.protocol, found.peak
+    drawn = protocol_rates(name, task)
+    protocol, (peak_step, peak) = drawn.protocol, drawn.peak
     of_task = f" for {task}" if task else ""
-    subtitle = (
+    note = (
         f"{protocol.num_steps:,} updates of batches of {protocol.batch_size}, {protocol.warmup_steps:,} of them "
         f"warm-up; schedule {protocol.schedule}, base rate {human_number(protocol.base_lr)}"
     )
-    if task and not found.has_settings:
-        subtitle += f"; {task} sets nothing of its own"
+    if task and not drawn.has_settings:
+        note += f"; {task} sets nothing of its own"
     if protocol.pretrain:
-        subtitle += f". {protocol.pretrain_steps:,} updates of pretraining go before, which are not drawn"
+        note += f". {protocol.pretrain_steps:,} updates of pretraining go before, which are not drawn"
     with styled():
-        top = header_height(subtitle, WIDTH) + 0.15
-        canvas = Canvas(WIDTH, top + PANEL + 0.6, f"Learning rate of {name}{of_task}", subtitle)
-        axes = canvas.axes(0.9, top, WIDTH - 1.25, PANEL)
-        axes.grid(visible=True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        page = Page(f"Learning rate of {name}{of_task}", note)
+        (axes,) = page.panels(height=3.2, left=0.95, right=0.35)
         axes.set_xlim(0, protocol.num_steps * 1.01)
         axes.set_ylim(0, peak * 1.16)
-        axes.plot(found.steps, found.rates, color=COLOURS[0], lw=1.9, zorder=3)
+        axes.plot(drawn.steps, drawn.rates, color=COLOURS[0], lw=1.9, zorder=3)
         axes.plot([peak_step], [peak], marker="o", ms=5.5, mec="white", mfc=COLOURS[0], mew=0.8, zorder=4)
-        is_left = peak_step < protocol.num_steps * 0.7
-        axes.annotate(
-            plain(f"highest: {human_number(peak)} at update {peak_step:,}", 60),
-            xy=(peak_step, peak),
-            xytext=(8 if is_left else -8, 7),
-            textcoords="offset points",
-            ha="left" if is_left else "right",
-            fontsize=8.5,
-            color=INK,
-        )
+        words = f"highest: {human_number(peak)} at update {peak_step:,}"
+        ha, across = ("left", 8) if peak_step < protocol.num_steps * 0.7 else ("right", -8)
+        annotate(axes, words, (peak_step, peak), (across, 7), ha=ha, va="baseline", fontsize=8.5, color=INK)
         if protocol.warmup_steps:
             end = min(protocol.warmup_steps, protocol.num_steps)
             axes.axvspan(0, end, color=COLOURS[4], alpha=0.16, lw=0, zorder=0.5)
             is_wide = end > 0.12 * protocol.num_steps
-            axes.annotate(
-                "warm-up",
-                xy=(0, 1) if is_wide else (end, 0),
-                xycoords=("data", "axes fraction"),
-                xytext=(5, -13 if is_wide else 6),
-                textcoords="offset points",
-                fontsize=8.5,
-                color=MUTED,
-            )
+            at, offset = ((0, peak * 1.16), (5, -13)) if is_wide else ((end, 0), (5, 6))
+            annotate(axes, "warm-up", at, offset, va="baseline", fontsize=8.5)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_number(value)))
-        axes.set_xlabel("update", fontsize=9.5)
-        axes.set_ylabel("learning rate", fontsize=9.5)
-    return canvas.figure
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("update")
+        axes.set_ylabel("learning rate")
+    return page.figure

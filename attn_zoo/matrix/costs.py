@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.metadata import Shape
+from attn_zoo.metadata import Form, Shape
 from attn_zoo.records import Cell
-from attn_zoo.registry import make_config, variants
+from attn_zoo.registry import VariantConfig, make_config, variants
 
-__all__ = ["DTYPE_BYTES", "Claims", "build_context", "call_shape", "claims", "forward_flops", "stored_claims"]
+__all__ = [
+    "DTYPE_BYTES",
+    "Claims",
+    "build_context",
+    "call_shape",
+    "claims",
+    "config_of",
+    "forward_flops",
+    "stored_claims",
+]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -21,27 +32,36 @@ class Claims:
     """Fields of a record that formulas decide; see `Record`."""
 
     flops: int | None = None
+    projection_flops: int | None = None
     min_bytes: int | None = None
     backward_ratio: float | None = None
 
 
 def claims(cell: Cell) -> Claims:
-    """Return what the variant's formulas say of one forward of a scaling cell.
-
-    Only attention alone has a formula for its traffic: the projections of a mixer are not counted in it.
-    """
-    complexity = variants[cell.variant].complexity
-    if complexity.flops is None:
+    """Return what the variant's formulas say of one forward of a scaling cell."""
+    variant, shape = variants[cell.variant], call_shape(cell)
+    flops = variant.flops(shape)
+    if flops is None:
         return Claims()
-    shape = call_shape(cell)
-    flops = complexity.flops(shape)
-    if cell.scope != "attention":
-        return Claims(flops=flops)
     try:
-        min_bytes = complexity.min_bytes(shape, DTYPE_BYTES[cell.dtype])
+        return Claims(
+            flops=flops,
+            projection_flops=variant.projection_flops(shape),
+            min_bytes=variant.min_bytes(shape, DTYPE_BYTES[cell.dtype]),
+            backward_ratio=variant.backward_ratio(shape),
+        )
     except Exception:  # somebody else's formula must not spoil a measurement that is done
         return Claims(flops=flops)
-    return Claims(flops=flops, min_bytes=min_bytes, backward_ratio=complexity.backward_ratio)
+
+
+@cache
+def _config(cls: type[VariantConfig], options: str, name: str) -> VariantConfig:
+    return make_config(cls, json.loads(options), name)
+
+
+def config_of(cell: Cell) -> VariantConfig:
+    """Return the options of a cell's variant."""
+    return _config(variants[cell.variant].config, json.dumps(cell.options, sort_keys=True), cell.variant)
 
 
 def build_context(cell: Cell) -> BuildContext:
@@ -74,16 +94,17 @@ def call_shape(cell: Cell) -> Shape:
     """
     context = build_context(cell)
     assert cell.batch_size is not None  # checked above
-    config = make_config(variants[cell.variant].config, cell.options, cell.variant)
-    return context.shape(cell.batch_size, context.max_seq_len, config=config)
+    form: Form = "attention" if cell.scope == "attention" else "mixer"
+    return context.shape(cell.batch_size, context.max_seq_len, config=config_of(cell), form=form)
 
 
 def forward_flops(cell: Cell) -> float:
-    """Return the FLOPs of one forward of the variant alone, by its formula or else its claimed exponent."""
-    shape, claim = call_shape(cell), variants[cell.variant].complexity
-    if claim.flops:
-        return float(claim.flops(shape))
-    return 4.0 * shape.batch_size * shape.num_heads * float(shape.query_len**claim.time_exponent) * shape.head_dim
+    """Return the FLOPs of one forward of the variant, by its formula or else its claimed exponent."""
+    shape, variant = call_shape(cell), variants[cell.variant]
+    if (flops := variant.flops(shape)) is not None:
+        return float(flops)
+    growth = float(shape.query_len**variant.complexity.time_exponent)
+    return 4.0 * shape.batch_size * shape.num_heads * growth * shape.head_dim
 
 
 def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-__all__ = ["count_flops"]
+__all__ = ["Operations", "count_flops", "count_operations"]
 
 _COMPILER = "torch._dynamo"
 _TRANSPARENT_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d"})
@@ -24,8 +27,64 @@ def _cpu_flash_flops(
     return int(sdpa_flop_count(query_shape, key_shape, value_shape))  # type: ignore[no-untyped-call]
 
 
-_EXTRA_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash_flops}
+def _cpu_flash_backward_flops(
+    grad_shape: torch.Size, query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *_: Any, **__: Any
+) -> int:
+    """Count five products: the scores are recomputed."""
+    return int(sdpa_backward_flop_count(grad_shape, query_shape, key_shape, value_shape))  # type: ignore[no-untyped-call]
+
+
+def _fft_flops(tensor: Tensor, dims: Sequence[int], *_: Any, out_val: Tensor, **__: Any) -> int:
+    """Count 5 N log2 N for each transform of N complex points, half of it where input or output is real."""
+    points = out_val if out_val.numel() > tensor.numel() else tensor
+    is_real = not (tensor.is_complex() and out_val.is_complex())
+    size = math.prod(points.shape[dim] for dim in dims)
+    return round(5 * points.numel() * math.log2(max(size, 1)) * (0.5 if is_real else 1.0))
+
+
+def _recurrent_flops(tensor: Tensor, *rest: Any, **_: Any) -> int:
+    """Count the products of a fused recurrent layer: each weight matrix once for every position.
+
+    The weights are the four arguments after the input (oneDNN) or the first of them, a list (cuDNN).
+    """
+    given = rest[0] if isinstance(rest[0], list | tuple) else rest[:4]
+    weights = sum(item.numel() for item in given if isinstance(item, Tensor) and item.dim() == 2)
+    return 2 * weights * (tensor.numel() // tensor.shape[-1])
+
+
+def _recurrent_backward_flops(tensor: Tensor, *rest: Any, **_: Any) -> int:
+    return 2 * _recurrent_flops(tensor, *rest)
+
+
+_aten = torch.ops.aten
+_EXTRA_FORMULAS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_cpu_flash_flops),  # type: ignore[no-untyped-call]
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_cpu_flash_backward_flops),  # type: ignore[no-untyped-call]
+    _aten._fft_r2c: _fft_flops,
+    _aten._fft_c2r: _fft_flops,
+    _aten._fft_c2c: _fft_flops,
+    _aten.mkldnn_rnn_layer: _recurrent_flops,
+    _aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
+    _aten._cudnn_rnn: _recurrent_flops,
+    _aten._cudnn_rnn_backward: _recurrent_backward_flops,
+}
 """What torch's own table lacks."""
+
+_SUMS = frozenset({_aten.sum, _aten.mean, _aten.cumsum})
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What ran.
+
+    Args:
+        products: floating-point operations of matrix products, convolutions, fused attention, fused recurrent layers
+            and Fourier transforms, a multiply-add being two.
+        additions: one for each element that was summed along a dimension.
+    """
+
+    products: int
+    additions: int
 
 
 class _OpaqueOperation(BaseException):
@@ -44,8 +103,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
-        extra = {operation: shape_wrapper(formula) for operation, formula in _EXTRA_FORMULAS.items()}  # type: ignore[no-untyped-call]
-        self._formulas: dict[Any, Any] = {**flop_registry, **extra}
+        self.additions = 0
+        self._formulas: dict[Any, Any] = {**flop_registry, **_EXTRA_FORMULAS}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -61,6 +120,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             output = func(*args, **kwargs)
             self.total += int(formula(*args, **kwargs, out_val=output))
             return output
+        if func._overloadpacket in _SUMS:
+            self.additions += args[0].numel()
         if func.namespace != "prim":
             with self:  # what consists of other operations is counted by those
                 output = func.decompose(*args, **kwargs)
@@ -108,26 +169,32 @@ def _no_triton_launch() -> Iterator[None]:
         chain.remove(stop)
 
 
-def count_flops(forward: Callable[[], object]) -> int | None:
-    """Run `forward` once without a graph and return its floating-point operations, a multiply-add being two.
+def count_operations(run: Callable[[], object]) -> Operations | None:
+    """Run once and return the operations, those of a backward included where `run` has one.
 
-    Counted are matrix products, convolutions and fused attention; element-wise work, reductions, softmax and FFTs are
-    not. Causal or masked attention counts as dense, as in `torch.utils.flop_counter`: for sparse mechanisms the formula
-    is the truth, and this is the upper bound it is checked against.
+    Element-wise work and softmax are not counted. Causal or masked attention counts as dense, as in
+    `torch.utils.flop_counter`: for sparse mechanisms the formula is the truth, and this is the upper bound.
 
     Returns:
-        The count, or None where an operation ran that the counter cannot see into: FlexAttention, a kernel of another
+        The counts, or None where an operation ran that the counter cannot see into: FlexAttention, a kernel of another
         package, a Triton kernel. It stops at the first of those.
     """
     had_compiler = _COMPILER in sys.modules
     counter = _new_counter()
     try:
-        with torch.no_grad(), _no_triton_launch(), counter:
-            forward()
+        with _no_triton_launch(), counter:
+            run()
     except _OpaqueOperation:
         return None
     except Exception:
         if had_compiler or _COMPILER not in sys.modules:
             raise
-        return count_flops(forward)  # it has just loaded the compiler, which then took the counter apart too
-    return counter.total
+        return count_operations(run)  # it has just loaded the compiler, which then took the counter apart too
+    return Operations(counter.total, counter.additions)
+
+
+def count_flops(forward: Callable[[], object]) -> int | None:
+    """Return the products of `count_operations` for one forward without a graph."""
+    with torch.no_grad():
+        counted = count_operations(forward)
+    return None if counted is None else counted.products

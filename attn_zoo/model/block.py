@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attn_zoo.attention.contract import AbstractMixer
+from attn_zoo.attention.contract import AbstractMixer, Mixed
 from attn_zoo.model.config import ModelConfig
 from attn_zoo.model.norm import make_norm
 
@@ -77,24 +77,28 @@ class Block(nn.Module):
         key_padding_mask: Tensor | None = None,
         context: Tensor | None = None,
         context_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Map `[B, L, E]` to `[B, L, E]`.
+        carry: Tensor | None = None,
+    ) -> Mixed:
+        """Map `[B, L, E]` to `[B, L, E]`, and what the mixer passes on.
 
         Args:
             hidden: the sequence.
             key_padding_mask: bool `[B, L]`, True = padding.
             context: `[B, S, E]`, the encoder's output.
             context_padding_mask: bool `[B, S]`.
+            carry: what the mixer of the block before passed on, or None.
         """
         padding = key_padding_mask
-        mixed = self.mixer(self._before(self.mixer_norm, hidden, padding), key_padding_mask=padding)
+        mixed, carry = self.mixer.mix(
+            self._before(self.mixer_norm, hidden, padding), key_padding_mask=padding, carry=carry
+        )
         hidden = self._after(self.mixer_norm, hidden, mixed, padding)
         if self.cross is not None and self.cross_norm is not None:
             query = self._before(self.cross_norm, hidden, padding)
             seen = self.cross(query, context=context, key_padding_mask=context_padding_mask)
             hidden = self._after(self.cross_norm, hidden, seen, padding)
         fed = self.ffn(self._before(self.ffn_norm, hidden, padding))
-        return self._after(self.ffn_norm, hidden, fed, padding)
+        return Mixed(self._after(self.ffn_norm, hidden, fed, padding), carry)
 
     def init_state(self, like: Tensor, context: Tensor | None, context_padding_mask: Tensor | None) -> BlockState:
         """Return the empty decode state for sequences of the batch size, device and dtype of `like`."""
@@ -105,13 +109,18 @@ class Block(nn.Module):
             )
         return BlockState(self.mixer.init_state(len(like), device=like.device, dtype=like.dtype), cross)
 
-    def step(self, hidden: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
-        """Map one new position `[B, 1, E]`; return its output and the new state."""
-        mixed, mixer_state = self.mixer.step(self._before(self.mixer_norm, hidden, None), state.mixer)
+    def prefill(self, hidden: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
+        """Map new positions `[B, n, E]` that follow those in the state; return their output and the new state."""
+        mixed, mixer_state = _read(self.mixer, self._before(self.mixer_norm, hidden, None), state.mixer)
         hidden = self._after(self.mixer_norm, hidden, mixed, None)
         cross_state = state.cross
         if self.cross is not None and self.cross_norm is not None:
-            seen, cross_state = self.cross.step(self._before(self.cross_norm, hidden, None), state.cross)
+            seen, cross_state = _read(self.cross, self._before(self.cross_norm, hidden, None), state.cross)
             hidden = self._after(self.cross_norm, hidden, seen, None)
         fed = self.ffn(self._before(self.ffn_norm, hidden, None))
         return self._after(self.ffn_norm, hidden, fed, None), BlockState(mixer_state, cross_state)
+
+
+def _read(mixer: AbstractMixer, hidden: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Step where there is one new position, else prefill."""
+    return mixer.step(hidden, state) if hidden.shape[1] == 1 else mixer.prefill(hidden, state)

@@ -57,12 +57,11 @@ class LanguageModel(nn.Module):
             for _ in range(num_tokens):
                 tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
             return tokens
-        state = self.decoder.init_state(len(prompt))
-        hidden: Tensor | None = None
-        for position in range(prompt.shape[1] + num_tokens - 1):
-            hidden, state = self.decoder.step(tokens[:, position : position + 1], state)
-            if position >= prompt.shape[1] - 1:
-                tokens = torch.cat([tokens, self.head(hidden).argmax(-1)], dim=1)
+        hidden, state = self.decoder.prefill(prompt, self.decoder.init_state(len(prompt)))
+        for index in range(num_tokens):
+            tokens = torch.cat([tokens, self.head(hidden[:, -1:]).argmax(-1)], dim=1)
+            if index < num_tokens - 1:
+                hidden, state = self.decoder.prefill(tokens[:, -1:], state)
         return tokens
 
 
@@ -125,7 +124,7 @@ class Seq2Seq(nn.Module):
         )
         for position in range(num_tokens):
             if state is not None:
-                hidden, state = self.decoder.step(tokens[:, position : position + 1], state)
+                hidden, state = self.decoder.prefill(tokens[:, position : position + 1], state)
             else:
                 hidden = self.decoder(tokens[:, :-1], context=context, context_padding_mask=padding)
                 hidden = hidden[:, position : position + 1]

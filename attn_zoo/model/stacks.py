@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from attn_zoo.attention.build import build_mixer
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.metadata import Request
 from attn_zoo.model.block import Block, BlockState
 from attn_zoo.model.config import ModelConfig
 from attn_zoo.model.norm import make_norm
 from attn_zoo.model.positions import Embedding
+from attn_zoo.registry import make_config, variants
 
 __all__ = ["Decoder", "DecoderState", "Encoder"]
 
@@ -51,7 +53,10 @@ def _embedding(config: ModelConfig, vocab_size: int, num_positions: int, *, has_
 
 
 def _refuse_leaks(config: ModelConfig) -> None:
-    """Raise `UnsupportedError` where the normalisation would let later positions influence earlier ones."""
+    """Raise `UnsupportedError` where later positions would influence earlier ones: by normalisation or routing."""
+    variant = variants[config.variant]
+    capabilities = variant.capabilities_of(make_config(variant.config, config.options, config.variant))
+    capabilities.require(config.variant, Request(is_causal=True, is_autoregressive=True))
     if config.norm == "batch_norm":
         raise UnsupportedError(
             "causal", "batch_norm in a decoder: its statistics run over all positions, so later tokens would leak"
@@ -92,8 +97,9 @@ class Encoder(nn.Module):
         hidden = self.embedding(tokens)
         if key_padding_mask is not None and self.embedding.cls is not None:
             key_padding_mask = torch.cat([key_padding_mask.new_zeros(len(tokens), 1), key_padding_mask], dim=1)
+        carry: Tensor | None = None
         for block in self.blocks:
-            hidden = block(hidden, key_padding_mask=key_padding_mask)
+            hidden, carry = block(hidden, key_padding_mask=key_padding_mask, carry=carry)
         if self.final_norm is not None:
             hidden = self.final_norm(hidden, key_padding_mask)
         return hidden, key_padding_mask
@@ -116,7 +122,7 @@ class Decoder(nn.Module):
         context_len: longest encoder output; 0 means no cross-attention.
 
     Raises:
-        UnsupportedError: the normalisation would let later positions influence earlier ones.
+        UnsupportedError: the normalisation, or the variant's routing, would let later positions influence earlier ones.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, context_len: int = 0) -> None:
@@ -143,12 +149,14 @@ class Decoder(nn.Module):
             context_padding_mask: bool `[B, S]`.
         """
         hidden = self.embedding(tokens)
+        carry: Tensor | None = None
         for block in self.blocks:
-            hidden = block(
+            hidden, carry = block(
                 hidden,
                 key_padding_mask=key_padding_mask,
                 context=context,
                 context_padding_mask=context_padding_mask,
+                carry=carry,
             )
         return self._finish(hidden)
 
@@ -169,11 +177,11 @@ class Decoder(nn.Module):
             tuple(block.init_state(like, context, context_padding_mask) for block in _each(self.blocks))
         )
 
-    def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """Read one token per sequence `[B, 1]`; return its hidden state `[B, 1, E]` and the new state."""
+    def prefill(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Read n tokens per sequence `[B, n]`; return their hidden states `[B, n, E]` and the new state."""
         hidden = self.embedding(tokens, state.position)
         states = []
         for block, block_state in zip(_each(self.blocks), state.blocks, strict=True):
-            hidden, new_state = block.step(hidden, block_state)
+            hidden, new_state = block.prefill(hidden, block_state)
             states.append(new_state)
-        return self._finish(hidden), DecoderState(tuple(states), state.position + 1)
+        return self._finish(hidden), DecoderState(tuple(states), state.position + tokens.shape[1])

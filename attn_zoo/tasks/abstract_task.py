@@ -1,6 +1,6 @@
 """What a task is: a frozen description, three splits, the floors of trivial models, a text form for people.
 
-A task knows neither models nor attention. What its four kinds put into a `Split` (N examples, L the longest input):
+A task knows neither models nor attention. What its kinds put into a `Split` (N examples, L the longest input):
 
 | kind | tokens | other_tokens | labels |
 | --- | --- | --- | --- |
@@ -19,19 +19,33 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.tasks.sources.source import Source
+from attn_zoo.tasks.sources.tensor_cache import cached_tensors
+from attn_zoo.whole_files import whole_file
 
-__all__ = ["IGNORED_LABEL", "AbstractTask", "Example", "Metric", "Split", "SplitName", "TaskKind", "TaskSpec"]
+__all__ = [
+    "IGNORED_LABEL",
+    "AbstractCachedTask",
+    "AbstractFileTask",
+    "AbstractTask",
+    "Example",
+    "Metric",
+    "Split",
+    "SplitName",
+    "TaskKind",
+    "TaskSpec",
+    "export_jsonl",
+]
 
 TaskKind = Literal["classification", "token_classification", "causal_lm", "seq2seq", "pair"]
 Metric = Literal["accuracy", "bits_per_byte"]
@@ -124,6 +138,11 @@ class Split:
             if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= tokens.shape[1]:
                 raise ValueError(f"Split: expected lengths from 1 to L = {tokens.shape[1]}")
 
+    @classmethod
+    def without_padding(cls, tokens: Tensor, labels: Tensor) -> Split:
+        """Return examples that are all as long as the rows of `tokens`."""
+        return cls(tokens=tokens, lengths=torch.full((len(tokens),), tokens.shape[1], dtype=torch.int16), labels=labels)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -138,14 +157,12 @@ class Split:
 
     def select(self, rows: Tensor) -> Split:
         """Return the rows with the given indices, as they are padded here."""
-        return Split(
-            tokens=self.tokens[rows],
-            lengths=self.lengths[rows],
-            labels=self.labels[rows],
-            other_tokens=None if self.other_tokens is None else self.other_tokens[rows],
-            other_lengths=None if self.other_lengths is None else self.other_lengths[rows],
-            groups=None if self.groups is None else self.groups[rows],
-        )
+        return Split(**{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that there are, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 class AbstractTask(ABC):
@@ -230,13 +247,11 @@ class AbstractTask(ABC):
     def export(self, name: SplitName, out: Path) -> list[Path]:
         """Write a split for other programs and return what was written: here one JSON object per example.
 
-        Tasks with a published form, and those of images (`export.export_images`), override this.
+        Tasks with a published form, and those of images (`picture_files.export_images`), override this.
 
         Raises:
             FolderError: `out` exists or cannot be written; no trace is left.
         """
-        from attn_zoo.tasks.picture_files import export_jsonl
-
         return export_jsonl(self.split(name), out, group_axes=self.spec.group_axes)
 
     def symbols(self, tokens: Tensor) -> list[str]:
@@ -259,3 +274,113 @@ class AbstractTask(ABC):
             raise ValueError(f"{self.name}: groups must have a column for each of {spec.group_axes}; got {width}")
         if not spec.has_padding and bool(padding.any()):
             raise ValueError(f"{self.name}: has_padding is False but rows differ in length")
+
+
+def export_jsonl(split: Split, out: Path, *, group_axes: Sequence[str] = ()) -> list[Path]:
+    """Write one JSON object per example: `tokens`, `length`, `label`, and where there are any `other_tokens`, `groups`.
+
+    Sequences come without padding. A label of -100 is not scored.
+
+    Args:
+        split: what to write.
+        out: file to write.
+        group_axes: names of the columns of `split.groups`.
+
+    Returns:
+        The file.
+
+    Raises:
+        FolderError: the file exists or cannot be written; no trace is left.
+    """
+    label_lengths = split.lengths if split.other_lengths is None else split.other_lengths
+    with whole_file(out) as temporary, temporary.open("w", encoding="ascii", newline="\n") as file:
+        for index in range(len(split)):
+            example = split.example(index)
+            label = example.label if example.label.ndim == 0 else example.label[: int(label_lengths[index])]
+            row: dict[str, Any] = {
+                "tokens": example.tokens.tolist(),
+                "length": len(example.tokens),
+                "label": label.tolist(),
+            }
+            if example.other_tokens is not None:
+                row["other_tokens"] = example.other_tokens.tolist()
+            if split.groups is not None:
+                row["groups"] = dict(zip(group_axes, split.groups[index].tolist(), strict=True))
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+    return [out]
+
+
+class AbstractCachedTask(AbstractTask):
+    """A task that makes its splits at the first use and keeps them.
+
+    Args:
+        level: one of `levels`.
+        data_dir: folder with data that cannot be generated.
+    """
+
+    def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
+        super().__init__(level, data_dir=data_dir)
+        self.config: Any = self.levels[level]
+        self._splits: dict[SplitName, Split] = {}
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether making the splits takes longer than a few seconds, so that they are kept in the cache."""
+        return False
+
+    @abstractmethod
+    def make(self) -> Mapping[SplitName, Split]:
+        """Return the splits."""
+
+    def split(self, name: SplitName) -> Split:
+        if not self._splits:
+            self._splits = dict(self._cached() if self.is_slow else self.make())
+        return self._splits[name]
+
+    def _cached(self) -> dict[SplitName, Split]:
+        def flat() -> dict[str, Tensor]:
+            return {
+                f"{name}.{key}": value for name, split in self.make().items() for key, value in split.tensors().items()
+            }
+
+        digest = self.digest(self.level, data_dir=self.data_dir)
+        parts: dict[SplitName, dict[str, Tensor]] = {name: {} for name in get_args(SplitName)}
+        for key, tensor in cached_tensors(f"{self.name}-{self.level}-{digest}", flat).items():
+            name, _, field = key.partition(".")
+            parts[name][field] = tensor  # type: ignore[index]
+        return {name: Split(**tensors) for name, tensors in parts.items() if tensors}
+
+
+class AbstractFileTask(AbstractCachedTask):
+    """A task whose splits are read from the files of its `source`.
+
+    Class attributes:
+        files: what every level reads.
+
+    Args:
+        level: one of `levels`.
+        data_dir: folder to look in first; see `Source.folders`.
+    """
+
+    files: ClassVar[Source]
+
+    @classmethod
+    def source(cls, level: str) -> Source | None:
+        cls.check_level(level)
+        return cls.files
+
+    @abstractmethod
+    def read(self, paths: dict[str, Path]) -> Mapping[SplitName, Split]:
+        """Return the splits.
+
+        Args:
+            paths: of the files, by what the source calls them.
+
+        Raises:
+            ConfigError: a file does not hold what it should.
+        """
+
+    def make(self) -> Mapping[SplitName, Split]:
+        source = self.source(self.level)
+        assert source is not None, f"{self.name} has no source"
+        return self.read(source.locate(self.data_dir))

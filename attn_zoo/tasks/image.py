@@ -23,20 +23,17 @@ from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.file_task import AbstractFileTask
+from attn_zoo.tasks.abstract_task import AbstractFileTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.floors.linear_model import linear_floor
 from attn_zoo.tasks.floors.lookup_rules import majority_floor
-from attn_zoo.tasks.grey import block_picture, grey_levels, halved
-from attn_zoo.tasks.labelled import class_labels, require_columns
-from attn_zoo.tasks.picture_files import export_images
-from attn_zoo.tasks.sources.parquet import read_parquet
+from attn_zoo.tasks.picture_files import decode_picture, export_images
+from attn_zoo.tasks.sources.parquet import class_labels, picture_bytes, read_parquet, require_columns
 from attn_zoo.tasks.sources.source import Source
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["PICTURES", "Image", "ImageLevel"]
+__all__ = ["PICTURES", "Image", "ImageLevel", "block_picture", "grey_levels", "halved"]
 
 PICTURES = Source(
     name="CIFAR-10",
@@ -59,6 +56,8 @@ PICTURES = Source(
 
 _CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _COLUMN = "img"
+_SHADES = " ░▒▓█"
+_WEIGHTS = np.array([0.2989, 0.5870, 0.1140], np.float32)
 _SIDE = 32
 _VALIDATION_SHARE = 10  # the last of so many parts of train
 
@@ -81,37 +80,65 @@ class ImageLevel:
 
 
 def _greys(path: Path, table: datasets.Dataset) -> NDArray[np.uint8]:
-    """Return the grey levels of all pictures, `[N, 32, 32]`, decoding one at a time."""
+    """Return the grey levels of all pictures, `[N, 32, 32]`, decoding one at a time.
+
+    Only the bytes in the table are read: its `path` may be an address, which `datasets` would fetch.
+    """
     greys = np.empty((len(table), _SIDE, _SIDE), np.uint8)
-    rows = iter(table.select_columns([_COLUMN]))
-    for row in range(len(table)):
-        expected = f"expected 8-bit colours ({_SIDE}, {_SIDE}, 3) in row {row}"
+    for row, stored in enumerate(picture_bytes(table, _COLUMN)):
         try:
-            picture = next(rows)[_COLUMN]
-            colours = None if picture is None else np.asarray(picture)
-        except (OSError, SyntaxError) as error:  # what Pillow raises at broken files
-            raise ConfigError(PICTURES.name, [(str(path), f"{expected}; it cannot be decoded: {error}")]) from None
-        if colours is None or colours.shape != (_SIDE, _SIDE, 3) or colours.dtype != np.uint8:
-            got = "nothing" if colours is None else f"{colours.dtype} {colours.shape}"
-            raise ConfigError(PICTURES.name, [(str(path), f"{expected}; got {got}")])
-        greys[row] = grey_levels(colours)
+            greys[row] = grey_levels(decode_picture(stored or b"", "RGB", (_SIDE, _SIDE)))
+        except ValueError as error:
+            raise ConfigError(PICTURES.name, [(str(path), f"row {row}: {error}")]) from None
     return greys
+
+
+def grey_levels(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return grey levels 0..255 `[..., rows, columns]` of colours `[..., rows, columns, 3]`.
+
+    0.2989 red + 0.5870 green + 0.1140 blue of colours scaled to [0, 1], times 255.5, cut to an integer, in float32:
+    `tf.image.rgb_to_grayscale`, on which Long Range Arena's Image rests. Pillow's "L" has other weights and rounds; on
+    CIFAR-10 one pixel in five differs, by one level.
+
+    >>> grey_levels(np.array([[[255, 255, 255], [255, 0, 0]]], np.uint8)).tolist()
+    [[255, 76]]
+    """
+    scaled = pictures.astype(np.float32) * np.float32(1.0 / 255.0)
+    grey = scaled[..., 0] * _WEIGHTS[0] + scaled[..., 1] * _WEIGHTS[1] + scaled[..., 2] * _WEIGHTS[2]
+    levels: NDArray[np.uint8] = (grey * np.float32(255.5)).astype(np.uint8)
+    return levels
+
+
+def halved(pictures: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the mean of each square of four pixels, halves rounded up, `[..., rows / 2, columns / 2]`.
+
+    >>> halved(np.array([[0, 1], [1, 0]], np.uint8)).tolist()
+    [[1]]
+    """
+    *front, rows, columns = pictures.shape
+    squares = pictures.reshape(*front, rows // 2, 2, columns // 2, 2).astype(np.uint16)
+    means: NDArray[np.uint8] = ((squares.sum((-3, -1)) + 2) // 4).astype(np.uint8)
+    return means
+
+
+def block_picture(levels: NDArray[np.integer]) -> str:
+    """Return grey levels `[rows, columns]` as text, two block characters for each pixel.
+
+    >>> block_picture(np.array([[255, 64]]))
+    '██░░'
+    """
+    shades = levels.astype(np.int64) * len(_SHADES) // 256
+    return "\n".join("".join(_SHADES[shade] * 2 for shade in row) for row in shades)
 
 
 @final
 @register_task("image")
 class Image(AbstractFileTask):
-    """Ten classes of pictures from their grey levels, at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the pictures, where they were not fetched.
-    """
+    """Ten classes of pictures from their grey levels, at one level."""
 
     name: ClassVar[str] = "image"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = PICTURES
-    is_slow: ClassVar[bool] = True
     levels: ClassVar[Mapping[str, ImageLevel]] = MappingProxyType(
         {
             "short": ImageLevel(is_halved=True, max_train=10_000, max_validation=1_000, max_test=2_000),
@@ -152,6 +179,10 @@ class Image(AbstractFileTask):
     )
 
     @property
+    def is_slow(self) -> bool:
+        return True
+
+    @property
     def image_shape(self) -> tuple[int, int]:
         """Rows and columns of the picture behind a sequence."""
         side = _SIDE // 2 if self.config.is_halved else _SIDE
@@ -178,6 +209,9 @@ class Image(AbstractFileTask):
             labels[key] = class_labels(PICTURES.name, paths[key], table, _CLASSES)
             greys[key] = _greys(paths[key], table)
         held_out = len(labels["train"]) // _VALIDATION_SHARE
+        if not held_out:
+            problem = f"expected at least {_VALIDATION_SHARE} pictures; got {len(labels['train'])}"
+            raise ConfigError(PICTURES.name, [(str(paths["train"]), problem)])
         first = len(labels["train"]) - held_out
         return {
             "train": self._split(greys["train"][:first], labels["train"][:first], self.config.max_train),
@@ -189,8 +223,7 @@ class Image(AbstractFileTask):
         greys, labels = greys[: max_count or None], labels[: max_count or None]
         pixels = halved(greys) if self.config.is_halved else greys
         tokens = torch.from_numpy(np.ascontiguousarray(pixels.reshape(len(pixels), -1)))
-        lengths = torch.full((len(tokens),), tokens.shape[1], dtype=torch.int16)
-        return Split(tokens=tokens, lengths=lengths, labels=torch.from_numpy(labels.copy()))
+        return Split.without_padding(tokens, torch.from_numpy(labels.copy()))
 
     def floors(self) -> dict[str, float]:
         """Return the majority class and logistic regression on pixels."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import AttnZooError, ConfigError, UnsupportedError
-from attn_zoo.tasks.film_reviews import FILMS
+from attn_zoo.tasks.imdb_pairs import FILMS
 from attn_zoo.tasks.text import CLASSES, COLUMN
 from attn_zoo.whole_files import whole_file
 

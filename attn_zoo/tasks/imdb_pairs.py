@@ -1,8 +1,20 @@
 """Pairs of film reviews: are both of the same film? A stand-in for Retrieval on real text, not the AAN task.
 
-From the reviews of Maas et al. 2011 and the URL of the film of each (`urls_*.txt` of their archive). How pairs are made
-so that sentiment, length, fame of a film and each text alone tell nothing: `attn_zoo.tasks.film_pairs`. What is left
-to go by is what the task is about: names, plots, subjects. Words in common, without order, already say a lot (see the
+From the reviews of Maas et al. 2011 and the URL of the film of each (`urls_*.txt` of their archive), one list for each
+part and class. A review's URL is known by the review's number alone, so the rows must be in the order of these numbers,
+negative ones first. The hub's Parquet files are not. Wrongly ordered rows are noticed by the names that reviews of one
+film share.
+
+Nothing but the pairing itself tells the two kinds of pair apart. Positive pairs: within each film and class of
+sentiment, reviews stand in a random ring, and each is paired with the next (two reviews make one pair). Negative pairs:
+the same first reviews and the same second reviews, matched anew with another film's. So in both kinds
+
+* every review stands equally often first and equally often second: no text alone, no film's fame tells anything;
+* both reviews of a pair have the same sentiment, each as often as in the other kind;
+* the second review is, among all of its class, the next in length to the one it replaces: lengths do not tell.
+
+Where the next in length is of the same film, the pair is left out, the positive one with the negative. What is left to
+go by is what the task is about: names, plots, subjects. Words in common, without order, already say a lot (see the
 floors).
 
 Films of train, validation (a tenth of the films in train's reviews) and test are disjoint: the one film that is in both
@@ -15,6 +27,10 @@ Levels:
 
 from __future__ import annotations
 
+import gzip
+import math
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,24 +39,50 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.byte_text import byte_spec, byte_symbols, encode_texts, text_of
-from attn_zoo.tasks.file_task import AbstractFileTask
-from attn_zoo.tasks.film_pairs import Pairs, film_pairs
-from attn_zoo.tasks.film_reviews import FILMS, FilmReviews, check_order, read_film_reviews
-from attn_zoo.tasks.floors.pair_models import pair_floors, pair_references
-from attn_zoo.tasks.generated.draws import Ints
-from attn_zoo.tasks.labelled import shuffled
-from attn_zoo.tasks.retrieval import Retrieval
+from attn_zoo.tasks.abstract_task import Split, SplitName
+from attn_zoo.tasks.byte_text import encode_texts
+from attn_zoo.tasks.floors.text_models import names_of
+from attn_zoo.tasks.generated.draws import Draws, Ints, shuffled
+from attn_zoo.tasks.retrieval import AbstractTextPairs, Retrieval
 from attn_zoo.tasks.sources.source import Source
+from attn_zoo.tasks.text import CLASSES, read_reviews
 
-__all__ = ["ImdbPairs", "ImdbPairsLevel"]
+__all__ = [
+    "FILMS",
+    "FilmReviews",
+    "ImdbPairs",
+    "ImdbPairsLevel",
+    "Pairs",
+    "check_order",
+    "film_pairs",
+    "read_film_reviews",
+    "read_films",
+]
 
-_WORDS = ("two films", "the same film")
+FILMS = Source(
+    name="IMDB reviews and their films",
+    folder="imdb",
+    files={
+        "train": "plain_text/train-00000-of-00001.parquet",
+        "test": "plain_text/test-00000-of-00001.parquet",
+        **{f"{part}_{label}": f"urls_{part}_{label}.txt.gz" for part in ("train", "test") for label in CLASSES},
+    },
+    hint="Get aclImdb_v1.tar.gz (ai.stanford.edu/~amaas/data/sentiment) and make them by python -m "
+    "attn_zoo.tasks.imdb_archive aclImdb_v1.tar.gz FOLDER/imdb; the hub's Parquet files are in another order.",
+    terms="no licence given; for research, cite Maas et al. 2011",
+    num_bytes=42_000_000,
+)
+
+_FILM = re.compile(rb"/title/(tt\d+)(?:/|$)")
+_ORDER = "expected reviews in the order of their numbers, negative ones first"
+_LOOKED_AT = 2_000  # pairs, to see whether the order is right
+_SIGMAS = 4.0
+_RING, _TIES, _SOME = range(3)  # streams of random numbers
+
 _VALIDATION_SHARE = 10  # one in so many films of train
 
 
@@ -61,6 +103,169 @@ class ImdbPairsLevel:
     max_validation: int = 4_000
     max_test: int = 10_000
     seed: int = 0
+
+
+def read_films(path: Path) -> list[bytes]:
+    """Return the film of each review of one class, from a packed list of URLs.
+
+    Raises:
+        ConfigError: the file cannot be unpacked, or a line is not the URL of a film; names it.
+    """
+    try:
+        lines = gzip.decompress(path.read_bytes()).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(str(path), [("", f"cannot be unpacked: {error}")]) from None
+    films = []
+    for number, line in enumerate(lines, start=1):
+        if (match := _FILM.search(line.strip())) is None:
+            raise ConfigError(str(path), [(f"line {number}", f"expected the URL of a film; got {line[:80]!r}")])
+        films.append(match[1])
+    return films
+
+
+@dataclass(frozen=True, slots=True)
+class FilmReviews:
+    """Reviews of both parts, those of train first.
+
+    Args:
+        texts: as UTF-8.
+        classes: 0 negative, 1 positive, `[N]`.
+        films: a number for each film, `[N]`.
+        is_test: `[N]`.
+    """
+
+    texts: list[bytes]
+    classes: NDArray[np.uint8]
+    films: Ints
+    is_test: NDArray[np.bool_]
+
+
+def read_film_reviews(paths: Mapping[str, Path]) -> FilmReviews:
+    """Return all reviews.
+
+    Args:
+        paths: of the files of `FILMS`.
+
+    Raises:
+        UnsupportedError: `datasets` is not installed.
+        ConfigError: a file does not hold what it should, or the files do not belong together.
+    """
+    reviews = read_reviews(FILMS.name, {part: paths[part] for part in ("train", "test")})
+    texts: list[bytes] = []
+    films: list[bytes] = []
+    for part, (strings, labels) in reviews.items():
+        for label, name in enumerate(CLASSES):
+            path = paths[f"{part}_{name}"]
+            of_class, wanted = read_films(path), int((labels == label).sum())
+            if len(of_class) != wanted:
+                problem = f"expected {wanted} lines, one for each such review; got {len(of_class)}"
+                raise ConfigError(FILMS.name, [(str(path), problem)])
+            films += of_class
+        if (np.diff(labels.astype(np.int8)) < 0).any():
+            raise ConfigError(FILMS.name, [(str(paths[part]), f"{_ORDER}; a positive one precedes a negative one")])
+        texts += [text.encode() for text in strings]
+    numbers = {film: number for number, film in enumerate(sorted(set(films)))}
+    return FilmReviews(
+        texts=texts,
+        classes=np.concatenate([labels for _, labels in reviews.values()]),
+        films=np.array([numbers[film] for film in films], np.int64),
+        is_test=np.repeat([False, True], [len(labels) for _, labels in reviews.values()]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Pairs of rows in random order, as many with label 1 as with label 0.
+
+    Args:
+        first: row of the first review `[N]`.
+        second: row of the second `[N]`.
+        labels: 1 for one film, 0 for two, `[N]`.
+    """
+
+    first: Ints
+    second: Ints
+    labels: NDArray[np.uint8]
+
+
+def _rings(rows: Ints, films: Ints, classes: NDArray[np.integer], draws: Draws) -> tuple[Ints, Ints]:
+    """Return each review beside the next of its film and class."""
+    order = rows[np.lexsort((draws.uniform(len(rows)), classes[rows], films[rows]))]
+    group = np.stack([films[order], classes[order].astype(np.int64)])
+    starts = np.flatnonzero(np.concatenate([[True], (group[:, 1:] != group[:, :-1]).any(0)]))
+    sizes = np.diff(np.append(starts, len(order)))
+    start_of, size_of = np.repeat(starts, sizes), np.repeat(sizes, sizes)
+    place = np.arange(len(order)) - start_of
+    second = order[start_of + (place + 1) % size_of]
+    keep = (size_of > 2) | ((size_of == 2) & (place == 0))
+    return order[keep], second[keep]
+
+
+def _matched_anew(
+    first: Ints, second: Ints, films: Ints, classes: NDArray[np.integer], lengths: Ints, draws: Draws
+) -> tuple[NDArray[np.bool_], Ints]:
+    """Return which pairs can stay, and for each of these the second review of its negative pair."""
+    stays = np.ones(len(first), bool)
+    ties = draws.uniform(len(first))
+    while True:
+        pairs = np.flatnonzero(stays)
+        order = pairs[np.lexsort((ties[pairs], lengths[second[pairs]], classes[second[pairs]]))]
+        other = np.empty(len(first), np.int64)
+        for label in np.unique(classes[second[order]]):
+            ring = order[classes[second[order]] == label]
+            other[ring] = second[np.roll(ring, -1)]
+        clash = films[other[pairs]] == films[first[pairs]]
+        if not clash.any():
+            return stays, other[pairs]
+        stays[pairs[clash]] = False
+
+
+def film_pairs(
+    rows: Ints, films: Ints, classes: NDArray[np.integer], lengths: Ints, *, max_pairs: int, seed: int, stream: int
+) -> Pairs:
+    """Return pairs made of the given reviews.
+
+    Args:
+        rows: indices of the reviews to use.
+        films: film of every review, as a number, also of those not used.
+        classes: sentiment of every review.
+        lengths: of every review.
+        max_pairs: no more than so many; 0 takes all.
+        seed: of the drawing.
+        stream: number of this set of pairs.
+
+    >>> films, classes = np.array([0, 0, 1, 1]), np.zeros(4, np.int64)
+    >>> pairs = film_pairs(np.arange(4), films, classes, np.arange(4), max_pairs=0, seed=0, stream=0)
+    >>> bool(((films[pairs.first] == films[pairs.second]) == pairs.labels).all())
+    True
+    """
+    first, second = _rings(rows, films, classes, Draws(seed, stream, _RING))
+    if max_pairs:
+        some = shuffled(len(first), seed, stream, _SOME, 0)[: max_pairs // 2]
+        first, second = first[some], second[some]
+    stays, other = _matched_anew(first, second, films, classes, lengths, Draws(seed, stream, _TIES))
+    first, second = first[stays], second[stays]
+    labels = np.repeat(np.array([1, 0], np.uint8), len(first))
+    order = shuffled(len(labels), seed, stream, _SOME, 1)
+    return Pairs(np.tile(first, 2)[order], np.concatenate([second, other])[order], labels[order])
+
+
+def check_order(texts: list[bytes], pairs: Pairs) -> None:
+    """Raise `ConfigError` if reviews said to be of one film share no more names than others do: a sign test.
+
+    Args:
+        texts: all reviews.
+        pairs: of `film_pairs`, where each first review has a partner of its film and one of another.
+    """
+    shared: dict[int, dict[int, int]] = {}
+    for first, second, label in zip(pairs.first.tolist(), pairs.second.tolist(), pairs.labels.tolist(), strict=True):
+        if len(shared) < _LOOKED_AT or first in shared:
+            shared.setdefault(first, {})[label] = len(names_of(texts[first]) & names_of(texts[second]))
+    differences = [names[1] - names[0] for names in shared.values()]
+    more, fewer = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    if more - fewer < _SIGMAS * math.sqrt(max(1, more + fewer)):
+        got = f"reviews said to be of one film share more names than others in {more} cases, fewer in {fewer}"
+        raise ConfigError(FILMS.name, [("rows", f"{_ORDER}; {got}")])
 
 
 def _usable(reviews: FilmReviews, seed: int) -> dict[SplitName, Ints]:
@@ -84,17 +289,13 @@ def _usable(reviews: FilmReviews, seed: int) -> dict[SplitName, Ints]:
 
 @final
 @register_task("imdb_pairs")
-class ImdbPairs(AbstractFileTask):
-    """Same film or not, from the bytes of two reviews, at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the reviews and the lists of films.
-    """
+class ImdbPairs(AbstractTextPairs):
+    """Same film or not, from the bytes of two reviews, at one level."""
 
     name: ClassVar[str] = "imdb_pairs"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = FILMS
+    words: ClassVar[tuple[str, str]] = ("two films", "the same film")
     levels: ClassVar[Mapping[str, ImdbPairsLevel]] = MappingProxyType(
         {
             "short": ImdbPairsLevel(max_len=256, max_validation=1_000, max_test=4_000),
@@ -104,10 +305,6 @@ class ImdbPairs(AbstractFileTask):
     )
     # Nothing is published for this task: these are the settings of the one it stands in for.
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = Retrieval.settings
-
-    @property
-    def spec(self) -> TaskSpec:
-        return byte_spec(self.config.max_len, "pair")
 
     def read(self, paths: dict[str, Path]) -> dict[SplitName, Split]:
         reviews = read_film_reviews(paths)
@@ -142,19 +339,3 @@ class ImdbPairs(AbstractFileTask):
             other_tokens=other_tokens,
             other_lengths=other_lengths,
         )
-
-    def floors(self) -> dict[str, float]:
-        """Return what `pair_floors` finds: no knowledge of order, nor of what stands where."""
-        return pair_floors(self.split("train"), self.split("test"))
-
-    def references(self) -> dict[str, float]:
-        """Return what `pair_references` finds: words in common, without order."""
-        return pair_references(self.split("train"), self.split("test"))
-
-    def show(self, example: Example) -> str:
-        assert example.other_tokens is not None
-        texts = f"{text_of(example.tokens)}\n---\n{text_of(example.other_tokens)}"
-        return f"{texts}\n= {_WORDS[int(example.label)]}"
-
-    def symbols(self, tokens: Tensor) -> list[str]:
-        return byte_symbols(tokens)

@@ -1,6 +1,6 @@
 """ListOps: the value of a nested expression over digits, ten classes.
 
-Levels (how they are drawn, and balanced: `attn_zoo.tasks.expressions.tree_splits`):
+Levels (trees of `attn_zoo.tasks.expressions.grammar`):
     short: for CPUs: the same grammar with short, shallow trees.
     short_balanced: the same, with as many examples for every pair of root operator and label.
     lra: generated exactly as Long Range Arena does (lengths 501 to 1999, at most 9 nested operators; 96 000 / 2 000 /
@@ -9,6 +9,18 @@ Levels (how they are drawn, and balanced: `attn_zoo.tasks.expressions.tree_split
     lra_sm_med: the same as lra with SM and MED alone, whose value a few arguments hardly ever decide.
     lra_release: the published files basic_{train,val,test}.tsv.
 
+Trees are drawn in chunks of a fixed number of roots, each from the stream (seed, split, chunk), and kept in order: the
+first examples of a split do not depend on how many follow. Test is drawn first, then validation, then train; a tree
+that occurred before is left out.
+
+Balanced: every pair (root operator, label) has the same number of examples in every split, so that neither the most
+frequent label nor the root operator says anything. Trees are drawn as always and taken or left. The operator of a root
+is independent of everything below it, so a tree may be taken with any of them: it goes to the pair, among those that it
+has with one operator or another, that still lacks most examples (of several, the first operator), and is left if none
+lacks any. What that cannot balance: a large MIN or a small MAX is likely only with few arguments, so deeper floors
+(`attn_zoo.tasks.expressions.partial_reading`) are still above guessing. Examples are shuffled at the end, for rare
+pairs fill last.
+
 Token ids are fixed: 0 padding, 1 to 10 the digits, 11 [MIN, 12 [MAX, 13 [MED, 14 [SM, 15 the closing bracket. (Long
 Range Arena numbers its 15 symbols in the order of a set, so that its ids differ from run to run, and adds one for
 unknown symbols.)
@@ -16,24 +28,31 @@ unknown symbols.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, final
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import AbstractTask, Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.cached_splits import cached_splits
-from attn_zoo.tasks.expressions.grammar import VOCAB_SIZE, Grammar
+from attn_zoo.tasks.abstract_task import AbstractCachedTask, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.expressions.grammar import OPERATORS, VOCAB_SIZE, Bounds, Grammar, Trees, draw_trees
 from attn_zoo.tasks.expressions.partial_reading import Rung, has_whole_trees, ladder
 from attn_zoo.tasks.expressions.published_text import export_tsv, read_tsv, show_tokens, words_of
-from attn_zoo.tasks.expressions.tree_splits import STREAMS, ListOpsLevel, generate_splits, padded
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
+from attn_zoo.tasks.generated.draws import STREAMS, Draws, SplitSizes, Unseen
 from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["ListOps"]
+__all__ = ["ListOps", "ListOpsLevel", "generate_splits", "padded"]
+
+_ROOTS_PER_CHUNK = 16_384
+_SHUFFLE = 2**32 - 1  # a chunk that is never drawn
 
 _CACHED_FROM = 50_000  # examples; fewer are drawn faster than a file is checked
 _DEEPEST_RUNG = 3
@@ -54,15 +73,119 @@ _RELEASE = Source(
 )
 
 
-@final
-@register_task("listops")
-class ListOps(AbstractTask):
-    """ListOps at one level.
+_Row = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListOpsLevel(SplitSizes):
+    """One level.
 
     Args:
-        level: one of `levels`.
-        data_dir: folder with the published files, or above the folder `listops-1000` of them; for `lra_release` only.
+        grammar: distribution of the trees.
+        num_train: examples.
+        num_validation: examples.
+        num_test: examples.
+        seed: of the drawing.
+        is_balanced: as many examples for every pair of root operator and label.
+        is_release: read from published files instead of drawn.
+
+    Raises:
+        ValueError: a balanced split cannot have that many examples.
     """
+
+    grammar: Grammar = field(default_factory=Grammar)
+    num_train: int = 96_000
+    num_validation: int = 2_000
+    num_test: int = 2_000
+    seed: int = 0
+    is_balanced: bool = False
+    is_release: bool = False
+
+    def __post_init__(self) -> None:
+        for name in STREAMS if self.is_balanced else ():
+            if self.count(name) % self.num_pairs:
+                raise ValueError(f"{name}: expected a multiple of {self.num_pairs} examples; got {self.count(name)}")
+
+    @property
+    def num_pairs(self) -> int:
+        """How many pairs of root operator and label there are."""
+        return 10 * len(self.grammar.operators)
+
+
+def padded(rows: Sequence[_Row], values: NDArray[np.uint8], width: int) -> Split:
+    """Return rows as a split, cut on the right to `width` and filled with padding."""
+    lengths = np.array([min(len(row), width) for row in rows], np.int16)
+    tokens = np.zeros((len(rows), int(lengths.max(initial=1))), np.uint8)
+    for row, target, length in zip(rows, tokens, lengths, strict=True):
+        target[:length] = row[:length]
+    return Split(tokens=torch.from_numpy(tokens), lengths=torch.from_numpy(lengths), labels=torch.from_numpy(values))
+
+
+def _chunks(
+    level: ListOpsLevel, stream: int, wanted: Callable[[Bounds], NDArray[np.bool_]] | None = None
+) -> Iterator[tuple[Trees, list[_Row]]]:
+    """Yield drawn trees, also one by one, for ever."""
+    for chunk in itertools.count():
+        trees = draw_trees(Draws(level.seed, stream, chunk), _ROOTS_PER_CHUNK, level.grammar, wanted)
+        yield trees, np.split(trees.tokens, np.cumsum(trees.lengths)[:-1])
+
+
+def _natural(level: ListOpsLevel, stream: int, count: int, is_new: Unseen) -> Iterator[tuple[_Row, int]]:
+    """Yield the first `count` new trees with their values."""
+    num_kept = 0
+    for trees, rows in _chunks(level, stream):
+        for row, value in zip(rows, trees.values.tolist(), strict=False):  # of no trees there is one empty row
+            if num_kept == count:
+                return
+            if is_new(row):
+                num_kept += 1
+                yield row, value
+
+
+def _balanced(level: ListOpsLevel, stream: int, count: int, is_new: Unseen) -> Iterator[tuple[_Row, int]]:
+    """Yield `count` new trees with their values, as many of every pair."""
+    ids = [OPERATORS[name] for name in level.grammar.operators]
+    each = np.arange(len(ids))
+    lacking = np.full((len(ids), 10), count // level.num_pairs)
+    taken: list[tuple[_Row, int]] = []
+
+    def wanted(bounds: Bounds) -> NDArray[np.bool_]:
+        low, high = bounds
+        open_below = np.concatenate([np.zeros((len(ids), 1), np.int64), np.cumsum(lacking > 0, axis=1)], axis=1)
+        is_open = open_below[each, high.astype(np.int64) + 1] > open_below[each, low]
+        return np.asarray(is_open.any(axis=1))
+
+    for trees, rows in _chunks(level, stream, wanted):
+        # In the end few trees are of any use: one by one are looked at those that some pair wants.
+        for index in np.flatnonzero(lacking[each, trees.by_root].any(axis=1)):
+            values = trees.by_root[index]
+            best = int(lacking[each, values].argmax())
+            row, value = rows[index].copy(), int(values[best])
+            row[0] = ids[best]
+            if lacking[best, value] and is_new(row):
+                lacking[best, value] -= 1
+                taken.append((row, value))
+        if not lacking.any():
+            break
+    order = Draws(level.seed, stream, _SHUFFLE).words(count).argsort(kind="stable")
+    yield from (taken[index] for index in order)
+
+
+def generate_splits(level: ListOpsLevel) -> dict[SplitName, Split]:
+    """Draw the three splits of a level."""
+    draw = _balanced if level.is_balanced else _natural
+    is_new = Unseen()
+    splits: dict[SplitName, Split] = {}
+    for name, stream in STREAMS.items():
+        rows, values = zip(*draw(level, stream, level.count(name), is_new), strict=True)
+        splits[name] = padded(rows, np.array(values, np.uint8), level.grammar.max_len)
+    return splits
+
+
+@final
+@register_task("listops")
+class ListOps(AbstractCachedTask):
+    """ListOps at one level."""
 
     name: ClassVar[str] = "listops"
     version: ClassVar[int] = 1
@@ -102,10 +225,7 @@ class ListOps(AbstractTask):
         }
     )
 
-    def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
-        super().__init__(level, data_dir=data_dir)
-        self.config = self.levels[level]
-        self._splits: dict[SplitName, Split] = {}
+    config: ListOpsLevel
 
     @classmethod
     def source(cls, level: str) -> Source | None:
@@ -123,10 +243,15 @@ class ListOps(AbstractTask):
             kind="classification",
         )
 
-    def split(self, name: SplitName) -> Split:
-        if not self._splits:
-            self._splits = self._load()
-        return self._splits[name]
+    @property
+    def is_slow(self) -> bool:
+        return not self.config.is_release and self.config.num_train >= _CACHED_FROM
+
+    def make(self) -> dict[SplitName, Split]:
+        if not self.config.is_release:
+            return generate_splits(self.config)
+        paths = _RELEASE.locate(self.data_dir)
+        return {name: padded(*read_tsv(paths[name]), self.spec.max_seq_len) for name in STREAMS}
 
     def floors(self) -> dict[str, float]:
         """Return the majority class, and the most frequent label of the root operator, which reads one token."""
@@ -159,12 +284,3 @@ class ListOps(AbstractTask):
     def export(self, name: SplitName, out: Path) -> list[Path]:
         """Write a split in the form that Long Range Arena publishes, columns Source and Target."""
         return export_tsv(self.split(name), out)
-
-    def _load(self) -> dict[SplitName, Split]:
-        if self.config.is_release:
-            paths = _RELEASE.locate(self.data_dir)
-            return {name: padded(*read_tsv(paths[name]), self.spec.max_seq_len) for name in STREAMS}
-        if self.config.num_train < _CACHED_FROM:
-            return generate_splits(self.config)
-        name = f"{self.name}-{self.level}-{self.digest(self.level)}"
-        return cached_splits(name, lambda: generate_splits(self.config))

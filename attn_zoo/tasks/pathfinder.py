@@ -25,29 +25,141 @@ The last two should agree: if they do not, our generator is not the original's.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import AbstractTask, Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.contours.field import Streams
-from attn_zoo.tasks.contours.picture_splits import distinct_splits, drawn_split
-from attn_zoo.tasks.pathfinder_files import Published, listing_digest, read_folder, read_npz
-from attn_zoo.tasks.pathfinder_levels import LEVELS, ORIGINAL, SPLITS, PathfinderLevel, published
+from attn_zoo.tasks.contours.pictures import distinct_splits, drawn_split
+from attn_zoo.tasks.contours.scene import Scene, marker_levels
+from attn_zoo.tasks.floors.linear_model import linear_floor
+from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
+from attn_zoo.tasks.generated.draws import RowStreams, SplitSizes
+from attn_zoo.tasks.picture_files import Published, export_images, listing_digest, read_folder, read_npz
 from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 
-__all__ = ["Pathfinder", "PathfinderLevel"]
+__all__ = ["LEVELS", "ORIGINAL", "Pathfinder", "PathfinderLevel", "find_markers", "pathfinder_floors"]
+
+SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 
 _SHUFFLE = 1_000  # a stream that no split uses
 _LINE = 64  # grey levels from here on are drawn when a picture is shown
+_MAX_TRAIN, _MAX_TEST = 10_000, 5_000
+_MAX_LINEAR_TRAIN = 4_000
+_MAX_LINEAR_PIXELS = 1_024  # more weights than that are not fitted within seconds
+_MAX_TOKENS = 2**25  # looked at for markers
+
+# Parameters: the docstrings of google-research/long-range-arena, lra_benchmarks/data/pathfinder.py; for 9 and 6
+# paddles, drewlinsley/pathfinder, snakes2_wrapper.py.
+_HARD_32 = Scene()
+_HARD_64 = Scene(
+    side=64,
+    seed_distance=12,
+    distractor_paddles=22,
+    paddle_length=5,
+    paddle_thickness=1.0,
+    marker_radius=2.5,
+    continuity=1.8,
+    snake_contrast=0.8,
+    paddle_contrast=1.0,
+)
+_HARD_128 = Scene(
+    side=128,
+    seed_distance=20,
+    distractor_paddles=35,
+    paddle_length=5,
+    paddle_thickness=1.5,
+    margins=(2, 3),
+    marker_radius=3.0,
+    continuity=1.8,
+    snake_contrast=0.9,
+    paddle_contrast=1.0,
+)
+_SHORT = Scene(side=16, contour_length=3, seed_distance=3, distractor_paddles=2)
+
+_FOLDER = "pathfinderN/curv_contour_length_14"  # hard; N is the side
+_ARCHIVE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
+
+
+def published(side: int) -> Source:
+    """Return the folder of Long Range Arena with hard pictures of a size."""
+    return Source(
+        name=f"Pathfinder {side} of Long Range Arena",
+        folder=_FOLDER.replace("N", str(side)),
+        files={"metadata": "metadata/0.npy"},
+        hint=f"Unpack {_ARCHIVE} (a gzipped tar) and give the folder that holds pathfinder{side} as --data-dir.",
+        terms="none stated for the pictures; the generator is MIT",
+    )
+
+
+ORIGINAL = Source(
+    name="12 000 pictures of the original Pathfinder generator",
+    folder="pathfinder32-hard",
+    files={"pictures": "pathfinder32_hard_12000.npz"},
+    hint="Make them with drewlinsley/pathfinder (arrays x, uint8 [N, 32, 32], and y) and give their folder.",
+    terms="generator MIT",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PathfinderLevel(SplitSizes):
+    """One level.
+
+    Args:
+        scene: what is drawn; of read pictures only the side counts.
+        num_train: pictures drawn.
+        num_validation: pictures drawn.
+        num_test: pictures drawn.
+        seed: of the drawing, and of the split of read pictures.
+        source: where pictures that are read come from.
+        drawn: splits that are drawn; the read pictures are shared out among the others in the proportion 8 : 1 : 1.
+        is_distinct: leave out drawn pictures that occurred before. Of 32 pixels and more none ever did.
+    """
+
+    scene: Scene = _HARD_32
+    num_train: int = 160_000
+    num_validation: int = 20_000
+    num_test: int = 20_000
+    seed: int = 0
+    source: Literal["", "published", "original"] = ""
+    drawn: tuple[SplitName, ...] = SPLITS
+    is_distinct: bool = False
+
+
+def _fewer(scene: Scene) -> PathfinderLevel:
+    return PathfinderLevel(scene=scene, num_train=40_000, num_validation=5_000, num_test=5_000)
+
+
+LEVELS: Mapping[str, PathfinderLevel] = MappingProxyType(
+    {
+        "short": PathfinderLevel(
+            scene=_SHORT, num_train=20_000, num_validation=1_000, num_test=2_000, is_distinct=True
+        ),
+        "32": PathfinderLevel(),
+        "32_intermediate": PathfinderLevel(scene=Scene(contour_length=9)),
+        "32_easy": PathfinderLevel(scene=Scene(contour_length=6)),
+        "64": _fewer(_HARD_64),
+        "128": _fewer(_HARD_128),
+        "lra_32": PathfinderLevel(source="published", drawn=()),
+        "lra_64": PathfinderLevel(scene=_HARD_64, source="published", drawn=()),
+        "lra_128": PathfinderLevel(scene=_HARD_128, source="published", drawn=()),
+        "original_12000": PathfinderLevel(source="original", drawn=()),
+        "32_to_original": PathfinderLevel(source="original", drawn=("train", "validation")),
+        "original_to_32": PathfinderLevel(source="original", drawn=("test",)),
+    }
+)
+"""By name; what they are stands in the docstring of the task."""
 
 
 def _shared_out(pictures: Published, level: PathfinderLevel) -> dict[str, Tensor]:
@@ -56,7 +168,7 @@ def _shared_out(pictures: Published, level: PathfinderLevel) -> dict[str, Tensor
     count = len(pictures.labels)
     # 80, 10, 10 %; 90, 10 % where test is drawn; all where only test is read.
     ends = [count - tenths * (count // 10) for tenths in reversed(range(len(names)))]
-    order = Streams(level.seed, _SHUFFLE, np.arange(count)).words(np.arange(count), 1)[:, 0].argsort(kind="stable")
+    order = RowStreams(level.seed, _SHUFFLE, np.arange(count)).words(np.arange(count), 1)[:, 0].argsort(kind="stable")
     tensors: dict[str, Tensor] = {"num_skipped": torch.tensor(pictures.num_skipped)}
     for name, rows in zip(names, np.split(order, ends[:-1]), strict=True):
         tensors[f"{name}.tokens"] = torch.from_numpy(pictures.pixels[rows])
@@ -72,10 +184,6 @@ class Pathfinder(AbstractTask):
     Settings are by task: those of `lra-original` are the published ones for 32 pixels. For 128 pixels Long Range Arena
     has one layer, 2 heads, learned positions, batches of 64, 500 000 steps with 2 500 of warm-up and gradients clipped
     at 1: set those in the matrix (`overrides`).
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with pictures that are read; see `Source.folders`.
     """
 
     name: ClassVar[str] = "pathfinder"
@@ -166,16 +274,14 @@ class Pathfinder(AbstractTask):
             level = self.config
             if name not in level.drawn:
                 pictures = self._pictures()
-                self._splits[name] = _split({part: pictures[f"{name}.{part}"] for part in ("tokens", "labels")})
+                self._splits[name] = Split.without_padding(pictures[f"{name}.tokens"], pictures[f"{name}.labels"])
             elif level.is_distinct:
-                every = distinct_splits(
-                    level.scene, seed=level.seed, counts={part: level.count(part) for part in SPLITS}
-                )
-                self._splits = {part: _split(tensors) for part, tensors in every.items()}
+                counts = {part: level.count(part) for part in SPLITS}
+                every = distinct_splits(level.scene, seed=level.seed, counts=counts)
+                self._splits = {part: Split.without_padding(**tensors) for part, tensors in every.items()}
             else:
-                self._splits[name] = _split(
-                    drawn_split(level.scene, seed=level.seed, name=name, count=level.count(name))
-                )
+                drawn = drawn_split(level.scene, seed=level.seed, name=name, count=level.count(name))
+                self._splits[name] = Split.without_padding(**drawn)
         return self._splits[name]
 
     def _pictures(self) -> dict[str, Tensor]:
@@ -198,8 +304,6 @@ class Pathfinder(AbstractTask):
 
     def floors(self) -> dict[str, float]:
         """Return the majority class, the distance between the markers, and, to 32 pixels, a linear model of pixels."""
-        from attn_zoo.tasks.pathfinder_floors import pathfinder_floors
-
         return pathfinder_floors(self.split("train"), self.split("test"), self.config.scene)
 
     def show(self, example: Example) -> str:
@@ -209,17 +313,72 @@ class Pathfinder(AbstractTask):
         return "\n".join([*rows, f"= {answer}"])
 
     def export(self, name: SplitName, out: Path) -> list[Path]:
-        from attn_zoo.tasks.picture_files import export_images
-
         return export_images(self.split(name), out, self.image_shape)
-
-
-def _split(tensors: dict[str, Tensor]) -> Split:
-    tokens = tensors["tokens"]
-    lengths = torch.full((len(tokens),), tokens.shape[1], dtype=torch.int16)
-    return Split(tokens=tokens, lengths=lengths, labels=tensors["labels"])
 
 
 def _pairs(lit: Any) -> list[tuple[Any, Any]]:
     """Return rows of pixels two by two: a character shows one above the other."""
     return list(zip(lit[::2].astype(int), lit[1::2].astype(int), strict=True))
+
+
+def find_markers(pictures: NDArray[np.uint8], scene: Scene) -> NDArray[np.int64]:
+    """Return (row, column) of the two markers of each picture `[N, 2, 2]`, found in its pixels alone.
+
+    A marker is where the darkest pixel of a full disk is brightest: lines are too thin for that. The second is the next
+    best that does not touch the first.
+
+    Args:
+        pictures: grey levels `[N, side, side]`.
+        scene: how large the markers are.
+    """
+    middle = scene.side // 2
+    rows, columns, levels = marker_levels(scene, middle, middle)
+    core = np.argwhere(levels >= 250) + np.array([rows.start - middle, columns.start - middle])
+    reach = int(abs(core).max())
+    padded = np.pad(pictures, ((0, 0), (reach, reach), (reach, reach)))
+    side = scene.side
+    darkest = np.full(pictures.shape, 255, np.uint8)
+    for row, column in core + reach:
+        np.minimum(darkest, padded[:, row : row + side, column : column + side], out=darkest)
+    markers = np.empty((len(pictures), 2, 2), np.int64)
+    flat, every = darkest.reshape(len(pictures), -1), np.arange(len(pictures))
+    first = flat.argmax(1)
+    markers[:, 0] = np.stack(np.divmod(first, side), 1)
+    near = math.ceil(scene.marker_radius)
+    for row in range(-near, near + 1):
+        for column in range(-near, near + 1):
+            at = np.clip(markers[:, 0] + [row, column], 0, side - 1)
+            flat[every, at[:, 0] * side + at[:, 1]] = 0
+    markers[:, 1] = np.stack(np.divmod(flat.argmax(1), side), 1)
+    return markers
+
+
+def _distances(tokens: NDArray[np.uint8], scene: Scene) -> NDArray[np.int64]:
+    """Return the distance between the markers of each picture, in whole pixels."""
+    markers = find_markers(tokens.reshape(-1, scene.side, scene.side), scene)
+    rows, columns = (markers[:, 0] - markers[:, 1]).T
+    whole: NDArray[np.int64] = np.rint(np.hypot(rows, columns)).astype(np.int64)
+    return whole
+
+
+def pathfinder_floors(train: Split, test: Split, scene: Scene) -> dict[str, float]:
+    """Return what three rules score on test: majority, distance between the markers, and a linear model of pixels.
+
+    Args:
+        train: the first 10 000 pictures are used, fewer of large ones, and 4 000 by the linear model.
+        test: the first 5 000, likewise; for the majority all.
+        scene: what the pictures look like.
+    """
+    floors = {"majority": majority_floor(train.labels.numpy(), test.labels.numpy())}
+    most = _MAX_TOKENS // scene.side**2
+    parts = [(train, min(_MAX_TRAIN, most)), (test, min(_MAX_TEST, most))]
+    (pixels, labels), (test_pixels, test_labels) = (
+        (split.tokens[:count].numpy(), split.labels[:count].numpy()) for split, count in parts
+    )
+    distances = _distances(pixels, scene), _distances(test_pixels, scene)
+    floors["marker_distance"] = lookup_floor(distances[0], labels, distances[1], test_labels)
+    if scene.side**2 <= _MAX_LINEAR_PIXELS:
+        some = slice(_MAX_LINEAR_TRAIN)
+        features = pixels[some].astype(np.float32), test_pixels.astype(np.float32)
+        floors["linear_on_pixels"] = linear_floor(features[0], labels[some], features[1], test_labels)
+    return floors

@@ -1,71 +1,65 @@
-"""Splits as files for other programs: JSON Lines for sequences, PNG pictures with a table for images.
+"""Pictures as files: decoded, written as PNG with a table, and read from what others published for Pathfinder.
 
-A task calls one of these in its `export`, or writes its own published form. Nothing is overwritten.
+A published folder of Long Range Arena holds `imgs/<k>/sample_<i>.png` and `metadata/<k>.npy`. The latter are plain text
+in spite of their name: a line for each picture with its folder, file, number, **label**, then parameters of the
+drawing. At least one picture was published as an empty file (`pathfinder32/curv_baseline/imgs/0/sample_172.png`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import hashlib
+import io
+import warnings
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-from attn_zoo.whole_files import whole_file, whole_folder
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from attn_zoo.errors import ConfigError
+from attn_zoo.tasks.abstract_task import Split
+from attn_zoo.whole_files import whole_folder
 
-    from attn_zoo.tasks.abstract_task import Split
+__all__ = ["Published", "decode_picture", "export_images", "listing_digest", "read_folder", "read_npz"]
 
-__all__ = ["export_images", "export_jsonl"]
-
+_Grey = NDArray[np.uint8]
+_FOLDER, _FILE, _LABEL = 0, 1, 3  # columns of the metadata
 _IMAGES_PER_FOLDER = 10_000  # file managers and some file systems slow down beyond
+_MODES = {"L": "8-bit grey", "RGB": "8-bit colours"}
 
 
-def _row(split: Split, index: int, group_axes: Sequence[str]) -> dict[str, Any]:
-    """Return one example as plain data, without padding."""
-    length = int(split.lengths[index])
-    row: dict[str, Any] = {
-        "tokens": split.tokens[index, :length].tolist(),
-        "length": length,
-        "label": _label(split, index),
-    }
-    if split.other_tokens is not None and split.other_lengths is not None:
-        row["other_tokens"] = split.other_tokens[index, : int(split.other_lengths[index])].tolist()
-    if split.groups is not None:
-        row["groups"] = dict(zip(group_axes, split.groups[index].tolist(), strict=True))
-    return row
+def decode_picture(content: bytes, mode: str, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Return the pixels of an encoded picture, `[rows, columns]` or, for colours, `[rows, columns, 3]`.
 
-
-def _label(split: Split, index: int) -> Any:
-    """Return the class, or a label for each position: of the target, where there is one, else of the input."""
-    label: Tensor = split.labels[index]
-    if label.ndim == 0:
-        return label.item()
-    lengths = split.lengths if split.other_lengths is None else split.other_lengths
-    return label[: int(lengths[index])].tolist()
-
-
-def export_jsonl(split: Split, out: Path, *, group_axes: Sequence[str] = ()) -> list[Path]:
-    """Write one JSON object per example: `tokens`, `length`, `label`, and where there are any `other_tokens`, `groups`.
-
-    Sequences come without padding. A label of -100 is not scored.
+    Only a picture of the expected size is decoded: a small file may unpack to gigabytes.
 
     Args:
-        split: what to write.
-        out: file to write.
-        group_axes: names of the columns of `split.groups`.
-
-    Returns:
-        The file.
+        content: of the file.
+        mode: Pillow's name, `"L"` for grey or `"RGB"`.
+        size: columns and rows.
 
     Raises:
-        FolderError: the file exists or cannot be written; no trace is left.
+        ValueError: it cannot be decoded, or has another mode or size; says which.
     """
-    with whole_file(out) as temporary, temporary.open("w", encoding="ascii", newline="\n") as file:
-        for index in range(len(split)):
-            file.write(json.dumps(_row(split, index, group_axes), separators=(",", ":")) + "\n")
-    return [out]
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content)) as image:
+                got_mode, got_size = image.mode, image.size
+                pixels = np.asarray(image) if (got_mode, got_size) == (mode, size) else None
+    except UnidentifiedImageError:
+        problem = "its format is unknown" if content else "there is none"
+        raise ValueError(f"cannot be read as a picture: {problem}") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises
+        raise ValueError(f"cannot be read as a picture: {error}") from None
+    if pixels is None:
+        columns, rows = size
+        got = f"{got_size[0]} x {got_size[1]}, mode {got_mode}"
+        raise ValueError(f"expected {columns} x {rows} pixels, {_MODES[mode]}; got {got}")
+    return pixels
 
 
 def export_images(split: Split, out: Path, shape: tuple[int, int]) -> list[Path]:
@@ -83,7 +77,6 @@ def export_images(split: Split, out: Path, shape: tuple[int, int]) -> list[Path]
         ValueError: rows do not have one token per pixel, or a token is no grey level.
         FolderError: the folder exists or cannot be written; no trace is left.
     """
-    import numpy as np
     from PIL import Image
 
     height, width = shape
@@ -101,3 +94,124 @@ def export_images(split: Split, out: Path, shape: tuple[int, int]) -> list[Path]
             Image.fromarray(picture).save(folder / name)
             index.write(f"{name}\t{int(split.labels[number])}\n")
     return [out / "index.tsv", out / "images"]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Pictures in the order of their lists.
+
+    Args:
+        pixels: grey levels `[N, side^2]`.
+        labels: 0 or 1, `[N]`.
+        num_skipped: pictures left out because their file is empty.
+    """
+
+    pixels: _Grey
+    labels: _Grey
+    num_skipped: int = 0
+
+
+def _lists(folder: Path) -> list[Path]:
+    """Return the metadata files in the order of their numbers.
+
+    Raises:
+        ConfigError: there are none, or one has no number.
+    """
+    paths = list((folder / "metadata").glob("*.npy"))
+    if not paths:
+        raise ConfigError(str(folder), [("metadata", "expected files 0.npy, 1.npy, ...; there are none")])
+    odd = [path.name for path in paths if not path.stem.isdecimal()]
+    if odd:
+        raise ConfigError(str(folder), [("metadata", f"expected names such as 0.npy; got {', '.join(sorted(odd))}")])
+    return sorted(paths, key=lambda path: int(path.stem))
+
+
+def _listed(path: Path, folder: Path) -> list[tuple[Path, int]]:
+    """Return picture and label of each line.
+
+    Raises:
+        ConfigError: a line is not as published.
+    """
+    content = path.read_bytes()
+    if content.startswith(b"\x93NUMPY"):
+        raise ConfigError(str(path), [("", "expected plain text, as published; this is an array of NumPy")])
+    listed = []
+    for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), start=1):
+        words = line.split()
+        if len(words) <= _LABEL:
+            raise ConfigError(
+                str(path), [(f"line {number}", f"expected folder, file, number and label; got {line[:60]!r}")]
+            )
+        relative = PurePosixPath(words[_FOLDER], words[_FILE])
+        if relative.is_absolute() or ".." in relative.parts:
+            raise ConfigError(str(path), [(f"line {number}", f"expected a path below the folder; got {relative}")])
+        if words[_LABEL] not in ("0", "1"):
+            raise ConfigError(str(path), [(f"line {number}", f"expected the label 0 or 1; got {words[_LABEL]!r}")])
+        listed.append((folder / relative, int(words[_LABEL])))
+    if not listed:
+        raise ConfigError(str(path), [("", "expected a line for each picture; there is none")])
+    return listed
+
+
+def listing_digest(folder: Path) -> str:
+    """Return a hash of all metadata files: which pictures there are, and their labels (not their pixels).
+
+    Raises:
+        ConfigError: there are no metadata files.
+    """
+    content = hashlib.sha256()
+    for path in _lists(folder):
+        content.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return content.hexdigest()
+
+
+def read_folder(folder: Path, side: int) -> Published:
+    """Read one difficulty of one size, such as `pathfinder32/curv_contour_length_14`.
+
+    Args:
+        folder: that holds `imgs` and `metadata`.
+        side: of the pictures, in pixels.
+
+    Raises:
+        ConfigError: something is not as published; names the file and line.
+    """
+    listed = [entry for path in _lists(folder) for entry in _listed(path, folder)]
+    pixels, labels = np.empty((len(listed), side * side), np.uint8), np.empty(len(listed), np.uint8)
+    count = 0
+    for path, label in listed:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            problem = f"expected a picture that the metadata list: {error.strerror}"
+            raise ConfigError(str(path), [("", problem)]) from None
+        if content:
+            try:
+                pixels[count], labels[count] = decode_picture(content, "L", (side, side)).ravel(), label
+            except ValueError as error:
+                raise ConfigError(str(path), [("", str(error))]) from None
+            count += 1
+    if not count:
+        raise ConfigError(str(folder), [("imgs", "every picture is an empty file")])
+    return Published(pixels[:count], labels[:count], len(listed) - count)
+
+
+def read_npz(path: Path, side: int) -> Published:
+    """Read arrays `x`, uint8 `[N, side, side]`, and `y`, 0 or 1 `[N]`.
+
+    Raises:
+        ConfigError: the file does not hold these arrays.
+    """
+    try:
+        with path.open("rb") as file, np.load(file) as arrays:
+            missing = [name for name in ("x", "y") if name not in arrays]
+            if missing:
+                raise ConfigError(str(path), [("", f"expected arrays x and y; {', '.join(missing)} missing")])
+            pixels, labels = arrays["x"], arrays["y"]
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        raise ConfigError(str(path), [("", f"cannot be read as arrays of NumPy: {error}")]) from None
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[1:] != (side, side):
+        got = f"{pixels.dtype} {list(pixels.shape)}"
+        raise ConfigError(str(path), [("x", f"expected uint8 [N, {side}, {side}]; got {got}")])
+    if labels.shape != pixels.shape[:1] or not np.isin(labels, (0, 1)).all():
+        raise ConfigError(str(path), [("y", f"expected {len(pixels)} labels 0 or 1; got {list(labels.shape)}")])
+    return Published(pixels.reshape(len(pixels), -1), labels.astype(np.uint8))

@@ -30,18 +30,16 @@ from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.abstract_task import AbstractFileTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.byte_text import VOCAB_SIZE, byte_spec, byte_symbols, encode_texts, text_of
-from attn_zoo.tasks.file_task import AbstractFileTask
 from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
 from attn_zoo.tasks.floors.lookup_rules import majority_floor
-from attn_zoo.tasks.floors.word_model import word_floor
-from attn_zoo.tasks.generated.draws import Ints
-from attn_zoo.tasks.labelled import class_labels, per_class, require_columns, shuffled
-from attn_zoo.tasks.sources.parquet import read_parquet
+from attn_zoo.tasks.floors.text_models import word_floor
+from attn_zoo.tasks.generated.draws import Ints, shuffled
+from attn_zoo.tasks.sources.parquet import class_labels, read_parquet, require_columns
 from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["CLASSES", "COLUMN", "REVIEWS", "Text", "TextLevel", "read_reviews"]
+__all__ = ["CLASSES", "COLUMN", "REVIEWS", "Text", "TextLevel", "per_class", "read_reviews"]
 
 COLUMN = "text"
 """Of the reviews, in the hub's tables; their labels stand in `label`."""
@@ -111,12 +109,7 @@ def read_reviews(name: str, paths: Mapping[str, Path]) -> dict[str, tuple[list[s
 @final
 @register_task("text")
 class Text(AbstractFileTask):
-    """Sentiment of a review from its bytes, at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the reviews, where they were not fetched.
-    """
+    """Sentiment of a review from its bytes, at one level."""
 
     name: ClassVar[str] = "text"
     version: ClassVar[int] = 1
@@ -208,3 +201,21 @@ def _held_out(texts: list[str], labels: NDArray[np.uint8], rows: Ints) -> Ints:
     single = np.array([times[texts[row]] == 1 for row in rows])
     counts = {label: int((labels == label).sum()) // _VALIDATION_SHARE for label in range(2)}
     return per_class(rows[single], labels, counts)
+
+
+def per_class(rows: Ints, labels: NDArray[np.integer], counts: dict[int, int]) -> Ints:
+    """Return the first `counts[c]` of the rows of each class c, in the order of `rows`.
+
+    Args:
+        rows: indices into `labels`.
+        labels: class of every row.
+        counts: by class; more than there are takes all.
+
+    >>> per_class(np.array([3, 0, 2, 1]), np.array([0, 1, 0, 1]), {0: 1, 1: 1}).tolist()
+    [3, 0]
+    """
+    mine = labels[rows]
+    keep = np.zeros(len(rows), bool)
+    for label, count in counts.items():
+        keep[np.flatnonzero(mine == label)[:count]] = True
+    return rows[keep]

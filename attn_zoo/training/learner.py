@@ -20,7 +20,6 @@ from attn_zoo.training.evaluation import precision
 from attn_zoo.training.make import make_trainer
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.seeding import derive_seed
-from attn_zoo.training.training_flops import FORWARD_AND_BACKWARD
 
 __all__ = ["AbstractLearner", "Learner", "step_protocol", "step_spec"]
 
@@ -145,8 +144,8 @@ class Learner(AbstractLearner):
 
     @property
     def forward_flops(self) -> int | None:
-        total, steps = self.trainer.flops.training_flops, self.trainer.numbers.step
-        return None if total is None or steps == 0 else round(total / FORWARD_AND_BACKWARD / steps)
+        total, steps = self.trainer.flops.forward_flops, self.trainer.numbers.step
+        return None if total is None or steps == 0 else round(total / steps)
 
     def settle(self) -> None:
         while self.trainer.numbers.step < self.trainer.num_unlike:

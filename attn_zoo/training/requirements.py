@@ -9,7 +9,7 @@ import torch
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Position, Request
 from attn_zoo.records import Cell
-from attn_zoo.registry import variants
+from attn_zoo.registry import make_config, variants
 from attn_zoo.tasks import TaskSpec
 from attn_zoo.training.protocol import Protocol
 
@@ -58,6 +58,7 @@ def requests(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) 
             cell.variant,
             Request(
                 is_causal=is_causal,
+                is_autoregressive=is_causal,
                 has_key_padding_mask=has_mask,
                 dropout_p=protocol.dropout_p,
                 position=inside,
@@ -85,5 +86,7 @@ def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -
     if protocol.pretrain and spec.kind in ("causal_lm", "seq2seq"):
         raise UnsupportedError("pretrain", f"pretrain: a model for {spec.kind} has no encoder over one input")
     for variant, request in requests(cell, spec, protocol, has_mask=has_mask):
-        variants[variant].capabilities.require(variant, request)
+        options = cell.options if variant == cell.variant else {}
+        config = make_config(variants[variant].config, options, variant)
+        variants[variant].capabilities_of(config).require(variant, request)
     weight_dtype(cell.dtype)

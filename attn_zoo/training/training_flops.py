@@ -1,8 +1,8 @@
 """Floating-point operations of a training run, counted as it runs.
 
-Forward = the variant's own formula in every layer, plus 2 x inputs x outputs for every linear map outside it. Backward
-counts twice the forward. Norms, activations and embeddings are left out, and so is a linear map of which a mixer takes
-the weights without calling it (a compress-first layout applies its key and value maps to the few compressed rows).
+Forward = the variant's own formula in every layer, its projections included, plus 2 x inputs x outputs for every linear
+map outside the mixers. Backward = twice the linear maps (each product has two), and the variant's own ratio of its
+formula. Norms, activations and embeddings are left out.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
+from attn_zoo.attention.contract import AbstractMixer, Mixed
 
-__all__ = ["FORWARD_AND_BACKWARD", "CompiledFlopCounter", "FlopCounter"]
+__all__ = ["CompiledFlopCounter", "FlopCounter"]
 
-FORWARD_AND_BACKWARD = 3
-"""FLOPs of an update in forwards."""
+LINEAR_BACKWARD_RATIO = 2.0
+"""A linear map has one matrix product in the forward and two in the backward."""
 
 
 class FlopCounter:
@@ -30,10 +30,10 @@ class FlopCounter:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._forward = 0
+        self._forward, self._total = 0, 0.0
         self._handles: list[RemovableHandle] = []
         self._has_formula = True
-        inside = {id(m) for part in model.modules() if isinstance(part, AbstractAttention) for m in part.modules()}
+        inside = {id(m) for part in model.modules() if isinstance(part, AbstractMixer) for m in part.modules()}
         for part in model.modules():
             if isinstance(part, AbstractMixer):
                 self._handles.append(part.register_forward_hook(self._count_mixer, with_kwargs=True))
@@ -43,11 +43,20 @@ class FlopCounter:
     @property
     def training_flops(self) -> float | None:
         """Total so far, or None where the variant has no formula."""
-        return float(FORWARD_AND_BACKWARD * self._forward) if self._has_formula else None
+        return self._total if self._has_formula else None
+
+    @property
+    def forward_flops(self) -> int | None:
+        """Of the forwards counted here alone, or None where the variant has no formula."""
+        return self._forward if self._has_formula else None
 
     def restore(self, training_flops: float | None) -> None:
         """Continue from the total of an interrupted run."""
-        self._forward = int((training_flops or 0.0) / FORWARD_AND_BACKWARD)
+        self._total = training_flops or 0.0
+
+    def _add(self, forward: int, backward_ratio: float) -> None:
+        self._forward += forward
+        self._total += forward * (1.0 + backward_ratio)
 
     def remove(self) -> None:
         """Take the hooks off; the total stays."""
@@ -57,20 +66,22 @@ class FlopCounter:
     def _count_linear(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG002
         assert isinstance(module, nn.Linear)
         if module.training:
-            self._forward += 2 * module.in_features * output.numel()
+            self._add(2 * module.in_features * output.numel(), LINEAR_BACKWARD_RATIO)
 
     def _count_mixer(
-        self, module: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Any], output: Tensor
+        self, module: nn.Module, inputs: tuple[Tensor, ...], named: Mapping[str, Any], output: Tensor | Mixed
     ) -> None:
         assert isinstance(module, AbstractMixer)
-        formula = None if module.variant is None else module.variant.complexity.flops
-        if formula is None:
+        del output
+        context = named.get("context")
+        (batch_size, query_len), keys = inputs[0].shape[:2], inputs[0] if context is None else context
+        shape = module.build.shape(batch_size, query_len, keys.shape[1], module.config, "mixer")
+        variant = module.variant
+        flops = None if variant is None else variant.flops(shape)
+        if variant is None or flops is None:
             self._has_formula = False
         elif module.training:
-            context = named.get("context")
-            keys = inputs[0] if context is None else context
-            batch_size, query_len = output.shape[:2]
-            self._forward += formula(module.build.shape(batch_size, query_len, keys.shape[1], module.config))
+            self._add(flops, variant.backward_ratio(shape) or 0.0)
 
 
 class CompiledFlopCounter(FlopCounter):
@@ -86,22 +97,23 @@ class CompiledFlopCounter(FlopCounter):
         super().__init__(model)
         self.remove()
         self._model = model
-        self._known: dict[Hashable, int | None] = {}
+        self._known: dict[Hashable, FlopCounter] = {}
 
     def add(self, shapes: Hashable, forward: Callable[[], object]) -> None:
         """Count one update; `forward` runs the model on inputs of these shapes, if none such were seen before."""
         if shapes not in self._known:
             self._known[shapes] = self._counted(forward)
-        flops = self._known[shapes]
-        self._has_formula &= flops is not None
-        self._forward += flops or 0
+        one = self._known[shapes]
+        self._has_formula &= one._has_formula
+        self._forward += one._forward
+        self._total += one._total
 
     @torch.no_grad()
-    def _counted(self, forward: Callable[[], object]) -> int | None:
+    def _counted(self, forward: Callable[[], object]) -> FlopCounter:
         kept = [buffer.clone() for buffer in self._model.buffers()]  # running statistics must not see it
         counter = FlopCounter(self._model)
         forward()
         counter.remove()
         for buffer, value in zip(self._model.buffers(), kept, strict=True):
             buffer.copy_(value)
-        return counter._forward if counter._has_formula else None
+        return counter

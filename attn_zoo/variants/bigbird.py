@@ -8,7 +8,7 @@ Cost: time O(B H L (g + w + r) C D), memory beyond inputs and outputs O(B H L): 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, masked_softmax, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.blocks.call import Backend, layout_attention
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.call import Backend
 from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
@@ -59,13 +59,28 @@ class BigBirdConfig(VariantConfig):
         if self.mode == "etc" and self.num_global_blocks == 0:
             raise ValueError("num_global_blocks: mode 'etc' is made of extra global blocks; expected at least 1; got 0")
 
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        """Return less where random blocks are drawn by permutation, for extra tokens, and for FlexAttention."""
+        if self.random == "permutation":
+            capabilities = capabilities.without(
+                causal="random='permutation' leaves the last blocks too few later rows to be drawn by"
+            )
+        if self.mode == "etc":
+            positions = tuple(position for position in capabilities.positions if position != "alibi")
+            capabilities = replace(capabilities, positions=positions)
+        if self.backend == "flex":
+            capabilities = capabilities.without(attention_dropout="backend 'flex' has none")
+        return capabilities
+
     @property
     def num_extra_tokens(self) -> int:
         """Tokens that mode etc adds before the sequence."""
         return self.num_global_blocks * self.block_size if self.mode == "etc" else 0
 
-    def layout(self, query_len: int, *, is_causal: bool = False) -> BlockLayout:
-        """Return which blocks there are in a sequence of `query_len` tokens."""
+    def layout(
+        self, query_len: int, *, is_causal: bool = False, num_heads: int = 1, seed: int = 0, layer_index: int = 0
+    ) -> BlockLayout:
+        """Return which blocks there are in a sequence of `query_len` tokens; the last three decide the random ones."""
         return BlockLayout(
             query_len=query_len,
             block_size=self.block_size,
@@ -75,6 +90,9 @@ class BigBirdConfig(VariantConfig):
             num_extra_tokens=self.num_extra_tokens,
             is_permuted=self.random == "permutation",
             is_causal=is_causal,
+            num_heads=num_heads,
+            seed=seed,
+            layer_index=layer_index,
         )
 
     @classmethod
@@ -91,21 +109,15 @@ class BigBirdConfig(VariantConfig):
         return tuple(base | {"num_random_blocks": count} for count in (1, max(1, blocks // 2), blocks))
 
 
-def bigbird_mask(layout: BlockLayout, num_heads: int, key: tuple[int, ...]) -> Tensor:
-    """Return bool `[H, L, S]`, True = may be seen: the paper's matrix A, from its definition and the random blocks.
-
-    Args:
-        layout: which blocks.
-        num_heads: H.
-        key: (seed, layer), which decide the random blocks.
-    """
+def bigbird_mask(layout: BlockLayout) -> Tensor:
+    """Return bool `[H, L, S]`, True = may be seen: the paper's matrix A, from its definition and the random blocks."""
     key_block = torch.arange(layout.key_len) // layout.block_size
     query_block = key_block[layout.num_extra_tokens :, None]
     is_window = (query_block - key_block).abs() <= layout.num_window_blocks // 2
     is_global = (key_block < layout.num_global_blocks) | (query_block < layout.num_global_blocks)
-    is_random = torch.zeros(num_heads, layout.num_key_blocks, layout.num_key_blocks, dtype=torch.bool)
-    drawn, counts = layout.draw(num_heads, key)
-    for head in range(num_heads):
+    is_random = torch.zeros(layout.num_heads, layout.num_key_blocks, layout.num_key_blocks, dtype=torch.bool)
+    drawn, counts = layout.draw()
+    for head in range(layout.num_heads):
         for row, count in enumerate(counts):
             is_random[head, layout.num_leading + row, drawn[head, row, :count]] = True
     keep = is_window | is_global | is_random[:, query_block, key_block]
@@ -177,26 +189,26 @@ class BigBirdAttention(AbstractAttention):
     Args:
         config: the pattern.
         build: sizes and direction; `seed` and `layer_index` decide the random blocks.
-
-    Raises:
-        UnsupportedError: options that exclude what `build` asks.
     """
 
     config: BigBirdConfig
 
     def __init__(self, config: BigBirdConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        if build.is_causal and config.random == "permutation":
-            reason = "bigbird: random='permutation' has no causal form: the last blocks have too few later rows"
-            raise UnsupportedError("causal", reason)
-        if build.position == "alibi" and config.mode == "etc":
-            raise UnsupportedError("positions", "bigbird: extra tokens of mode='etc' have no position for ALiBi")
-        if build.dropout_p > 0 and config.backend == "flex":
-            raise UnsupportedError("attention_dropout", "bigbird: backend 'flex' has no attention dropout")
         if config.mode == "etc":
             shape = (build.num_kv_heads, config.num_extra_tokens, build.head_dim)
             self.extra_key = nn.Parameter(torch.randn(shape) * 0.02)  # as the authors start all embeddings
             self.extra_value = nn.Parameter(torch.randn(shape) * 0.02)
+
+    def _layout(self, query_len: int) -> BlockLayout:
+        build = self.build
+        return self.config.layout(
+            query_len,
+            is_causal=build.is_causal,
+            num_heads=build.num_heads,
+            seed=build.seed,
+            layer_index=build.layer_index,
+        )
 
     def _prepared(
         self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
@@ -213,14 +225,12 @@ class BigBirdAttention(AbstractAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         build = self.build
-        layout = self.config.layout(query.shape[2], is_causal=build.is_causal)
         key, value, mask = self._prepared(key, value, key_padding_mask)
-        output = layout_attention(
+        output = block_sparse_attention(
             query,
             key,
             value,
-            layout,
-            (build.num_heads, build.seed, build.layer_index),
+            self._layout(query.shape[2]),
             key_padding_mask=mask,
             dropout_p=build.dropout_p if self.training else 0.0,
             slopes=alibi_slopes(build.num_heads, query.device) if build.position == "alibi" else None,
@@ -232,8 +242,7 @@ class BigBirdAttention(AbstractAttention):
         """Compute exact softmax attention under the dense mask of the definition, without dropout."""
         build = self.build
         key, value, mask = self._prepared(key, value, key_padding_mask)
-        layout = self.config.layout(query.shape[2], is_causal=build.is_causal)
-        keep = bigbird_mask(layout, build.num_heads, (build.seed, build.layer_index)).to(query.device)
+        keep = bigbird_mask(self._layout(query.shape[2])).to(query.device)
         if mask is not None:
             keep = keep & ~mask[:, None, None]
         scores = query @ blank_padding(key, mask).transpose(-1, -2) * build.head_dim**-0.5  # [B, H, L, S]

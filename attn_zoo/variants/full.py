@@ -11,7 +11,6 @@ Cost: time O(B H L S D); memory O(B H L S) as written, O(B H L) beyond inputs an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +38,14 @@ class FullConfig(VariantConfig):
     """
 
     backend: Backend = "auto"
+
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        """Return less for FlexAttention, which has no dropout and compiles for every length."""
+        if self.backend != "flex":
+            return capabilities
+        return capabilities.without(
+            attention_dropout="backend 'flex' has none", decode="backend 'flex' compiles for every length"
+        )
 
 
 def full_flops(shape: Shape) -> int:
@@ -68,6 +75,8 @@ def full_state_bytes(shape: Shape, itemsize: int) -> int:
         grouped_query=True,
         positions=("none", "rotary", "alibi"),
         is_exact=True,
+        is_permutation_invariant=True,
+        is_padding_invariant=True,
         why={
             "dtypes": "the result would not be exact in fewer bits",
             "devices": "only there is known which kernel runs",
@@ -101,7 +110,7 @@ class FullAttention(AbstractAttention):
         build: sizes and direction.
 
     Raises:
-        UnsupportedError: ALiBi across two sequences, or dropout with a backend that has none.
+        UnsupportedError: ALiBi across two sequences.
     """
 
     config: FullConfig
@@ -110,16 +119,17 @@ class FullAttention(AbstractAttention):
         super().__init__(config, build)
         if build.position == "alibi" and build.is_cross:
             raise UnsupportedError("positions", "full: ALiBi is a distance within one sequence; is_cross has two")
-        if config.backend == "flex" and build.dropout_p > 0:
-            raise UnsupportedError("attention_dropout", "full: backend 'flex' has no attention dropout")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        num_blind = query.shape[2] - key.shape[2] if self.build.is_causal else 0
-        if num_blind > 0:  # more queries than keys: the first of them stand before every key
+        is_causal = self.build.is_causal
+        if (
+            is_causal and (num_blind := query.shape[2] - key.shape[2]) > 0
+        ):  # more queries than keys: the first of them stand before every key
             seeing = self.forward(query[:, :, num_blind:], key, value, key_padding_mask=key_padding_mask)
             return pad(seeing, (0, 0, num_blind, 0))
-        key, value = harmless_padding(query, key, value, key_padding_mask)
-        return self._attend(query, key, value, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask)
+        if key_padding_mask is not None:
+            key, value = harmless_padding(query, key, value, key_padding_mask)
+        return self._attend(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, key_padding_mask: Tensor | None = None
@@ -127,20 +137,11 @@ class FullAttention(AbstractAttention):
         slopes = None
         if self.build.position == "alibi":
             slopes = alibi_slopes(self.build.num_heads, query.device, torch.promote_types(query.dtype, torch.float32))
-        bias_rows = partial(
-            score_bias,
-            query_len=query.shape[2],
-            key_len=key.shape[2],
-            is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            slopes=slopes,
-            device=query.device,
-        )
         return exact_attention(
             query,
             key,
             value,
-            bias_rows=bias_rows,
+            score_bias=score_bias,
             is_causal=is_causal,
             key_padding_mask=key_padding_mask,
             slopes=slopes,
@@ -161,22 +162,22 @@ class FullAttention(AbstractAttention):
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> KVCache:
-        """Return an empty cache of keys and values.
-
-        Raises:
-            UnsupportedError: built bidirectional, or with a backend that compiles for every length.
-        """
-        if not self.build.is_causal:
-            raise UnsupportedError("decode", "full: decoding needs is_causal=True; later tokens would change the past")
-        if self.config.backend == "flex":
-            raise UnsupportedError("decode", "full: backend 'flex' compiles for every length, so it cannot decode")
+        """Return an empty cache of keys and values."""
+        self._require_state()
         return KVCache.empty(batch_size, self.build.num_kv_heads, self.build.head_dim, device=device, dtype=dtype)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
         """Attend from one new position to all in the cache; it may hold `max_seq_len` positions."""
         if query.shape[2] != 1:
             raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
-        if state.length >= self.build.max_seq_len:
-            raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this is one more")
+        return self.prefill(query, key, value, state)
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+        """Attend from new positions to all in the cache and to those of them that came before."""
+        if state is None:
+            state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
+        if state.length + query.shape[2] > self.build.max_seq_len:
+            length = state.length + query.shape[2]
+            raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this makes {length}")
         state = state.append(key, value)
-        return self._attend(query, state.keys, state.values, is_causal=False), state
+        return self._attend(query, state.keys, state.values, is_causal=query.shape[2] > 1), state

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from attn_zoo.attention import AbstractMixer, BuildContext
-from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import register_mixer
@@ -38,16 +37,20 @@ class PoolingState:
 
 
 def global_pooling_flops(shape: Shape) -> int:
-    """Count the sum, one addition for each position and feature, and both projections of what was pooled."""
-    width = shape.num_heads * shape.head_dim
+    """Count the sum: one addition for each position and feature."""
+    return shape.batch_size * shape.embed_dim * shape.key_len
+
+
+def global_pooling_projection_flops(shape: Shape) -> int:
+    """Count both projections of what was pooled, one row for all positions or, causal, one for each."""
     num_rows = shape.query_len if shape.is_causal else 1
-    return shape.batch_size * width * (shape.key_len + 4 * num_rows * width)
+    return 4 * shape.batch_size * num_rows * shape.embed_dim * shape.num_heads * shape.head_dim
 
 
-def global_pooling_bytes(shape: Shape, itemsize: int) -> int:
-    """Count hidden states and both projections read once and outputs written once."""
+def global_pooling_projection_bytes(shape: Shape, itemsize: int) -> int:
+    """Count both projections with their biases."""
     width = shape.num_heads * shape.head_dim
-    return 2 * (shape.batch_size * shape.query_len * width + width * (width + 1)) * itemsize
+    return (2 * width * shape.embed_dim + width + shape.embed_dim) * itemsize
 
 
 def global_pooling_state_bytes(shape: Shape, itemsize: int) -> int:
@@ -63,6 +66,8 @@ def global_pooling_state_bytes(shape: Shape, itemsize: int) -> int:
         cross_attention=False,
         key_padding_mask=True,
         decode="recurrent",
+        is_permutation_invariant=True,
+        is_padding_invariant=True,
         positions=("none",),
         why={
             "cross_attention": "every query would receive the same, whatever it asks, so nothing attends",
@@ -78,7 +83,9 @@ def global_pooling_state_bytes(shape: Shape, itemsize: int) -> int:
         sequential_ops="1 (causal: log L)",
         max_path="1",
         flops=global_pooling_flops,
-        bytes=global_pooling_bytes,
+        projection_flops=global_pooling_projection_flops,
+        backward_ratio=1.0,  # an addition for each position and feature again
+        projection_bytes=global_pooling_projection_bytes,
         state_bytes=global_pooling_state_bytes,
     ),
     reference=Reference(
@@ -160,16 +167,9 @@ class GlobalPooling(AbstractMixer):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
     ) -> PoolingState:
-        """Return the sum over nothing.
-
-        Raises:
-            UnsupportedError: built bidirectional.
-        """
+        """Return the sum over nothing."""
         del context, key_padding_mask
-        if not self.build.is_causal:
-            raise UnsupportedError(
-                "decode", "global_pooling: decoding needs is_causal=True; later tokens would change the past"
-            )
+        self._require_state()
         wide = torch.promote_types(dtype or self.value_proj.weight.dtype, torch.float32)
         return PoolingState(torch.zeros(batch_size, 1, self.out_proj.in_features, device=device, dtype=wide))
 
@@ -177,7 +177,15 @@ class GlobalPooling(AbstractMixer):
         """Add one position `[B, 1, E]` to the sum and return the mean, projected, O(B E^2)."""
         if hidden.dim() != 3 or hidden.shape[1] != 1:
             raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
+        return self.prefill(hidden, state)
+
+    def prefill(self, hidden: Tensor, state: PoolingState | None = None) -> tuple[Tensor, PoolingState]:
+        """Add positions `[B, n, E]` to the sum one after another and return each mean, projected, O(B n E^2)."""
+        if state is None:
+            state = self.init_state(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
         value: Tensor = self.value_proj(hidden)
-        state = PoolingState(state.total + value.to(state.total.dtype), state.length + 1)
-        mixed: Tensor = self.out_proj((state.total / state.length).to(hidden.dtype))
-        return mixed, state
+        totals = state.total + value.cumsum(1, dtype=state.total.dtype)
+        length = state.length + hidden.shape[1]
+        counts = torch.arange(state.length + 1, length + 1, device=hidden.device)[:, None]
+        mixed: Tensor = self.out_proj((totals / counts).to(hidden.dtype))
+        return mixed, PoolingState(totals[:, -1:], length)

@@ -19,7 +19,6 @@ from torch.nn.functional import dropout, elu, pad
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import blank_padding, keep_mask
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
@@ -85,6 +84,8 @@ def linear_attention_state_bytes(shape: Shape, itemsize: int) -> int:
         key_padding_mask=True,
         decode="recurrent",
         grouped_query=True,
+        is_permutation_invariant=True,
+        is_padding_invariant=True,
         why={"positions": "a bias by distance does not split into a factor of the query and one of the key"},
     ),
     complexity=Complexity(
@@ -162,15 +163,8 @@ class LinearAttention(AbstractAttention):
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> LinearState:
-        """Return sums over nothing.
-
-        Raises:
-            UnsupportedError: built bidirectional.
-        """
-        if not self.build.is_causal:
-            raise UnsupportedError(
-                "decode", "linear_attention: decoding needs is_causal=True; later tokens would change the past"
-            )
+        """Return sums over nothing."""
+        self._require_state()
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         sizes = (batch_size, self.build.num_kv_heads, self.build.head_dim)
         zeros = torch.zeros(*sizes, self.build.head_dim + 1, device=device, dtype=wide)
@@ -187,8 +181,20 @@ class LinearAttention(AbstractAttention):
         weighted, total = (read @ x for x in sums)  # [B, H, 1, D], [B, H, 1, 1]
         return (weighted / (total + self.config.eps)).to(query.dtype), state
 
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, LinearState]:
+        """Read new positions in chunks, as `forward` does, from the sums of those before."""
+        if state is None:
+            state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
+        wide, heads = state.key.dtype, self.build.num_heads
+        features, value = feature_map(key.to(wide)), value.to(wide)
+        start = LinearState(*(expand_kv_heads(x, heads) for x in (state.key_value, state.key)))
+        key, many = (expand_kv_heads(x, heads) for x in (features, value))
+        output = _causal(feature_map(query.to(wide)), key, many, self.config.eps, start).to(query.dtype)
+        sums = LinearState(state.key_value + features.mT @ value, state.key + features.sum(-2)[..., None])
+        return output, sums
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, eps: float) -> Tensor:
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, eps: float, start: LinearState | None = None) -> Tensor:
     """Return causal linear attention `[B, H, L, D]` of features, positions aligned bottom right.
 
     Args:
@@ -196,6 +202,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, eps: float) -> Tensor:
         key: phi(K) `[B, H, S, D]`, zero where padded.
         value: `[B, H, S, D]`.
         eps: added to the normaliser.
+        start: sums over positions before all of these, for H heads.
     """
     length, past = query.shape[2], key.shape[2] - query.shape[2]
     if past < 0:  # the first queries stand before every key
@@ -206,8 +213,11 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, eps: float) -> Tensor:
         pad(x, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
         for x in (query, key[:, :, past:], value[:, :, past:])
     )  # [B, H, n, C, D]
-    carried = _carried(key.mT @ value, before.mT @ first)  # [B, H, n, D, D]
-    carried_key = _carried(key.sum(-2)[..., None], before.sum(-2)[..., None])  # [B, H, n, D, 1]
+    seen, seen_key = before.mT @ first, before.sum(-2)[..., None]
+    if start is not None:
+        seen, seen_key = seen + start.key_value, seen_key + start.key
+    carried = _carried(key.mT @ value, seen)  # [B, H, n, D, D]
+    carried_key = _carried(key.sum(-2)[..., None], seen_key)  # [B, H, n, D, 1]
     weights = (query @ key.mT).tril()  # [B, H, n, C, C]
     total = weights.sum(-1, keepdim=True) + query @ carried_key
     output = (weights @ value + query @ carried) / (total + eps)

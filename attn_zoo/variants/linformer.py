@@ -277,10 +277,9 @@ class LinformerAttention(AbstractAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Attend from `[B, H, L, D]` to compressed `[B, G, k, D]`; the mask is that of the positions, `[B, S]`."""
         empty = self._empty_rows(key_padding_mask)
-        sized = partial(score_bias, query_len=query.shape[2], key_len=key.shape[2], device=query.device)
         exact = partial(
             exact_attention,
-            bias_rows=partial(sized, key_padding_mask=empty),
+            score_bias=score_bias,
             key_padding_mask=empty,
             dropout_p=self.build.dropout_p if self.training else 0.0,
         )

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from attn_zoo.attention import AbstractAttention, BuildContext
+from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, keep_mask, masked_softmax
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.blocks.call import Backend, layout_attention
-from attn_zoo.kernels.blocks.layout import band_layout
-from attn_zoo.kernels.blocks.pattern import band_pairs
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.call import Backend
+from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
@@ -44,10 +44,20 @@ class LocalWindowConfig(VariantConfig):
         if self.window_size < 0:
             raise ValueError(f"window_size: expected at least 0; got {self.window_size}")
 
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        """Return less for FlexAttention, which has no dropout."""
+        if self.backend != "flex":
+            return capabilities
+        return capabilities.without(attention_dropout="backend 'flex' has none")
+
     @property
     def block_size(self) -> int:
         """Tokens of the blocks it is computed in: a power of two from 16 to 64, at most about half the window."""
         return max(16, min(64, 1 << max(0, (self.window_size // 2).bit_length() - 1)))
+
+    def layout(self, query_len: int, *, is_causal: bool = False) -> TokenLayout:
+        """Return which keys each query sees in a sequence of `query_len` tokens."""
+        return TokenLayout(query_len=query_len, block_size=self.block_size, reach=self.window_size, is_causal=is_causal)
 
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
@@ -63,8 +73,8 @@ class LocalWindowConfig(VariantConfig):
 def local_window_flops(shape: Shape) -> int:
     """Count a multiply and an add for each visible pair and feature, in both matrix products."""
     config: LocalWindowConfig = shape.config or LocalWindowConfig()
-    pairs = band_pairs(shape.query_len, config.window_size, is_causal=shape.is_causal)
-    return 4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs
+    pairs = config.layout(shape.query_len, is_causal=shape.is_causal).mean_pairs
+    return round(4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs)
 
 
 def local_window_state_bytes(shape: Shape, itemsize: int) -> int:
@@ -117,28 +127,18 @@ class LocalWindowAttention(AbstractAttention):
     Args:
         config: the variant's options.
         build: sizes and direction.
-
-    Raises:
-        UnsupportedError: attention dropout with backend `"flex"`, which has none.
     """
 
     config: LocalWindowConfig
 
-    def __init__(self, config: LocalWindowConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        if build.dropout_p > 0 and config.backend == "flex":
-            raise UnsupportedError("attention_dropout", "local_window: backend 'flex' has no attention dropout")
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         build, config = self.build, self.config
         key, value = (expand_kv_heads(x, build.num_heads) for x in (key, value))
-        layout = band_layout(query.shape[2], config.window_size, config.block_size, is_causal=build.is_causal)
-        return layout_attention(
+        return block_sparse_attention(
             query,
             key,
             value,
-            layout,
-            (1,),
+            config.layout(query.shape[2], is_causal=build.is_causal),
             key_padding_mask=key_padding_mask,
             dropout_p=build.dropout_p if self.training else 0.0,
             slopes=alibi_slopes(build.num_heads, query.device) if build.position == "alibi" else None,
@@ -162,15 +162,8 @@ class LocalWindowAttention(AbstractAttention):
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> KVCache:
-        """Return an empty cache, which will never hold more than the window and the latest position.
-
-        Raises:
-            UnsupportedError: built bidirectional.
-        """
-        if not self.build.is_causal:
-            raise UnsupportedError(
-                "decode", "local_window: decoding needs is_causal=True; later tokens would change the past"
-            )
+        """Return an empty cache, which will never hold more than the window and the latest position."""
+        self._require_state()
         return KVCache.empty(batch_size, self.build.num_kv_heads, self.build.head_dim, device=device, dtype=dtype)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
@@ -186,3 +179,16 @@ class LocalWindowAttention(AbstractAttention):
         if self.build.position == "alibi":
             scores = scores + alibi_bias(self.build.num_heads, 1, kept + 1, query.device, query.dtype)
         return scores.softmax(-1) @ values, state
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+        """Attend from new positions to the window before each, by the blocks of `forward`."""
+        if state is None:
+            state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
+        past = min(state.length, self.config.window_size)
+        keys, values = (
+            torch.cat([old[:, :, state.length - past : state.length], new], dim=2)
+            for old, new in ((state.key, key), (state.value, value))
+        )
+        output = self.forward(pad(query, (0, 0, past, 0)), keys, values)[:, :, past:]
+        kept = min(keys.shape[2], self.config.window_size + 1)
+        return output, KVCache(keys[:, :, -kept:], values[:, :, -kept:], kept)

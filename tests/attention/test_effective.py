@@ -55,7 +55,7 @@ def cases() -> list[Any]:
         variant = variants[name]
         if variant.attention is None:
             continue
-        directions = [False] * variant.capabilities.bidirectional + [True] * variant.capabilities.causal
+        directions = [False] * variant.capabilities.bidirectional + [True] * bool(variant.capabilities.causal)
         for is_causal in directions:
             for index, options in enumerate(variant.config.check_options()):
                 found.append(pytest.param(name, is_causal, options, id=f"{name}-{is_causal}-{index}"))

@@ -87,10 +87,6 @@ class IgnoresAlibi(Softmax):
     pass
 
 
-class AcceptsAnyLength(Softmax):
-    pass
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendConfig(VariantConfig):
     backend: Literal["auto", "math", "flash"] = "auto"
@@ -141,7 +137,6 @@ CLAIMS = (
     ),
     Broken(cls=RecurrentStateGrows, check="decode_state_bytes", capabilities={**DECODE, "decode": "recurrent"}),
     Broken(cls=DecodesUndeclared, check="refusals", also=frozenset({"decode"})),
-    Broken(cls=AcceptsAnyLength, check="refusals", capabilities={"variable_seq_len": False}),
     Broken(cls=IgnoresAlibi, check="positions", capabilities={"positions": ("none", "alibi")}),
     Broken(cls=RunsAnotherBackend, check="path_ran", config=BackendConfig),
     Broken(cls=HidesItsBackend, check="path_ran", config=BackendConfig),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
 
 from attn_zoo.conformance import CHECKS, run_checks
-from attn_zoo.errors import UnsupportedError
 from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import CLAIMS, DECODE, SoundDecode
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 
 BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS)
-EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, "is_exact": True}
+INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
+EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
 
 
 class OnlyCausal(Softmax):
@@ -23,11 +22,8 @@ class OnlyMultiples(Softmax):
     pass
 
 
-class OnlyOneLength(Softmax):
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        if query.shape[-2] != self.build.max_seq_len:
-            raise UnsupportedError("variable_seq_len", f"built for {self.build.max_seq_len} tokens exactly")
-        return super().attend(query, key, value, mask)
+class OnlyOneLength(Softmax):  # the contract enforces it
+    pass
 
 
 class OnlyHalf(Softmax):

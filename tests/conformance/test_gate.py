@@ -79,7 +79,7 @@ def test_refusals_are_not_failures() -> None:
 @pytest.mark.parametrize("seq_len", [1, 2, 9])
 @pytest.mark.parametrize("name", attn_zoo.list_variants())
 def test_short_cells_are_gated_too(name: str, seq_len: int, dtype: str) -> None:
-    is_causal = attn_zoo.describe(name).capabilities.causal
+    is_causal = bool(attn_zoo.describe(name).capabilities.causal)
     forms: list[Form] = ["mixer"] if variants[name].attention is None else ["attention", "mixer"]
     for form in forms:
         held = gate(name, {}, build(is_causal=is_causal, max_seq_len=9), dtype=dtype, seq_len=seq_len, form=form)

@@ -17,13 +17,12 @@ from attn_zoo.attention.oracle import attention_weights
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.maps import attention as attention_module
 from attn_zoo.maps.attention import attention_map, head_weights
-from attn_zoo.maps.binning import Axis, PooledWeights, make_axis, pool_weights
-from attn_zoo.maps.canvas import shades_for
 from attn_zoo.maps.capture import MixerCall, watch
 from attn_zoo.maps.example import input_of_example
 from attn_zoo.maps.find import find_weights
-from attn_zoo.maps.head_panels import draw_heads
+from attn_zoo.maps.head_panels import Axis, PooledWeights, draw_heads, make_axis, pool_weights
 from attn_zoo.maps.save import check_name, save_figure
+from attn_zoo.report.figures.heat import weight_shades
 from attn_zoo.training.weights import load_trained
 
 
@@ -125,14 +124,14 @@ def test_short_inputs_are_not_binned():
 
 def test_colours_tell_signs_apart():
     positive, signed = np.array([0.0, 0.5], np.float32), np.array([-0.1, 0.5], np.float32)
-    one, two = shades_for(positive), shades_for(signed)
+    one, two = weight_shades(positive), weight_shades(signed)
     assert (one.norm.vmin, one.norm.vmax) == (0.0, 0.5)
     assert (two.norm.vmin, two.norm.vmax) == (-0.5, 0.5)
     assert one.colours.name != two.colours.name
-    assert shades_for(np.array([-1e-9, 0.5], np.float32)).norm.vmin == 0.0  # rounding is no sign
-    assert not shades_for(signed).is_clipped
-    assert shades_for(signed, 0.2).is_clipped
-    assert shades_for(np.zeros(3, np.float32)).norm.vmax == 1.0
+    assert weight_shades(np.array([-1e-9, 0.5], np.float32)).norm.vmin == 0.0  # rounding is no sign
+    assert not weight_shades(signed).is_clipped
+    assert weight_shades(signed, 0.2).is_clipped
+    assert weight_shades(np.zeros(3, np.float32)).norm.vmax == 1.0
 
 
 def test_the_figure_says_what_it_shows(zoo: Path):
@@ -161,7 +160,7 @@ def test_labels_fit_into_the_figure(length: int, num_heads: int):
     axis = make_axis(symbols, 96)
     values = np.random.default_rng(0).random((num_heads, axis.num_bins, axis.num_bins)).astype(np.float32)
     layers = [PooledWeights(f"layer {n}", values, axis, axis, tuple(range(1, num_heads + 1))) for n in (1, 2)]
-    figure = draw_heads(layers, title="title", subtitle="a line\nand another")
+    figure = draw_heads(layers, title="title", note="a line\nand another")
     figure.canvas.draw()
     width, height = figure.get_size_inches() * figure.dpi
     assert width <= 1600

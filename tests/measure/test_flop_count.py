@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from attn_zoo.measure.flop_count import count_flops
+from attn_zoo.measure.flop_count import Operations, count_flops, count_operations
 
 
 def test_products_count_two_per_multiply_add():
@@ -87,3 +87,37 @@ def test_a_triton_kernel_launched_by_hand_is_opaque(monkeypatch):
 def test_errors_of_the_callable_come_through():
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         count_flops(lambda: torch.randn(2, 3) @ torch.randn(2, 3))
+
+
+def test_transforms_and_recurrent_layers_are_counted():
+    real, hidden = torch.randn(2, 64, 32), torch.randn(2, 10, 32)
+    half = 5 * 2 * 32 * 64 * 6 // 2
+    assert count_flops(lambda: torch.fft.fft(real.to(torch.complex64), dim=1)) == 2 * half
+    assert count_flops(lambda: torch.fft.rfft(real, dim=1)) == half
+    assert count_flops(lambda: torch.fft.irfft(torch.fft.rfft(real, dim=1), n=64, dim=1)) == 2 * half
+    lstm = torch.nn.LSTM(32, 16, batch_first=True)
+    forward = 2 * 2 * 10 * 4 * 16 * (32 + 16)
+    assert count_flops(lambda: lstm(hidden)) == forward
+
+    def both() -> None:
+        lstm(hidden.requires_grad_())[0].sum().backward()
+
+    counted = count_operations(both)
+    assert counted is not None
+    assert counted.products == 3 * forward
+
+
+def test_sums_are_counted_apart():
+    x = torch.randn(3, 5)
+    assert count_operations(lambda: (x.sum(1), x.cumsum(0), x.mean())) == Operations(products=0, additions=45)
+
+
+def test_a_backward_counts_what_its_kernel_recomputes():
+    q = torch.randn(1, 2, 64, 32, requires_grad=True)
+
+    def both() -> None:
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+
+    counted = count_operations(both)
+    assert counted is not None
+    assert counted.products == 3.5 * 4 * 2 * 64 * 64 * 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +28,23 @@ def png(pixels: np.ndarray) -> bytes:
     return out.getvalue()
 
 
-def write_pictures(path: Path, pictures: list[bytes], labels: list[int], names: tuple[str, ...]) -> None:
+def write_pictures(
+    path: Path,
+    pictures: Sequence[bytes | None],
+    labels: list[int],
+    names: tuple[str, ...],
+    *,
+    paths: Sequence[str | None] = (),
+) -> None:
     """Write PNG files and labels with the features that the hub's file carries."""
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=list(names))})
-    rows = {"img": [{"bytes": picture, "path": None} for picture in pictures], "label": labels}
-    _write(datasets.Dataset.from_dict(rows, features=features), path)
+    paths = paths or [None] * len(pictures)
+    rows = [{"bytes": picture, "path": at} for picture, at in zip(pictures, paths, strict=True)]
+    table = datasets.Dataset.from_dict({"img": rows, "label": labels}, features=features)
+    # As `Dataset.to_parquet` writes it, which would look for the pictures behind the paths.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pytest.importorskip("pyarrow.parquet").write_table(table.data.table, path)
 
 
 def _write(table, path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_zoo.tasks.film_pairs import film_pairs
+from attn_zoo.tasks.imdb_pairs import film_pairs
 
 PINNED = [
     [6, 7, 4, 2, 1, 2, 1, 6, 0, 7, 5, 0, 4, 5],

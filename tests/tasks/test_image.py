@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -11,12 +14,11 @@ from hypothesis import strategies as st
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
-from attn_zoo.tasks.grey import block_picture, grey_levels, halved
-from attn_zoo.tasks.image import PICTURES, Image
+from attn_zoo.tasks.image import PICTURES, Image, block_picture, grey_levels, halved
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from attn_zoo.training.protocol import resolve_protocol
-
-from .tables import NAMES, png, write_pictures, write_reviews
+from tests.tasks.sources.local_server import serve
+from tests.tasks.tables import NAMES, png, write_pictures, write_reviews
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
@@ -41,6 +43,14 @@ def folder(tmp_path):
         labels = [index % 10 for index in range(len(colours))]
         write_pictures(at / NAMES[part], [png(one) for one in colours], labels, CLASSES)
     return tmp_path / "data"
+
+
+def claimed_size(columns: int, rows: int) -> bytes:
+    """Return a picture whose header claims a size that its few bytes do not have."""
+    content = bytearray(png(np.zeros((1, 1, 3), np.uint8)))
+    content[16:24] = struct.pack(">II", columns, rows)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    return bytes(content)
 
 
 def test_it_is_registered_and_keeps_the_contract(folder):
@@ -166,11 +176,14 @@ def test_a_picture_is_shown_as_blocks(folder):
 @pytest.mark.parametrize(
     ("picture", "message"),
     [
-        (png(np.zeros((32, 32), np.uint8)), r"expected 8-bit colours \(32, 32, 3\) in row 1; got uint8 \(32, 32\)"),
-        (png(np.zeros((16, 32, 3), np.uint8)), r"row 1; got uint8 \(16, 32, 3\)"),
-        (png(np.zeros((32, 32, 4), np.uint8)), r"row 1; got uint8 \(32, 32, 4\)"),
-        (png(TRAIN[0])[:200], "in row 1; it cannot be decoded"),
-        (b"no picture", "row 1; it cannot be decoded"),
+        (png(np.zeros((32, 32), np.uint8)), "row 1: expected 32 x 32 pixels, 8-bit colours; got 32 x 32, mode L"),
+        (png(np.zeros((16, 32, 3), np.uint8)), "row 1: expected 32 x 32 .*; got 32 x 16, mode RGB"),
+        (png(np.zeros((32, 32, 4), np.uint8)), "row 1: expected 32 x 32 .*; got 32 x 32, mode RGBA"),
+        (png(TRAIN[0])[:200], "row 1: cannot be read as a picture"),
+        (b"no picture", "row 1: cannot be read as a picture: its format is unknown"),
+        (b"", "row 1: cannot be read as a picture: there is none"),
+        (claimed_size(20_000, 20_000), "row 1: cannot be read as a picture|got 20000 x 20000"),
+        (claimed_size(10_000, 10_000), "row 1: expected 32 x 32 .*; got 10000 x 10000, mode RGB"),
     ],
 )
 def test_other_pictures_are_refused(folder, picture, message):
@@ -179,6 +192,25 @@ def test_other_pictures_are_refused(folder, picture, message):
     with pytest.raises(ConfigError, match=message) as caught:
         Image("lra", data_dir=folder).split("test")
     assert NAMES["test"] in str(caught.value)
+
+
+def test_a_picture_that_is_only_an_address_is_not_fetched(folder):
+    path = folder / "cifar10" / "plain_text" / NAMES["test"]
+    with serve({"/cat.png": png(TEST[0])}) as site:
+        write_pictures(path, [png(TEST[0]), None], [0, 1], CLASSES, paths=[None, site.address("/cat.png")])
+        with pytest.raises(ConfigError, match="row 1: cannot be read as a picture: there is none"):
+            Image("lra", data_dir=folder).split("test")
+    assert site.requests == []
+
+
+@pytest.mark.parametrize(
+    ("part", "count", "message"),
+    [("train", 9, "expected at least 10 pictures; got 9"), ("train", 0, "no rows"), ("test", 0, "no rows")],
+)
+def test_too_few_pictures_are_refused(folder, part, count, message):
+    write_pictures(folder / "cifar10" / "plain_text" / NAMES[part], [png(TEST[0])] * count, [0] * count, CLASSES)
+    with pytest.raises(ConfigError, match=f"{NAMES[part]}: .*{message}"):
+        Image("lra", data_dir=folder).split("test")
 
 
 def test_other_tables_are_refused(folder):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError, FolderError
-from attn_zoo.tasks.film_reviews import FILMS, read_film_reviews
 from attn_zoo.tasks.imdb_archive import convert_archive, main
+from attn_zoo.tasks.imdb_pairs import FILMS, read_film_reviews
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
 from attn_zoo.tasks.byte_text import text_of
-from attn_zoo.tasks.film_reviews import FILMS, read_films
-from attn_zoo.tasks.imdb_pairs import ImdbPairs
+from attn_zoo.tasks.imdb_pairs import FILMS, ImdbPairs, read_films
 
 from .tables import write_reviews
 

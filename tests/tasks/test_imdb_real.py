@@ -11,9 +11,8 @@ import pytest
 from attn_zoo.errors import ConfigError
 from attn_zoo.tasks import Split, SplitName
 from attn_zoo.tasks.byte_text import VOCAB_SIZE, text_of
-from attn_zoo.tasks.film_reviews import FILMS
 from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
-from attn_zoo.tasks.imdb_pairs import ImdbPairs
+from attn_zoo.tasks.imdb_pairs import FILMS, ImdbPairs
 from attn_zoo.tasks.text import REVIEWS, Text, read_reviews
 
 FOLDER = Path(os.environ.get("ATTN_ZOO_DATA") or "no-folder")

@@ -16,11 +16,11 @@ from attn_zoo.errors import ConfigError, FolderError, UnknownNameError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import AbstractTask, SplitName
 from attn_zoo.tasks import listops as listops_module
-from attn_zoo.tasks.expressions.grammar import OPERATORS, Bits, Grammar, draw_trees
+from attn_zoo.tasks.expressions.grammar import OPERATORS, Grammar, draw_trees
 from attn_zoo.tasks.expressions.published_text import read_tsv, show_tokens, write_tsv
-from attn_zoo.tasks.expressions.tree_splits import ListOpsLevel, generate_splits, padded
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
-from attn_zoo.tasks.listops import ListOps
+from attn_zoo.tasks.generated.draws import Draws
+from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits, padded
 from attn_zoo.tasks.sources.tensor_cache import cache_dir, cached_tensors
 from attn_zoo.training.protocol import resolve_protocol
 from tests.tasks.evaluators import by_stack, recursive
@@ -286,7 +286,7 @@ def test_the_registered_balanced_level_leaves_nothing_to_the_root_operator():
 
 def test_sm_med_level_has_these_operators_only():
     grammar = ListOps.levels["lra_sm_med"].grammar
-    trees = draw_trees(Bits(0), 8_192, grammar)
+    trees = draw_trees(Draws(0), 8_192, grammar)
     used = set(np.unique(trees.tokens[trees.tokens > 10]).tolist())
     assert used == {OPERATORS["[MED"], OPERATORS["[SM"], 15}
     assert dataclasses.replace(grammar, operators=Grammar().operators) == Grammar(), "otherwise the published grammar"
@@ -305,7 +305,7 @@ class TestTraps:
     def test_the_median_of_an_even_count_is_truncated_in_task_and_evaluators(self):
         med, digit, close = OPERATORS["[MED"], 1, 15
         trees = draw_trees(
-            Bits(2), 30_000, Grammar(max_depth=2, max_args=2, min_len=3, max_len=10, operators=("[MED",))
+            Draws(2), 30_000, Grammar(max_depth=2, max_args=2, min_len=3, max_len=10, operators=("[MED",))
         )
         rows = trees.tokens.reshape(-1, 4)
         low, high = np.sort(rows[:, 1:3].astype(int) - digit, axis=1).T

@@ -15,9 +15,7 @@ from attn_zoo.tasks import AbstractTask, SplitName
 from attn_zoo.tasks.abstract_task import Split
 from attn_zoo.tasks.contours.pictures import draw_pictures
 from attn_zoo.tasks.contours.scene import Scene
-from attn_zoo.tasks.pathfinder import Pathfinder
-from attn_zoo.tasks.pathfinder_floors import pathfinder_floors
-from attn_zoo.tasks.pathfinder_levels import LEVELS, PathfinderLevel
+from attn_zoo.tasks.pathfinder import LEVELS, Pathfinder, PathfinderLevel, pathfinder_floors
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from tests.tasks.test_pathfinder_files import write_folder
 
@@ -101,7 +99,7 @@ def test_drawn_splits_are_cached_and_shared(few, original, monkeypatch):
     test = Pathfinder("32").split("test")
     files = sorted(cache_dir().iterdir())
     assert len(files) == 1  # only what was asked for
-    monkeypatch.setattr("attn_zoo.tasks.contours.picture_splits.draw_pictures", None)  # would fail if drawn again
+    monkeypatch.setattr("attn_zoo.tasks.contours.pictures.draw_pictures", None)  # would fail if drawn again
     assert torch.equal(Pathfinder("32").split("test").tokens, test.tokens)
     assert torch.equal(Pathfinder("original_to_32", data_dir=original).split("test").tokens, test.tokens)
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks.pathfinder_files import listing_digest, read_folder, read_npz
+from attn_zoo.tasks.picture_files import listing_digest, read_folder, read_npz
 
 
 def write_folder(folder: Path, pixels, labels, per_batch: int = 10, first_batch: int = 0) -> None:

@@ -15,7 +15,8 @@ from PIL import Image
 from attn_zoo.errors import FolderError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import Split
-from attn_zoo.tasks.picture_files import export_images, export_jsonl
+from attn_zoo.tasks.abstract_task import export_jsonl
+from attn_zoo.tasks.picture_files import export_images
 from attn_zoo.whole_files import whole_file, whole_folder
 
 

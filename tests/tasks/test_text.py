@@ -6,14 +6,18 @@ import random
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
 from attn_zoo.tasks.byte_text import text_of
-from attn_zoo.tasks.text import REVIEWS, Text
+from attn_zoo.tasks.generated.draws import shuffled
+from attn_zoo.tasks.text import REVIEWS, Text, per_class
 from attn_zoo.training.protocol import resolve_protocol
 
 from .tables import NAMES, write_reviews
@@ -226,3 +230,14 @@ def test_levels_and_settings_are_the_published_ones():
     assert Text.source("1000") is REVIEWS
     with pytest.raises(UnknownNameError, match="did you mean '1000'"):
         Text.source("100")
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(0, 5))
+def test_rows_are_the_first_of_their_class(labels, count):
+    truth = np.array(labels)
+    rows = shuffled(len(labels), 7)
+    kept = per_class(rows, truth, {0: count, 2: count})
+    assert [row for row in rows if row in set(kept.tolist())] == kept.tolist()
+    for label in (0, 2):
+        assert [r for r in kept if truth[r] == label] == [r for r in rows if truth[r] == label][:count]
+    assert not (truth[kept] == 1).any()

@@ -44,9 +44,11 @@ def test_count_is_the_closed_form(pooling):
     )
     formula = variants["full"].complexity.flops
     assert formula is not None
-    layer = 2 * BATCH * length * (4 * DIM * DIM + 2 * DIM * FFN) + formula(shape)
+    layer = 2 * BATCH * length * (4 * DIM * DIM + 2 * DIM * FFN)
     head = 2 * BATCH * (DIM * FFN + FFN * CLASSES)
-    assert counter.training_flops == 3 * (LAYERS * layer + head)
+    attention = LAYERS * formula(shape)
+    assert counter.forward_flops == LAYERS * layer + head + attention
+    assert counter.training_flops == 3 * (LAYERS * layer + head) + 3.5 * attention  # scores are recomputed
 
 
 def test_it_continues_from_a_stored_total():

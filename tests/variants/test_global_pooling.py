@@ -12,7 +12,11 @@ from attn_zoo import BuildContext, UnsupportedError, build_attention, build_mixe
 from attn_zoo.attention import AbstractMixer
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.kernels.trace import recording
-from attn_zoo.variants.global_pooling import global_pooling_flops, global_pooling_state_bytes
+from attn_zoo.variants.global_pooling import (
+    global_pooling_flops,
+    global_pooling_projection_flops,
+    global_pooling_state_bytes,
+)
 
 BATCH, LENGTH, EMBED = 2, 7, 6
 
@@ -102,9 +106,11 @@ def test_dropout_drops_positions_and_keeps_the_mean():
 
 def test_cost():
     build = BuildContext(embed_dim=EMBED, num_heads=2, max_seq_len=64)
-    assert global_pooling_flops(build.shape(1, 10)) == 10 * EMBED + 4 * EMBED**2
+    assert global_pooling_flops(build.shape(1, 10)) == 10 * EMBED
+    assert global_pooling_projection_flops(build.shape(1, 10)) == 4 * EMBED**2
     causal = BuildContext(embed_dim=EMBED, num_heads=2, max_seq_len=64, is_causal=True)
-    assert global_pooling_flops(causal.shape(1, 10)) == 10 * EMBED + 40 * EMBED**2
+    assert global_pooling_flops(causal.shape(1, 10)) == 10 * EMBED
+    assert global_pooling_projection_flops(causal.shape(1, 10)) == 40 * EMBED**2
     with recording() as paths:
         make()(draw())
         make(True)(draw())

@@ -14,6 +14,7 @@ from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.workload import AbstractWorkload
+from attn_zoo.matrix.costs import Claims
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call
@@ -148,7 +149,7 @@ class Trial:
         assert work is not None
         assert timing is not None
         claims = work.claims()
-        _refuse_impossible(cell, claims.flops, timing.median_ms)
+        _refuse_impossible(cell, claims, timing.median_ms)
         memory = energy = counted = None
         if not self._is_repeat:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
@@ -192,13 +193,14 @@ class Trial:
             self._work.release()
 
 
-def _refuse_impossible(cell: Cell, flops: int | None, median_ms: float) -> None:
+def _refuse_impossible(cell: Cell, claims: Claims, median_ms: float) -> None:
     """Raise `AttnZooError` if the work cannot have been done in that time: then the timing or the formula is wrong."""
-    if flops is None or cell.device != "cuda" or median_ms <= 0:
+    if claims.flops is None or cell.device != "cuda" or median_ms <= 0:
         return
-    num_forwards = PASSES[cell.pass_ or "fwd"].num_forwards(variants[cell.variant].complexity.backward_ratio)
+    ratio = 2.0 if claims.backward_ratio is None else claims.backward_ratio  # two products for each of the forward
+    flops = claims.flops * PASSES[cell.pass_ or "fwd"].num_forwards(ratio)
     name = torch.cuda.get_device_name()
-    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops * num_forwards):
+    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops):
         raise AttnZooError(f"rejected: {problem}")
 
 

@@ -16,7 +16,7 @@ from attn_zoo.conformance import check_output, gate
 from attn_zoo.conformance.subject import Form
 from attn_zoo.matrix.cell.random_inputs import normal, padding_of
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.costs import Claims, call_shape, claims
+from attn_zoo.matrix.costs import Claims, call_shape, claims, config_of
 from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind, make_module
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
@@ -119,7 +119,7 @@ class Scaling(TimedKind):
             dtype=cell.dtype,
             device=cell.device,
         )
-        return variant.capabilities.missing(request)
+        return variant.capabilities_of(config_of(cell)).missing(request)
 
     def estimate(self, cell: Cell, group: ScalingGroup) -> Estimate:
         return call_estimate(cell, group.repeat_budget_s, group.isolation)

@@ -142,9 +142,9 @@ class Step(TimedKind):
         assert cell.seq_len is not None and cell.batch_size is not None  # noqa: PT018  every step has both
         protocol = step_protocol(cell)
         tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim
-        linear = tokens * (8 * embed_dim**2 + 4 * embed_dim * ffn_dim)
+        feed_forward = 4 * tokens * embed_dim * ffn_dim
         num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.backward_ratio)
-        flops = protocol.num_layers * (forward_flops(cell) + linear) * num_forwards
+        flops = protocol.num_layers * (forward_flops(cell) + feed_forward) * num_forwards
         seconds = rough_seconds(flops, cell, group.repeat_budget_s, group.isolation)
         saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
         return Estimate(

@@ -1,120 +1,66 @@
-"""Axes with human ticks, reference slopes, and the strip at the top edge that holds what gave no measurement."""
+"""Axes with human ticks: lengths, logarithmic values, scores; and lines that mark a value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from textwrap import wrap
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.axis import Axis
+from matplotlib.text import Annotation
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from attn_zoo.report.figures.labels import EndLabel, label_width
-from attn_zoo.report.figures.style import INK, MUTED, draw_title, new_figure
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.figures.style import MARK, MUTED, Line, Look
 from attn_zoo.report.units import human_length
 
-__all__ = ["Frame", "Mark", "length_axis", "make_frame", "reference_slopes", "value_axis"]
+__all__ = [
+    "ON_WHITE",
+    "annotate",
+    "annotate_along",
+    "draw_curve",
+    "draw_mark",
+    "length_axis",
+    "log_axis",
+    "name_mark",
+    "score_axis",
+    "set_ticks",
+]
 
-WIDTH = 8.0
-STRIP_ROW = 0.2
-GUIDE_GAP = 1.7
-"""Factor between the data and the reference lines."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """One row of the strip: a label, why there is no measurement, and at which lengths."""
-
-    name: str
-    words: str
-    colour: str
-    lengths: tuple[int, ...]
-    markers: tuple[str, ...]
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.7}
+"""Box behind words that lines may cross."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A figure with its main axes, laid out for the labels it will get."""
-
-    figure: Figure
-    axes: Axes
-    has_strip: bool
+def set_ticks(axis: Axis, ticks: Sequence[float], show: Callable[[float], str]) -> None:
+    """Put ticks at these values and nowhere else."""
+    axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
+    axis.set_minor_locator(NullLocator())
 
 
-def make_frame(
-    title: str,
-    subtitle: str,
-    labels: Sequence[EndLabel],
-    marks: Sequence[Mark],
-    lengths: Sequence[int],
-    legend: Sequence[Line2D],
-) -> Frame:
-    """Return an empty frame: title, strip of marks, length axis, legend, and room for the labels."""
-    needed = sum(label.height for label in labels)
-    height = max(3.5, needed + 0.1)
-    lines = wrap(subtitle, 116)
-    top = 0.5 + 0.17 * len(lines) + 0.08
-    strip = STRIP_ROW * len(marks) + (0.1 if marks else 0.0)
-    bottom = 0.62 + (0.3 if legend else 0.0)
-    total = top + strip + height + bottom
-    figure = new_figure(WIDTH, total)
-    strip_labels = [EndLabel(f"{mark.name}: {mark.words}", "", mark.colour, 1, 1) for mark in marks]
-    right = min(3.4, max(label_width(figure, [*labels]), 0.94 * label_width(figure, strip_labels), 0.9) + 0.36)
-    left = 0.82
-    draw_title(figure, title)
-    for row, line in enumerate(lines):
-        figure.text(0.14 / WIDTH, 1 - (0.53 + 0.17 * row) / total, line, fontsize=8.5, color=MUTED, va="center")
-    across = (left / WIDTH, (WIDTH - left - right) / WIDTH)
-    axes = figure.add_axes((across[0], bottom / total, across[1], height / total))
-    length_axis(axes, lengths, (WIDTH - left - right) * 100)
-    if marks:
-        above = figure.add_axes((across[0], (bottom + height + 0.06) / total, across[1], (strip - 0.06) / total))
-        _draw_strip(above, marks, axes)
-    if legend:
-        figure.legend(
-            handles=list(legend),
-            loc="lower left",
-            bbox_to_anchor=((left - 0.1) / WIDTH, 0.06 / total),
-            ncols=len(legend),
-            columnspacing=1.4,
-            handletextpad=0.5,
-            borderpad=0,
-            labelcolor=MUTED,
-        )
-    return Frame(figure, axes, bool(marks))
-
-
-def length_axis(axes: Axes, lengths: Sequence[int], pixels: float) -> None:
+def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
     """Set up a logarithmic length axis with ticks at the measured lengths (or powers of two), never crowded."""
     low, high = min(lengths), max(lengths)
     margin = 2**0.5 if low == high else (high / low) ** 0.035
     axes.set_xscale("log", base=2)
     axes.set_xlim(low / margin, high * margin)
+    pixels = axes.get_window_extent().width
     ticks: Sequence[float] = sorted(set(lengths))
     span = math.log(high / low) + 2 * math.log(margin)
-    closest = min((math.log(b / a) for a, b in pairwise(ticks)), default=span)
-    is_tight = closest / span * pixels < 40
-    if closest / span * pixels < 30:
+    closest = min((math.log(b / a) for a, b in pairwise(ticks)), default=span) / span * pixels
+    if closest < 30:
         powers = [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
         step = max(1, math.ceil(30 * span / (math.log(2) * pixels)))
         ticks = powers[::-1][::step][::-1] or [low, high]
-    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_length(value)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("sequence length (tokens)", color=INK, fontsize=9.5)
-    axes.tick_params(length=3, width=0.7)
-    if is_tight:
+    set_ticks(axes.xaxis, ticks, human_length)
+    axes.set_xlabel("sequence length (tokens)")
+    if closest < 40:
         axes.tick_params(axis="x", labelsize=8)
 
 
-def value_axis(
+def log_axis(
     axes: Axes, values: Sequence[float], show: Callable[[float], str], base: Literal[2, 10], pad: float = 1.25
 ) -> None:
     """Set up a logarithmic value axis with at most about eight ticks in people's units.
@@ -123,11 +69,11 @@ def value_axis(
         axes: to change.
         values: everything drawn, positive.
         show: text of a tick.
-        base: 10 for times, 2 for bytes and factors.
+        base: 10 for times and rates, 2 for bytes and factors.
         pad: factor of air above and below.
     """
     low, high = min(values) / pad, max(values) * pad
-    if high / low < 3:  # a flat picture: keep it from exaggerating noise
+    if high / low < 3:  # flat curves: keep the axis from exaggerating noise
         middle = math.sqrt(low * high)
         low, high = middle / 3**0.5, middle * 3**0.5
     axes.set_yscale("log", base=base)
@@ -136,69 +82,66 @@ def value_axis(
     steps = (1, 2, 5) if base == 10 and top - bottom <= 3 else (1,)
     ticks = [step * float(base) ** power for power in range(bottom, top + 1) for step in steps]
     ticks = [tick for tick in ticks if low <= tick <= high]
-    every = math.ceil(len(ticks) / 8)
-    axes.yaxis.set_major_locator(FixedLocator(ticks[::every]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
-    axes.yaxis.set_minor_locator(NullLocator())
+    set_ticks(axes.yaxis, ticks[:: math.ceil(len(ticks) / 8)], show)
 
 
-def reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    """Draw a light line of slope 1 below all points and one of slope 2 above them, so that neither hides data."""
-    lengths = [length for length, _ in points]
-    if min(lengths) == max(lengths):
-        return
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    below = min(value / length for length, value in points) / GUIDE_GAP
-    above = max(value / length**2 for length, value in points) * GUIDE_GAP
-    bottom = min(bottom, below * left)
-    axes.set_ylim(bottom, top)
-    for slope, factor, words in ((1, below, "slope 1 (linear)"), (2, above, "slope 2 (quadratic)")):
-        ends = [max(left, (bottom / factor) ** (1 / slope)), min(right, (top / factor) ** (1 / slope))]
-        heights = [factor * end**slope for end in ends]
-        start, end = axes.transData.transform(np.array([ends, heights]).T)
-        if math.hypot(*(end - start)) < 110:  # too short for its words, and a line without words says nothing
-            continue
-        axes.plot(ends, heights, color="#afb8c1", lw=1.0, ls=(0, (4, 2)), zorder=0.6)
-        middle = math.sqrt(ends[0] * ends[1])
-        axes.annotate(
-            words,
-            xy=(middle, factor * middle**slope),
-            xytext=(0, -2 if slope == 1 else 2),
-            textcoords="offset points",
-            rotation=math.degrees(math.atan2(end[1] - start[1], end[0] - start[0])),
-            rotation_mode="anchor",
-            ha="center",
-            va="top" if slope == 1 else "bottom",
-            fontsize=7.8,
-            color=MUTED,
-            zorder=0.7,
-        )
+def score_axis(axis: Axis, metric: Metric, words: str, num_ticks: int = 6) -> None:
+    """Set up a linear axis of scores; limits follow what is drawn."""
+    axis.set_major_locator(MaxNLocator(num_ticks, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: metric.tick(value)))
+    axis.set_label_text(words)
 
 
-def _draw_strip(axes: Axes, marks: Sequence[Mark], below: Axes) -> None:
-    """Draw one row per mark: same lengths as the axes below, names at the right."""
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(below.get_xlim())
-    axes.set_ylim(len(marks) - 0.5, -0.5)
-    axes.xaxis.set_major_locator(NullLocator())
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(NullLocator())
-    axes.set_facecolor("#f6f8fa")
-    for side in axes.spines.values():
-        side.set_visible(False)
-    for row, mark in enumerate(marks):
-        for length, marker in zip(mark.lengths, mark.markers, strict=True):
-            axes.plot(
-                [length], [row], marker=marker, color=mark.colour, ms=6.5, mew=1.8, mec=mark.colour, clip_on=False
-            )
-        axes.annotate(
-            f"{mark.name}: {mark.words}",
-            xy=(1, row),
-            xycoords=("axes fraction", "data"),
-            xytext=(16, 0),
-            textcoords="offset points",
-            fontsize=8.5,
-            color=mark.colour,
-            va="center",
-            annotation_clip=False,
-        )
+def draw_curve(
+    axes: Axes, points: Sequence[tuple[float, float]], look: Look, line: Line, *, is_open: bool = False
+) -> None:
+    """Draw a line with markers, which are hollow where `is_open`."""
+    x, y = [x for x, _ in points], [y for _, y in points]
+    face, edge, width = ("white", look.colour, 1.2) if is_open else (look.colour, "white", 0.7)
+    marker = {"marker": look.marker, "ms": 5.5, "mfc": face, "mec": edge, "mew": width}
+    axes.plot(x, y, color=look.colour, ls=line, lw=1.9, zorder=3, **marker)  # type: ignore[arg-type]
+
+
+def draw_mark(axes: Axes, value: float) -> None:
+    """Draw a dashed horizontal line for chance or a floor."""
+    axes.axhline(value, color=MUTED, lw=1.0, ls=MARK, zorder=1)
+
+
+def name_mark(axes: Axes, value: float, words: str, *, is_above: bool, is_right: bool = False) -> Annotation:
+    """Write the name of a horizontal line above or below one of its ends."""
+    at, offset = (float(is_right), value), (-2 if is_right else 4, 2 if is_above else -2)
+    ha, va = "right" if is_right else "left", "bottom" if is_above else "top"
+    return annotate(axes, words, at, offset, is_share=True, ha=ha, va=va, zorder=1.5, bbox=ON_WHITE)
+
+
+def annotate(
+    axes: Axes,
+    words: str,
+    at: tuple[float, float],
+    offset: tuple[float, float],
+    *,
+    is_share: bool = False,
+    **style: Any,
+) -> Annotation:
+    """Write small words near a point.
+
+    Args:
+        axes: that hold the point, which may lie outside them.
+        words: what to write.
+        at: the point, in data.
+        offset: from the point, in points.
+        is_share: the first coordinate is a share of the width of the axes.
+        style: of matplotlib's text.
+    """
+    near: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "annotation_clip": False}
+    near["xycoords"] = ("axes fraction", "data") if is_share else "data"
+    look: dict[str, Any] = {"fontsize": 8, "color": MUTED, "va": "center"} | style
+    return axes.annotate(words, xy=at, **near, **look)
+
+
+def annotate_along(
+    axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], way: Any, **style: Any
+) -> None:
+    """Write small words centred at a point of a line that goes `way` (across and up, in pixels), parallel to it."""
+    angle = math.degrees(math.atan2(way[1], way[0]))
+    annotate(axes, words, at, offset, rotation=angle, rotation_mode="anchor", ha="center", **style)

@@ -1,28 +1,43 @@
-"""Direct labels: the name of each curve beside its end, moved apart so that none covers another."""
+"""Names beside what they name: at the ends of curves, and around points, so that none covers another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
+from attn_zoo.report.figures.page import text_size
 from attn_zoo.report.figures.style import MUTED
 
-__all__ = ["EndLabel", "draw_labels", "label_width", "spread"]
+__all__ = [
+    "Box",
+    "EndLabel",
+    "PointName",
+    "draw_end_labels",
+    "draw_point_names",
+    "label_room",
+    "mark_boxes",
+    "labels_height",
+    "spread",
+]
 
 NAME_SIZE = 10
 DETAIL_SIZE = 8.3
 LINE_HEIGHT = 0.165
 """Inches from one line of text to the next."""
 GAP = 0.22
-"""Inches from the axes to the text."""
+"""Inches from the axes to the labels."""
+POINT_NAME_SIZE = 9
 
 
 @dataclass(frozen=True, slots=True)
 class EndLabel:
-    """A name, a smaller line below it (may be empty), and the data point that it belongs to."""
+    """The name of a curve, a smaller line below it (may be empty), and the data point at its end."""
 
     name: str
     detail: str
@@ -34,6 +49,62 @@ class EndLabel:
     def height(self) -> float:
         """Inches it occupies, with a little air."""
         return LINE_HEIGHT * (2 if self.detail else 1) + 0.05
+
+
+def labels_height(labels: Sequence[EndLabel], least: float) -> float:
+    """Return the inches of a panel that has room for all labels, `least` at least."""
+    return max(least, sum(label.height for label in labels) + 0.1)
+
+
+def label_room(labels: Sequence[EndLabel]) -> float:
+    """Return the inches that the labels need to the right of a panel."""
+    widths = [text_size(label.name, NAME_SIZE, "bold")[0] for label in labels]
+    widths += [text_size(label.detail, DETAIL_SIZE)[0] for label in labels]
+    return max(widths, default=0.0) + 0.36
+
+
+def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: bool = False) -> None:
+    """Write the labels right of `axes`, each joined to its point by a thin line.
+
+    Limits and scales of the axes must be final.
+
+    Args:
+        axes: that hold the points.
+        labels: one per curve.
+        is_below_strip: other names stand above, so the labels must stay lower.
+    """
+    if not labels:
+        return
+    figure = _figure_of(axes)
+    axes.set_ylim(axes.get_ylim())  # drawing must not move the limits any more
+    box = axes.get_window_extent()
+    ends = [axes.transData.transform((label.x, label.y)) / figure.dpi for label in labels]
+    order = sorted(range(len(labels)), key=lambda index: (ends[index][1], -index))
+    centres = spread(
+        [float(ends[index][1]) for index in order],
+        [labels[index].height for index in order],
+        box.y0 / figure.dpi - 0.2,
+        box.y1 / figure.dpi + (-0.04 if is_below_strip else 0.1),
+    )
+    width, height = figure.get_size_inches()
+    left = box.x1 / figure.dpi + GAP
+    for index, centre in zip(order, centres, strict=True):
+        label, end = labels[index], ends[index]
+        axes.annotate(
+            "",
+            xy=(end[0] / width, end[1] / height),
+            xytext=((left - 0.04) / width, centre / height),
+            xycoords="figure fraction",
+            textcoords="figure fraction",
+            arrowprops={"arrowstyle": "-", "color": label.colour, "lw": 0.7, "alpha": 0.55, "shrinkA": 0, "shrinkB": 4},
+            annotation_clip=False,
+        )
+        up = LINE_HEIGHT / 2 if label.detail else 0.0
+        name: dict[str, Any] = {"fontsize": NAME_SIZE, "fontweight": "bold", "color": label.colour}
+        figure.text(left / width, (centre + up) / height, label.name, va="center", **name)
+        if label.detail:
+            detail: dict[str, Any] = {"fontsize": DETAIL_SIZE, "color": MUTED}
+            figure.text(left / width, (centre - up) / height, label.detail, va="center", **detail)
 
 
 def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:
@@ -68,65 +139,128 @@ def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: 
     return [min(max(value, lowest), highest) + offset for value, offset in zip(free, offsets, strict=True)]
 
 
-def label_width(figure: Figure, labels: Sequence[EndLabel]) -> float:
-    """Return the inches that the widest of the labels needs."""
-    widest = 0.0
-    for label in labels:
-        for text, size, weight in ((label.name, NAME_SIZE, "bold"), (label.detail, DETAIL_SIZE, "normal")):
-            drawn = figure.text(0, 0, text, fontsize=size, fontweight=weight)
-            widest = max(widest, drawn.get_window_extent().width / figure.dpi)
-            drawn.remove()
-    return widest
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle in pixels."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+
+    @classmethod
+    def of(cls, extent: Bbox) -> Box:
+        """Return the box of what was drawn."""
+        return cls(extent.x0, extent.y0, extent.x1, extent.y1)
+
+    @classmethod
+    def around(cls, x: float, y: float, radius: float) -> Box:
+        """Return the square around a point."""
+        return cls(x - radius, y - radius, x + radius, y + radius)
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Its centre."""
+        return (self.x0 + self.x1) / 2, (self.y0 + self.y1) / 2
+
+    @property
+    def radius(self) -> float:
+        """Half its width."""
+        return (self.x1 - self.x0) / 2
+
+    def overlap(self, other: Box) -> float:
+        """Return the area that both cover."""
+        width = min(self.x1, other.x1) - max(self.x0, other.x0)
+        height = min(self.y1, other.y1) - max(self.y0, other.y0)
+        return max(0.0, width) * max(0.0, height)
+
+    def outside(self, frame: Box) -> float:
+        """Return the area that lies beyond `frame`."""
+        return (self.x1 - self.x0) * (self.y1 - self.y0) - self.overlap(frame)
 
 
-def draw_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: bool = False) -> None:
-    """Write the labels right of `axes`, each joined to its point by a thin line.
+@dataclass(frozen=True, slots=True)
+class PointName:
+    """The name of a data point whose mark has a radius in points."""
+
+    name: str
+    colour: str
+    x: float
+    y: float
+    radius: float
+
+
+def mark_boxes(axes: Axes, names: Sequence[PointName]) -> list[Box]:
+    """Return the squares around the marks of the points. Limits and scales of the axes must be final."""
+    pixels = axes.transData.transform([(name.x, name.y) for name in names])
+    scale = _figure_of(axes).dpi / 72
+    return [Box.around(float(x), float(y), name.radius * scale) for (x, y), name in zip(pixels, names, strict=True)]
+
+
+def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: Sequence[Box]) -> None:
+    """Write each name as near to its point as it can stand, joined by a thin line where that is not beside it.
 
     Limits and scales of the axes must be final.
 
     Args:
         axes: that hold the points.
-        labels: one per curve.
-        is_below_strip: names of the strip of failures stand above, so the labels must stay lower.
+        names: one per point; the most crowded points get their places first.
+        frame: names stay inside.
+        taken: what they must not cover, besides each other and the marks.
     """
-    if not labels:
-        return
+    figure = _figure_of(axes)
+    marks = mark_boxes(axes, names)
+    sizes = [text_size(name.name, POINT_NAME_SIZE, "bold") for name in names]
+    pixels = [(figure.dpi * width + 3, figure.dpi * height) for width, height in sizes]
+    for name, mark, box in zip(names, marks, _places(marks, pixels, frame, taken), strict=True):
+        x, y = mark.middle
+        near = (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))
+        if math.hypot(near[0] - x, near[1] - y) > mark.radius + 9:
+            ends = axes.transData.inverted().transform([near, (x, y)])
+            axes.plot(ends[:, 0], ends[:, 1], color=name.colour, lw=0.7, alpha=0.6, zorder=2.2)
+        across, up = box.middle
+        style: dict[str, Any] = {"fontsize": POINT_NAME_SIZE, "fontweight": "bold", "color": name.colour}
+        figure.text(across / figure.bbox.width, up / figure.bbox.height, name.name, ha="center", va="center", **style)
+
+
+_ANGLES = [math.radians(angle) for angle in (0, 90, 180, 270, 45, 135, 315, 225, 20, 340, 160, 200, 65, 115, 245, 295)]
+_GAPS = (4.0, 14.0, 28.0, 44.0, 62.0, 82.0, 104.0, 130.0)
+
+
+def _places(marks: Sequence[Box], sizes: Sequence[tuple[float, float]], frame: Box, taken: Sequence[Box]) -> list[Box]:
+    """Return a box of each size beside its mark: the nearest one that covers nothing, or else the least."""
+    order = sorted(range(len(marks)), key=lambda index: (-_crowd(marks, index), index))
+    placed: dict[int, Box] = {}
+    for index in order:
+        words = [*placed.values(), *taken]
+
+        def cost(candidate: tuple[Box, float], words: Sequence[Box] = words) -> float:
+            box, distance = candidate
+            covered = 4 * sum(box.overlap(word) for word in words) + sum(box.overlap(mark) for mark in marks)
+            return covered + 8 * box.outside(frame) + 0.02 * distance
+
+        placed[index] = min(_candidates(marks[index], *sizes[index]), key=cost)[0]
+    return [placed[index] for index in range(len(marks))]
+
+
+def _crowd(marks: Sequence[Box], index: int) -> float:
+    distances = [math.dist(mark.middle, marks[index].middle) for mark in marks]
+    return sum(1 / (1 + distance) for distance in distances)
+
+
+def _candidates(mark: Box, width: float, height: float) -> Iterator[tuple[Box, float]]:
+    """Yield boxes around the mark with their distance from it, the nearest first."""
+    x, y = mark.middle
+    for gap in _GAPS:
+        for angle in _ANGLES:
+            across, up = math.cos(angle), math.sin(angle)
+            # The box touches the circle of this radius with the side or corner that faces the point.
+            left = x + across * (mark.radius + gap) - width * (1 - across) / 2
+            low = y + up * (mark.radius + gap) - height * (1 - up) / 2
+            yield Box(left, low, left + width, low + height), gap
+
+
+def _figure_of(axes: Axes) -> Figure:
     figure = axes.get_figure(root=True)
     assert figure is not None
-    dpi = figure.dpi
-    box = axes.get_window_extent()
-    ends = [axes.transData.transform((label.x, label.y)) for label in labels]
-    order = sorted(range(len(labels)), key=lambda index: (ends[index][1], -index))
-    centres = spread(
-        [float(ends[index][1]) / dpi for index in order],
-        [labels[index].height for index in order],
-        box.y0 / dpi - 0.2,
-        box.y1 / dpi + (-0.04 if is_below_strip else 0.1),
-    )
-    width, height = figure.get_size_inches()
-    left = box.x1 / dpi + GAP
-    for index, centre in zip(order, centres, strict=True):
-        label, (end_x, end_y) = labels[index], ends[index]
-        axes.annotate(
-            "",
-            xy=(end_x / dpi / width, end_y / dpi / height),
-            xytext=((left - 0.04) / width, centre / height),
-            xycoords="figure fraction",
-            textcoords="figure fraction",
-            arrowprops={"arrowstyle": "-", "color": label.colour, "lw": 0.7, "alpha": 0.55, "shrinkA": 0, "shrinkB": 4},
-            annotation_clip=False,
-        )
-        up = LINE_HEIGHT / 2 if label.detail else 0.0
-        figure.text(
-            left / width,
-            (centre + up) / height,
-            label.name,
-            fontsize=NAME_SIZE,
-            fontweight="bold",
-            color=label.colour,
-            va="center",
-        )
-        if label.detail:
-            figure.text(
-                left / width, (centre - up) / height, label.detail, fontsize=DETAIL_SIZE, color=MUTED, va="center"
-            )
+    return figure

@@ -9,174 +9,155 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from textwrap import wrap
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.efficiency import Efficiency
-from attn_zoo.report.ceilings import ceilings_words
-from attn_zoo.report.figures.axes import length_axis, value_axis
-from attn_zoo.report.figures.curves import Picture
-from attn_zoo.report.figures.labels import EndLabel, draw_labels, label_width
-from attn_zoo.report.figures.placing import Box, Spot, place_names
-from attn_zoo.report.figures.roofline_axes import along, draw_roof, square
-from attn_zoo.report.figures.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
-from attn_zoo.report.units import human_bandwidth, human_flops, human_length, percent
+from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
+from attn_zoo.report.figures.labels import (
+    Box,
+    EndLabel,
+    PointName,
+    draw_end_labels,
+    draw_point_names,
+    label_room,
+    labels_height,
+)
+from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
+from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
+from attn_zoo.report.wording import ceilings_words
 
 __all__ = ["roofline_picture"]
 
-WIDTH, ROOF_HEIGHT, BYTES_HEIGHT, GAP, FOOT, LEFT = 8.0, 3.6, 1.7, 0.72, 0.6, 1.0
-NAME_SIZE = 9
 SMALLEST, LARGEST = 3.0, 8.5
 """Points across the mark of the shortest and the longest length."""
 Rows = Mapping[str, Sequence[Efficiency]]
 
 
-def roofline_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | None:
+def roofline_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     """Return achieved rates under the measured roof; None where the run has not measured its ceilings."""
-    ceilings = one.panel.ceilings
-    if ceilings is None or not one.efficiency:
+    ceilings, rows = one.panel.ceilings, one.efficiency
+    if ceilings is None or not rows:
         return None
-    rows = one.efficiency
-    every = [row for found in rows.values() for row in found]
+    every = [row for series in rows.values() for row in series]
     lengths = sorted({row.seq_len for row in every})
-    title = f"Roofline: {one.panel.title}"
-    said = f"{one.panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
+    note = f"{one.panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
     if len(lengths) > 1:
         ends = f"{human_length(lengths[0])} to {human_length(lengths[-1])}"
-        said += f"; marks grow with the length, {ends}; percent: share of the roof at the longest"
+        note += f"; marks grow with the length, {ends}; percent: share of the roof at the longest"
     if any(row.doubt for row in every):
-        said += "; hollow: above the measured roof"
+        note += "; hollow: above the measured roof"
+    labels = []
+    for label, series in rows.items():
+        last, colour = series[-1], looks[label].colour
+        labels.append(EndLabel(plain(label), human_bandwidth(last.bytes_per_s), colour, last.seq_len, last.bytes_per_s))
     with styled():
-        lines = wrap(said, 116, break_on_hyphens=False)
-        head = 0.5 + 0.17 * len(lines) + 0.16
-        labels = [
-            EndLabel(plain(label), human_bandwidth(found[-1].bytes_per_s), look_of[label].colour, *_last(found))
-            for label, found in rows.items()
-        ]
-        low = max(BYTES_HEIGHT, sum(label.height for label in labels) + 0.1)
-        total = head + ROOF_HEIGHT + GAP + low + FOOT
-        figure = new_figure(WIDTH, total)
-        draw_title(figure, title)
-        for index, line in enumerate(lines):
-            height = 1 - (0.53 + 0.17 * index) / total
-            figure.text(0.14 / WIDTH, height, plain(line, 130), fontsize=8.5, color=MUTED, va="center")
-        right = min(3.0, max(label_width(figure, labels), 0.9) + 0.36)
-        across = (LEFT / WIDTH, (WIDTH - LEFT - right) / WIDTH)
-        upper = (LEFT / WIDTH, (FOOT + low + GAP) / total, (WIDTH - LEFT - 0.25) / WIDTH, ROOF_HEIGHT / total)
-        roof = figure.add_axes(upper)
-        below = figure.add_axes((across[0], FOOT / total, across[1], low / total))
-        taken = draw_roof(roof, every, ceilings)
-        for label, found in rows.items():
-            _draw_points(roof, found, look_of[label], lengths)
-        _draw_names(figure, roof, rows, look_of, taken, lengths)
-        _draw_bytes(below, rows, look_of, ceilings, (WIDTH - LEFT - right) * 100)
-        draw_labels(below, labels)
-    alt = f"{title}. {said}. " + "; ".join(_alt(label, found) for label, found in rows.items()) + "."
-    return Picture(f"roofline-{one.panel.name}", title, alt, figure)
+        page = Page(f"Roofline: {one.panel.title}", note)
+        (roof,) = page.panels(height=3.6, left=1.0, right=0.25)
+        (below,) = page.panels(height=labels_height(labels, 1.7), left=1.0, right=label_room(labels), above=0.12)
+        taken = _draw_roof(roof, every, ceilings)
+        names = []
+        for label, series in rows.items():
+            taken += _draw_points(roof, series, looks[label], lengths)
+            last, words = series[-1], f"{plain(label)} {percent(series[-1].roof_frac)}"
+            radius = _mark_size(last.seq_len, lengths) / 2
+            names.append(PointName(words, looks[label].colour, last.intensity, last.flops_per_s, radius))
+        inside = roof.get_window_extent()
+        frame = Box(inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
+        draw_point_names(roof, names, frame, taken)
+        _draw_bytes(below, rows, looks, ceilings)
+        draw_end_labels(below, labels)
+    return page.picture(f"roofline-{one.panel.name}", "; ".join(_alt(label, row[-1]) for label, row in rows.items()))
 
 
-def _last(found: Sequence[Efficiency]) -> tuple[float, float]:
-    return found[-1].seq_len, found[-1].bytes_per_s
-
-
-def _alt(label: str, found: Sequence[Efficiency]) -> str:
-    last = found[-1]
+def _alt(label: str, last: Efficiency) -> str:
     return (
         f"{label}: {human_flops(last.flops_per_s)}/s, {human_bandwidth(last.bytes_per_s)}, {percent(last.roof_frac)} "
         f"of the roof at {human_length(last.seq_len)}"
     )
 
 
-def _size(length: int, lengths: Sequence[int]) -> float:
-    place = lengths.index(length) / max(1, len(lengths) - 1)
-    return SMALLEST + (LARGEST - SMALLEST) * place if len(lengths) > 1 else 6.0
+def _mark_size(length: int, lengths: Sequence[int]) -> float:
+    if len(lengths) == 1:
+        return 6.0
+    return SMALLEST + (LARGEST - SMALLEST) * lengths.index(length) / (len(lengths) - 1)
 
 
-def _draw_points(axes: Axes, found: Sequence[Efficiency], look: Look, lengths: Sequence[int]) -> None:
-    """Draw a line through the lengths, and a mark for each that grows with it."""
-    x, y = [row.intensity for row in found], [row.flops_per_s for row in found]
-    axes.plot(x, y, color=look.colour, ls=look.line, lw=1.1, alpha=0.7, zorder=2.5)
-    for row in found:
-        size = _size(row.seq_len, lengths)
-        axes.plot(
-            [row.intensity],
-            [row.flops_per_s],
-            marker=look.marker,
-            ms=size,
-            mfc="white" if row.doubt else look.colour,
-            mec=look.colour if row.doubt else "white",
-            mew=1.1 if row.doubt else 0.6,
-            zorder=3,
-        )
+def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> list[Box]:
+    """Set up the axes, draw the roof and the data sheet's above it, and return boxes that names must not cover."""
+    product, copy = ceilings.matmul_flops_per_s, ceilings.copy_bytes_per_s
+    intensities, rates = [row.intensity for row in every], [row.flops_per_s for row in every]
+    left, right = min(*intensities, product / copy) / 2.5, max(*intensities, product / copy) * 3
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(left, right)
+    powers = range(math.ceil(math.log2(left)), math.floor(math.log2(right)) + 1)
+    ticks = [2.0**power for power in powers][:: math.ceil(len(powers) / 10)]
+    set_ticks(axes.xaxis, ticks, lambda value: human_length(value) if value >= 1 else human_number(value))
+    axes.set_xlabel("useful FLOP per byte that must move")
+    tops = [product, ceilings.peak_flops_per_s or 0.0]
+    values = [*rates, min(product, left * copy * 2), max(*tops, *rates)]
+    log_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
+    boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
+    if ceilings.peak_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
+        boxes += _draw_ceiling(axes, ceilings.peak_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
+    return boxes
 
 
-def _draw_names(
-    figure: Figure,
-    axes: Axes,
-    rows: Rows,
-    look_of: Mapping[str, Look],
-    taken: Sequence[Box],
-    lengths: Sequence[int],
-) -> None:
-    """Write each name and its share of the roof beside its longest length, off all marks and off the roof."""
-    scale = figure.dpi / 72
-    spots, words, marks = [], [], []
-    for label, found in rows.items():
-        name = f"{plain(label)} {percent(found[-1].roof_frac)}"
-        drawn = figure.text(0, 0, name, fontsize=NAME_SIZE, fontweight="bold")
-        extent = drawn.get_window_extent()
-        drawn.remove()
-        points = axes.transData.transform(np.array([[row.intensity, row.flops_per_s] for row in found]))
-        radii = [_size(row.seq_len, lengths) / 2 * scale for row in found]
-        marks += [square(point, radius) for point, radius in zip(points, radii, strict=True)]
-        marks += [box for start, end in pairwise(points) for box in along(start, end, 2)]
-        x, y = float(points[-1][0]), float(points[-1][1])
-        spots.append(Spot(x, y, radii[-1], extent.width + 4, extent.height))
-        words.append((name, look_of[label].colour))
-    inside = axes.get_window_extent()
-    frame = Box(inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
-    for (name, colour), spot, box in zip(words, spots, place_names(spots, frame, [*taken, *marks]), strict=True):
-        near = (min(max(spot.x, box.x0), box.x1), min(max(spot.y, box.y0), box.y1))
-        if math.hypot(near[0] - spot.x, near[1] - spot.y) > spot.radius + 9:
-            ends = axes.transData.inverted().transform([near, (spot.x, spot.y)])
-            axes.plot(ends[:, 0], ends[:, 1], color=colour, lw=0.7, alpha=0.6, zorder=2.2)
-        figure.text(
-            (box.x0 + box.x1) / 2 / figure.bbox.width,
-            (box.y0 + box.y1) / 2 / figure.bbox.height,
-            name,
-            fontsize=NAME_SIZE,
-            fontweight="bold",
-            color=colour,
-            ha="center",
-            va="center",
-        )
+def _draw_ceiling(axes: Axes, product: float, copy: float, source: str, colour: str, width: float) -> list[Box]:
+    """Draw bandwidth slope and product ceiling with their figures; return boxes around words and line."""
+    is_sheet = width < 1
+    (left, right), (bottom, _) = axes.get_xlim(), axes.get_ylim()
+    ridge, start = product / copy, max(left, bottom / copy)
+    axes.plot([start, ridge, right], [start * copy, product, product], color=colour, lw=width, zorder=1.2)
+    words = f"products, {source}: {human_flops(product)}/s"
+    flat = annotate(axes, words, (right, product), (-3, 3), ha="right", va="bottom", color=colour)
+    low, high, edge = axes.transData.transform([(start, start * copy), (ridge, product), (right, product)])
+    words = f"copies, {source}: {human_bandwidth(copy)}"
+    if math.hypot(*(high - low)) > 6 * len(words):
+        middle = (math.sqrt(start * ridge), math.sqrt(start * copy * product))
+        offset, va = ((-2, 3), "bottom") if is_sheet else ((2, -3), "top")
+        annotate_along(axes, words, middle, offset, high - low, va=va, color=colour)
+    ceiling = Box(float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
+    return [Box.of(flat.get_window_extent()), ceiling, *_along(low, high, 6)]
 
 
-def _draw_bytes(axes: Axes, rows: Rows, look_of: Mapping[str, Look], ceilings: Ceilings, pixels: float) -> None:
+def _along(start: Any, end: Any, radius: float) -> list[Box]:
+    """Return squares that cover the line between two points in pixels."""
+    count = max(2, math.ceil(math.hypot(*(end - start)) / (2 * radius + 4)))
+    points = (start + share * (end - start) for share in np.linspace(0, 1, count))
+    return [Box.around(float(x), float(y), radius) for x, y in points]
+
+
+def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: Sequence[int]) -> list[Box]:
+    """Draw a line through the lengths, and a mark for each that grows with it; return boxes around all that."""
+    points = [(row.intensity, row.flops_per_s) for row in series]
+    axes.plot(*zip(*points, strict=True), color=look.colour, ls=look.line, lw=1.1, alpha=0.7, zorder=2.5)
+    boxes = []
+    pixels = axes.transData.transform(points)
+    for row, (x, y), pixel in zip(series, points, pixels, strict=True):
+        size = _mark_size(row.seq_len, lengths)
+        face, edge = ("white", look.colour) if row.doubt else (look.colour, "white")
+        axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=1.1 if row.doubt else 0.6, zorder=3)
+        boxes.append(Box.around(float(pixel[0]), float(pixel[1]), 0.7 * size))
+    return boxes + [box for start, end in pairwise(pixels) for box in _along(start, end, 2)]
+
+
+def _draw_bytes(axes: Axes, rows: Rows, looks: Looks, ceilings: Ceilings) -> None:
     """Draw bytes per second against length, under the copy ceiling."""
-    every = [row for found in rows.values() for row in found]
-    length_axis(axes, sorted({row.seq_len for row in every}), pixels)
+    every = [row for series in rows.values() for row in series]
+    length_axis(axes, sorted({row.seq_len for row in every}))
     tops = [rate for rate in (ceilings.copy_bytes_per_s, ceilings.peak_bytes_per_s) if rate is not None]
-    value_axis(axes, [*(row.bytes_per_s for row in every), *tops], human_bandwidth, 10, 1.5)
-    axes.set_title("Bytes that must move, per second", fontsize=9.5, loc="left", color=INK, pad=4)
+    log_axis(axes, [*(row.bytes_per_s for row in every), *tops], human_bandwidth, 10, 1.5)
+    axes.set_title("Bytes that must move, per second", loc="left", pad=4)
     for rate, colour, width in zip(tops, (INK, MUTED), (1.4, 0.8), strict=False):
         axes.axhline(rate, color=colour, lw=width, zorder=1.2)
-    axes.annotate(
-        f"copies, measured: {human_bandwidth(tops[0])}",
-        xy=(0, tops[0]),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, -2),
-        textcoords="offset points",
-        va="top",
-        fontsize=8,
-        color=INK,
-    )
-    for label, found in rows.items():
-        look = look_of[label]
-        x, y = [row.seq_len for row in found], [row.bytes_per_s for row in found]
-        axes.plot(x, y, color=look.colour, ls=look.line, lw=1.6, marker=look.marker, ms=4.5, mec="white", mew=0.6)
+    words = f"copies, measured: {human_bandwidth(tops[0])}"
+    annotate(axes, words, (0, tops[0]), (4, -2), is_share=True, va="top", color=INK)
+    for label, series in rows.items():
+        look = looks[label]
+        draw_curve(axes, [(row.seq_len, row.bytes_per_s) for row in series], look, look.line)

@@ -2,224 +2,348 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.fits import Growth, Quantity, growth
-from attn_zoo.report.figures.axes import Frame, Mark, make_frame, reference_slopes, value_axis
-from attn_zoo.report.figures.curves import (
-    Curve,
-    Picture,
-    diamond,
-    draw_crossing,
-    draw_curve,
-    draw_spread,
-    interpolate,
-    make_curves,
-)
-from attn_zoo.report.figures.labels import EndLabel, draw_labels
-from attn_zoo.report.figures.style import INK, MUTED, Look, plain, styled
-from attn_zoo.report.statuses import outcome
+from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
+from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
+from attn_zoo.report.figures.page import Page, Picture, text_size
+from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
-from attn_zoo.report.wording import held_words
+from attn_zoo.report.wording import held_words, outcome
 
 __all__ = ["memory_picture", "speed_up_picture", "time_picture"]
 
+STRIP_ROW = 0.2
+STRIP_FONT = 8.5
+GUIDE_GAP = 1.7
+"""Factor between the data and the reference lines."""
 
-def time_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | None:
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """One series, reduced to what is drawn: (length, value), values positive."""
+
+    series: Series
+    look: Look
+    points: tuple[tuple[int, float], ...]
+
+    @property
+    def label(self) -> str:
+        return self.series.label
+
+
+def _curves(one: PanelAnalysis, looks: Looks, value: Callable[[Point], float]) -> list[_Curve]:
+    """Return the series that have at least one positive value."""
+    every = (
+        _Curve(series, looks[series.label], tuple((p.seq_len, value(p)) for p in series.points if value(p) > 0))
+        for series in one.panel.series
+    )
+    return [curve for curve in every if curve.points]
+
+
+def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     """Return median time against length with intervals, slopes, crossings and failures; None without a point."""
-    curves = make_curves(one, look_of, lambda point: point.median_ms)
+    curves = _curves(one, looks, lambda point: point.median_ms)
     if not curves:
         return None
-    labels = [_end(curve, _growth_words(one.time[curve.series.label], _wins(one, curve))) for curve in curves]
-    crossings = [found for found in one.crossings if found.is_fastest and found.result and found.result.length]
-    legend = [Line2D([], [], color=MUTED, marker="o", ms=4, lw=1.2, label="median, 95 % interval, quartile band")]
-    if crossings:
-        legend.append(diamond(f"crossover with {_baseline_name(one)}"))
-    title = f"Time against sequence length: {one.panel.title}"
-    with styled():
-        frame = _frame(title, one, labels, look_of, curves, legend)
-        ends = [
-            (point.seq_len, end)
-            for curve in curves
-            for point in curve.series.points
-            for end in (point.median_ms, point.low_ms, point.high_ms, point.q1_ms, point.q3_ms)
-            if end > 0
-        ]
-        value_axis(frame.axes, [end for _, end in ends], human_ms, 10)
-        reference_slopes(frame.axes, ends)
+    ends = [
+        (point.seq_len, end)
+        for curve in curves
+        for point in curve.series.points
+        for end in (point.median_ms, point.low_ms, point.high_ms, point.timing.q1_ms, point.timing.q3_ms)
+        if end > 0
+    ]
+    crossings = {
+        crossing.label: crossing.result for crossing in one.crossings if crossing.is_fastest and crossing.result
+    }
+    legend = [_marker("median, 95 % interval, quartile band")]
+    if any(crossing.length for crossing in crossings.values()):
+        words = f"crossover with {_baseline_name(one)}"
+        legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
+
+    def draw(axes: Axes) -> None:
+        _reference_slopes(axes, ends)
         for curve in curves:
-            draw_curve(frame.axes, curve)
-            draw_spread(frame.axes, curve)
-        for found in crossings:
-            curve = next(curve for curve in curves if curve.series.label == found.label)
-            assert found.result is not None
-            assert found.result.length is not None
-            height = interpolate(curve.points, found.result.length)
-            interval = (found.result.low, found.result.high)
-            draw_crossing(frame.axes, found.result.length, height, interval, curve.look.colour)
-        draw_labels(frame.axes, labels, is_below_strip=frame.has_strip)
-    alt = _alt(title, one, curves, human_ms, one.time)
-    return Picture(f"time-{one.panel.name}", title, alt, frame.figure)
+            _draw_spread(axes, curve)
+            crossing = crossings.get(curve.label)
+            if crossing is not None and crossing.length is not None:
+                _draw_crossing(axes, curve, crossing.length, (crossing.low, crossing.high))
+
+    return _picture(
+        one,
+        looks,
+        curves,
+        name="time",
+        title="Time against sequence length",
+        show=human_ms,
+        base=10,
+        values=[end for _, end in ends],
+        labels=[_end_label(curve, _growth_words(one.time[curve.label]), _wins(one, curve)) for curve in curves],
+        legend=legend,
+        draw=draw,
+        grown=one.time,
+    )
 
 
-def memory_picture(one: PanelAnalysis, look_of: Mapping[str, Look], quantity: Quantity) -> Picture | None:
-    """Return peak, extra or saved bytes against length; None where they were not measured."""
-    curves = make_curves(one, look_of, lambda point: float(getattr(point, quantity) or 0))
+def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Picture | None:
+    """Return peak or extra bytes against length; None where they were not measured."""
+    curves = _curves(one, looks, lambda point: float(getattr(point.memory, quantity) or 0))
     if not curves:
         return None
-    grown = {curve.series.label: growth(curve.series, quantity) for curve in curves}
-    labels = [_end(curve, _growth_words(grown[curve.series.label], "")) for curve in curves]
+    grown = {curve.label: growth(curve.series, quantity) for curve in curves}
+    points = [point for curve in curves for point in curve.points]
     held = held_words(one.panel.pass_)
     beside = "" if held != "inputs" else ", output and gradients of the inputs"
     kind, note = {
         "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
         "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
-        "saved_bytes": ("Memory kept for backward", "bytes saved by forward, inputs included"),
     }[quantity]
-    title = f"{kind} against sequence length: {one.panel.title}"
-    legend = [Line2D([], [], color=MUTED, marker="o", ms=4, lw=1.2, label=note)]
-    with styled():
-        frame = _frame(title, one, labels, look_of, curves, legend)
-        points = [point for curve in curves for point in curve.points]
-        value_axis(frame.axes, [value for _, value in points], human_bytes, 2)
-        reference_slopes(frame.axes, points)
-        for curve in curves:
-            draw_curve(frame.axes, curve)
-        draw_labels(frame.axes, labels, is_below_strip=frame.has_strip)
-    name = f"memory-{quantity.removesuffix('_bytes')}-{one.panel.name}"
-    return Picture(name, title, _alt(title, one, curves, human_bytes, grown), frame.figure)
+    return _picture(
+        one,
+        looks,
+        curves,
+        name=f"memory-{quantity.removesuffix('_bytes')}",
+        title=f"{kind} against sequence length",
+        show=human_bytes,
+        base=2,
+        values=[value for _, value in points],
+        labels=[_end_label(curve, _growth_words(grown[curve.label])) for curve in curves],
+        legend=[_marker(note)],
+        draw=lambda axes: _reference_slopes(axes, points),
+        grown=grown,
+    )
 
 
-def speed_up_picture(one: PanelAnalysis, look_of: Mapping[str, Look]) -> Picture | None:
+def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     """Return the factor over the fastest exact kernel at each length; None without a baseline or another curve."""
     if one.panel.baseline is None:
         return None
     exact = {point.seq_len: point for point in one.panel.baseline.points}
-    every = make_curves(
-        one, look_of, lambda point: exact[point.seq_len].median_ms / point.median_ms if point.seq_len in exact else 0.0
-    )
-    curves = [
-        curve for curve in every if not (curve.series.is_exact and len(exact) == len(curve.points) == _ones(curve))
-    ]
+
+    def speed_up(point: Point) -> float:
+        return exact[point.seq_len].median_ms / point.median_ms if point.seq_len in exact else 0.0
+
+    def is_baseline(curve: _Curve) -> bool:
+        ones = sum(abs(value - 1) < 1e-12 for _, value in curve.points)
+        return curve.series.is_exact and len(exact) == len(curve.points) == ones
+
+    curves = [curve for curve in _curves(one, looks, speed_up) if not is_baseline(curve)]
     if not curves:
         return None
-    baseline = _baseline_name(one)
+    bars = [
+        (curve.look.colour, point.seq_len, (other.low_ms / point.high_ms, other.high_ms / point.low_ms))
+        for curve in curves
+        for point in curve.series.points
+        if (other := exact.get(point.seq_len)) is not None and point.high_ms > 0 and point.low_ms > 0
+    ]
     labels = []
     for curve in curves:
         length, factor = curve.points[-1]
-        labels.append(
-            _end(curve, ", ".join([f"{ratio(factor)} at {human_length(length)}", *_listed(_wins(one, curve))]))
-        )
+        labels.append(_end_label(curve, f"{ratio(factor)} at {human_length(length)}", _wins(one, curve)))
+    baseline = _baseline_name(one)
     labels.append(EndLabel(baseline, f"fastest exact kernel: {ratio(1)}", INK, max(exact), 1.0))
-    title = f"Speed-up over {baseline}: {one.panel.title}"
-    legend = [
-        Line2D([], [], color=MUTED, marker="o", ms=4, lw=1.2, label="ratio of medians; bars: from the 95 % intervals")
-    ]
-    with styled():
-        frame = _frame(title, one, labels, look_of, curves, legend)
-        value_axis(frame.axes, [*(value for curve in curves for _, value in curve.points), 1.0], ratio, 2)
-        frame.axes.axhline(1.0, color=INK, lw=1.0, zorder=1)
-        for curve in curves:
-            draw_curve(frame.axes, curve)
-            for point in curve.series.points:
-                other = exact.get(point.seq_len)
-                if other is not None and point.high_ms > 0 and point.low_ms > 0:
-                    ends = [other.low_ms / point.high_ms, other.high_ms / point.low_ms]
-                    frame.axes.plot([point.seq_len] * 2, ends, color=curve.look.colour, lw=1.3, solid_capstyle="butt")
-        draw_labels(frame.axes, labels, is_below_strip=frame.has_strip)
-    alt = _alt(title, one, curves, ratio, {})
-    return Picture(f"speedup-{one.panel.name}", title, alt, frame.figure)
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(1.0, color=INK, lw=1.0, zorder=1)
+        for colour, length, ends in bars:
+            axes.plot([length] * 2, ends, color=colour, lw=1.3, solid_capstyle="butt")
+
+    return _picture(
+        one,
+        looks,
+        curves,
+        name="speedup",
+        title=f"Speed-up over {baseline}",
+        show=ratio,
+        base=2,
+        values=[
+            1.0,
+            *(value for curve in curves for _, value in curve.points),
+            *(end for *_, bar in bars for end in bar),
+        ],
+        labels=labels,
+        legend=[_marker("ratio of medians; bars: from the 95 % intervals")],
+        draw=draw,
+        grown={},
+    )
 
 
-def _ones(curve: Curve) -> int:
-    return sum(abs(value - 1) < 1e-12 for _, value in curve.points)
-
-
-def _frame(
-    title: str,
+def _picture(
     one: PanelAnalysis,
+    looks: Looks,
+    curves: Sequence[_Curve],
+    *,
+    name: str,
+    title: str,
+    show: Callable[[float], str],
+    base: Literal[2, 10],
+    values: Sequence[float],
     labels: Sequence[EndLabel],
-    look_of: Mapping[str, Look],
-    curves: Sequence[Curve],
     legend: Sequence[Line2D],
-) -> Frame:
-    failed = [failure.seq_len for series in one.panel.series for failure in series.failures]
-    lengths = sorted({*failed, *(length for curve in curves for length, _ in curve.points)})
-    marks = []
-    for series in one.panel.series:
-        if series.failures:
-            words = ", ".join(dict.fromkeys(outcome(failure.status).brief for failure in series.failures))
-            marks.append(
-                Mark(
-                    plain(series.label, 20),
-                    words,
-                    look_of[series.label].colour,
-                    tuple(failure.seq_len for failure in series.failures),
-                    tuple(outcome(failure.status).marker for failure in series.failures),
-                )
-            )
-    return make_frame(title, plain(one.panel.subtitle, 300), labels, marks, lengths, legend)
+    draw: Callable[[Axes], None],
+    grown: Mapping[str, Growth],
+) -> Picture:
+    """Draw curves with labels at their ends below a strip of what failed.
+
+    Args:
+        one: the panel.
+        looks: of all labels.
+        curves: what is drawn.
+        name: start of the file name.
+        title: what the values are.
+        show: text of a value.
+        base: of the logarithmic axis.
+        values: everything that the axis must reach.
+        labels: at the ends of the curves.
+        legend: what marks mean.
+        draw: what belongs to one figure only.
+        grown: fitted exponents, for the words.
+    """
+    failed = [series for series in one.panel.series if series.failures]
+    lengths = {failure.seq_len for series in failed for failure in series.failures}
+    lengths |= {length for curve in curves for length, _ in curve.points}
+    with styled():
+        page = Page(f"{title}: {one.panel.title}", one.panel.subtitle)
+        names = max((text_size(_failed_words(series), STRIP_FONT)[0] for series in failed), default=0.0)
+        right = min(3.4, max(label_room(labels), names + GAP + 0.14, 1.26))
+        strip = page.panels(1 if failed else 0, height=STRIP_ROW * len(failed) + 0.04, right=right, below=0.0)
+        (axes,) = page.panels(height=labels_height(labels, 3.5), right=right, below=0.62)
+        page.legend(legend, left=0.72, colour=MUTED)
+        length_axis(axes, sorted(lengths))
+        if failed:
+            _draw_strip(strip[0], failed, looks, axes)
+        log_axis(axes, values, show, base)
+        draw(axes)
+        for curve in curves:
+            draw_curve(axes, curve.points, curve.look, curve.look.line, is_open=curve.series.is_simulated)
+        draw_end_labels(axes, labels, is_below_strip=bool(failed))
+    words = [_alt(curve, show, grown.get(curve.label)) for curve in curves]
+    for series in failed:
+        at = ", ".join(human_length(failure.seq_len) for failure in series.failures)
+        words.append(f"{series.label}: {outcome(series.failures[0].status).legend} at {at}")
+    return page.picture(f"{name}-{one.panel.name}", "; ".join(words))
 
 
-def _end(curve: Curve, detail: str) -> EndLabel:
-    length, value = curve.points[-1]
-    name = plain(curve.series.label) + (" (simulated)" if curve.series.is_simulated else "")
-    return EndLabel(name, detail, curve.look.colour, length, value)
+def _alt(curve: _Curve, show: Callable[[float], str], grown: Growth | None) -> str:
+    """Return a curve in words: its ends and its exponent."""
+    (first, start), (last, end) = curve.points[0], curve.points[-1]
+    words = f"{curve.label}: {show(start)} at {human_length(first)}"
+    if last != first:
+        words += f", {show(end)} at {human_length(last)}"
+    if grown is not None and grown.exponent is not None:
+        words += f", exponent {grown.exponent.value:.2f}"
+        words += f" (claimed {grown.claimed:g})" if grown.claimed is not None else ""
+    return words
 
 
-def _growth_words(found: Growth, wins: str) -> str:
-    parts = []
-    if found.exponent is not None:
-        parts.append(f"$N^{{{found.exponent.value:.2f}}}$")
-        if found.claimed is not None:
-            parts[0] += f" (claimed {found.claimed:g})"
-    elif found.claimed is not None:
-        parts.append(f"claimed $N^{{{found.claimed:g}}}$")
-    return ", ".join([*parts, *_listed(wins)])
+def _marker(words: str) -> Line2D:
+    return Line2D([], [], color=MUTED, marker="o", ms=4, lw=1.2, label=words)
 
 
-def _wins(one: PanelAnalysis, curve: Curve) -> str:
-    found = one.crossing(curve.series.label)
-    if found is None or found.result is None or len(found.result.lengths) == 1:
+def _end_label(curve: _Curve, *details: str) -> EndLabel:
+    name = plain(curve.label) + (" (simulated)" if curve.series.is_simulated else "")
+    return EndLabel(name, ", ".join(detail for detail in details if detail), curve.look.colour, *curve.points[-1])
+
+
+def _growth_words(grown: Growth) -> str:
+    claimed = grown.claimed
+    if grown.exponent is not None:
+        return f"$N^{{{grown.exponent.value:.2f}}}$" + (f" (claimed {claimed:g})" if claimed is not None else "")
+    return f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
+
+
+def _wins(one: PanelAnalysis, curve: _Curve) -> str:
+    crossing = one.crossing(curve.label)
+    if crossing is None or crossing.result is None or len(crossing.result.lengths) == 1:
         return ""  # at one length nothing crosses
-    if found.result.length is not None:
-        return f"faster from {round_length(found.result.length)}"
-    return "always faster" if found.result.kind == "always_faster" else "never faster"
-
-
-def _listed(text: str) -> list[str]:
-    return [text] if text else []
+    if crossing.result.length is not None:
+        return f"faster from {round_length(crossing.result.length)}"
+    return "always faster" if crossing.result.kind == "always_faster" else "never faster"
 
 
 def _baseline_name(one: PanelAnalysis) -> str:
     return plain(one.panel.baseline.label) if one.panel.baseline else "exact attention"
 
 
-def _alt(
-    title: str,
-    one: PanelAnalysis,
-    curves: Sequence[Curve],
-    show: Callable[[float], str],
-    grown: Mapping[str, Growth],
-) -> str:
-    """Return the figure in words: ends of every curve, exponents, crossings and failures."""
-    said = []
-    for curve in curves:
-        (first, start), (last, end) = curve.points[0], curve.points[-1]
-        words = f"{curve.series.label}: {show(start)} at {human_length(first)}"
-        if last != first:
-            words += f", {show(end)} at {human_length(last)}"
-        found = grown.get(curve.series.label)
-        if found is not None and found.exponent is not None:
-            words += f", exponent {found.exponent.value:.2f}"
-            words += f" (claimed {found.claimed:g})" if found.claimed is not None else ""
-        said.append(words)
-    for series in one.panel.series:
-        if series.failures:
-            lengths = ", ".join(human_length(failure.seq_len) for failure in series.failures)
-            said.append(f"{series.label}: {outcome(series.failures[0].status).legend} at {lengths}")
-    return f"{title}. {one.panel.subtitle}. " + "; ".join(said) + "."
+def _draw_spread(axes: Axes, curve: _Curve) -> None:
+    """Draw the 95 % interval of each median as a bar and the quartiles as a band."""
+    points, colour = curve.series.points, curve.look.colour
+    low, high = ([max(getattr(point.timing, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
+    axes.fill_between([point.seq_len for point in points], low, high, color=colour, alpha=0.15, lw=0, zorder=1.5)
+    for point in points:
+        axes.plot([point.seq_len] * 2, [max(point.low_ms, 1e-12), point.high_ms], color=colour, lw=1.6, zorder=2)
+
+
+def _draw_crossing(axes: Axes, curve: _Curve, length: float, interval: tuple[float | None, float | None]) -> None:
+    """Draw a diamond on the curve, with the interval of the crossing length as a horizontal line."""
+    height, colour = _interpolate(curve.points, length), curve.look.colour
+    left, right = axes.get_xlim()
+    axes.plot([interval[0] or left, interval[1] or right], [height] * 2, color=colour, lw=1.2, zorder=4, scalex=False)
+    axes.plot([length], [height], marker="D", ms=8, mfc="white", mec=colour, mew=1.6, zorder=5)
+
+
+def _interpolate(points: Sequence[tuple[int, float]], length: float) -> float:
+    """Return the value on the line through the points on log-log axes."""
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x0 <= length <= x1:
+            share = math.log(length / x0) / math.log(x1 / x0)
+            return math.exp(math.log(y0) + share * math.log(y1 / y0))
+    return points[0][1] if length < points[0][0] else points[-1][1]
+
+
+def _reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+    """Draw a light line of slope 1 below all points and one of slope 2 above them, so that neither hides data."""
+    lengths = [length for length, _ in points]
+    if min(lengths) == max(lengths):
+        return
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    below = min(value / length for length, value in points) / GUIDE_GAP
+    above = max(value / length**2 for length, value in points) * GUIDE_GAP
+    bottom = min(bottom, below * left)
+    axes.set_ylim(bottom, top)
+    for slope, factor, words in ((1, below, "slope 1 (linear)"), (2, above, "slope 2 (quadratic)")):
+        ends = [max(left, (bottom / factor) ** (1 / slope)), min(right, (top / factor) ** (1 / slope))]
+        heights = [factor * end**slope for end in ends]
+        start, end = axes.transData.transform(np.array([ends, heights]).T)
+        if math.hypot(*(end - start)) < 110:  # too short for its words, and a line without words says nothing
+            continue
+        axes.plot(ends, heights, color="#afb8c1", lw=1.0, ls=MARK, zorder=0.6)
+        middle = math.sqrt(ends[0] * ends[1])
+        offset, va = ((0, -2), "top") if slope == 1 else ((0, 2), "bottom")
+        annotate_along(axes, words, (middle, factor * middle**slope), offset, end - start, va=va, zorder=0.7)
+
+
+def _failed_words(series: Series) -> str:
+    """Return a name with everything that happened instead of a measurement."""
+    brief = dict.fromkeys(outcome(failure.status).brief for failure in series.failures)
+    return f"{plain(series.label, 20)}: {', '.join(brief)}"
+
+
+def _draw_strip(axes: Axes, failed: Sequence[Series], looks: Looks, below: Axes) -> None:
+    """Draw one row for each series with failures: marks at their lengths, words at the right."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(below.get_xlim())
+    axes.set_ylim(len(failed) - 0.5, -0.5)
+    set_ticks(axes.xaxis, [], str)
+    set_ticks(axes.yaxis, [], str)
+    axes.set_facecolor("#f6f8fa")
+    axes.spines[:].set_visible(False)
+    for row, series in enumerate(failed):
+        colour = looks[series.label].colour
+        for failure in series.failures:
+            marker = outcome(failure.status).marker
+            axes.plot([failure.seq_len], [row], marker=marker, color=colour, ms=6.5, mew=1.8, clip_on=False)
+        words, offset = _failed_words(series), (72 * GAP, 0)
+        annotate(axes, words, (1, row), offset, is_share=True, fontsize=STRIP_FONT, color=colour)

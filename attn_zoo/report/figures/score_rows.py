@@ -2,146 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from textwrap import wrap
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attn_zoo.report.analysis.floor import near_marks
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
-from attn_zoo.report.figures.curves import Picture
-from attn_zoo.report.figures.labels import EndLabel, label_width
-from attn_zoo.report.figures.style import INK, MUTED, Look, draw_title, new_figure, plain, styled
-from attn_zoo.report.statuses import outcome
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
+from attn_zoo.report.figures.page import Page, Picture, text_size
+from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
+from attn_zoo.report.wording import outcome
 
-__all__ = ["accuracy_picture"]
+__all__ = ["score_picture"]
 
-WIDTH = 8.0
 ROW = 0.46
 FLOOR_ROW = 0.17
-NAME = 34
-"""Characters of a name that are shown."""
+NAME_LETTERS = 34
+NAME_FONT, WORDS_FONT = 10, 8.5
 
 
-def accuracy_picture(group: AccuracyGroup, look_of: Mapping[str, Look]) -> Picture | None:
+def score_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
     """Return one row per label: a point for each seed, the mean and its 95 % interval, chance and floors as lines.
 
     None where no run finished.
     """
-    metric = group.metric
-    scores = group.ranked
+    metric, scores = group.metric, group.ranked
     values = [value for score in scores for value in score.values.values()]
     if not values:
         return None
-    ends = [end for score in scores for end in (score.low, score.high) if end is not None]
-    near, far = near_marks([*values, *ends], group.marks, metric)
+    values += [end for score in scores for end in (score.low, score.high) if end is not None]
+    near, far = near_marks(values, group.marks, metric)
     marks = [(plain(name.replace("_", " "), 22), value) for name, value in near.items()]
-    title = f"{metric.title}: {group.title}"
-    subtitle = wrap(group.how, 116, break_on_hyphens=False)
-    head, foot = 0.71 + 0.17 * len(subtitle), 0.6
+    note = (
+        f"{group.how}\nlarge: mean over seeds with its 95 % t-interval; small: each seed; dashed: chance and trivial "
+    )
+    note += "models"
+    if far:
+        note += f"; off the scale: {', '.join(f'{name} {metric.show(value)}' for name, value in far.items())}"
+    words = [_words(score, group) for score in scores]
     floor_rows = FLOOR_ROW * len(marks) + (0.12 if marks else 0)
-    height = ROW * len(scores) + floor_rows
-    total = head + height + foot
     with styled():
-        figure = new_figure(WIDTH, total)
-        draw_title(figure, title)
-        note = "large: mean over seeds with its 95 % t-interval; small: each seed; dashed: chance and trivial models"
-        if far:
-            note += f"; off the scale: {', '.join(f'{name} {metric.show(value)}' for name, value in far.items())}"
-        for row, line in enumerate([*subtitle, note]):
-            top = 1 - (0.53 + 0.17 * row) / total
-            figure.text(0.14 / WIDTH, top, plain(line, 130), fontsize=8.5, color=MUTED, va="center")
-        words = [EndLabel("", _words(score, group), INK, 0, 0) for score in scores]
-        right = label_width(figure, words) + 0.3
-        left = label_width(figure, [EndLabel(plain(score.name, NAME), "", INK, 0, 0) for score in scores]) + 0.34
-        axes = figure.add_axes((left / WIDTH, foot / total, (WIDTH - left - right) / WIDTH, height / total))
-        rows = len(scores)
-        axes.set_ylim(rows - 0.5 + floor_rows / ROW, -0.5)
-        axes.set_yticks(range(rows), ["" for _ in scores])
-        axes.yaxis.grid(visible=True)
+        page = Page(f"{metric.title}: {group.title}", note)
+        left = max(text_size(plain(score.name, NAME_LETTERS), NAME_FONT, "bold")[0] for score in scores) + 0.34
+        right = max(text_size(text, WORDS_FONT)[0] for text in words) + 0.36
+        (axes,) = page.panels(height=ROW * len(scores) + floor_rows, left=left, right=right)
+        axes.set_ylim(len(scores) - 0.5 + floor_rows / ROW, -0.5)
+        axes.set_yticks(range(len(scores)), ["" for _ in scores])
         axes.tick_params(axis="y", length=0)
-        _value_limits(axes, [*values, *ends, *(value for _, value in marks)], metric)
-        _draw_floors(axes, marks, rows, metric)
-        for row, score in enumerate(scores):
-            _draw_row(axes, row, score, look_of[score.label], _words(score, group))
-        axes.set_xlabel(f"{metric.axis} on test", fontsize=9.5)
-    said = "; ".join(f"{score.name}: {_words(score, group)}" for score in scores)
+        values += [value for _, value in marks]
+        margin = 0.06 * (max(values) - min(values)) or 0.02 * (abs(values[0]) or 1.0)
+        axes.set_xlim(min(values) - margin, max(values) + margin)
+        score_axis(axes.xaxis, metric, f"{metric.axis} on test", num_ticks=7)
+        _draw_floors(axes, marks, len(scores), metric)
+        for row, (score, text) in enumerate(zip(scores, words, strict=True)):
+            _draw_row(axes, row, score, looks[score.label], text)
+    said = "; ".join(f"{score.name}: {text}" for score, text in zip(scores, words, strict=True))
     floors = "; ".join(f"{name}: {metric.show(value)}" for name, value in group.marks.items())
-    return Picture(f"accuracy-{group.name}", title, f"{title}, {group.how}. {said}. {floors}.", figure)
+    return page.picture(f"accuracy-{group.name}", f"{said}. {floors}" if floors else said)
 
 
-def _value_limits(axes: Axes, values: list[float], metric: Metric) -> None:
-    low, high = min(values), max(values)
-    margin = 0.06 * (high - low) or 0.02 * (abs(high) or 1.0)
-    axes.set_xlim(low - margin, high + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(7))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: metric.tick(value)))
-
-
-def _draw_floors(axes: Axes, marks: list[tuple[str, float]], rows: int, metric: Metric) -> None:
+def _draw_floors(axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metric: Metric) -> None:
     """Draw a dashed line for each, labelled on a line of its own below the rows, on the side that has room."""
-    left, right = axes.get_xlim()
-    middle = (left + right) / 2
+    middle = sum(axes.get_xlim()) / 2
     # A label must not cross the line of a later one: those that write to the right go outermost last, and mirrored.
     order = [mark for mark in reversed(marks) if mark[1] < middle] + [mark for mark in marks if mark[1] >= middle]
     for index, (name, value) in enumerate(order):
         level = rows - 0.5 + (0.1 + FLOOR_ROW * (index + 0.5)) / ROW
-        axes.plot([value, value], [-0.5, level], color=MUTED, lw=1.0, ls=(0, (4, 2)), zorder=1)
+        axes.plot([value, value], [-0.5, level], color=MUTED, lw=1.0, ls=MARK, zorder=1)
         is_left_half = value < middle
-        axes.annotate(
-            f"{name} {metric.show(value)}",
-            xy=(value, level),
-            xytext=(4 if is_left_half else -4, 0),
-            textcoords="offset points",
-            ha="left" if is_left_half else "right",
-            va="center",
-            fontsize=8.2,
-            color=MUTED,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-        )
+        ha, offset = ("left", 4) if is_left_half else ("right", -4)
+        annotate(axes, f"{name} {metric.show(value)}", (value, level), (offset, 0), ha=ha, bbox=ON_WHITE)
 
 
 def _draw_row(axes: Axes, row: int, score: LabelScore, look: Look, words: str) -> None:
-    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
-    axes.annotate(
-        plain(score.name, NAME),
-        xy=(0, row),
-        xytext=(-10, 0),
-        ha="right",
-        fontsize=10,
-        fontweight="bold",
-        color=look.colour,
-        annotation_clip=False,
-        **place,  # type: ignore[arg-type]
+    name, colour = plain(score.name, NAME_LETTERS), look.colour
+    annotate(
+        axes, name, (0, row), (-10, 0), is_share=True, ha="right", fontsize=NAME_FONT, fontweight="bold", color=colour
     )
+    annotate(axes, words, (1, row), (8, 0), is_share=True, fontsize=WORDS_FONT, color=INK)
     for value in score.values.values():
         axes.plot([value], [row + 0.24], marker=look.marker, ms=4.5, color=look.colour, alpha=0.55, mew=0, zorder=3)
-    if score.mean is not None:
-        if score.low is not None and score.high is not None:
-            axes.plot([score.low, score.high], [row, row], color=look.colour, lw=2.2, zorder=2.5)
-        axes.plot(
-            [score.mean],
-            [row],
-            marker=look.marker,
-            ms=9,
-            mfc=look.colour if score.start else "white",
-            mec=look.colour,
-            mew=2,
-            zorder=4,
-        )
-    axes.annotate(
-        words,
-        xy=(1, row),
-        xytext=(8, 0),
-        ha="left",
-        fontsize=8.5,
-        color=INK,
-        annotation_clip=False,
-        **place,  # type: ignore[arg-type]
-    )
+    if score.mean is None:
+        return
+    if score.low is not None and score.high is not None:
+        axes.plot([score.low, score.high], [row, row], color=look.colour, lw=2.2, zorder=2.5)
+    face = look.colour if score.start else "white"
+    axes.plot([score.mean], [row], marker=look.marker, ms=9, mfc=face, mec=look.colour, mew=2, zorder=4)
 
 
 def _words(score: LabelScore, group: AccuracyGroup) -> str:

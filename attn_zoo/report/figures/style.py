@@ -6,20 +6,32 @@ No pyplot: nothing global is changed, so a program that plots its own things is 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
 from attn_zoo.report.units import clean, shorten
 
-__all__ = ["INK", "MUTED", "PALE", "Look", "draw_title", "looks", "new_figure", "plain", "render", "styled"]
+__all__ = [
+    "DASHED",
+    "INK",
+    "MARK",
+    "MUTED",
+    "PALE",
+    "SOLID",
+    "Look",
+    "Looks",
+    "make_looks",
+    "plain",
+    "render",
+    "styled",
+]
 
 INK = "#1f2328"
 MUTED = "#59636e"
@@ -29,14 +41,22 @@ EXACT_COLOURS = ("#1f2328", "#6e7781", "#4d4d4d")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a")
 """Okabe and Ito's set without black (exact baselines have it) and yellow (too pale on white), with brown and violet."""
 
+Line = str | tuple[int, tuple[float, ...]]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
-LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (5, 1.4, 1.2, 1.4)))
+LINES: tuple[Line, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (5, 1.4, 1.2, 1.4)))
+SOLID: Line = "-"
+DASHED: Line = (0, (2, 1))
+"""Curves of models that began with self-pretraining; the others of such a figure are solid."""
+MARK: Line = (0, (4, 2))
+"""Lines that are no measurement of a variant: chance, floors, slopes."""
 
 _RC: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
     "font.size": 10,
     "axes.edgecolor": PALE,
     "axes.labelcolor": INK,
+    "axes.labelsize": 9.5,
+    "axes.titlesize": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -48,6 +68,10 @@ _RC: dict[str, Any] = {
     "ytick.color": MUTED,
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "svg.fonttype": "path",
@@ -60,23 +84,26 @@ _RC: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Colour, marker and line of one label in every figure of a report."""
+    """Colour, marker and line style of one label in every figure."""
 
     colour: str
     marker: str
-    line: str | tuple[int, tuple[float, ...]]
+    line: Line
 
 
-def looks(labels: Sequence[str], exact: Sequence[str]) -> dict[str, Look]:
+Looks = Mapping[str, Look]
+
+
+def make_looks(labels: Sequence[str], exact: Sequence[str]) -> dict[str, Look]:
     """Return one look for each label: exact ones dark, the others coloured; no two alike below 88 of each."""
     first = [label for label in labels if label in exact]
     others = [label for label in labels if label not in exact]
-    found = {}
+    looks = {}
     for place, label in enumerate((*first, *others)):
         colours, index = (EXACT_COLOURS, place) if label in exact else (COLOURS, place - len(first))
         line = LINES[(place + index // len(colours)) % len(LINES)]
-        found[label] = Look(colours[index % len(colours)], MARKERS[place % len(MARKERS)], line)
-    return found
+        looks[label] = Look(colours[index % len(colours)], MARKERS[place % len(MARKERS)], line)
+    return looks
 
 
 @contextmanager
@@ -86,15 +113,8 @@ def styled() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches with its own canvas."""
-    figure = Figure(figsize=(width, height), dpi=100)
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
-    """Return the picture; the same figure gives the same bytes (no date, no random identifiers)."""
+    """Return the file of a figure; the same figure gives the same bytes (no date, no random identifiers)."""
     buffer = io.BytesIO()
     with styled():
         if kind == "svg":
@@ -110,18 +130,7 @@ def _known_characters() -> frozenset[int]:
 
 
 def plain(text: str, width: int = 24) -> str:
-    """Return a name as it may stand in a figure: short, without markup, and only with characters the font has."""
+    """Return text as it may stand in a figure: short, without markup, and only with characters the font has."""
     known = _known_characters()
     text = "".join(character if ord(character) in known else "\ufffd" for character in clean(text))
     return shorten(text, width).replace("$", r"\$")
-
-
-_TITLE_SIZE, _TITLE_CHARACTERS = 12.5, 66  # points; what fits at that size into eight inches
-
-
-def draw_title(figure: Figure, title: str) -> None:
-    """Write the title at the top left, smaller where it would not fit."""
-    width, height = figure.get_size_inches()
-    text = plain(title, 120)
-    size = _TITLE_SIZE * min(1.0, _TITLE_CHARACTERS / max(len(text), 1) * width / 8.0)
-    figure.text(0.14 / width, 1 - 0.3 / height, text, fontsize=size, fontweight="bold", va="center")

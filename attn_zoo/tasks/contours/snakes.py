@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.tasks.contours.field import Field, Streams
 from attn_zoo.tasks.contours.geometry import NUM_DEGREES, Tables
-from attn_zoo.tasks.contours.scene import Ints, Scene
+from attn_zoo.tasks.contours.scene import Bytes, Ints, Scene
+from attn_zoo.tasks.generated.draws import RowStreams
 
 __all__ = ["Paddles", "draw_distractors", "draw_targets"]
 
@@ -33,6 +33,68 @@ class Paddles:
     directions: Ints
 
 
+class Field:
+    """What is taken in each picture: `occupied`, and `blocked`, which is that grown by the margin; both `[B, canvas]`.
+
+    Growing a maximum is the maximum of what was grown, so `blocked` is kept up to date paddle by paddle.
+    """
+
+    def __init__(self, tables: Tables, count: int) -> None:
+        self.tables = tables
+        self.occupied = np.tile(tables.occupied, (count, 1))
+        self.blocked = np.tile(tables.blocked, (count, 1))
+
+    def copy(self) -> Field:
+        """Return the same, independent of this object."""
+        copy = object.__new__(Field)
+        copy.tables, copy.occupied, copy.blocked = self.tables, self.occupied.copy(), self.blocked.copy()
+        return copy
+
+    def take(self, rows: Ints, other: Field) -> None:
+        """Make some pictures what they are in another field."""
+        self.occupied[rows], self.blocked[rows] = other.occupied[rows], other.blocked[rows]
+
+    def merge(self, rows: Ints, places: Ints, directions: Ints) -> None:
+        """Take the room of one paddle in each of some pictures."""
+        at = places[:, None] + self.tables.mask.offsets[directions]
+        levels = np.minimum(self.tables.mask.levels[directions], self.tables.is_inside[at])
+        _raise(self.occupied, rows, at, levels)
+        # What the halo adds outside the window is blocked anyway, and so is, by the forbidden border, what it reaches
+        # from there.
+        at = places[:, None] + self.tables.halo.offsets[directions]
+        _raise(self.blocked, rows, at, self.tables.halo.levels[directions])
+
+    def extend(
+        self, scene: Scene, streams: RowStreams, rows: Ints, pivots: Ints, directions: Ints
+    ) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        """Look for the next paddle after the last pivot and direction of some pictures.
+
+        Returns:
+            The next pivots, the directions found, and whether one was found, each `[rows]`.
+        """
+        tables = self.tables
+        pivots = tables.hops(pivots, directions)
+        free = (255 - self.blocked[rows[:, None], pivots[:, None] + tables.circle]) / 255.0
+        cumulative = np.cumsum(tables.weights[directions] * free, 1)
+        total = cumulative[:, -1]
+        choice = np.zeros(len(rows), np.int64)
+        found = np.zeros(len(rows), np.bool_)
+        uniform = streams.uniform(rows, 1 + scene.paddle_retries)
+        pending = np.flatnonzero(total >= 1e-4)
+        for attempt in range(uniform.shape[1]):
+            drawn = (cumulative[pending] > (uniform[pending, attempt] * total[pending])[:, None]).argmax(1)
+            at = (pivots[pending] + tables.circle[drawn])[:, None] + tables.crash.offsets[NUM_DEGREES + drawn]
+            fits = (self.occupied[rows[pending, None], at] <= tables.crash.levels[NUM_DEGREES + drawn]).all(1)
+            choice[pending], found[pending] = drawn, fits
+            pending = pending[~fits]
+        return pivots, NUM_DEGREES + choice, found
+
+
+def _raise(field: Bytes, rows: Ints, at: Ints, levels: Bytes) -> None:
+    """Raise cells to levels; a cell that occurs twice in a row has the same level."""
+    field[rows[:, None], at] = np.maximum(field[rows[:, None], at], levels)
+
+
 def _first_pivots(tables: Tables, tails: Ints, degrees: Ints) -> Ints:
     return tables.backs(tables.heads(tails, degrees), degrees)
 
@@ -43,7 +105,7 @@ def _stays_inside(tables: Tables, tails: Ints, degrees: Ints) -> NDArray[np.bool
     return (tables.is_inside[heads] > 0) & (tables.is_inside[tables.backs(heads, degrees)] > 0)
 
 
-def _two_seeds(scene: Scene, tables: Tables, streams: Streams, rows: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _two_seeds(scene: Scene, tables: Tables, streams: RowStreams, rows: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Draw the first paddles of both targets: tails `[rows, 2]`, degrees `[rows, 2]`, and whether that worked."""
     # Upstream starts again where it draws a degree without room, so only those with room are drawn here.
     roomy = np.flatnonzero(tables.first_counts)
@@ -67,7 +129,7 @@ def _two_seeds(scene: Scene, tables: Tables, streams: Streams, rows: Ints) -> tu
     return np.stack([first, second], 1), np.stack([degree, turn], 1), good
 
 
-def _attempt(scene: Scene, tables: Tables, streams: Streams, count: int) -> tuple[Paddles, NDArray[np.bool_]]:
+def _attempt(scene: Scene, tables: Tables, streams: RowStreams, count: int) -> tuple[Paddles, NDArray[np.bool_]]:
     """Try once to draw both targets, `count` times; return the paddles and which attempts worked."""
     field = Field(tables, count)
     places, directions = np.zeros((2, count, 2, scene.contour_length), np.int64)
@@ -89,7 +151,7 @@ def _attempt(scene: Scene, tables: Tables, streams: Streams, count: int) -> tupl
     return Paddles(places, directions), good
 
 
-def draw_targets(scene: Scene, tables: Tables, streams: Streams, count: int) -> tuple[Paddles, Field]:
+def draw_targets(scene: Scene, tables: Tables, streams: RowStreams, count: int) -> tuple[Paddles, Field]:
     """Draw the two target contours of `count` pictures, and what they leave free.
 
     Each attempt has a stream of its own, and the first that works counts; so many can be made at once, and how many
@@ -113,7 +175,7 @@ def draw_targets(scene: Scene, tables: Tables, streams: Streams, count: int) -> 
     return Paddles(places, directions), field
 
 
-def _free_pixel(field: Field, streams: Streams, rows: Ints, degrees: Ints) -> Ints:
+def _free_pixel(field: Field, streams: RowStreams, rows: Ints, degrees: Ints) -> Ints:
     """Draw a pixel where a first paddle fits, uniform among all such; -1 where there is none."""
     tables = field.tables
     footprint = tables.footprint.offsets[degrees]
@@ -129,7 +191,7 @@ def _free_pixel(field: Field, streams: Streams, rows: Ints, degrees: Ints) -> In
     return pixel
 
 
-def _seed(scene: Scene, field: Field, streams: Streams, rows: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _seed(scene: Scene, field: Field, streams: RowStreams, rows: Ints) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Draw the first paddle of a distractor anywhere: tails, degrees, and whether that worked, each `[rows]`."""
     tables = field.tables
     taken = (field.occupied[rows] >= _SCARCE).sum(1)  # the border around the window is never taken
@@ -148,7 +210,7 @@ def _seed(scene: Scene, field: Field, streams: Streams, rows: Ints) -> tuple[Int
     return tails, turns, good
 
 
-def draw_distractors(scene: Scene, field: Field, streams: Streams) -> Paddles:
+def draw_distractors(scene: Scene, field: Field, streams: RowStreams) -> Paddles:
     """Draw the distractors into what the targets leave free; those that do not fit are left out."""
     tables, count = field.tables, len(field.occupied)
     length = scene.distractor_length

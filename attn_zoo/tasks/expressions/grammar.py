@@ -20,9 +20,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.tasks.expressions.tree_shapes import OPERATORS, Bits, Depth, Grammar, grow
+from attn_zoo.tasks.generated.draws import Draws, Ints
 
-__all__ = ["CLOSE", "DIGIT", "OPERATORS", "PAD", "VOCAB_SIZE", "Bits", "Bounds", "Grammar", "Trees", "draw_trees"]
+__all__ = [
+    "CLOSE",
+    "DIGIT",
+    "OPERATORS",
+    "PAD",
+    "VOCAB_SIZE",
+    "Bounds",
+    "Grammar",
+    "Trees",
+    "draw_trees",
+    "is_operator",
+    "medians",
+]
 
 PAD = 0
 DIGIT = 1
@@ -30,9 +42,31 @@ DIGIT = 1
 CLOSE = 15
 VOCAB_SIZE = 16
 
+OPERATORS = {"[MIN": 11, "[MAX": 12, "[MED": 13, "[SM": 14}
+_OPERATOR_BYTES = 64  # of 256: probability 1/4, exactly
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grammar:
+    """Parameters of the distribution.
+
+    Args:
+        max_depth: of a tree, the root being at depth 1; so at most `max_depth - 1` nested operators.
+        max_args: most arguments of an operator; the fewest are 2.
+        min_len: lengths must be above this.
+        max_len: lengths must be below this.
+        operators: that are drawn, of `OPERATORS`, each as often.
+    """
+
+    max_depth: int = 10
+    max_args: int = 10
+    min_len: int = 500
+    max_len: int = 2000
+    operators: tuple[str, ...] = tuple(OPERATORS)
+
+
 _MIN, _MAX, _MED, _SM = OPERATORS.values()
 
-Ints = NDArray[np.int64]
 Bounds = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 """Lowest and highest value `[N, O]` of each tree with each operator at its root."""
 
@@ -55,42 +89,95 @@ class Trees:
     by_root: NDArray[np.uint8]
 
 
-def _median(arguments: NDArray[np.uint8], starts: Ints, arity: Ints) -> NDArray[np.uint8]:
-    """Return the truncated median of each run of `arity` arguments from `starts`."""
+@dataclass(slots=True)
+class _Depth:
+    """All nodes of one depth, in order; the arguments of its operators are, in order, the nodes of the next depth."""
+
+    tree: Ints  # tree of each node
+    operators: Ints  # indices of the nodes that are operators
+    arity: Ints  # arguments of each operator
+
+    @property
+    def starts(self) -> Ints:
+        """Index, among the nodes of the next depth, of each operator's first argument."""
+        return np.cumsum(self.arity) - self.arity
+
+    def only(self, kept: Ints) -> _Depth:
+        """Return the nodes of some trees, given in ascending order, which get the numbers 0, 1, ... instead."""
+        begin, end = np.searchsorted(self.tree, kept), np.searchsorted(self.tree, kept, side="right")
+        first, last = np.searchsorted(self.operators, begin), np.searchsorted(self.operators, end)
+        owner, _ = _runs(end - begin)
+        operator_owner, operator_place = _runs(last - first)
+        moved_by = np.cumsum(end - begin) - (end - begin) - begin
+        index = first[operator_owner] + operator_place
+        return _Depth(owner, self.operators[index] + moved_by[operator_owner], self.arity[index])
+
+
+def _runs(counts: Ints) -> tuple[Ints, Ints]:
+    """Return, for `counts[i]` items of each i one after the other, their i and their place among those of it."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+def _grow(draws: Draws, num_roots: int, grammar: Grammar) -> tuple[list[_Depth], Ints]:
+    """Draw the shapes of `num_roots` trees; return their depths and lengths (a lower bound for trees given up)."""
+    lengths = np.ones(num_roots, np.int64)
+    tree = np.arange(num_roots)
+    depths: list[_Depth] = []
+    for depth in range(1, grammar.max_depth + 1):
+        is_last = depth == grammar.max_depth
+        places = np.zeros(0, np.int64) if is_last else np.flatnonzero(draws.bytes(len(tree)) < _OPERATOR_BYTES)
+        arity = draws.small(grammar.max_args - 1, len(places)).astype(np.int64) + 2
+        owner = tree[places]
+        lengths += np.bincount(owner, 1 + arity, num_roots).astype(np.int64)  # a digit becomes name, arguments, bracket
+        depths.append(_Depth(tree, places, arity))
+        # Arguments of trees that are already too long are not drawn: their nodes so far go when the chunk is filtered.
+        arity = np.where(lengths[owner] < grammar.max_len, arity, 0)
+        tree = np.repeat(owner, arity)
+    return depths, lengths
+
+
+def is_operator(tokens: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Tell which tokens open an operator."""
+    return np.asarray((tokens > DIGIT + 9) & (tokens != CLOSE))
+
+
+def medians(values: NDArray[np.integer], starts: Ints, arity: Ints) -> Ints:
+    """Return the truncated median of each run of `arity` values (0 to 9) from `starts`."""
     columns = np.arange(int(arity.max(initial=2)))
     inside = columns < arity[:, None]
-    rows = np.where(inside, arguments[np.where(inside, starts[:, None] + columns, 0)], 255).astype(np.uint8)
+    rows = np.where(inside, values[np.where(inside, starts[:, None] + columns, 0)], 99).astype(np.int8)
     rows.sort(axis=1)
     each = np.arange(len(rows))
-    middle = rows[each, arity // 2].astype(np.int64) + rows[each, (arity - 1) // 2]
-    return (middle // 2).astype(np.uint8)
+    result: Ints = (rows[each, arity // 2].astype(np.int64) + rows[each, (arity - 1) // 2]) // 2
+    return result
 
 
-def _evaluate(depth: Depth, names: NDArray[np.uint8], arguments: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _evaluate(depth: _Depth, names: NDArray[np.uint8], arguments: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the value of each operator of `depth`, given the values of the nodes one deeper."""
     starts = depth.starts
     value = np.minimum.reduceat(arguments, starts)
     value = np.where(names == _MAX, np.maximum.reduceat(arguments, starts), value)
     value = np.where(names == _SM, np.add.reduceat(arguments.astype(np.int64), starts) % 10, value).astype(np.uint8)
     is_median = names == _MED
-    value[is_median] = _median(arguments, starts[is_median], depth.arity[is_median])
+    value[is_median] = medians(arguments, starts[is_median], depth.arity[is_median])
     return value
 
 
 class _Drawn:
     """Depths of kept trees with names and digits, drawn from the root down."""
 
-    def __init__(self, bits: Bits, grammar: Grammar) -> None:
+    def __init__(self, draws: Draws, grammar: Grammar) -> None:
         self.ids = np.array([OPERATORS[name] for name in grammar.operators], np.uint8)
-        self.depths: list[Depth] = []
+        self.depths: list[_Depth] = []
         self.names: list[NDArray[np.uint8]] = []
         self.values: list[NDArray[np.uint8]] = []
-        self._bits = bits
+        self._draws = draws
 
-    def add(self, depth: Depth) -> None:
+    def add(self, depth: _Depth) -> None:
         self.depths.append(depth)
-        self.values.append(self._bits.below(10, len(depth.tree)))
-        self.names.append(self.ids[self._bits.below(len(self.ids), len(depth.operators))])
+        self.values.append(self._draws.small(10, len(depth.tree)))
+        self.names.append(self.ids[self._draws.small(len(self.ids), len(depth.operators))])
 
     def root_bounds(self) -> Bounds:
         """Return lowest and highest value `[N, O]` of each tree with each operator, as far as two depths tell."""
@@ -115,20 +202,20 @@ class _Drawn:
 
 
 def draw_trees(
-    bits: Bits, num_roots: int, grammar: Grammar, wanted: Callable[[Bounds], NDArray[np.bool_]] | None = None
+    draws: Draws, num_roots: int, grammar: Grammar, wanted: Callable[[Bounds], NDArray[np.bool_]] | None = None
 ) -> Trees:
     """Draw `num_roots` trees and return those whose length is within bounds, in order.
 
     Args:
-        bits: where from.
+        draws: where from.
         num_roots: how many.
         grammar: distribution.
         wanted: told between which values each tree can lie with each operator at its root, `[N, O]` twice, it says
             which trees to go on with. That saves nine tenths of the time where hardly any is wanted.
     """
-    shapes, lengths = grow(bits, num_roots, grammar)
+    shapes, lengths = _grow(draws, num_roots, grammar)
     kept = np.flatnonzero((grammar.min_len < lengths) & (lengths < grammar.max_len))
-    drawn = _Drawn(bits, grammar)
+    drawn = _Drawn(draws, grammar)
     for shape in shapes[:2]:
         drawn.add(shape.only(kept))
     if wanted is not None:

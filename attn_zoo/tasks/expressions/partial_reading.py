@@ -18,15 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attn_zoo.tasks.abstract_task import Split
-from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS
+from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, is_operator, medians
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor
+from attn_zoo.tasks.generated.draws import Ints
 
-__all__ = ["Rung", "has_whole_trees", "ladder"]
+__all__ = ["Rung", "has_whole_trees", "ladder", "tree_values"]
 
 _ROWS = 2_048  # trees at once: a few hundred megabytes at 2000 tokens
 _MIN, _MAX, _MED, _SM = OPERATORS.values()
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +52,28 @@ class _Nodes:
     arity: Ints
 
 
+def _nesting(tokens: NDArray[np.uint8]) -> NDArray[np.int16]:
+    """Return how many operators are around each token."""
+    opens = is_operator(tokens)
+    steps = opens.astype(np.int8) - (tokens == CLOSE).view(np.int8)
+    return np.asarray(np.cumsum(steps, dtype=np.int16) - opens, np.int16)
+
+
 def _depths(tokens: NDArray[np.uint8], deepest: int) -> list[_Nodes]:
     """Return the nodes at depths 0 to `deepest` of trees that stand one after the other."""
-    is_operator, is_close = tokens > DIGIT + 9, tokens == CLOSE
-    is_operator &= ~is_close
-    steps = is_operator.astype(np.int8) - is_close.view(np.int8)
-    nesting = np.cumsum(steps, dtype=np.int16) - is_operator  # operators around each token
+    nesting, is_close = _nesting(tokens), tokens == CLOSE
     kept = np.flatnonzero((nesting <= deepest) & ~is_close)
     nesting, tokens = nesting[kept], tokens[kept]
-    found: list[_Nodes] = []
+    depths: list[_Nodes] = []
     below = np.flatnonzero(nesting == 0)
     for depth in range(deepest + 1):
         here, names = below, tokens[below]
-        operators = np.flatnonzero(names > DIGIT + 9)
+        operators = np.flatnonzero(is_operator(names))
         below = np.flatnonzero(nesting == depth + 1)
         # An argument belongs to the last operator of this depth that stands before it.
         owner = np.searchsorted(here[operators], below) - 1
-        found.append(_Nodes(names, operators, np.bincount(owner, minlength=len(operators))))
-    return found
+        depths.append(_Nodes(names, operators, np.bincount(owner, minlength=len(operators))))
+    return depths
 
 
 def _intervals(depths: Sequence[_Nodes]) -> tuple[Ints, Ints]:
@@ -88,6 +91,11 @@ def _intervals(depths: Sequence[_Nodes]) -> tuple[Ints, Ints]:
     return lows, highs
 
 
+def tree_values(tokens: NDArray[np.uint8]) -> Ints:
+    """Return the value of each of some trees that stand one after the other, every operator with an argument."""
+    return _intervals(_depths(tokens, int(_nesting(tokens).max())))[0]
+
+
 def _through(nodes: _Nodes, lows: Ints, highs: Ints) -> tuple[Ints, Ints]:
     """Return the interval of each operator's value, given those of its arguments."""
     starts = np.cumsum(nodes.arity) - nodes.arity
@@ -98,19 +106,8 @@ def _through(nodes: _Nodes, lows: Ints, highs: Ints) -> tuple[Ints, Ints]:
     least, most = np.add.reduceat(lows, starts)[is_sum], np.add.reduceat(highs, starts)[is_sum]
     low[is_sum], high[is_sum] = np.where(least == most, least % 10, 0), np.where(least == most, most % 10, 9)
     for ends, result in ((lows, low), (highs, high)):
-        result[is_med] = _medians(ends, starts[is_med], nodes.arity[is_med])
+        result[is_med] = medians(ends, starts[is_med], nodes.arity[is_med])
     return low, high
-
-
-def _medians(values: Ints, starts: Ints, arity: Ints) -> Ints:
-    """Return the truncated median of each run of `arity` values from `starts`."""
-    columns = np.arange(int(arity.max(initial=2)))
-    inside = columns < arity[:, None]
-    rows = np.where(inside, values[np.where(inside, starts[:, None] + columns, 0)], 99).astype(np.int8)
-    rows.sort(axis=1)
-    each = np.arange(len(rows))
-    result: Ints = (rows[each, arity // 2].astype(np.int64) + rows[each, (arity - 1) // 2]) // 2
-    return result
 
 
 def _chunks(split: Split, count: int) -> Iterator[NDArray[np.uint8]]:
@@ -131,11 +128,11 @@ def _features(split: Split, depths: Sequence[int], num_rows: int) -> dict[int, t
             parts[depth].append((roots, *_intervals(nodes[: depth + 1])))
     return {
         depth: (
-            np.concatenate([part[0] for part in found]),
-            np.concatenate([part[1] for part in found]),
-            np.concatenate([part[2] for part in found]),
+            np.concatenate([part[0] for part in chunks]),
+            np.concatenate([part[1] for part in chunks]),
+            np.concatenate([part[2] for part in chunks]),
         )
-        for depth, found in parts.items()
+        for depth, chunks in parts.items()
     }
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.tasks.abstract_task import Split
-from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS
+from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, is_operator
+from attn_zoo.tasks.expressions.partial_reading import tree_values
 from attn_zoo.whole_files import whole_file
 
 __all__ = ["HEADER", "export_tsv", "read_tsv", "show_tokens", "source_text", "tokens_of", "words_of", "write_tsv"]
@@ -23,6 +24,7 @@ __all__ = ["HEADER", "export_tsv", "read_tsv", "show_tokens", "source_text", "to
 HEADER = "Source\tTarget"
 
 _WORDS = {CLOSE: "]", **{DIGIT + digit: str(digit) for digit in range(10)}, **{i: w for w, i in OPERATORS.items()}}
+_ROWS = 2_048  # evaluated at once
 _LETTERS = b"abcd"  # one byte for each operator while reading
 _IDS = np.zeros(256, np.uint8)
 for _word_id, _word in _WORDS.items():
@@ -63,7 +65,7 @@ def tokens_of(source: bytes) -> NDArray[np.uint8]:
     """Return the token ids of one published `Source`.
 
     Raises:
-        ValueError: a symbol is not one of the 15, or brackets do not match.
+        ValueError: a symbol is not one of the 15, brackets do not match, or an operator has no argument.
     """
     for letter, name in zip(_LETTERS, OPERATORS, strict=True):
         if letter in source:
@@ -73,9 +75,11 @@ def tokens_of(source: bytes) -> NDArray[np.uint8]:
     tokens: NDArray[np.uint8] = _IDS[symbols]
     if not tokens.all():
         raise ValueError(f"unexpected symbol {chr(symbols[tokens == 0][0])!r}")
-    opened = np.cumsum(np.where(tokens == CLOSE, -1, tokens > DIGIT + 9))
+    opened = np.cumsum(np.where(tokens == CLOSE, -1, is_operator(tokens)))
     if not len(tokens) or opened[-1] != 0 or opened[:-1].min(initial=1) < 1:
         raise ValueError("expected one expression whose brackets match")
+    if (is_operator(tokens[:-1]) & (tokens[1:] == CLOSE)).any():
+        raise ValueError("expected an argument after each operator")
     return tokens
 
 
@@ -89,7 +93,8 @@ def read_tsv(path: Path) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint8]]:
     """Return token ids of each row and the values.
 
     Raises:
-        ConfigError: the file is missing or not of the published form; names the line.
+        ConfigError: the file is missing, has no rows, is not of the published form, or gives an expression a value that
+            it does not have; names the line.
     """
     if not path.is_file():
         raise ConfigError(str(path), [("", "expected a ListOps file of Long Range Arena; there is none")])
@@ -104,6 +109,13 @@ def read_tsv(path: Path) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint8]]:
                 values.append(_digit(target))
             except ValueError as error:
                 raise ConfigError(str(path), [(f"line {number}", str(error))]) from None
+    if not rows:
+        raise ConfigError(str(path), [("line 2", "expected an expression; the file ends after its header")])
+    for first in range(0, len(rows), _ROWS):
+        true = tree_values(np.concatenate(rows[first : first + _ROWS]))
+        for row in np.flatnonzero(true != values[first : first + _ROWS])[:1] + first:
+            problem = f"expected the target {true[row - first]}, the value of the expression; got {values[row]}"
+            raise ConfigError(str(path), [(f"line {row + 2}", problem)])
     return rows, np.array(values, np.uint8)
 
 

@@ -10,10 +10,10 @@ occurred before are left out, so no example is in two splits.
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,22 +21,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask, Split, SplitName, TaskSpec
-from attn_zoo.tasks.cached_splits import cached_splits
-from attn_zoo.tasks.generated.draws import Draws
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractCachedTask, Split, SplitName, TaskSpec
+from attn_zoo.tasks.generated.draws import STREAMS, Draws, SplitSizes, Unseen
 
-__all__ = ["PAD", "AbstractGeneratedTask", "GeneratedLevel", "Part", "Rows"]
+__all__ = ["PAD", "AbstractGeneratedTask", "GeneratedLevel", "Part", "Rows", "grid"]
 
 PAD = 0
 """Padding of every generated task."""
 
-_STREAMS: dict[SplitName, int] = {"test": 0, "validation": 1, "train": 2}  # in the order of drawing
 _TOKENS_PER_CHUNK, _LEAST_ROWS = 2**17, 64
 _CACHED_FROM = 2**24  # tokens of all splits; fewer are drawn within a few seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Part(SplitSizes):
     """Examples of one difficulty, all equally long. Subclasses add what the difficulty is.
 
     Args:
@@ -47,13 +45,6 @@ class Part:
     """
 
     seq_len: int
-    num_train: int
-    num_validation: int
-    num_test: int
-
-    def count(self, name: SplitName) -> int:
-        """Return the number of examples of a split."""
-        return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}[name]
 
 
 PartT = TypeVar("PartT", bound=Part)
@@ -74,6 +65,22 @@ class GeneratedLevel(Generic[PartT]):
     seed: int = 0
 
 
+def grid(part: Callable[..., PartT], num_examples: tuple[int, int, int], **fields: Any) -> tuple[PartT, ...]:
+    """Return a part for each combination of the values that are given as tuples, the first field slowest.
+
+    Args:
+        part: class of the parts.
+        num_examples: of train, validation and test, in every part.
+        fields: of the parts, each one value for all or a tuple of values.
+
+    >>> [part.seq_len for part in grid(Part, (100, 10, 10), seq_len=(8, 16))]
+    [8, 16]
+    """
+    sizes = dict(zip(("num_train", "num_validation", "num_test"), num_examples, strict=True))
+    values = [value if isinstance(value, tuple) else (value,) for value in fields.values()]
+    return tuple(part(**dict(zip(fields, chosen, strict=True)), **sizes) for chosen in itertools.product(*values))
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Examples of one part, without padding.
@@ -89,18 +96,10 @@ class Rows:
     other_tokens: NDArray[np.integer] | None = None
 
 
-class AbstractGeneratedTask(AbstractTask, Generic[PartT]):
-    """A task that is drawn. Subclasses say how one part is drawn; `levels` holds `GeneratedLevel`s.
+class AbstractGeneratedTask(AbstractCachedTask, Generic[PartT]):
+    """A task that is drawn. Subclasses say how one part is drawn; `levels` holds `GeneratedLevel`s."""
 
-    Args:
-        level: one of `levels`.
-        data_dir: not used.
-    """
-
-    def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
-        super().__init__(level, data_dir=data_dir)
-        self.config: GeneratedLevel[PartT] = self.levels[level]
-        self._splits: dict[SplitName, Split] = {}
+    config: GeneratedLevel[PartT]
 
     @abstractmethod
     def draw(self, draws: Draws, part: PartT, count: int) -> Rows:
@@ -126,23 +125,17 @@ class AbstractGeneratedTask(AbstractTask, Generic[PartT]):
         }
         return TaskSpec(vocab_size=vocab_size, num_classes=num_classes, **{**fields, **changes})
 
-    def split(self, name: SplitName) -> Split:
-        if not self._splits:
-            tokens = sum(part.seq_len * part.count(split) for part in self.config.parts for split in _STREAMS)
-            if tokens < _CACHED_FROM:
-                self._splits = self._draw_splits()
-            else:
-                file = f"{self.name}-{self.level}-{self.digest(self.level)}"
-                self._splits = cached_splits(file, self._draw_splits)
-        return self._splits[name]
+    @property
+    def is_slow(self) -> bool:
+        return sum(part.seq_len * part.count(name) for part in self.config.parts for name in STREAMS) >= _CACHED_FROM
 
-    def _draw_splits(self) -> dict[SplitName, Split]:
-        seen: set[bytes] = set()
-        return {name: self._draw_split(name, seen) for name in _STREAMS}
+    def make(self) -> dict[SplitName, Split]:
+        is_new = Unseen()
+        return {name: self._draw_split(name, is_new) for name in STREAMS}
 
-    def _draw_split(self, name: SplitName, seen: set[bytes]) -> Split:
+    def _draw_split(self, name: SplitName, is_new: Unseen) -> Split:
         parts = [(index, part) for index, part in enumerate(self.config.parts) if part.count(name)]
-        drawn = [self._draw_part(name, index, part, seen) for index, part in parts]
+        drawn = [self._draw_part(name, index, part, is_new) for index, part in parts]
         counts = [part.count(name) for _, part in parts]
         groups = np.array([[float(getattr(part, axis)) for axis in self.config.axes] for _, part in parts], np.float32)
         others = [rows.other_tokens for rows in drawn if rows.other_tokens is not None]
@@ -160,7 +153,7 @@ class AbstractGeneratedTask(AbstractTask, Generic[PartT]):
             groups=torch.from_numpy(np.repeat(groups, counts, axis=0)) if self.config.axes else None,
         )
 
-    def _draw_part(self, name: SplitName, index: int, part: PartT, seen: set[bytes]) -> Rows:
+    def _draw_part(self, name: SplitName, index: int, part: PartT, is_new: Unseen) -> Rows:
         """Draw chunks until the part has its examples.
 
         Raises:
@@ -170,13 +163,11 @@ class AbstractGeneratedTask(AbstractTask, Generic[PartT]):
         per_chunk = max(_LEAST_ROWS, _TOKENS_PER_CHUNK // part.seq_len)
         kept: list[Rows] = []
         while wanted > 0:
-            rows = self.draw(Draws(self.config.seed, _STREAMS[name], index, chunk), part, per_chunk)
+            rows = self.draw(Draws(self.config.seed, STREAMS[name], index, chunk), part, per_chunk)
             chunk += 1
             new: list[int] = []
             for row, tokens in enumerate(rows.tokens):
-                mark = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
-                if mark not in seen:
-                    seen.add(mark)
+                if is_new(tokens):
                     new.append(row)
                     if len(new) == wanted:
                         break

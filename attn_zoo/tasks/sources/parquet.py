@@ -1,62 +1,29 @@
-"""Local Parquet files as `datasets` reads them: class names and pictures restored, the network never touched."""
+"""Local Parquet files as tables of `datasets`, and what every labelled table must have.
+
+Tables are read by PyArrow straight from the file, into memory: the network is not touched, and nothing is cached.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import glob
-import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.tasks.sources.file_hash import file_sha256
-from attn_zoo.tasks.sources.tensor_cache import cache_dir
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["read_parquet"]
+__all__ = ["class_labels", "picture_bytes", "read_parquet", "require_columns"]
 
-_MAGIC = b"PAR1"  # first and last bytes of every Parquet file
-
-
-def _library(name: str) -> Any:
-    """Return `datasets`, switched off the network: otherwise it counts every load at the hub, 23 s where it cannot."""
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    try:
-        import datasets
-    except ImportError:
-        raise UnsupportedError("datasets", f"{name}: reading Parquet needs pip install 'attn-zoo[lra]'") from None
-    datasets.config.HF_HUB_OFFLINE = True  # somebody may have imported it before us
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    datasets.disable_progress_bars()
-    return datasets
+_LABEL = "label"
 
 
-def _check(name: str, path: Path) -> None:
-    """Raise `ConfigError` unless the file starts and ends as Parquet does."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(4)
-            file.seek(-4, os.SEEK_END)
-            tail = file.read(4)
-    except OSError as error:
-        head = tail = b""
-        if not path.is_file():
-            raise ConfigError(name, [(str(path), f"cannot be read: {error.strerror}")]) from None
-    if head != _MAGIC:
-        raise ConfigError(name, [(str(path), "expected a Parquet file; it does not begin as one")])
-    if tail != _MAGIC:
-        raise ConfigError(name, [(str(path), "cut short: it begins but does not end as a Parquet file")])
-
-
-def read_parquet(name: str, paths: Mapping[str, Path]) -> Mapping[str, datasets.Dataset]:
-    """Return each file as a table, in the order of its rows.
-
-    Tables are kept as Arrow files below the cache folder, so that a second call is quick; where that cannot be written,
-    in memory. A changed file is read anew.
+def read_parquet(name: str, paths: Mapping[str, Path]) -> dict[str, datasets.Dataset]:
+    """Return each file as a table, in the order of its rows, with the features that its metadata describe.
 
     Args:
         name: of the data, for messages.
@@ -66,42 +33,87 @@ def read_parquet(name: str, paths: Mapping[str, Path]) -> Mapping[str, datasets.
         UnsupportedError: `datasets` is not installed.
         ConfigError: a file is missing, cut short, or not Parquet; names it.
     """
-    library = _library(name)
-    for path in paths.values():
-        _check(name, path)
-    return {key: _read(library, name, path) for key, path in paths.items()}
-
-
-def _read(library: Any, name: str, path: Path) -> datasets.Dataset:
-    """Return one file as a table."""
-    # `datasets` knows a file by path and time of change; the folder's name adds the content.
-    kept = cache_dir() / "parquet" / file_sha256(path)[:16]
-    with contextlib.suppress(OSError):
-        kept.mkdir(parents=True, exist_ok=True)
     try:
-        if os.access(kept, os.W_OK):
-            try:
-                return _load(library, path, kept, in_memory=False)
-            except OSError as error:
-                if error.errno is None:  # damaged data; the others are troubles of the cache, such as a full disk
-                    raise
-        with tempfile.TemporaryDirectory() as folder:
-            return _load(library, path, Path(folder), in_memory=True)
-    except (OSError, ValueError, library.exceptions.DatasetsError) as error:
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise ConfigError(name, [(str(path), f"cannot be read as Parquet: {reason}")]) from None
+        import datasets
+        import pyarrow as arrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UnsupportedError("datasets", f"{name}: reading Parquet needs pip install 'attn-zoo[lra]'") from None
+    tables = {}
+    for key, path in paths.items():
+        try:
+            with path.open("rb") as file:
+                tables[key] = datasets.Dataset(arrow.parquet.ParquetFile(file).read())
+        except (OSError, ValueError, TypeError, KeyError, arrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.strerror:
+                problem = f"cannot be read: {error.strerror}"
+            else:
+                problem = f"cannot be read as Parquet, is it cut short? ({str(error).strip().partition(chr(10))[0]})"
+            raise ConfigError(name, [(str(path), problem)]) from None
+    return tables
 
 
-def _load(library: Any, path: Path, cache: Path, *, in_memory: bool) -> datasets.Dataset:
-    try:
-        return library.load_dataset(
-            "parquet",
-            data_files={"train": [glob.escape(str(path.resolve()))]},
-            cache_dir=str(cache),
-            split="train",
-            keep_in_memory=in_memory,
+def picture_bytes(table: datasets.Dataset, column: str) -> Iterator[bytes | None]:
+    """Yield the encoded picture of each row, None where the table holds none; a `path` beside it is never followed."""
+    import datasets
+
+    for row in table.select_columns([column]).cast_column(column, datasets.Image(decode=False)):
+        stored = row[column]
+        yield None if stored is None else stored["bytes"]
+
+
+def require_columns(name: str, path: Path, table: datasets.Dataset, columns: dict[str, str]) -> None:
+    """Raise `ConfigError` unless the table has columns of the wanted kind.
+
+    Args:
+        name: of the data, for messages.
+        path: of the file the table was read from.
+        table: as `read_parquet` returned it.
+        columns: type of value by column, as the table's own description begins: `Value('string')`, `Image(`.
+    """
+    problems = []
+    for column, kind in columns.items():
+        if column not in table.column_names:
+            problems.append((str(path), f"expected a column {column!r}; it has {', '.join(table.column_names)}"))
+        elif not repr(table.features[column]).startswith(kind):
+            got = f"expected {kind.rstrip('(')} in column {column!r}; got {table.features[column]!r}"
+            problems.append((str(path), got))
+    if problems:
+        raise ConfigError(name, problems)
+
+
+def class_labels(name: str, path: Path, table: datasets.Dataset, classes: tuple[str, ...]) -> NDArray[np.uint8]:
+    """Return the column `label`, `[N]`.
+
+    Plain integers are taken as they are; a column that names its classes must name them as expected, in this order.
+
+    Args:
+        name: of the data, for messages.
+        path: of the file the table was read from.
+        table: as `read_parquet` returned it.
+        classes: names of the classes.
+
+    Raises:
+        ConfigError: the column is missing or of another type, it has other classes, a label is out of range, or there
+            are no rows.
+    """
+    if _LABEL not in table.column_names:
+        raise ConfigError(name, [(str(path), f"expected a column {_LABEL!r}; it has {', '.join(table.column_names)}")])
+    feature = table.features[_LABEL]
+    named = getattr(feature, "names", None)  # only class labels have them
+    if named is not None and tuple(named) != classes:
+        raise ConfigError(name, [(str(path), f"expected the classes {', '.join(classes)}; got {', '.join(named)}")])
+    if "int" not in str(feature.dtype):
+        raise ConfigError(name, [(str(path), f"expected integers in column {_LABEL!r}; got {feature!r}")])
+    values = table[_LABEL][:]
+    if not values:
+        raise ConfigError(name, [(str(path), "the table has no rows")])
+    wrong = [(row, value) for row, value in enumerate(values) if value is None or not 0 <= value < len(classes)]
+    if wrong:
+        row, value = wrong[0]
+        hint = "; -1 marks rows without a label, as in the unsupervised part" if value == -1 else ""
+        text = (
+            f"expected labels from 0 to {len(classes) - 1}; got {value} in {len(wrong)} rows, first in row {row}{hint}"
         )
-    except library.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, OSError):
-            raise error.__cause__ from None
-        raise
+        raise ConfigError(name, [(str(path), text)])
+    return np.array(values, np.uint8)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 
 from attn_zoo.report.figures.labels import spread
-from attn_zoo.report.figures.style import looks, plain, render
+from attn_zoo.report.figures.style import make_looks, plain, render
 from tests.report.figures.legible import MANY, assert_legible, pictures, words
 from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
 
@@ -95,7 +95,7 @@ def test_the_same_records_give_the_same_bytes(tmp_path):
 
 def test_looks_differ_in_more_than_colour():
     labels = [f"v{index}" for index in range(24)]
-    found = looks(labels, ["v3"])
+    found = make_looks(labels, ["v3"])
     assert len({(look.colour, look.marker, str(look.line)) for look in found.values()}) == 24
     first = list(found.values())[:4]
     assert len({look.marker for look in first}) == len({str(look.line) for look in first}) == 4

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from attn_zoo.tasks.contours.pictures import draw_pictures
-from attn_zoo.tasks.pathfinder import Pathfinder
-from attn_zoo.tasks.pathfinder_floors import find_markers
-from attn_zoo.tasks.pathfinder_levels import LEVELS, ORIGINAL
+from attn_zoo.tasks.pathfinder import LEVELS, ORIGINAL, Pathfinder, find_markers
 from tests.tasks.contours.test_pictures import roc_area
 
 DATA = os.environ.get("ATTN_ZOO_DATA")

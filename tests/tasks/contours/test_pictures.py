@@ -13,14 +13,12 @@ import torch
 from scipy.ndimage import label as components
 from scipy.ndimage import maximum_filter
 
-from attn_zoo.tasks.contours import picture_splits as pathfinder_splits
-from attn_zoo.tasks.contours.field import Streams
+from attn_zoo.tasks.contours import pictures as pathfinder_splits
 from attn_zoo.tasks.contours.geometry import NUM_DEGREES, tables_of
-from attn_zoo.tasks.contours.picture_splits import distinct_splits, generate
-from attn_zoo.tasks.contours.pictures import Pictures, draw_pictures
+from attn_zoo.tasks.contours.pictures import Pictures, distinct_splits, draw_pictures, generate
 from attn_zoo.tasks.contours.scene import Scene, flipped, marker_levels, paddle_stamp
-from attn_zoo.tasks.pathfinder_floors import find_markers
-from attn_zoo.tasks.pathfinder_levels import LEVELS
+from attn_zoo.tasks.generated.draws import RowStreams
+from attn_zoo.tasks.pathfinder import LEVELS, find_markers
 
 HARD = LEVELS["32"].scene
 EASY = LEVELS["32_easy"].scene
@@ -302,15 +300,15 @@ def test_upstream_blindness_is_kept():
 
 
 def test_streams_are_uniform_and_apart():
-    streams = Streams(0, 0, np.arange(4_000))
+    streams = RowStreams(0, 0, np.arange(4_000))
     rows = np.arange(4_000)
     assert streams.uniform(rows, 3).mean() == pytest.approx(0.5, abs=0.015)
     counts = np.bincount(streams.below(rows, 10, 2).ravel(), minlength=10)
     assert abs(counts / 800 - 1).max() < 0.15
     assert len(np.unique(streams.words(rows, 4))) == 16_000
-    same = Streams(0, 0, np.array([17]))
+    same = RowStreams(0, 0, np.array([17]))
     before = same.words(np.array([0]), 3)
-    np.testing.assert_array_equal(Streams(0, 0, rows).words(np.array([17]), 3), before)
+    np.testing.assert_array_equal(RowStreams(0, 0, rows).words(np.array([17]), 3), before)
     assert not np.array_equal(same.words(np.array([0]), 3), before)
 
 

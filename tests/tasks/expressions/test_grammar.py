@@ -7,8 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, VOCAB_SIZE, Bits, Grammar, Trees, draw_trees
+from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, VOCAB_SIZE, Grammar, Trees, draw_trees
 from attn_zoo.tasks.expressions.published_text import show_tokens, source_text
+from attn_zoo.tasks.generated.draws import Draws
 from tests.tasks.evaluators import by_stack, recursive
 
 NUM_ROOTS = 65_536
@@ -17,7 +18,7 @@ SHALLOW = Grammar(max_depth=4, max_args=6, min_len=3, max_len=200)
 
 @cache
 def lra_trees() -> Trees:
-    return draw_trees(Bits(7), NUM_ROOTS, Grammar())
+    return draw_trees(Draws(7), NUM_ROOTS, Grammar())
 
 
 def rows_of(trees: Trees) -> list[list[int]]:
@@ -26,7 +27,7 @@ def rows_of(trees: Trees) -> list[list[int]]:
 
 @pytest.mark.parametrize("grammar", [Grammar(), SHALLOW], ids=["lra", "shallow"])
 def test_values_agree_with_two_independent_evaluators(grammar):
-    trees = draw_trees(Bits(3), 2_048, grammar)
+    trees = draw_trees(Draws(3), 2_048, grammar)
     rows = rows_of(trees)
     assert len(rows) > 100
     for row, value in zip(rows[:300], trees.values[:300], strict=True):
@@ -38,7 +39,7 @@ def test_values_agree_with_two_independent_evaluators(grammar):
 def test_median_of_even_count_is_truncated_not_rounded():
     assert by_stack("( ( ( [MED 2 ) 3 ) ] )") == 2
     found = 0
-    for row, value in zip(rows_of(t := draw_trees(Bits(1), 20_000, SHALLOW)), t.values, strict=True):
+    for row, value in zip(rows_of(t := draw_trees(Draws(1), 20_000, SHALLOW)), t.values, strict=True):
         words = show_tokens(row).split()
         if words[0] == "[MED" and len(words) == 4 and all(word.isdigit() for word in words[1:3]):
             assert value == (int(words[1]) + int(words[2])) // 2
@@ -65,7 +66,7 @@ def depths_and_arities(row: list[int]) -> tuple[int, list[int]]:
 
 def test_trees_keep_the_bounds_of_the_grammar():
     for grammar in (Grammar(), SHALLOW):
-        trees = draw_trees(Bits(5), 4_096, grammar)
+        trees = draw_trees(Draws(5), 4_096, grammar)
         assert trees.lengths.min() > grammar.min_len
         assert trees.lengths.max() < grammar.max_len
         assert 0 < trees.tokens.min() <= trees.tokens.max() < VOCAB_SIZE
@@ -128,7 +129,7 @@ def test_roots_and_depth_are_as_published():
 
 
 def test_values_with_each_operator_at_the_root_are_what_the_evaluator_says():
-    trees = draw_trees(Bits(6), 3_000, SHALLOW)
+    trees = draw_trees(Draws(6), 3_000, SHALLOW)
     for row, values in list(zip(rows_of(trees), trees.by_root, strict=True))[:150]:
         for token, value in zip(OPERATORS.values(), values, strict=True):
             assert recursive(show_tokens([token, *row[1:]]).split())[0] == value
@@ -147,23 +148,23 @@ def test_unwanted_trees_are_left_out_and_bounds_hold(grammar):
     def every_third(bounds):
         return np.arange(len(bounds[0])) % 3 == 0
 
-    whole, same = draw_trees(Bits(8), 4_096, grammar), draw_trees(Bits(8), 4_096, grammar, all_of_them)
+    whole, same = draw_trees(Draws(8), 4_096, grammar), draw_trees(Draws(8), 4_096, grammar, all_of_them)
     assert np.array_equal(whole.tokens, same.tokens)
     ((low, high),) = told
     assert ((low <= whole.by_root) & (whole.by_root <= high)).all()
     assert (low > 0).any()
     assert (high < 9).any()
-    part = draw_trees(Bits(8), 4_096, grammar, every_third)
+    part = draw_trees(Draws(8), 4_096, grammar, every_third)
     assert np.array_equal(part.lengths, whole.lengths[::3])
     for row, value in list(zip(rows_of(part), part.values, strict=True))[:100]:
         assert recursive(show_tokens(row).split()) == (value, [])
-    nothing = draw_trees(Bits(8), 4_096, grammar, lambda bounds: np.zeros(len(bounds[0]), bool))
+    nothing = draw_trees(Draws(8), 4_096, grammar, lambda bounds: np.zeros(len(bounds[0]), bool))
     assert len(nothing.tokens) == len(nothing.values) == 0
 
 
 def test_one_node_alone_follows_the_stated_probabilities():
     """Depth 2, no lower bound: an operator with probability 1/4, arities and leaves uniform."""
-    trees = draw_trees(Bits(11), 40_000, Grammar(max_depth=2, max_args=5, min_len=0, max_len=100))
+    trees = draw_trees(Draws(11), 40_000, Grammar(max_depth=2, max_args=5, min_len=0, max_len=100))
     is_operator = trees.lengths > 1
     assert len(trees.lengths) == 40_000
     assert abs(is_operator.mean() - 0.25) < 4 * (0.1875 / 40_000) ** 0.5
@@ -176,11 +177,11 @@ def test_one_node_alone_follows_the_stated_probabilities():
 
 def test_random_integers_are_uniform_and_pinned():
     """The stream is pinned by value: an example of a split must be the same on every machine and numpy release."""
-    assert Bits(0, 1, 2).below(10, 8).tolist() == PINNED_DIGITS
-    assert Bits(0, 1, 2).bytes(4).tolist() == PINNED_BYTES
-    counts = np.bincount(Bits(4).below(9, 90_000), minlength=9)
+    assert Draws(0, 1, 2).small(10, 8).tolist() == PINNED_DIGITS
+    assert Draws(0, 1, 2).bytes(4).tolist() == PINNED_BYTES
+    counts = np.bincount(Draws(4).small(9, 90_000), minlength=9)
     assert abs(counts / 10_000 - 1).max() < 0.05
-    assert not np.array_equal(Bits(0, 1).bytes(64), Bits(0, 2).bytes(64))
+    assert not np.array_equal(Draws(0, 1).bytes(64), Draws(0, 2).bytes(64))
 
 
 PINNED_DIGITS = [6, 0, 1, 5, 6, 5, 4, 8]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, Bits, Grammar, draw_trees
+from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, Grammar, draw_trees
 from attn_zoo.tasks.expressions.published_text import read_tsv, show_tokens, source_text, tokens_of, write_tsv
+from attn_zoo.tasks.generated.draws import Draws
 from tests.tasks.evaluators import by_stack, recursive
 
 MAX, SM = OPERATORS["[MAX"], OPERATORS["[SM"]
@@ -45,7 +46,7 @@ def test_nested_expression_in_all_three_forms():
 
 def test_reading_matches_the_published_preprocessing():
     """Delete parentheses, split at blanks."""
-    trees = draw_trees(Bits(0), 1_024, Grammar())
+    trees = draw_trees(Draws(0), 1_024, Grammar())
     for row in np.split(trees.tokens, np.cumsum(trees.lengths)[:-1])[:20]:
         source = source_text(row)
         words = source.replace("(", "").replace(")", "").split()
@@ -73,6 +74,9 @@ def test_files_round_trip_in_the_published_format(tmp_path):
         ("\t2", "line 3: expected one expression"),
         ("( ( [MAX 2 ) ] )", "line 3: expected a digit as target"),
         ("( ( [MAX 2 ) ] )\t12", "line 3: expected a digit as target"),
+        ("( ( ( [MAX 2 ) 9 ) ] )\t2", "line 3: expected the target 9, the value of the expression; got 2"),
+        ("( [MAX ] )\t2", "line 3: expected an argument after each operator"),
+        ("( ( ( [MAX 2 ) ( [SM ] ) ) ] )\t2", "line 3: expected an argument after each operator"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):
@@ -87,4 +91,16 @@ def test_missing_file_and_wrong_header_are_named(tmp_path):
         read_tsv(tmp_path / "basic_test.tsv")
     (tmp_path / "x.tsv").write_text("a\tb\n")
     with pytest.raises(ConfigError, match="line 1: expected the header"):
+        read_tsv(tmp_path / "x.tsv")
+
+
+def test_a_file_that_ends_after_its_header_is_no_empty_split(tmp_path):
+    (tmp_path / "basic_test.tsv").write_bytes(b"Source\tTarget\r\n")
+    with pytest.raises(ConfigError, match="line 2: expected an expression; the file ends after its header"):
+        read_tsv(tmp_path / "basic_test.tsv")
+
+
+def test_values_are_compared_beyond_one_chunk(tmp_path):
+    write_tsv(tmp_path / "x.tsv", [NESTED] * 3_000, [2] * 2_999 + [3])
+    with pytest.raises(ConfigError, match=r"line 3001: expected the target 2, .* got 3"):
         read_tsv(tmp_path / "x.tsv")

@@ -1,0 +1,180 @@
+"""The page that every figure and every map is drawn on: title, note and legends, then panels in rows, in inches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from textwrap import wrap
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.transforms import Transform, offset_copy
+
+from attn_zoo.report.figures.style import INK, MUTED, plain, styled
+
+__all__ = ["WIDTH", "Page", "Picture", "text_size"]
+
+WIDTH = 8.0
+"""Inches of a page, where nothing asks for more."""
+
+_MARGIN = 0.14
+_NOTE_LETTER = 0.0665
+"""Inches that a letter of the note takes, on average."""
+_TITLE_SIZE, _TITLE_LETTER = 12.5, 0.121
+_LINE = 0.17
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A finished figure with what a reader who cannot see it needs.
+
+    Args:
+        name: file name stem.
+        title: one line.
+        alt: what it shows, in words and numbers.
+        figure: not yet rendered.
+    """
+
+    name: str
+    title: str
+    alt: str
+    figure: Figure
+
+
+class Page:
+    """A figure that grows downwards: title and note first, then legends and rows of panels as they are asked for.
+
+    Draw on the panels once all rows are there: each new row moves those above it in pixels.
+
+    Args:
+        title: one line; smaller where it would not fit.
+        note: below it, wrapped; a line break starts a new line.
+        width: inches.
+    """
+
+    def __init__(self, title: str, note: str, *, width: float = WIDTH) -> None:
+        self.title, self.note, self.width = title, note, width
+        self.figure = _empty_figure(width)
+        self.bottom = 0.5
+        """Inches from the top edge to the end of what stands already."""
+        self._places: list[tuple[Axes, float, float, float, float]] = []
+        text = plain(title, 120)
+        size = _TITLE_SIZE * min(1.0, width / (_TITLE_LETTER * max(len(text), 1)))
+        self.text(_MARGIN, 0.3, text, fontsize=size, fontweight="bold")
+        letters = max(20, int((width - 2 * _MARGIN) / _NOTE_LETTER))
+        for line in (line for part in note.split("\n") for line in wrap(part, letters, break_on_hyphens=False)):
+            self.text(_MARGIN, self.bottom + 0.03, plain(line, 2 * letters), fontsize=8.5, color=MUTED)
+            self.bottom += _LINE
+        self._grow(self.bottom + 0.08)
+
+    def text(self, left: float, top: float, words: str, **style: Any) -> None:
+        """Write words, inches from the top left corner; `top` is that of their middle."""
+        self.figure.text(0, 1, words, transform=self._from_top_left(left, top), **({"va": "center"} | style))
+
+    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Return axes at a place in inches from the top left corner, inside what the page has grown to."""
+        axes = self.figure.add_axes((0, 0, 1, 1))
+        self._places.append((axes, left, top, width, height))
+        self._grow(self.bottom)
+        return axes
+
+    def beside(self, panel: Axes, *, gap: float, width: float, max_height: float) -> Axes:
+        """Return axes to the right of a panel, from its top edge down."""
+        left, top, panel_width, height = next(place for axes, *place in self._places if axes is panel)
+        return self.axes(left + panel_width + gap, top, width, min(height, max_height))
+
+    def panels(
+        self,
+        count: int = 1,
+        *,
+        height: float,
+        columns: int = 1,
+        left: float = 0.82,
+        right: float = 0.3,
+        gap: float = 0.95,
+        above: float = 0.06,
+        below: float = 0.6,
+    ) -> list[Axes]:
+        """Return axes of equal size below what stands already, row by row.
+
+        Args:
+            count: of panels.
+            height: of each, in inches, as all that follow.
+            columns: panels side by side.
+            left: margin.
+            right: margin, for labels or a colour bar.
+            gap: between columns.
+            above: each row, for the titles of panels.
+            below: each row, for ticks and the words of the axis.
+        """
+        width = (self.width - left - right - (columns - 1) * gap) / columns
+        panels = []
+        for index in range(count):
+            column = index % columns
+            if column == 0:
+                top = self.bottom + above
+                self._grow(top + height + below)
+            panels.append(self.axes(left + column * (width + gap), top, width, height))
+        return panels
+
+    def legend(self, entries: Sequence[Line2D], *, left: float = 0.1, colour: str = INK) -> None:
+        """Draw a legend below what stands already; nothing for no entries."""
+        if not entries:
+            return
+        longest = max(len(str(entry.get_label())) for entry in entries)
+        columns = max(1, min(len(entries), math.floor((self.width - 0.6) / (0.5 + 0.075 * longest))))
+        self.figure.legend(
+            handles=list(entries),
+            loc="upper left",
+            bbox_to_anchor=(0, 1),
+            bbox_transform=self._from_top_left(left, self.bottom - 0.05),
+            ncols=columns,
+            columnspacing=1.4,
+            handletextpad=0.5,
+            borderpad=0,
+            borderaxespad=0.4,
+            labelspacing=0.35,
+            labelcolor=colour,
+        )
+        self._grow(self.bottom + 0.185 * math.ceil(len(entries) / columns) + 0.1)
+
+    def picture(self, name: str, words: str) -> Picture:
+        """Return the finished figure; `words` tell what the curves show to a reader who cannot see them."""
+        return Picture(name, self.title, f"{self.title}. {self.note}. {words}.", self.figure)
+
+    def _from_top_left(self, left: float, top: float) -> Transform:
+        return offset_copy(self.figure.transFigure, self.figure, left, -top, units="inches")
+
+    def _grow(self, bottom: float) -> None:
+        self.bottom = bottom
+        self.figure.set_size_inches(self.width, bottom)
+        for axes, left, top, width, height in self._places:
+            low = bottom - top - height
+            axes.set_position((left / self.width, low / bottom, width / self.width, height / bottom))
+
+
+def _empty_figure(width: float) -> Figure:
+    figure = Figure(figsize=(width, 1.0), dpi=100)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+@lru_cache(maxsize=1)
+def _measuring_figure() -> Figure:
+    return _empty_figure(WIDTH)
+
+
+@lru_cache(maxsize=1024)
+def text_size(words: str, size: float, weight: str = "normal") -> tuple[float, float]:
+    """Return width and height in inches of words in so many points."""
+    figure = _measuring_figure()
+    with styled():
+        text = figure.text(0, 0, words, fontsize=size, fontweight=weight)
+        box = text.get_window_extent()
+        text.remove()
+    return float(box.width / figure.dpi), float(box.height / figure.dpi)
