@@ -55,13 +55,15 @@ def claims(cell: Cell) -> Claims:
 
 
 @cache
-def _config(cls: type[VariantConfig], options: str, name: str) -> VariantConfig:
-    return make_config(cls, json.loads(options), name)
+def _config(cls: type[Any], options: str, name: str) -> VariantConfig:
+    config: VariantConfig = make_config(cls, json.loads(options), name)
+    return config
 
 
 def config_of(cell: Cell) -> VariantConfig:
     """Return the options of a cell's variant."""
-    return _config(variants[cell.variant].config, json.dumps(cell.options, sort_keys=True), cell.variant)
+    cls: type[Any] = variants[cell.variant].config
+    return _config(cls, json.dumps(cell.options, sort_keys=True), cell.variant)
 
 
 def build_context(cell: Cell) -> BuildContext:

@@ -23,7 +23,7 @@ def package(tmp_path, monkeypatch) -> Path:
     copy = tmp_path / "attn_zoo"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(attn_zoo, "__path__", [str(copy)])
-    return copy
+    return Path(copy)
 
 
 def digests(source: Path, provider: str = "attn_zoo") -> list[str]:
