@@ -55,15 +55,14 @@ def claims(cell: Cell) -> Claims:
 
 
 @cache
-def _config(cls: type[Any], options: str, name: str) -> VariantConfig:
-    config: VariantConfig = make_config(cls, json.loads(options), name)
-    return config
+def _config(cls: type[VariantConfig], options: str, name: str) -> VariantConfig:
+    return make_config(cls, json.loads(options), name)
 
 
 def config_of(cell: Cell) -> VariantConfig:
     """Return the options of a cell's variant."""
-    cls: type[Any] = variants[cell.variant].config
-    return _config(cls, json.dumps(cell.options, sort_keys=True), cell.variant)
+    cls = variants[cell.variant].config
+    return _config(cls, json.dumps(cell.options, sort_keys=True), cell.variant)  # type: ignore[arg-type]
 
 
 def build_context(cell: Cell) -> BuildContext:

@@ -37,7 +37,7 @@ __all__ = ["Step", "StepEntry", "StepGroup", "StepWorkload"]
 COMPILE_S = 60.0
 """Assumed, for a model that is compiled first."""
 
-_MAX_COMPILED = 200
+MAX_COMPILED = 200
 """Models that one process compiles at most: cells of a bundle, or of a lane."""
 
 
@@ -272,5 +272,5 @@ def _compile_every_cell() -> None:
     """
     from torch._dynamo import config  # loads the compiler
 
-    config.recompile_limit = max(config.recompile_limit, _MAX_COMPILED)
+    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
     config.fail_on_recompile_limit_hit = True  # an error is better than the time of something else
