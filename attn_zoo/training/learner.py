@@ -1,4 +1,4 @@
-"""What learns in a timed training step: our trainer on generated data, or a whole model that somebody else wrote.
+"""What learns in a timed training step: our trainer on generated data, or a whole model from elsewhere.
 
 A step is what a run repeats: take the next batch from the data on the device, forward, loss, backward, update.
 """
@@ -17,7 +17,7 @@ from attn_zoo.records import Cell
 from attn_zoo.tasks import Split, TaskSpec
 from attn_zoo.training.batches import Batch, Feed
 from attn_zoo.training.evaluation import precision
-from attn_zoo.training.make import make_trainer
+from attn_zoo.training.loop import make_trainer
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.seeding import derive_seed
 
@@ -54,6 +54,11 @@ class AbstractLearner(ABC):
     @property
     def forward_flops(self) -> int | None:
         """FLOPs of a forward by formulas, after at least one step; None where there are none."""
+        return None
+
+    @property
+    def step_flops(self) -> float | None:
+        """FLOPs of a step, likewise."""
         return None
 
     def settle(self) -> None:  # noqa: B027 - most have nothing to settle
@@ -146,6 +151,11 @@ class Learner(AbstractLearner):
     def forward_flops(self) -> int | None:
         total, steps = self.trainer.flops.forward_flops, self.trainer.numbers.step
         return None if total is None or steps == 0 else round(total / steps)
+
+    @property
+    def step_flops(self) -> float | None:
+        total, steps = self.trainer.flops.training_flops, self.trainer.numbers.step
+        return None if total is None or steps == 0 else total / steps
 
     def settle(self) -> None:
         while self.trainer.numbers.step < self.trainer.num_unlike:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.metadata import Position, Request
+from attn_zoo.metadata import Capabilities, Position, Request
 from attn_zoo.records import Cell
 from attn_zoo.registry import make_config, variants
 from attn_zoo.tasks import TaskSpec
 from attn_zoo.training.protocol import Protocol
 
-__all__ = ["requests", "require", "weight_dtype"]
+__all__ = ["capabilities_of", "requests", "require", "weight_dtype"]
 
 _WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
+
+
+def capabilities_of(variant: str, options: dict[str, Any]) -> Capabilities:
+    """Return what a variant can do under these options."""
+    entry = variants[variant]
+    return entry.capabilities_of(make_config(entry.config, options, variant))
 
 
 def weight_dtype(dtype: str) -> torch.dtype:
@@ -50,33 +58,14 @@ def requests(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) 
         protocol: resolved.
         has_mask: whether batches may hold padding.
     """
-    inside: Position = "none"
+    position: Position = "none"
     if protocol.position == "rotary" or protocol.position == "alibi":
-        inside = protocol.position
+        position = protocol.position
+    request = Request(has_key_padding_mask=has_mask, dropout_p=protocol.dropout_p, dtype=cell.dtype, device=cell.device)
     for is_causal in _directions(cell, spec, protocol):
-        yield (
-            cell.variant,
-            Request(
-                is_causal=is_causal,
-                is_autoregressive=is_causal,
-                has_key_padding_mask=has_mask,
-                dropout_p=protocol.dropout_p,
-                position=inside,
-                dtype=cell.dtype,
-                device=cell.device,
-            ),
-        )
+        yield (cell.variant, replace(request, is_causal=is_causal, is_autoregressive=is_causal, position=position))
     if spec.kind == "seq2seq":
-        yield (
-            protocol.cross_variant or cell.variant,
-            Request(
-                is_cross=True,
-                has_key_padding_mask=has_mask,
-                dropout_p=protocol.dropout_p,
-                dtype=cell.dtype,
-                device=cell.device,
-            ),
-        )
+        yield protocol.cross_variant or cell.variant, replace(request, is_cross=True)
 
 
 def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -> None:
@@ -87,6 +76,5 @@ def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -
         raise UnsupportedError("pretrain", f"pretrain: a model for {spec.kind} has no encoder over one input")
     for variant, request in requests(cell, spec, protocol, has_mask=has_mask):
         options = cell.options if variant == cell.variant else {}
-        config = make_config(variants[variant].config, options, variant)
-        variants[variant].capabilities_of(config).require(variant, request)
+        capabilities_of(variant, options).require(variant, request)
     weight_dtype(cell.dtype)

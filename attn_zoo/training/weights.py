@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from attn_zoo.errors import StoreError
 from attn_zoo.model import ModelConfig
 from attn_zoo.records import TRAINING_VERSION, Cell
-from attn_zoo.registry import make_config, tasks, variants
+from attn_zoo.registry import make_config, tasks
 from attn_zoo.tasks import AbstractTask
 from attn_zoo.training.batches import Batcher
-from attn_zoo.training.checkpoint import write_tensors
+from attn_zoo.training.checkpoint import read_tensors, write_tensors
 from attn_zoo.training.objective import AbstractObjective, objective_for
 from attn_zoo.training.protocol import resolve_protocol
-from attn_zoo.training.requirements import weight_dtype
+from attn_zoo.training.requirements import capabilities_of, weight_dtype
 
 __all__ = ["Trained", "load_trained", "save_weights"]
 
@@ -92,7 +92,7 @@ def load_trained(path: Path, data_dir: Path | None = None, *, device: str = "cpu
     config = make_config(ModelConfig, json.loads(header["model_config"]), str(path))
     protocol = resolve_protocol(cell.protocol, task_settings=task.settings.get(cell.protocol), overrides=cell.overrides)
     objective = objective_for(task.spec, is_causal=cell.is_causal)
-    batcher = Batcher(task.spec, protocol, variants[cell.variant].capabilities, device)
+    batcher = Batcher(task.spec, protocol, capabilities_of(cell.variant, cell.options), device)
     model = objective.build_model(config)
     try:
         model.load_state_dict(tensors)
@@ -108,10 +108,9 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if not path.is_file():
         raise StoreError(f"{path}: no such file; weights are kept where the matrix says keep_weights = true")
     try:
-        with safe_open(path, framework="pt") as file:
-            header: dict[str, str] = file.metadata() or {}
-            if header.get("kind") != _KIND:
-                raise StoreError(f"{path}: not weights of attn_zoo")
-            return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header, tensors = read_tensors(path)
     except SafetensorError as error:
         raise StoreError(f"{path}: cannot be read ({error})") from error
+    if header.get("kind") != _KIND:
+        raise StoreError(f"{path}: not weights of attn_zoo")
+    return header, tensors

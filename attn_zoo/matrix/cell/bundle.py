@@ -20,7 +20,7 @@ from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.cell.trial import Trial
 from attn_zoo.measure.stopwatch import stopwatch_for
-from attn_zoo.measure.together import sample_in_turns
+from attn_zoo.measure.timing import sample_in_turns
 from attn_zoo.records import Record
 
 __all__ = ["measure_bundle"]

@@ -19,7 +19,7 @@ from attn_zoo.conformance import gate
 from attn_zoo.conformance.tolerance import largest, largest_error, working_tolerance
 from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.costs import DTYPE_BYTES, Claims, forward_flops
+from attn_zoo.matrix.costs import DTYPE_BYTES, Claims, call_shape, forward_flops
 from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
@@ -143,7 +143,7 @@ class Step(TimedKind):
         protocol = step_protocol(cell)
         tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim
         feed_forward = 4 * tokens * embed_dim * ffn_dim
-        num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.backward_ratio)
+        num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(call_shape(cell)))
         flops = protocol.num_layers * (forward_flops(cell) + feed_forward) * num_forwards
         seconds = rough_seconds(flops, cell, group.repeat_budget_s, group.isolation)
         saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
@@ -255,7 +255,10 @@ class StepWorkload(AbstractWorkload):
         return sum(item.numel() for item in self._learner.model.parameters())
 
     def claims(self) -> Claims:
-        return Claims(flops=self._learner.forward_flops)
+        forward, step = self._learner.forward_flops, self._learner.step_flops
+        if not forward or step is None:
+            return Claims(flops=forward)
+        return Claims(flops=forward, backward_ratio=step / forward - 1)
 
     def counted_flops(self) -> int | None:
         """Return None: formulas are checked where variants are timed alone."""

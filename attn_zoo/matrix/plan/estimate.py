@@ -40,7 +40,7 @@ def call_estimate(cell: Cell, budget_s: float, isolation: str) -> Estimate:
     """
     shape, pass_, claim = call_shape(cell), PASSES[cell.pass_ or "fwd"], variants[cell.variant].complexity
     try:
-        flops = forward_flops(cell) * pass_.num_forwards(claim.backward_ratio)
+        flops = forward_flops(cell) * pass_.num_forwards(claim.ratio(shape))
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
         return Estimate()
     has_grads = pass_.backwards > 0
