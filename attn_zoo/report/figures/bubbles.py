@@ -12,7 +12,7 @@ from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis, set_ticks
+from attn_zoo.report.figures.axes import draw_mark, log_axis, name_mark, score_axis
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, mark_boxes
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
@@ -141,12 +141,7 @@ def _speed_axis(axes: Axes, speeds: Sequence[float]) -> None:
     spread = max(math.log(high / low), math.log(2.0))
     middle = math.log(low * high) / 2
     left, right = (math.exp(middle + side * 0.68 * spread) for side in (-1, 1))  # names need air on both sides
-    axes.set_xscale("log")
-    axes.set_xlim(left, right)
-    steps = (1, 1.5, 2, 3, 5, 7) if right / left < 12 else (1, 2, 5)
-    powers = range(math.floor(math.log10(left)), math.ceil(math.log10(right)) + 1)
-    ticks = [step * 10.0**power for power in powers for step in steps]
-    set_ticks(axes.xaxis, [tick for tick in ticks if left <= tick <= right], _speed)
+    log_axis(axes, "x", left, right, _speed, 10)
     axes.set_xlabel("training speed (tokens per second, logarithmic; right is faster)")
 
 

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.efficiency import Efficiency
-from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
+from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, value_axis
 from attn_zoo.report.figures.labels import (
     Box,
     EndLabel,
@@ -93,15 +93,11 @@ def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> l
     product, copy = ceilings.matmul_flops_per_s, ceilings.copy_bytes_per_s
     intensities, rates = [row.intensity for row in every], [row.flops_per_s for row in every]
     left, right = min(*intensities, product / copy) / 2.5, max(*intensities, product / copy) * 3
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(left, right)
-    powers = range(math.ceil(math.log2(left)), math.floor(math.log2(right)) + 1)
-    ticks = [2.0**power for power in powers][:: math.ceil(len(powers) / 10)]
-    set_ticks(axes.xaxis, ticks, lambda value: human_length(value) if value >= 1 else human_number(value))
+    log_axis(axes, "x", left, right, lambda value: human_length(value) if value >= 1 else human_number(value), 2)
     axes.set_xlabel("useful FLOP per byte that must move")
     tops = [product, ceilings.peak_flops_per_s or 0.0]
     values = [*rates, min(product, left * copy * 2), max(*tops, *rates)]
-    log_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
+    value_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
     boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
     if ceilings.peak_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
         boxes += _draw_ceiling(axes, ceilings.peak_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
@@ -152,7 +148,7 @@ def _draw_bytes(axes: Axes, rows: Rows, looks: Looks, ceilings: Ceilings) -> Non
     every = [row for series in rows.values() for row in series]
     length_axis(axes, sorted({row.seq_len for row in every}))
     tops = [rate for rate in (ceilings.copy_bytes_per_s, ceilings.peak_bytes_per_s) if rate is not None]
-    log_axis(axes, [*(row.bytes_per_s for row in every), *tops], human_bandwidth, 10, 1.5)
+    value_axis(axes, [*(row.bytes_per_s for row in every), *tops], human_bandwidth, 10, 1.5)
     axes.set_title("Bytes that must move, per second", loc="left", pad=4)
     for rate, colour, width in zip(tops, (INK, MUTED), (1.4, 0.8), strict=False):
         axes.axhline(rate, color=colour, lw=width, zorder=1.2)
