@@ -22,10 +22,12 @@ from attn_zoo.report.figures.labels import (
     Box,
     EndLabel,
     PointName,
+    box_of,
     draw_end_labels,
     draw_point_names,
     label_room,
     labels_height,
+    square,
 )
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
@@ -68,7 +70,7 @@ def draw_roofline(one: PanelAnalysis, looks: Looks) -> Page | None:
             radius = _mark_size(last.seq_len, lengths) / 2
             names.append(PointName(words, looks[label].colour, last.intensity, last.flops_per_s, radius))
         inside = roof.get_window_extent()
-        frame = Box(inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
+        frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
         draw_point_names(roof, names, frame, taken)
         _draw_bytes(below, rows, looks, ceilings)
         draw_end_labels(below, labels)
@@ -118,15 +120,15 @@ def _draw_ceiling(axes: Axes, product: float, copy: float, source: str, colour: 
         middle = (math.sqrt(start * ridge), math.sqrt(start * copy * product))
         offset, va = ((-2, 3), "bottom") if is_sheet else ((2, -3), "top")
         annotate_along(axes, words, middle, offset, high - low, va=va, color=colour)
-    ceiling = Box(float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
-    return [Box.of(flat.get_window_extent()), ceiling, *_along(low, high, 6)]
+    ceiling = (float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
+    return [box_of(flat.get_window_extent()), ceiling, *_along(low, high, 6)]
 
 
 def _along(start: Any, end: Any, radius: float) -> list[Box]:
     """Return squares that cover the line between two points in pixels."""
     count = max(2, math.ceil(math.hypot(*(end - start)) / (2 * radius + 4)))
     points = (start + share * (end - start) for share in np.linspace(0, 1, count))
-    return [Box.around(float(x), float(y), radius) for x, y in points]
+    return [square(float(x), float(y), radius) for x, y in points]
 
 
 def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: Sequence[int]) -> list[Box]:
@@ -139,7 +141,7 @@ def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: 
         size = _mark_size(row.seq_len, lengths)
         face, edge = ("white", look.colour) if row.doubt else (look.colour, "white")
         axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=1.1 if row.doubt else 0.6, zorder=3)
-        boxes.append(Box.around(float(pixel[0]), float(pixel[1]), 0.7 * size))
+        boxes.append(square(float(pixel[0]), float(pixel[1]), 0.7 * size))
     return boxes + [box for start, end in pairwise(pixels) for box in _along(start, end, 2)]
 
 
