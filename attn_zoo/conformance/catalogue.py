@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from attn_zoo.conformance import backward, claims, decoding, independence, numerics, padding, randomness, shapes
+from attn_zoo.conformance import (
+    backward,
+    claims,
+    complexity,
+    decoding,
+    independence,
+    numerics,
+    padding,
+    randomness,
+    shapes,
+)
 from attn_zoo.conformance.check import Check
 
 __all__ = ["CHECKS"]
@@ -16,5 +26,6 @@ CHECKS: tuple[Check, ...] = (
     *decoding.CHECKS,
     *randomness.CHECKS,
     *claims.CHECKS,
+    *complexity.CHECKS,
 )
 """Every promise that any variant must keep (`attn-zoo check NAME`)."""

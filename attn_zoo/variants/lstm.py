@@ -4,8 +4,8 @@ Hochreiter and Schmidhuber 1997, "Long Short-Term Memory", with the forget gate 
 "Learning to Forget", equations 3 to 5 and 9 there, without peepholes:
     (i, f, g, o) = W x_t + U h_(t-1) + b
     c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g),   h_t = sigmoid(o) tanh(c_t)
-Bidirectional (Graves and Schmidhuber 2005): one LSTM of E / 2 cells in each direction, their states side by side; causal:
-one of E cells. So hidden states of width E become hidden states of width E without a projection.
+Causal: one LSTM of E cells. Bidirectional (Graves and Schmidhuber 2005): one of E / 2 cells in each direction, their
+states side by side. So hidden states of width E become hidden states of width E without a projection.
 Symbols: the papers' memory cells are our features, E of them.
 Cost: time O(B L E^2), in L steps of which each waits for the one before; memory O(B L E); decode state O(B E).
 """

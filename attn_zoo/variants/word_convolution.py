@@ -3,8 +3,9 @@
 Gehring, Auli, Grangier, Yarats, Dauphin 2017, "Convolutional Sequence to Sequence Learning", arXiv 1705.03122,
 section 3.2, with the gated linear unit of Dauphin et al. 2017, arXiv 1612.08083:
     out_i = A sigmoid(B),   [A B] = W [x_(i - left d) .. x_i .. x_(i + right d)] + b,   left + right = k - 1
-Both sides see as far where k is odd; causal: right = 0. Tokens beyond the ends, and padding, are zeros. With dilation d,
-which doubles from layer to layer (Kalchbrenner et al. 2016, ByteNet, arXiv 1610.10099), stacked layers reach further.
+Both sides see as far where k is odd; causal: right = 0. Tokens beyond the ends, and padding, are zeros. With a
+dilation d that doubles from layer to layer, stacked layers reach further (Kalchbrenner et al. 2016, ByteNet, arXiv
+1610.10099).
 Symbols: the papers' d channels are our E, their kernel width our kernel_size k.
 Cost: time O(B L k E^2), memory O(B L E); decode state O(B k d E): the last (k - 1) d tokens.
 """
