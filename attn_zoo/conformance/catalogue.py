@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from attn_zoo.conformance import (
     backward,
+    carry,
     claims,
     complexity,
+    costs,
     decoding,
     independence,
     numerics,
@@ -24,8 +26,10 @@ CHECKS: tuple[Check, ...] = (
     *backward.CHECKS,
     *numerics.CHECKS,
     *decoding.CHECKS,
+    *carry.CHECKS,
     *randomness.CHECKS,
     *claims.CHECKS,
+    *costs.CHECKS,
     *complexity.CHECKS,
 )
 """Every promise that any variant must keep (`attn-zoo check NAME`)."""

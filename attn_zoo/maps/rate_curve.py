@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from attn_zoo.registry import tasks
+from attn_zoo.report.figures.axes import annotate
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import COLOURS, INK, MUTED, plain, styled
+from attn_zoo.report.figures.style import COLOURS, INK, styled
 from attn_zoo.report.units import human_number
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.schedule import learning_rate
@@ -100,29 +101,15 @@ def schedule_map(name: str, task: str | None = None) -> Figure:
         axes.set_ylim(0, peak * 1.16)
         axes.plot(drawn.steps, drawn.rates, color=COLOURS[0], lw=1.9, zorder=3)
         axes.plot([peak_step], [peak], marker="o", ms=5.5, mec="white", mfc=COLOURS[0], mew=0.8, zorder=4)
-        is_left = peak_step < protocol.num_steps * 0.7
-        axes.annotate(
-            plain(f"highest: {human_number(peak)} at update {peak_step:,}", 60),
-            xy=(peak_step, peak),
-            xytext=(8 if is_left else -8, 7),
-            textcoords="offset points",
-            ha="left" if is_left else "right",
-            fontsize=8.5,
-            color=INK,
-        )
+        words = f"highest: {human_number(peak)} at update {peak_step:,}"
+        ha, across = ("left", 8) if peak_step < protocol.num_steps * 0.7 else ("right", -8)
+        annotate(axes, words, (peak_step, peak), (across, 7), ha=ha, va="baseline", fontsize=8.5, color=INK)
         if protocol.warmup_steps:
             end = min(protocol.warmup_steps, protocol.num_steps)
             axes.axvspan(0, end, color=COLOURS[4], alpha=0.16, lw=0, zorder=0.5)
             is_wide = end > 0.12 * protocol.num_steps
-            axes.annotate(
-                "warm-up",
-                xy=(0, 1) if is_wide else (end, 0),
-                xycoords=("data", "axes fraction"),
-                xytext=(5, -13 if is_wide else 6),
-                textcoords="offset points",
-                fontsize=8.5,
-                color=MUTED,
-            )
+            at, offset = ((0, peak * 1.16), (5, -13)) if is_wide else ((end, 0), (5, 6))
+            annotate(axes, "warm-up", at, offset, va="baseline", fontsize=8.5)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_xlabel("update")

@@ -16,7 +16,7 @@ __all__ = ["LanguageModel", "Seq2Seq"]
 def _can_step(model: nn.Module) -> bool:
     """Whether every causal mixer of `model` decodes with state."""
     mixers = [part for part in model.modules() if isinstance(part, AbstractMixer) and part.build.is_causal]
-    return all(part.variant is not None and part.variant.capabilities.decode != "none" for part in mixers)
+    return all(can is not None and can.decode != "none" for can in (part.capabilities for part in mixers))
 
 
 class LanguageModel(nn.Module):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attn_zoo.report.analysis.analyse import analyse
-    from attn_zoo.report.analysis.observations import load_runs
+    from attn_zoo.report.export import load_runs
     from attn_zoo.report.pages.readme import write_results_readme
     from attn_zoo.report.pages.write import print_report, write_report
 
@@ -19,7 +19,7 @@ __all__ = ["analyse", "load_runs", "print_report", "write_report", "write_result
 
 _HOME = {
     "analyse": "analysis.analyse",
-    "load_runs": "analysis.observations",
+    "load_runs": "export",
     "print_report": "pages.write",
     "write_report": "pages.write",
     "write_results_readme": "pages.readme",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -12,10 +11,9 @@ import pandas as pd
 from attn_zoo.errors import ConfigError
 from attn_zoo.records import COMMIT_FIELDS, Environment
 from attn_zoo.report.analysis.observations import Results, read_results
-from attn_zoo.report.tables.columns import text_column
-from attn_zoo.report.tables.table import Column, Row, Table
-from attn_zoo.report.tables.time_tables import interval_ms
-from attn_zoo.report.units import human_length, human_ms, human_number
+from attn_zoo.report.export import flat_frame
+from attn_zoo.report.tables.table import Column, Row, Table, text_column, time_column
+from attn_zoo.report.units import human_length, human_number
 from attn_zoo.report.wording import PANEL_FIELDS, doubt_words
 
 __all__ = ["agreement", "compare", "compare_table"]
@@ -54,7 +52,7 @@ def compare(dir_a: str | Path, dir_b: str | Path, *, allow_other_environment: bo
                 )
             ],
         )
-    left, right = (_measured(results.frame) for results in (a, b))
+    left, right = (_measured(results) for results in (a, b))
     merged = left.merge(right, on=list(_MATCH), how="outer", suffixes=("_a", "_b"))
     merged["ratio"] = merged["median_ms_b"] / merged["median_ms_a"]
     merged["ratio_low"] = merged["low_ms_b"] / merged["high_ms_a"]
@@ -93,13 +91,13 @@ def compare_table(frame: pd.DataFrame) -> Table:
             text_column("pass", "pass", priority=0),
             Column(heading="length", show=_length, sort=lambda row: row["seq_len"], priority=0),
             *([text_column("dtype", "dtype", priority=0)] if len(set(common["dtype"])) > 1 else []),
-            Column(heading="first", show=partial(_time, side="a"), brief=partial(_brief_time, side="a"), priority=2),
-            Column(heading="second", show=partial(_time, side="b"), brief=partial(_brief_time, side="b"), priority=2),
+            time_column("first", suffix="_a", priority=2),
+            time_column("second", suffix="_b", priority=2),
             Column(heading="ratio", show=_ratio, sort=lambda row: row["ratio"], priority=0),
             Column(heading="verdict", show=_verdict_word, align="left", priority=0),
         ),
         rows=tuple({str(name): value for name, value in row.items()} for row in common.to_dict(orient="records")),
-        fields=tuple(common.columns),
+        fields_if_empty=tuple(common.columns),
     )
 
 
@@ -135,14 +133,6 @@ def _length(row: Row) -> str:
     return human_length(row["seq_len"])
 
 
-def _time(row: Row, side: str) -> str:
-    return interval_ms(row[f"median_ms_{side}"], row[f"low_ms_{side}"], row[f"high_ms_{side}"])
-
-
-def _brief_time(row: Row, side: str) -> str:
-    return human_ms(row[f"median_ms_{side}"])
-
-
 def _ratio(row: Row) -> str:
     return f"{human_number(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"
 
@@ -151,13 +141,12 @@ def _verdict_word(row: Row) -> str:
     return "agree" if row["verdict"] == "same" else str(row["verdict"])
 
 
-def _measured(frame: pd.DataFrame) -> pd.DataFrame:
-    rows = frame[(frame["kind"] == "scaling") & (frame["status"] == "ok") & frame["median_ms"].notna()]
-    rows = rows.assign(num_processes=[max(1, len(sizes)) for sizes in rows["process_sizes"]])
-    rows = rows[[*_MATCH, "median_ms", "flags", *_ENDS]]
+def _measured(results: Results) -> pd.DataFrame:
+    frame = flat_frame([one for one in results.observations if one.is_timed and one.cell.kind == "scaling"])
+    frame["num_processes"] = [max(1, len(sizes)) for sizes in frame["process_sizes"]]
     # The latest of repeated cells; a null never equals a null in a merge key of this type, so give it a value.
-    rows = rows.drop_duplicates(list(_MATCH), keep="last")
-    return rows.fillna({name: -1 for name in _MATCH if rows[name].dtype == "Int64"})
+    frame = frame[[*_MATCH, "median_ms", "flags", *_ENDS]].drop_duplicates(list(_MATCH), keep="last")
+    return frame.fillna({name: -1 for name in _MATCH if frame[name].dtype == "Int64"})
 
 
 def _verdict(low_a: float, high_a: float, low_b: float, high_b: float) -> str:
@@ -172,7 +161,7 @@ def _verdict(low_a: float, high_a: float, low_b: float, high_b: float) -> str:
 
 def _environment_differences(a: Results, b: Results) -> str:
     """Return the names of the fields that differ, or an empty string."""
-    used_a, used_b = (set(results.frame["environment"]) - {""} for results in (a, b))
+    used_a, used_b = ({one.environment for one in results.observations} - {""} for results in (a, b))
     if used_a == used_b:
         return ""
     first, second = _first_known(used_a, a.environments), _first_known(used_b, b.environments)

@@ -1,22 +1,128 @@
-"""Export records as flat files: one row per observation."""
+"""Export records as flat files: one row per record. The columns follow from the fields of records."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
+from attn_zoo.records import Cell, Memory, Record, Score, Timing
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.analysis.observations import load_runs
+from attn_zoo.report.analysis.observations import Observation, read_results
+from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.tables.all_tables import summary_tables
 from attn_zoo.report.tables.table import guard_frame, to_latex, to_markdown
 from attn_zoo.whole_files import write_whole
 
-__all__ = ["FORMATS", "export"]
+__all__ = ["COLUMNS", "FORMATS", "export", "flat_frame", "load_runs"]
+
+_LEFT_OUT = {"label", "environment", "trace", "cell", "timing", "memory", "score"}
+_RENAMED = {(Cell, "pass_"): "pass", (Record, "kernels"): "kernel", (Score, "peak_bytes"): "train_peak_bytes"}
+_JOINED = {"kernel", "gate", "flags"}
+_COMPUTED: Mapping[str, type] = {
+    "label": str,
+    "environment": str,
+    "run": str,
+    "key": str,
+    "num_tokens": float,
+    "overhead_s": float,
+    "tokens_per_s_low": float,
+    "tokens_per_s_high": float,
+    "num_samples": int,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One column that is a field of a record or of one of its parts; `kind` decides how it is written."""
+
+    name: str
+    part: type
+    attribute: str
+    kind: Literal["number", "string", "list", "joined", "json"]
+    hint: Any
+
+
+def _stored() -> Iterator[_Field]:
+    for part in (Cell, Record, Timing, Memory, Score):
+        hints = get_type_hints(part)
+        for attribute in (field.name for field in fields(part) if field.name not in _LEFT_OUT):
+            name, hint = _RENAMED.get((part, attribute), attribute), hints[attribute]
+            kind: Literal["number", "string", "list", "joined", "json"] = "number"
+            if name in _JOINED:
+                kind = "joined"
+            elif get_origin(hint) is tuple and set(get_args(hint)) & {int, float}:
+                kind = "list"
+            elif get_origin(hint) in {tuple, dict}:
+                kind = "json"
+            elif not {bool, int, float} & {hint, *get_args(hint)}:
+                kind = "string"
+            yield _Field(name, part, attribute, kind, hint)
+
+
+_FIELDS = tuple(_stored())
+_NESTED = {field.name for field in _FIELDS if field.kind in {"list", "json"}}
+_HINTS: Mapping[str, Any] = {**_COMPUTED, **{field.name: field.hint for field in _FIELDS}}
+
+COLUMNS: tuple[str, ...] = tuple(sorted(_HINTS, key=lambda name: name in _NESTED))
+"""Every column; what is nested (samples as a list, the rest as JSON) comes last.
+
+Units are in the suffixes; what was not measured is empty."""
+
+
+def load_runs(dirs: Iterable[str | Path]) -> pd.DataFrame:
+    """Return one flat row per record of all `dirs`; see `COLUMNS`.
+
+    Raises:
+        ConfigError: a directory is not a results folder.
+    """
+    return flat_frame(read_results(dirs).observations)
+
+
+def flat_frame(observations: Sequence[Observation]) -> pd.DataFrame:
+    """Return one flat row per record; see `COLUMNS`."""
+    frame = pd.DataFrame.from_records([_row(one) for one in observations], columns=list(COLUMNS))
+    for name, hint in _HINTS.items():
+        for number, dtype in ((int, "Int64"), (float, "float64")):
+            if name not in _NESTED and number in {hint, *get_args(hint)}:
+                frame[name] = frame[name].astype(dtype)  # type: ignore[call-overload]
+    return frame
+
+
+def _row(one: Observation) -> dict[str, Any]:
+    record = one.record
+    parts = {Cell: record.cell, Record: record, Timing: record.timing, Memory: record.memory, Score: record.score}
+    row: dict[str, Any] = {}
+    for field in _FIELDS:
+        value = getattr(parts[field.part], field.attribute, None)
+        if value is not None or field.name not in row:  # two parts may know a number, such as that of parameters
+            row[field.name] = _plain(value, field.kind)
+    computed = {
+        "label": one.label,
+        "environment": one.environment,
+        "run": one.run,
+        "key": record.cell.key,
+        "num_tokens": record.cell.num_tokens,
+        "overhead_s": record.overhead_s,
+        "num_samples": len(record.timing.samples_ms) if record.timing else None,
+    }
+    return row | computed | token_rates(record)
+
+
+def _plain(value: Any, kind: str) -> Any:
+    if kind == "list":
+        return list(value or ())
+    if kind == "joined":
+        return " + ".join(value or ())
+    if kind == "json":
+        return "" if value is None else json.dumps(value, sort_keys=True)
+    return "" if value is None and kind == "string" else value
 
 
 def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
@@ -27,7 +133,7 @@ def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
         fmt: one of `FORMATS`.
         out: file to write.
 
-    `csv`, `jsonl` and `parquet` hold one row per observation (see `attn_zoo.report.flat.COLUMNS`) with raw samples;
+    `csv`, `jsonl` and `parquet` hold one row per observation (see `COLUMNS`) with raw samples;
     `markdown` and `latex` hold the tables of the report. In `csv`, text that a spreadsheet would run as a formula gets
     a leading quote.
 
@@ -45,12 +151,13 @@ def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
 
 
 def _frame(dirs: Iterable[str | Path]) -> pd.DataFrame:
-    return load_runs(dirs).drop(columns="correct")
+    return load_runs(dirs).drop(columns="correct")  # a digit for each test item
 
 
 def _csv(dirs: Iterable[str | Path]) -> bytes:
     frame = _frame(dirs)
-    frame["samples_ms"] = [json.dumps(samples) if samples else "" for samples in frame["samples_ms"]]
+    for name in (field.name for field in _FIELDS if field.kind == "list"):
+        frame[name] = [json.dumps(values) if values else "" for values in frame[name]]
     return guard_frame(frame).to_csv(index=False, lineterminator="\n").encode()
 
 

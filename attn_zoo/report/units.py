@@ -14,6 +14,7 @@ __all__ = [
     "human_length",
     "human_ms",
     "human_number",
+    "interval_ms",
     "interval_rate",
     "percent",
     "ratio",
@@ -51,6 +52,17 @@ def human_ms(value_ms: float) -> str:
     """
     unit, factor = time_unit(value_ms)
     return f"{human_number(value_ms * factor)} {unit}"
+
+
+def interval_ms(median_ms: float, low_ms: float, high_ms: float) -> str:
+    """Return median and interval in the unit of the median.
+
+    >>> interval_ms(12.31, 12.1, 12.6)
+    '12.3 ms [12.1, 12.6]'
+    """
+    unit, factor = time_unit(median_ms)
+    median, low, high = (human_number(value * factor) for value in (median_ms, low_ms, high_ms))
+    return f"{median} {unit} [{low}, {high}]"
 
 
 def time_unit(value_ms: float) -> tuple[str, float]:

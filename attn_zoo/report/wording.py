@@ -1,18 +1,29 @@
-"""How a panel of curves is called: the settings its curves share, in words."""
+"""Words of the report: titles of panels, passes and settings, and what intervals know."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import pandas as pd
+from attn_zoo.records import PASSES, Ceilings, Environment
+from attn_zoo.report.units import human_bandwidth, human_flops, slug
 
-from attn_zoo.records import PASSES
-from attn_zoo.report.analysis.observations import Results
-from attn_zoo.report.units import slug
-
-__all__ = ["PANEL_FIELDS", "PASS_TITLES", "doubt_words", "held_words", "panel_name", "panel_subtitle", "panel_title"]
+__all__ = [
+    "OUTCOMES",
+    "PANEL_FIELDS",
+    "PASS_TITLES",
+    "Outcome",
+    "ceilings_words",
+    "doubt_words",
+    "failure_words",
+    "held_words",
+    "outcome",
+    "panel_name",
+    "panel_subtitle",
+    "panel_title",
+]
 
 PASS_TITLES: Mapping[str, str] = {pass_.name: pass_.title for pass_ in PASSES.values()}
 
@@ -41,13 +52,13 @@ _WORDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
 
 
 def _say(setting: Mapping[str, Any], names: set[str]) -> list[str]:
-    said = [say(setting[name]) for name, say in _WORDS if name in names and not _is_missing(setting[name])]
+    said = [say(setting[name]) for name, say in _WORDS if name in names and setting[name] is not None]
     return [word for word in said if word]
 
 
-def panel_subtitle(setting: dict[str, Any], results: Results, varying: set[str]) -> str:
+def panel_subtitle(setting: Mapping[str, Any], environments: Mapping[str, Environment], varying: set[str]) -> str:
     """Return machine and every setting."""
-    environment = results.environments.get(setting["environment"])
+    environment = environments.get(setting["environment"])
     machine = str(setting["device"]).upper()
     if environment is not None:
         machine = environment.gpu or machine if setting["device"] == "cuda" else f"{machine} ({environment.cpu})"
@@ -59,7 +70,7 @@ def panel_subtitle(setting: dict[str, Any], results: Results, varying: set[str])
     return ", ".join([machine, *_say(setting, names)])
 
 
-def panel_title(setting: dict[str, Any], varying: set[str]) -> str:
+def panel_title(setting: Mapping[str, Any], varying: set[str]) -> str:
     """Return what is timed, with whatever else tells this panel from the others of the report."""
     title = PASS_TITLES.get(setting["pass"], setting["pass"] or "unknown pass")
     extra = _say(setting, varying)
@@ -68,7 +79,7 @@ def panel_title(setting: dict[str, Any], varying: set[str]) -> str:
     return ", ".join([title, *extra])
 
 
-def panel_name(setting: dict[str, Any], varying: set[str]) -> str:
+def panel_name(setting: Mapping[str, Any], varying: set[str]) -> str:
     """Return pass, dtype and device, and whatever else differs between the panels of this report."""
     parts = [str(setting[name]) for name in ("pass", "dtype", "device")]
     parts += _say(setting, varying - {"dtype"})
@@ -103,5 +114,67 @@ def doubt_words(process_counts: Iterable[int]) -> str:
     return f"{covers}; of a single one it is {within}." if counts[0] == 1 else f"{covers}."
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value))
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Words and mark of one status.
+
+    Args:
+        word: for a table cell.
+        legend: for a legend entry, a few words.
+        brief: for the margin of a figure, two or three words.
+        marker: matplotlib marker, distinct without colour.
+        is_failure: something went wrong, as opposed to a declared refusal or a user's choice.
+    """
+
+    word: str
+    legend: str
+    brief: str
+    marker: str
+    is_failure: bool
+
+
+_OOM = Outcome("OOM", "out of memory", "out of memory", "X", True)
+_FAILED = Outcome("failed", "failed", "failed", "P", True)
+
+OUTCOMES: Mapping[str, Outcome] = {
+    "ok": Outcome("ok", "measured", "measured", ".", False),
+    "unsupported": Outcome("refused", "refused (unsupported)", "refused", "_", False),
+    "gate_failed": Outcome("wrong", "failed its correctness gate", "wrong result", "v", True),
+    "oom_device": _OOM,
+    "oom_host": _OOM,
+    "skipped_after_oom": Outcome("(OOM)", "skipped: a shorter one was out of memory", "skipped after OOM", "x", False),
+    "timeout": Outcome("timeout", "timeout", "timeout", "s", True),
+    "crashed": Outcome("crashed", "crashed", "crashed", "P", True),
+    "diverged": Outcome("diverged", "diverged", "diverged", "D", True),
+    "error": Outcome("error", "error", "error", "P", True),
+    "cancelled": Outcome("cancelled", "cancelled", "cancelled", "|", False),
+}
+
+
+def outcome(status: str) -> Outcome:
+    """Return words and mark of `status`; a status of a newer version is shown under its own name."""
+    return OUTCOMES.get(status) or Outcome(status, status, status, _FAILED.marker, True)
+
+
+def ceilings_words(ceilings: Ceilings) -> str:
+    """Return the figures as half a sentence, with what makes them doubtful."""
+    said = (
+        f"matrix products {human_flops(ceilings.matmul_flops_per_s)}/s in {ceilings.dtype}, "
+        f"copies {human_bandwidth(ceilings.copy_bytes_per_s)}"
+    )
+    if ceilings.peak_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
+        sheet = f"{human_flops(ceilings.peak_flops_per_s)}/s, {human_bandwidth(ceilings.peak_bytes_per_s)}"
+        said += f" (data sheet {sheet})"
+    doubts = ", ".join(flag.replace("_", " ") for flag in ceilings.flags)
+    return f"{said}, doubtful: {doubts}" if doubts else said
+
+
+def failure_words(statuses: Iterable[str], num_runs: int) -> str:
+    """Return what became of runs without a score, such as `diverged 1 of 3`.
+
+    Args:
+        statuses: of the runs without a score.
+        num_runs: those with a score included.
+    """
+    counts = Counter(outcome(status).word for status in statuses)
+    return ", ".join(f"{word} {count} of {num_runs}" for word, count in sorted(counts.items()))

@@ -138,6 +138,11 @@ class Split:
             if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= tokens.shape[1]:
                 raise ValueError(f"Split: expected lengths from 1 to L = {tokens.shape[1]}")
 
+    @classmethod
+    def without_padding(cls, tokens: Tensor, labels: Tensor) -> Split:
+        """Return examples that are all as long as the rows of `tokens`."""
+        return cls(tokens=tokens, lengths=torch.full((len(tokens),), tokens.shape[1], dtype=torch.int16), labels=labels)
+
     def __len__(self) -> int:
         return len(self.tokens)
 

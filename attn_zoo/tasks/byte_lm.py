@@ -13,6 +13,8 @@ Tokens are bytes, without padding. Chance is 8 bits: all 256 bytes equally likel
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,55 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.floors.ngram_model import ngram_bits
-from attn_zoo.tasks.packed_source import PackedSource, read_packed
+from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["TEXT", "ByteLanguageModelling", "ByteLevel"]
+__all__ = ["TEXT", "ByteLanguageModelling", "ByteLevel", "PackedSource", "read_packed"]
 
 _NUM_BYTES = 256
+
+
+def read_packed(path: Path, where: str) -> bytes:
+    """Return the content of a file, unpacked if its name ends in `.gz`.
+
+    Args:
+        path: of the file.
+        where: what the message starts with.
+
+    Raises:
+        ConfigError: it cannot be read, or is not what its name says.
+    """
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if path.suffix == ".gz" else content
+    except (OSError, EOFError) as error:  # gzip raises both, and `BadGzipFile`, which is an OSError
+        raise ConfigError(where, [(str(path), f"cannot be read: {error}")]) from None
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots: super() in a method needs the class that was written down
+class PackedSource(Source):
+    """Like `Source`, but each folder is also searched for the files under their names with `.gz` added."""
+
+    def _packed(self) -> Source:
+        files = {key: f"{file}.gz" for key, file in self.files.items()}
+        return Source(name=self.name, folder=self.folder, files=files, hint=self.hint)
+
+    def missing(self, data_dir: Path | None) -> list[str]:
+        return [] if self.found(data_dir) is not None else super().missing(data_dir)
+
+    def found(self, data_dir: Path | None) -> Path | None:
+        return super().found(data_dir) or self._packed().found(data_dir)
+
+    def locate(self, data_dir: Path | None) -> dict[str, Path]:
+        is_packed = super().found(data_dir) is None and self._packed().found(data_dir) is not None
+        return self._packed().locate(data_dir) if is_packed else super().locate(data_dir)
+
+    def digest(self, data_dir: Path | None) -> str:
+        content = hashlib.sha256()
+        for key, path in sorted(self.locate(data_dir).items()):
+            content.update(key.encode() + hashlib.sha256(read_packed(path, self.name)).digest())
+        return content.hexdigest()
+
+
 TEXT = PackedSource(
     name="tiny Shakespeare",
     folder="tinyshakespeare",
@@ -64,12 +110,7 @@ class ByteLevel:
 @final
 @register_task("byte_lm")
 class ByteLanguageModelling(AbstractTask):
-    """Bytes of "tiny Shakespeare" at one length.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the text, or with `tinyshakespeare/` in it.
-    """
+    """Bytes of "tiny Shakespeare" at one length."""
 
     name: ClassVar[str] = "byte_lm"
     version: ClassVar[int] = 1
@@ -131,11 +172,7 @@ class ByteLanguageModelling(AbstractTask):
         places = starts[:, None] + np.arange(length)
         labels = text[places + 1].astype(np.int16)
         labels[-1, :num_known] = IGNORED_LABEL
-        return Split(
-            tokens=torch.from_numpy(text[places]),
-            lengths=torch.full((len(starts),), length, dtype=torch.int16),
-            labels=torch.from_numpy(labels),
-        )
+        return Split.without_padding(torch.from_numpy(text[places]), torch.from_numpy(labels))
 
     def floors(self) -> dict[str, float]:
         """Return the bits per byte of n-gram models counted on train. They see across the borders of chunks."""

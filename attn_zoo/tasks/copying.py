@@ -26,7 +26,7 @@ import numpy as np
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.generated.copying_task import AbstractCopyingTask, SymbolLevel, copying_rows
 from attn_zoo.tasks.generated.draws import Draws
-from attn_zoo.tasks.generated.generated_task import Part, Rows
+from attn_zoo.tasks.generated.generated_task import Part, Rows, grid
 
 __all__ = ["Copying", "DelayLevel", "DelayPart"]
 
@@ -65,42 +65,22 @@ class DelayLevel(SymbolLevel[DelayPart]):
 @final
 @register_task("copying")
 class Copying(AbstractCopyingTask[DelayPart]):
-    """Copying memory at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: not used.
-    """
+    """Copying memory at one level."""
 
     name: ClassVar[str] = "copying"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, DelayLevel]] = MappingProxyType(
         {
             "short": DelayLevel(
-                parts=tuple(
-                    DelayPart(seq_len=64, num_tokens=8, delay=delay, num_train=8_000, num_validation=250, num_test=500)
-                    for delay in (0, 8, 16, 32, 48)
-                ),
+                parts=grid(DelayPart, (8_000, 250, 500), seq_len=64, num_tokens=8, delay=(0, 8, 16, 32, 48)),
                 axes=("delay",),
             ),
             "s4": DelayLevel(
-                parts=(
-                    DelayPart(
-                        seq_len=120,
-                        num_tokens=10,
-                        delay=100,
-                        num_train=50_000,
-                        num_validation=1_000,
-                        num_test=1_000,
-                    ),
-                )
+                parts=grid(DelayPart, (50_000, 1_000, 1_000), seq_len=120, num_tokens=10, delay=100),
             ),
             "long": DelayLevel(
-                parts=tuple(
-                    DelayPart(
-                        seq_len=1_024, num_tokens=10, delay=delay, num_train=8_000, num_validation=250, num_test=500
-                    )
-                    for delay in (0, 50, 100, 250, 500, 1_000)
+                parts=grid(
+                    DelayPart, (8_000, 250, 500), seq_len=1_024, num_tokens=10, delay=(0, 50, 100, 250, 500, 1_000)
                 ),
                 axes=("delay",),
             ),

@@ -134,12 +134,7 @@ def block_picture(levels: NDArray[np.integer]) -> str:
 @final
 @register_task("image")
 class Image(AbstractFileTask):
-    """Ten classes of pictures from their grey levels, at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the pictures, where they were not fetched.
-    """
+    """Ten classes of pictures from their grey levels, at one level."""
 
     name: ClassVar[str] = "image"
     version: ClassVar[int] = 1
@@ -228,8 +223,7 @@ class Image(AbstractFileTask):
         greys, labels = greys[: max_count or None], labels[: max_count or None]
         pixels = halved(greys) if self.config.is_halved else greys
         tokens = torch.from_numpy(np.ascontiguousarray(pixels.reshape(len(pixels), -1)))
-        lengths = torch.full((len(tokens),), tokens.shape[1], dtype=torch.int16)
-        return Split(tokens=tokens, lengths=lengths, labels=torch.from_numpy(labels.copy()))
+        return Split.without_padding(tokens, torch.from_numpy(labels.copy()))
 
     def floors(self) -> dict[str, float]:
         """Return the majority class and logistic regression on pixels."""

@@ -40,15 +40,14 @@ from typing import Any, ClassVar, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import AbstractFileTask, Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.byte_text import byte_spec, byte_symbols, encode_texts, text_of
-from attn_zoo.tasks.floors.pair_models import names_of, pair_floors, pair_references
+from attn_zoo.tasks.abstract_task import Split, SplitName
+from attn_zoo.tasks.byte_text import encode_texts
+from attn_zoo.tasks.floors.text_models import names_of
 from attn_zoo.tasks.generated.draws import Draws, Ints, shuffled
-from attn_zoo.tasks.retrieval import Retrieval
+from attn_zoo.tasks.retrieval import AbstractTextPairs, Retrieval
 from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.text import CLASSES, read_reviews
 
@@ -84,7 +83,6 @@ _LOOKED_AT = 2_000  # pairs, to see whether the order is right
 _SIGMAS = 4.0
 _RING, _TIES, _SOME = range(3)  # streams of random numbers
 
-_WORDS = ("two films", "the same film")
 _VALIDATION_SHARE = 10  # one in so many films of train
 
 
@@ -291,17 +289,13 @@ def _usable(reviews: FilmReviews, seed: int) -> dict[SplitName, Ints]:
 
 @final
 @register_task("imdb_pairs")
-class ImdbPairs(AbstractFileTask):
-    """Same film or not, from the bytes of two reviews, at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the reviews and the lists of films.
-    """
+class ImdbPairs(AbstractTextPairs):
+    """Same film or not, from the bytes of two reviews, at one level."""
 
     name: ClassVar[str] = "imdb_pairs"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = FILMS
+    words: ClassVar[tuple[str, str]] = ("two films", "the same film")
     levels: ClassVar[Mapping[str, ImdbPairsLevel]] = MappingProxyType(
         {
             "short": ImdbPairsLevel(max_len=256, max_validation=1_000, max_test=4_000),
@@ -311,10 +305,6 @@ class ImdbPairs(AbstractFileTask):
     )
     # Nothing is published for this task: these are the settings of the one it stands in for.
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = Retrieval.settings
-
-    @property
-    def spec(self) -> TaskSpec:
-        return byte_spec(self.config.max_len, "pair")
 
     def read(self, paths: dict[str, Path]) -> dict[SplitName, Split]:
         reviews = read_film_reviews(paths)
@@ -349,19 +339,3 @@ class ImdbPairs(AbstractFileTask):
             other_tokens=other_tokens,
             other_lengths=other_lengths,
         )
-
-    def floors(self) -> dict[str, float]:
-        """Return what `pair_floors` finds: no knowledge of order, nor of what stands where."""
-        return pair_floors(self.split("train"), self.split("test"))
-
-    def references(self) -> dict[str, float]:
-        """Return what `pair_references` finds: words in common, without order."""
-        return pair_references(self.split("train"), self.split("test"))
-
-    def show(self, example: Example) -> str:
-        assert example.other_tokens is not None
-        texts = f"{text_of(example.tokens)}\n---\n{text_of(example.other_tokens)}"
-        return f"{texts}\n= {_WORDS[int(example.label)]}"
-
-    def symbols(self, tokens: Tensor) -> list[str]:
-        return byte_symbols(tokens)

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
-from attn_zoo.tasks.floors.context_rules import context_floors
+from attn_zoo.tasks.floors.lookup_rules import context_floors
 from attn_zoo.tasks.generated.draws import Draws
-from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows
+from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
 __all__ = ["Induction", "InductionLevel", "InductionPart"]
 
@@ -69,35 +69,25 @@ class InductionLevel(GeneratedLevel[InductionPart]):
 @final
 @register_task("induction")
 class Induction(AbstractGeneratedTask[InductionPart]):
-    """Induction heads at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: not used.
-    """
+    """Induction heads at one level."""
 
     name: ClassVar[str] = "induction"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, InductionLevel]] = MappingProxyType(
         {
             "short": InductionLevel(
-                parts=tuple(
-                    InductionPart(seq_len=64, distance=distance, num_train=8_000, num_validation=250, num_test=500)
-                    for distance in (2, 4, 8, 16, 32, 48, 63)
-                ),
+                parts=grid(InductionPart, (8_000, 250, 500), seq_len=64, distance=(2, 4, 8, 16, 32, 48, 63)),
                 axes=("distance",),
             ),
             "lengths": InductionLevel(
-                parts=tuple(
-                    InductionPart(seq_len=length, num_train=16_000, num_validation=400, num_test=1_000)
-                    for length in (64, 128, 256)
-                ),
-                axes=("seq_len",),
+                parts=grid(InductionPart, (16_000, 400, 1_000), seq_len=(64, 128, 256)), axes=("seq_len",)
             ),
             "long": InductionLevel(
-                parts=tuple(
-                    InductionPart(seq_len=2_048, distance=distance, num_train=4_000, num_validation=100, num_test=200)
-                    for distance in (2, 16, 64, 256, 512, 1_024, 1_536, 2_047)
+                parts=grid(
+                    InductionPart,
+                    (4_000, 100, 200),
+                    seq_len=2_048,
+                    distance=(2, 16, 64, 256, 512, 1_024, 1_536, 2_047),
                 ),
                 axes=("distance",),
             ),

@@ -185,12 +185,7 @@ def generate_splits(level: ListOpsLevel) -> dict[SplitName, Split]:
 @final
 @register_task("listops")
 class ListOps(AbstractCachedTask):
-    """ListOps at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the published files, or above the folder `listops-1000` of them; for `lra_release` only.
-    """
+    """ListOps at one level."""
 
     name: ClassVar[str] = "listops"
     version: ClassVar[int] = 1

@@ -35,9 +35,9 @@ from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
-from attn_zoo.tasks.floors.context_rules import context_floors
+from attn_zoo.tasks.floors.lookup_rules import context_floors
 from attn_zoo.tasks.generated.draws import Draws
-from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows
+from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
 __all__ = ["MultiQueryRecall", "RecallLevel", "RecallPart"]
 
@@ -79,69 +79,52 @@ class RecallLevel(GeneratedLevel[RecallPart]):
     power: float = 0.01
 
 
-def _published(seq_len: int, num_pairs: int, num_train: int = 100_000, num_test: int = 3_000) -> RecallPart:
-    return RecallPart(
-        seq_len=seq_len, num_pairs=num_pairs, num_train=num_train, num_validation=num_test, num_test=num_test
-    )
-
-
-_BASED_TRAIN = ((64, 4, 100_000), (128, 8, 20_000), (256, 16, 20_000), (256, 32, 20_000), (256, 64, 20_000))
+_PUBLISHED = (100_000, 3_000, 3_000)
 _BASED_TEST = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 128), (1_024, 256))
+
+
+def _parts(*sizes: tuple[int, int], examples: tuple[int, int, int] = _PUBLISHED) -> tuple[RecallPart, ...]:
+    """Return a part for each pair of length and number of pairs."""
+    return tuple(
+        part for length, pairs in sizes for part in grid(RecallPart, examples, seq_len=length, num_pairs=pairs)
+    )
 
 
 @final
 @register_task("mqar")
 class MultiQueryRecall(AbstractGeneratedTask[RecallPart]):
-    """Multi-query associative recall at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: not used.
-    """
+    """Multi-query associative recall at one level."""
 
     name: ClassVar[str] = "mqar"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, RecallLevel]] = MappingProxyType(
         {
             "short": RecallLevel(
-                parts=tuple(
-                    RecallPart(seq_len=64, num_pairs=pairs, num_train=10_000, num_validation=250, num_test=500)
-                    for pairs in (2, 4, 8, 16)
-                ),
+                parts=grid(RecallPart, (10_000, 250, 500), seq_len=64, num_pairs=(2, 4, 8, 16)),
                 axes=("num_pairs",),
                 num_symbols=64,
             ),
             "pairs": RecallLevel(
-                parts=tuple(
-                    RecallPart(seq_len=256, num_pairs=pairs, num_train=10_000, num_validation=200, num_test=400)
-                    for pairs in (4, 8, 16, 32, 64)
-                ),
+                parts=grid(RecallPart, (10_000, 200, 400), seq_len=256, num_pairs=(4, 8, 16, 32, 64)),
                 axes=("num_pairs",),
                 num_symbols=256,
             ),
             "distance": RecallLevel(
-                parts=tuple(
-                    RecallPart(
-                        seq_len=128,
-                        num_pairs=8,
-                        distance=distance,
-                        num_train=8_000,
-                        num_validation=200,
-                        num_test=400,
-                    )
-                    for distance in (16, 24, 32, 48, 64, 96, 112)
+                parts=grid(
+                    RecallPart, (8_000, 200, 400), seq_len=128, num_pairs=8, distance=(16, 24, 32, 48, 64, 96, 112)
                 ),
                 axes=("distance",),
                 num_symbols=64,
             ),
-            "n64": RecallLevel(parts=(_published(64, 4),)),
-            "n128": RecallLevel(parts=(_published(128, 8),)),
-            "n256": RecallLevel(parts=(_published(256, 16),)),
-            "n512": RecallLevel(parts=(_published(512, 64),)),
+            "n64": RecallLevel(parts=_parts((64, 4))),
+            "n128": RecallLevel(parts=_parts((128, 8))),
+            "n256": RecallLevel(parts=_parts((256, 16))),
+            "n512": RecallLevel(parts=_parts((512, 64))),
             "based": RecallLevel(
                 parts=(
-                    *(_published(length, pairs, count, 0) for length, pairs, count in _BASED_TRAIN),
-                    *(_published(length, pairs, 0, 1_000) for length, pairs in _BASED_TEST),
+                    *_parts((64, 4), examples=(100_000, 0, 0)),
+                    *_parts((128, 8), (256, 16), (256, 32), (256, 64), examples=(20_000, 0, 0)),
+                    *_parts(*_BASED_TEST, examples=(0, 1_000, 1_000)),
                 ),
                 axes=("seq_len", "num_pairs"),
             ),

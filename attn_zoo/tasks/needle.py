@@ -30,9 +30,9 @@ from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
-from attn_zoo.tasks.floors.context_rules import context_floors
+from attn_zoo.tasks.floors.lookup_rules import context_floors
 from attn_zoo.tasks.generated.draws import Draws
-from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows
+from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
 __all__ = ["Needle", "NeedleLevel", "NeedlePart"]
 
@@ -89,40 +89,30 @@ class NeedleLevel(GeneratedLevel[NeedlePart]):
     num_values: int = 16
 
 
-def _grid(lengths: tuple[int, ...], num_bands: int, num_train: int, num_test: int) -> tuple[NeedlePart, ...]:
+def _bands(lengths: tuple[int, ...], num_bands: int, num_train: int, num_test: int) -> tuple[NeedlePart, ...]:
     width = 100 / num_bands
-    return tuple(
-        NeedlePart(
-            seq_len=length,
-            depth_percent=(band + 0.5) * width,
-            band_percent=width,
-            num_needles=4,
-            num_train=num_train,
-            num_validation=num_test // 2,
-            num_test=num_test,
-        )
-        for length in lengths
-        for band in range(num_bands)
+    return grid(
+        NeedlePart,
+        (num_train, num_test // 2, num_test),
+        seq_len=lengths,
+        depth_percent=tuple((band + 0.5) * width for band in range(num_bands)),
+        band_percent=width,
+        num_needles=4,
     )
 
 
 @final
 @register_task("needle")
 class Needle(AbstractGeneratedTask[NeedlePart]):
-    """Needle in a haystack at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: not used.
-    """
+    """Needle in a haystack at one level."""
 
     name: ClassVar[str] = "needle"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, NeedleLevel]] = MappingProxyType(
         {
-            "short": NeedleLevel(parts=_grid((32, 64, 128), 5, 3_000, 150), axes=("seq_len", "depth_percent")),
-            "2k": NeedleLevel(parts=_grid((512, 1_024, 2_048), 10, 1_000, 100), axes=("seq_len", "depth_percent")),
-            "8k": NeedleLevel(parts=_grid((2_048, 4_096, 8_192), 10, 500, 50), axes=("seq_len", "depth_percent")),
+            "short": NeedleLevel(parts=_bands((32, 64, 128), 5, 3_000, 150), axes=("seq_len", "depth_percent")),
+            "2k": NeedleLevel(parts=_bands((512, 1_024, 2_048), 10, 1_000, 100), axes=("seq_len", "depth_percent")),
+            "8k": NeedleLevel(parts=_bands((2_048, 4_096, 8_192), 10, 500, 50), axes=("seq_len", "depth_percent")),
         }
     )
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(

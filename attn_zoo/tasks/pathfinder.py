@@ -184,10 +184,6 @@ class Pathfinder(AbstractTask):
     Settings are by task: those of `lra-original` are the published ones for 32 pixels. For 128 pixels Long Range Arena
     has one layer, 2 heads, learned positions, batches of 64, 500 000 steps with 2 500 of warm-up and gradients clipped
     at 1: set those in the matrix (`overrides`).
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with pictures that are read; see `Source.folders`.
     """
 
     name: ClassVar[str] = "pathfinder"
@@ -278,16 +274,14 @@ class Pathfinder(AbstractTask):
             level = self.config
             if name not in level.drawn:
                 pictures = self._pictures()
-                self._splits[name] = _split({part: pictures[f"{name}.{part}"] for part in ("tokens", "labels")})
+                self._splits[name] = Split.without_padding(pictures[f"{name}.tokens"], pictures[f"{name}.labels"])
             elif level.is_distinct:
-                every = distinct_splits(
-                    level.scene, seed=level.seed, counts={part: level.count(part) for part in SPLITS}
-                )
-                self._splits = {part: _split(tensors) for part, tensors in every.items()}
+                counts = {part: level.count(part) for part in SPLITS}
+                every = distinct_splits(level.scene, seed=level.seed, counts=counts)
+                self._splits = {part: Split.without_padding(**tensors) for part, tensors in every.items()}
             else:
-                self._splits[name] = _split(
-                    drawn_split(level.scene, seed=level.seed, name=name, count=level.count(name))
-                )
+                drawn = drawn_split(level.scene, seed=level.seed, name=name, count=level.count(name))
+                self._splits[name] = Split.without_padding(**drawn)
         return self._splits[name]
 
     def _pictures(self) -> dict[str, Tensor]:
@@ -320,12 +314,6 @@ class Pathfinder(AbstractTask):
 
     def export(self, name: SplitName, out: Path) -> list[Path]:
         return export_images(self.split(name), out, self.image_shape)
-
-
-def _split(tensors: dict[str, Tensor]) -> Split:
-    tokens = tensors["tokens"]
-    lengths = torch.full((len(tokens),), tokens.shape[1], dtype=torch.int16)
-    return Split(tokens=tokens, lengths=lengths, labels=tensors["labels"])
 
 
 def _pairs(lit: Any) -> list[tuple[Any, Any]]:

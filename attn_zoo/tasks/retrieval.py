@@ -28,10 +28,10 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import AbstractFileTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.byte_text import TextRows, byte_spec, byte_symbols, text_of
-from attn_zoo.tasks.floors.pair_models import pair_floors, pair_references
+from attn_zoo.tasks.floors.text_models import pair_floors, pair_references
 from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["PAPERS", "Retrieval", "RetrievalLevel", "read_pairs"]
+__all__ = ["PAPERS", "AbstractTextPairs", "Retrieval", "RetrievalLevel", "read_pairs"]
 
 PAPERS = Source(
     name="AAN pairs of Long Range Arena",
@@ -55,7 +55,6 @@ PAPERS = Source(
 
 _COLUMNS = ("label", "id1", "id2", "text1", "text2")
 _LABELS = {b"0": 0, b"1": 1, b"0.0": 0, b"1.0": 1}
-_WORDS = ("no citation", "one cites the other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,19 +113,45 @@ def _split(path: Path, max_len: int, max_rows: int) -> Split:
     )
 
 
+class AbstractTextPairs(AbstractFileTask):
+    """A yes-or-no question about two texts as bytes.
+
+    Class attributes:
+        words: what label 0 and label 1 mean.
+    """
+
+    words: ClassVar[tuple[str, str]]
+
+    @property
+    def spec(self) -> TaskSpec:
+        return byte_spec(self.config.max_len, "pair")
+
+    def floors(self) -> dict[str, float]:
+        """Return what `pair_floors` finds: no knowledge of order, nor of what stands where."""
+        return pair_floors(self.split("train"), self.split("test"))
+
+    def references(self) -> dict[str, float]:
+        """Return what `pair_references` finds: words in common, without order."""
+        return pair_references(self.split("train"), self.split("test"))
+
+    def show(self, example: Example) -> str:
+        assert example.other_tokens is not None
+        texts = f"{text_of(example.tokens)}\n---\n{text_of(example.other_tokens)}"
+        return f"{texts}\n= {self.words[int(example.label)]}"
+
+    def symbols(self, tokens: Tensor) -> list[str]:
+        return byte_symbols(tokens)
+
+
 @final
 @register_task("retrieval")
-class Retrieval(AbstractFileTask):
-    """Citation between two papers from their bytes, at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the published files, where they were not fetched.
-    """
+class Retrieval(AbstractTextPairs):
+    """Citation between two papers from their bytes, at one level."""
 
     name: ClassVar[str] = "retrieval"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = PAPERS
+    words: ClassVar[tuple[str, str]] = ("no citation", "one cites the other")
     levels: ClassVar[Mapping[str, RetrievalLevel]] = MappingProxyType(
         {
             "short": RetrievalLevel(max_len=256, max_rows={"train": 20_000, "validation": 1_000, "test": 2_000}),
@@ -155,27 +180,7 @@ class Retrieval(AbstractFileTask):
     def is_slow(self) -> bool:
         return True
 
-    @property
-    def spec(self) -> TaskSpec:
-        return byte_spec(self.config.max_len, "pair")
-
     def read(self, paths: dict[str, Path]) -> dict[SplitName, Split]:
         max_rows: Mapping[SplitName, int] = self.config.max_rows or {}
         names: tuple[SplitName, ...] = ("train", "validation", "test")
         return {name: _split(paths[name], self.config.max_len, max_rows.get(name, 0)) for name in names}
-
-    def floors(self) -> dict[str, float]:
-        """Return what `pair_floors` finds: no knowledge of order, nor of what stands where."""
-        return pair_floors(self.split("train"), self.split("test"))
-
-    def references(self) -> dict[str, float]:
-        """Return what `pair_references` finds: words in common, without order."""
-        return pair_references(self.split("train"), self.split("test"))
-
-    def show(self, example: Example) -> str:
-        assert example.other_tokens is not None
-        texts = f"{text_of(example.tokens)}\n---\n{text_of(example.other_tokens)}"
-        return f"{texts}\n= {_WORDS[int(example.label)]}"
-
-    def symbols(self, tokens: Tensor) -> list[str]:
-        return byte_symbols(tokens)

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
-from attn_zoo.tasks.floors.context_rules import context_floors, position_majority_floor
+from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority_floor
 from attn_zoo.tasks.generated.draws import Draws
-from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows
+from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
 __all__ = ["Rewriting", "RewritingLevel", "Rule"]
 
@@ -66,31 +66,22 @@ class RewritingLevel(GeneratedLevel[Part]):
         return 1 + (seq_len if self.rule == "reverse" else seq_len // 2)
 
 
-def _parts(lengths: tuple[int, ...], num_train: int, num_test: int) -> tuple[Part, ...]:
-    return tuple(
-        Part(seq_len=length, num_train=num_train, num_validation=num_test // 2, num_test=num_test) for length in lengths
-    )
+_SHORT = grid(Part, (10_000, 125, 250), seq_len=(8, 16, 24, 32))
+_LONG = grid(Part, (10_000, 125, 250), seq_len=(64, 128, 256, 512))
 
 
 @final
 @register_task("rewriting")
 class Rewriting(AbstractGeneratedTask[Part]):
-    """Rewriting at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: not used.
-    """
+    """Rewriting at one level."""
 
     name: ClassVar[str] = "rewriting"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, RewritingLevel]] = MappingProxyType(
         {
-            "short": RewritingLevel(rule="reverse", parts=_parts((8, 16, 24, 32), 10_000, 250), axes=("seq_len",)),
-            "sort": RewritingLevel(
-                rule="sort", parts=_parts((8, 16, 24, 32), 10_000, 250), axes=("seq_len",), num_keys=64
-            ),
-            "long": RewritingLevel(rule="reverse", parts=_parts((64, 128, 256, 512), 10_000, 250), axes=("seq_len",)),
+            "short": RewritingLevel(rule="reverse", parts=_SHORT, axes=("seq_len",)),
+            "sort": RewritingLevel(rule="sort", parts=_SHORT, axes=("seq_len",), num_keys=64),
+            "long": RewritingLevel(rule="reverse", parts=_LONG, axes=("seq_len",)),
         }
     )
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(

@@ -28,7 +28,7 @@ import numpy as np
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.generated.copying_task import AbstractCopyingTask, SymbolLevel, copying_rows
 from attn_zoo.tasks.generated.draws import Draws
-from attn_zoo.tasks.generated.generated_task import Part, Rows
+from attn_zoo.tasks.generated.generated_task import Part, Rows, grid
 
 __all__ = ["CopyLevel", "CopyPart", "SelectiveCopying"]
 
@@ -65,37 +65,20 @@ class CopyLevel(SymbolLevel[CopyPart]):
 @final
 @register_task("selective_copying")
 class SelectiveCopying(AbstractCopyingTask[CopyPart]):
-    """Selective copying at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: not used.
-    """
+    """Selective copying at one level."""
 
     name: ClassVar[str] = "selective_copying"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, CopyLevel]] = MappingProxyType(
         {
             "short": CopyLevel(
-                parts=tuple(
-                    CopyPart(seq_len=64, num_tokens=count, num_train=10_000, num_validation=250, num_test=500)
-                    for count in (2, 4, 8, 16)
-                ),
-                axes=("num_tokens",),
+                parts=grid(CopyPart, (10_000, 250, 500), seq_len=64, num_tokens=(2, 4, 8, 16)), axes=("num_tokens",)
             ),
             "lengths": CopyLevel(
-                parts=tuple(
-                    CopyPart(seq_len=length, num_tokens=16, num_train=10_000, num_validation=250, num_test=500)
-                    for length in (64, 128, 256, 512)
-                ),
-                axes=("seq_len",),
+                parts=grid(CopyPart, (10_000, 250, 500), seq_len=(64, 128, 256, 512), num_tokens=16), axes=("seq_len",)
             ),
-            "mad": CopyLevel(
-                parts=(CopyPart(seq_len=256, num_tokens=16, num_train=12_800, num_validation=1_280, num_test=1_280),)
-            ),
-            "long": CopyLevel(
-                parts=(CopyPart(seq_len=4_096, num_tokens=16, num_train=20_000, num_validation=500, num_test=1_000),)
-            ),
+            "mad": CopyLevel(parts=grid(CopyPart, (12_800, 1_280, 1_280), seq_len=256, num_tokens=16)),
+            "long": CopyLevel(parts=grid(CopyPart, (20_000, 500, 1_000), seq_len=4_096, num_tokens=16)),
         }
     )
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(

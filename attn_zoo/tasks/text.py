@@ -34,7 +34,7 @@ from attn_zoo.tasks.abstract_task import AbstractFileTask, Example, Split, Split
 from attn_zoo.tasks.byte_text import VOCAB_SIZE, byte_spec, byte_symbols, encode_texts, text_of
 from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
 from attn_zoo.tasks.floors.lookup_rules import majority_floor
-from attn_zoo.tasks.floors.word_model import word_floor
+from attn_zoo.tasks.floors.text_models import word_floor
 from attn_zoo.tasks.generated.draws import Ints, shuffled
 from attn_zoo.tasks.sources.parquet import class_labels, read_parquet, require_columns
 from attn_zoo.tasks.sources.source import Source
@@ -109,12 +109,7 @@ def read_reviews(name: str, paths: Mapping[str, Path]) -> dict[str, tuple[list[s
 @final
 @register_task("text")
 class Text(AbstractFileTask):
-    """Sentiment of a review from its bytes, at one level.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with the reviews, where they were not fetched.
-    """
+    """Sentiment of a review from its bytes, at one level."""
 
     name: ClassVar[str] = "text"
     version: ClassVar[int] = 1

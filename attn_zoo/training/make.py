@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from attn_zoo.model import ModelConfig
 from attn_zoo.records import Cell
-from attn_zoo.registry import variants
 from attn_zoo.tasks import TaskSpec
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.loop import Trainer
 from attn_zoo.training.objective import objective_for
 from attn_zoo.training.protocol import Protocol
-from attn_zoo.training.requirements import require, weight_dtype
+from attn_zoo.training.requirements import capabilities_of, require, weight_dtype
 from attn_zoo.training.seeding import derive_seed, seed_everything
 
 __all__ = ["make_trainer"]
@@ -28,7 +27,7 @@ def make_trainer(cell: Cell, spec: TaskSpec, protocol: Protocol) -> tuple[Traine
         UnsupportedError: the variant, or training itself, refuses what this asks.
     """
     objective = objective_for(spec, is_causal=cell.is_causal)
-    batcher = Batcher(spec, protocol, variants[cell.variant].capabilities, cell.device)
+    batcher = Batcher(spec, protocol, capabilities_of(cell.variant, cell.options), cell.device)
     require(cell, spec, protocol, has_mask=batcher.has_mask)
     config = protocol.model_config(
         variant=cell.variant,

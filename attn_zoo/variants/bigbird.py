@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, masked_softmax, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.kernels.blocks.call import Backend, layout_attention
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.call import Backend
 from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
@@ -76,8 +77,10 @@ class BigBirdConfig(VariantConfig):
         """Tokens that mode etc adds before the sequence."""
         return self.num_global_blocks * self.block_size if self.mode == "etc" else 0
 
-    def layout(self, query_len: int, *, is_causal: bool = False) -> BlockLayout:
-        """Return which blocks there are in a sequence of `query_len` tokens."""
+    def layout(
+        self, query_len: int, *, is_causal: bool = False, num_heads: int = 1, seed: int = 0, layer_index: int = 0
+    ) -> BlockLayout:
+        """Return which blocks there are in a sequence of `query_len` tokens; the last three decide the random ones."""
         return BlockLayout(
             query_len=query_len,
             block_size=self.block_size,
@@ -87,6 +90,9 @@ class BigBirdConfig(VariantConfig):
             num_extra_tokens=self.num_extra_tokens,
             is_permuted=self.random == "permutation",
             is_causal=is_causal,
+            num_heads=num_heads,
+            seed=seed,
+            layer_index=layer_index,
         )
 
     @classmethod
@@ -103,21 +109,15 @@ class BigBirdConfig(VariantConfig):
         return tuple(base | {"num_random_blocks": count} for count in (1, max(1, blocks // 2), blocks))
 
 
-def bigbird_mask(layout: BlockLayout, num_heads: int, key: tuple[int, ...]) -> Tensor:
-    """Return bool `[H, L, S]`, True = may be seen: the paper's matrix A, from its definition and the random blocks.
-
-    Args:
-        layout: which blocks.
-        num_heads: H.
-        key: (seed, layer), which decide the random blocks.
-    """
+def bigbird_mask(layout: BlockLayout) -> Tensor:
+    """Return bool `[H, L, S]`, True = may be seen: the paper's matrix A, from its definition and the random blocks."""
     key_block = torch.arange(layout.key_len) // layout.block_size
     query_block = key_block[layout.num_extra_tokens :, None]
     is_window = (query_block - key_block).abs() <= layout.num_window_blocks // 2
     is_global = (key_block < layout.num_global_blocks) | (query_block < layout.num_global_blocks)
-    is_random = torch.zeros(num_heads, layout.num_key_blocks, layout.num_key_blocks, dtype=torch.bool)
-    drawn, counts = layout.draw(num_heads, key)
-    for head in range(num_heads):
+    is_random = torch.zeros(layout.num_heads, layout.num_key_blocks, layout.num_key_blocks, dtype=torch.bool)
+    drawn, counts = layout.draw()
+    for head in range(layout.num_heads):
         for row, count in enumerate(counts):
             is_random[head, layout.num_leading + row, drawn[head, row, :count]] = True
     keep = is_window | is_global | is_random[:, query_block, key_block]
@@ -202,6 +202,16 @@ class BigBirdAttention(AbstractAttention):
             self.extra_key = nn.Parameter(torch.randn(shape) * 0.02)  # as the authors start all embeddings
             self.extra_value = nn.Parameter(torch.randn(shape) * 0.02)
 
+    def _layout(self, query_len: int) -> BlockLayout:
+        build = self.build
+        return self.config.layout(
+            query_len,
+            is_causal=build.is_causal,
+            num_heads=build.num_heads,
+            seed=build.seed,
+            layer_index=build.layer_index,
+        )
+
     def _prepared(
         self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -217,14 +227,12 @@ class BigBirdAttention(AbstractAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         build = self.build
-        layout = self.config.layout(query.shape[2], is_causal=build.is_causal)
         key, value, mask = self._prepared(key, value, key_padding_mask)
-        output = layout_attention(
+        output = block_sparse_attention(
             query,
             key,
             value,
-            layout,
-            (build.num_heads, build.seed, build.layer_index),
+            self._layout(query.shape[2]),
             key_padding_mask=mask,
             dropout_p=build.dropout_p if self.training else 0.0,
             slopes=alibi_slopes(build.num_heads, query.device) if build.position == "alibi" else None,
@@ -236,8 +244,7 @@ class BigBirdAttention(AbstractAttention):
         """Compute exact softmax attention under the dense mask of the definition, without dropout."""
         build = self.build
         key, value, mask = self._prepared(key, value, key_padding_mask)
-        layout = self.config.layout(query.shape[2], is_causal=build.is_causal)
-        keep = bigbird_mask(layout, build.num_heads, (build.seed, build.layer_index)).to(query.device)
+        keep = bigbird_mask(self._layout(query.shape[2])).to(query.device)
         if mask is not None:
             keep = keep & ~mask[:, None, None]
         scores = query @ blank_padding(key, mask).transpose(-1, -2) * build.head_dim**-0.5  # [B, H, L, S]

@@ -11,7 +11,6 @@ Cost: time O(B H L S D); memory O(B H L S) as written, O(B H L) beyond inputs an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -122,12 +121,15 @@ class FullAttention(AbstractAttention):
             raise UnsupportedError("positions", "full: ALiBi is a distance within one sequence; is_cross has two")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        num_blind = query.shape[2] - key.shape[2] if self.build.is_causal else 0
-        if num_blind > 0:  # more queries than keys: the first of them stand before every key
+        is_causal = self.build.is_causal
+        if (
+            is_causal and (num_blind := query.shape[2] - key.shape[2]) > 0
+        ):  # more queries than keys: the first of them stand before every key
             seeing = self.forward(query[:, :, num_blind:], key, value, key_padding_mask=key_padding_mask)
             return pad(seeing, (0, 0, num_blind, 0))
-        key, value = harmless_padding(query, key, value, key_padding_mask)
-        return self._attend(query, key, value, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask)
+        if key_padding_mask is not None:
+            key, value = harmless_padding(query, key, value, key_padding_mask)
+        return self._attend(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, key_padding_mask: Tensor | None = None
@@ -135,20 +137,11 @@ class FullAttention(AbstractAttention):
         slopes = None
         if self.build.position == "alibi":
             slopes = alibi_slopes(self.build.num_heads, query.device, torch.promote_types(query.dtype, torch.float32))
-        bias_rows = partial(
-            score_bias,
-            query_len=query.shape[2],
-            key_len=key.shape[2],
-            is_causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            slopes=slopes,
-            device=query.device,
-        )
         return exact_attention(
             query,
             key,
             value,
-            bias_rows=bias_rows,
+            score_bias=score_bias,
             is_causal=is_causal,
             key_padding_mask=key_padding_mask,
             slopes=slopes,

@@ -20,9 +20,9 @@ from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, keep_mask, masked_softmax
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.kernels.blocks.call import Backend, layout_attention
-from attn_zoo.kernels.blocks.layout import band_layout
-from attn_zoo.kernels.blocks.pattern import band_pairs
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.call import Backend
+from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
@@ -55,6 +55,10 @@ class LocalWindowConfig(VariantConfig):
         """Tokens of the blocks it is computed in: a power of two from 16 to 64, at most about half the window."""
         return max(16, min(64, 1 << max(0, (self.window_size // 2).bit_length() - 1)))
 
+    def layout(self, query_len: int, *, is_causal: bool = False) -> TokenLayout:
+        """Return which keys each query sees in a sequence of `query_len` tokens."""
+        return TokenLayout(query_len=query_len, block_size=self.block_size, reach=self.window_size, is_causal=is_causal)
+
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
         """Return a window of parts of blocks, one of whole blocks, and one of the nearest neighbours."""
@@ -69,8 +73,8 @@ class LocalWindowConfig(VariantConfig):
 def local_window_flops(shape: Shape) -> int:
     """Count a multiply and an add for each visible pair and feature, in both matrix products."""
     config: LocalWindowConfig = shape.config or LocalWindowConfig()
-    pairs = band_pairs(shape.query_len, config.window_size, is_causal=shape.is_causal)
-    return 4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs
+    pairs = config.layout(shape.query_len, is_causal=shape.is_causal).mean_pairs
+    return round(4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs)
 
 
 def local_window_state_bytes(shape: Shape, itemsize: int) -> int:
@@ -130,13 +134,11 @@ class LocalWindowAttention(AbstractAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         build, config = self.build, self.config
         key, value = (expand_kv_heads(x, build.num_heads) for x in (key, value))
-        layout = band_layout(query.shape[2], config.window_size, config.block_size, is_causal=build.is_causal)
-        return layout_attention(
+        return block_sparse_attention(
             query,
             key,
             value,
-            layout,
-            (1,),
+            config.layout(query.shape[2], is_causal=build.is_causal),
             key_padding_mask=key_padding_mask,
             dropout_p=build.dropout_p if self.training else 0.0,
             slopes=alibi_slopes(build.num_heads, query.device) if build.position == "alibi" else None,

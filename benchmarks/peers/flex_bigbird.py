@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo import AbstractAttention, BuildContext, UnsupportedError, VariantConfig, register_attention
-from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern
+from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 
 
@@ -102,11 +102,12 @@ class FlexBigBirdAttention(AbstractAttention):
                 num_extra_tokens=0,
                 is_permuted=False,
                 is_causal=False,
+                num_heads=self.build.num_heads,
+                seed=self.build.seed,
+                layer_index=self.build.layer_index,
             )
-            pattern = layout_pattern(layout, self.build.num_heads, (self.build.seed, self.build.layer_index))
-            seen = (
-                pattern.to_dense()[:, :: config.block_size, :: config.block_size].contiguous().to(device)
-            )  # [H, blocks, blocks]
+            dense = layout.pattern().to_dense()[0]
+            seen = dense[:, :: config.block_size, :: config.block_size].contiguous().to(device)  # [H, blocks, blocks]
             size = config.block_size
 
             def is_visible(batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:  # noqa: ARG001
@@ -115,7 +116,7 @@ class FlexBigBirdAttention(AbstractAttention):
             mask = create_block_mask(
                 is_visible, None, self.build.num_heads, seq_len, seq_len, device=str(device), BLOCK_SIZE=size
             )
-            self._masks[seq_len] = (mask, pattern.to_dense())
+            self._masks[seq_len] = (mask, dense)
         return self._masks[seq_len]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -7,11 +7,28 @@ import pandas as pd
 import pytest
 
 from attn_zoo.errors import ConfigError, StoreError
-from attn_zoo.report.export import FORMATS, export
-from attn_zoo.report.flat import COLUMNS
+from attn_zoo.report.export import COLUMNS, FORMATS, export, load_runs
 from tests.report.synthetic import accuracy, scaling, write_run
 
 EXPORTED = [name for name in COLUMNS if name != "correct"]
+
+# fmt: off
+PROMISED = {
+    "variant", "label", "kind", "seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "dtype", "device",
+    "pass", "scope", "is_causal", "has_padding", "dropout_p", "status", "reason", "median_ms", "q1_ms", "q3_ms",
+    "low_ms", "high_ms", "first_ms", "num_warmup", "inner_loops", "timer", "process_cpu_ms", "process_sizes",
+    "graph_ms", "graph_reason", "peak_bytes", "extra_bytes", "saved_bytes", "input_bytes", "output_bytes",
+    "reserved_bytes", "process_bytes", "flops", "min_bytes", "backward_ratio", "counted_flops", "energy_joules",
+    "kernel", "is_simulated", "num_params", "task", "level", "metric", "value", "validation", "num_examples",
+    "chance", "best_step", "num_steps", "train_flops", "train_s", "tokens_per_s", "padding_frac", "pretrain",
+    "pretrain_s", "pretrain_flops", "tokens_per_s_low", "tokens_per_s_high", "num_tokens", "train_peak_bytes",
+    "floors", "references", "seed", "threads", "protocol", "overrides", "grid", "protocol_version", "options",
+    "variant_digest", "data_digest", "environment", "run", "key", "started", "duration_s", "overhead_s", "phases",
+    "isolation", "bundle", "attempt", "exit_code", "num_jobs", "gate", "flags", "num_samples", "samples_ms",
+    "breakdown", "curve", "settings",
+}
+# fmt: on
+"""Columns of version 0.1: what reads them by name must go on working."""
 
 
 @pytest.fixture
@@ -37,6 +54,10 @@ def test_csv(run, tmp_path):
     assert "512.0" not in (tmp_path / "out.csv").read_text()
 
 
+def test_no_column_is_lost():
+    assert set(PROMISED) <= set(EXPORTED)
+
+
 def test_jsonl_is_strict_and_nested_values_stay_nested(run, tmp_path):
     def refuse(word):
         raise AssertionError(word)
@@ -52,8 +73,6 @@ def test_jsonl_is_strict_and_nested_values_stay_nested(run, tmp_path):
 
 
 def test_parquet_gives_back_the_same_frame(run, tmp_path):
-    from attn_zoo.report.analysis.observations import load_runs
-
     frame = pd.read_parquet(export([run], "parquet", tmp_path / "out.parquet"))
     expected = load_runs([run])
     assert frame["median_ms"].equals(expected["median_ms"])

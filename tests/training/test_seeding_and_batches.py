@@ -12,9 +12,11 @@ import torch
 from attn_zoo.registry import variants
 from attn_zoo.tasks import Split, TaskSpec
 from attn_zoo.training.batches import Batcher
+from attn_zoo.training.make import make_trainer
 from attn_zoo.training.order import DataOrder
 from attn_zoo.training.protocol import resolve_protocol
 from attn_zoo.training.seeding import batch_rows, derive_seed, seed_everything
+from tests.training.toy_task import cell, toy_task
 
 SPEC = TaskSpec(vocab_size=9, num_classes=2, max_seq_len=50, metric="accuracy", chance=0.5, kind="classification")
 FULL = variants["full"].capabilities
@@ -81,6 +83,20 @@ def test_widths(overrides, capability, longest, width, max_seq_len):
     protocol = resolve_protocol("cpu-small", overrides=overrides)
     batcher = Batcher(SPEC, protocol, dataclasses.replace(FULL, **capability), "cpu")
     assert (batcher.width(longest), batcher.max_seq_len) == (width, max_seq_len)
+
+
+def test_a_trainer_asks_what_the_variant_can_do_under_its_options(monkeypatch):
+    def narrow(config, capabilities):
+        return dataclasses.replace(capabilities, variable_seq_len=config.backend == "auto")
+
+    monkeypatch.setattr(variants["full"].config, "narrow", narrow)
+    full_length = []
+    with toy_task() as task:
+        for backend in ("auto", "math"):
+            one = dataclasses.replace(cell(), options={"backend": backend})
+            trainer, _ = make_trainer(one, task("plain").spec, resolve_protocol("cpu-small"))
+            full_length.append(trainer.batcher.is_full_length)
+    assert full_length == [False, True]
 
 
 def test_batches_are_padded_and_masked():

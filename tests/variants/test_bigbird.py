@@ -13,7 +13,6 @@ from attn_zoo import BuildContext, ConfigError, UnsupportedError, build_attentio
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import alibi_slopes
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.kernels.blocks.layout import layout_pattern
 from attn_zoo.variants.bigbird import BigBirdAttention, BigBirdConfig, bigbird_flops, bigbird_mask
 
 BATCH, HEADS, DIM = 2, 2, 8
@@ -51,8 +50,10 @@ def by_the_definition(
     """Write the paper's attention out, query by query and key by key, given the random blocks."""
     config, build, length = module.config, module.build, query.shape[2]
     extra, size, reach = config.num_extra_tokens, config.block_size, config.num_window_blocks // 2
-    layout = config.layout(length, is_causal=build.is_causal)
-    drawn, counts = layout.draw(HEADS, (build.seed, build.layer_index))
+    layout = config.layout(
+        length, is_causal=build.is_causal, num_heads=HEADS, seed=build.seed, layer_index=build.layer_index
+    )
+    drawn, counts = layout.draw()
     output = torch.zeros_like(query)
     extras = dict(module.named_parameters())
     for entry in range(BATCH):
@@ -198,13 +199,13 @@ def test_seed_and_layer_choose_the_blocks():
 
 def test_permutation_loads_every_block_alike():
     config = BigBirdConfig(block_size=8, num_random_blocks=3, random="permutation")
-    layout = config.layout(8 * 40)
-    drawn, counts = layout.draw(HEADS, (0, 0))
+    layout = config.layout(8 * 40, num_heads=HEADS)
+    drawn, counts = layout.draw()
     assert (counts == 3).all()
     for head in drawn:
         loads = torch.bincount(head.flatten(), minlength=40)
         assert loads.tolist() == [0, 0] + [3] * 38
-    uniform = BigBirdConfig(block_size=8, num_random_blocks=3).layout(8 * 40).draw(HEADS, (0, 0))[0]
+    uniform = BigBirdConfig(block_size=8, num_random_blocks=3).layout(8 * 40, num_heads=HEADS).draw()[0]
     assert torch.bincount(uniform[0].flatten(), minlength=40)[2:].max() > 3
 
 
@@ -217,15 +218,15 @@ def test_flops_count_the_visible_pairs(mode: Any, is_causal: bool, random: Any, 
         return
     config = BigBirdConfig(**SMALL, mode=mode, random=random)
     build = BuildContext(embed_dim=HEADS * DIM, num_heads=HEADS, max_seq_len=1024, is_causal=is_causal)
-    pairs = int(bigbird_mask(config.layout(length, is_causal=is_causal), HEADS, (0, 0)).sum())
+    pairs = int(bigbird_mask(config.layout(length, is_causal=is_causal, num_heads=HEADS)).sum())
     assert bigbird_flops(build.shape(3, length, config=config)) == 4 * 3 * DIM * pairs
 
 
 @pytest.mark.parametrize("random", ["uniform", "permutation"])
 def test_flops_of_a_ragged_length_are_the_mean_over_seeds(random: Any):
     config = BigBirdConfig(**SMALL, random=random)
-    layout, seeds = config.layout(203), 50
-    pairs = [layout_pattern(layout, HEADS, (seed, 0)).num_pairs for seed in range(seeds)]
+    seeds = 50
+    pairs = [config.layout(203, num_heads=HEADS, seed=seed).pattern().num_pairs for seed in range(seeds)]
     build = BuildContext(embed_dim=HEADS * DIM, num_heads=HEADS, max_seq_len=1024)
     mean = sum(pairs) / seeds
     assert bigbird_flops(build.shape(1, 203, config=config)) == pytest.approx(4 * DIM * mean, rel=2e-3)

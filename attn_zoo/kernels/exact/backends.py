@@ -1,32 +1,56 @@
-"""Which kernels of exact attention exist, what each refuses, and which one is preferred where. Nothing runs here."""
+"""Which kernels of exact attention exist, what each refuses, and which one is preferred where. Nothing is computed."""
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from attn_zoo.kernels.exact import flex_attention, xformers
 
-__all__ = ["PREFERENCES", "Backend", "BiasRows", "Preference", "Problem", "choose", "why_not"]
+__all__ = ["PREFERENCES", "Backend", "ExactCall", "Preference", "ScoreBias", "choose", "select", "why_not"]
 
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "flex", "xformers"]
 
+DENSE_DROPOUT = "dropout"
+"""What `select` calls dropout computed densely, a chunk of rows at a time, where no fused kernel has it."""
 
-class BiasRows(Protocol):
-    """Makes what is added to the scaled scores of some rows: `attention.masks.score_bias` with its sizes bound."""
+PINS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
-    def __call__(self, rows: range, *, num_keys: int, dtype: torch.dtype) -> Tensor:
+
+class ScoreBias(Protocol):
+    """Makes what is added to the scaled scores of some rows; `attention.masks.score_bias` has the details."""
+
+    def __call__(
+        self,
+        rows: range,
+        query_len: int,
+        key_len: int,
+        *,
+        is_causal: bool,
+        key_padding_mask: Tensor | None,
+        slopes: Tensor | None,
+        num_keys: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
         """Return `[B or 1, H or 1, len(rows) or 1, num_keys]`, minus infinity where a key is hidden."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """One call of exact attention.
+class ExactCall(NamedTuple):
+    """One call of exact attention; a tuple, because one is made for every call.
 
     Args:
         query: `[B, H, L, D]`.
@@ -35,8 +59,8 @@ class Problem:
         is_causal: hide keys j > i + S - L; needs L <= S.
         key_padding_mask: bool `[B, S]`, True = padding.
         slopes: `[H]` of ALiBi, or None.
-        bias_rows: all of the above that hides or biases, as an additive bias for a few rows at a time.
         dropout_p: probability of dropping a weight; 0 outside training.
+        score_bias: makes all of the above that hides or biases an additive bias, for a few rows at a time.
     """
 
     query: Tensor
@@ -45,8 +69,13 @@ class Problem:
     is_causal: bool
     key_padding_mask: Tensor | None
     slopes: Tensor | None
-    bias_rows: BiasRows
     dropout_p: float
+    score_bias: ScoreBias
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether several query heads share a key/value head."""
+        return self.key.shape[1] != self.query.shape[1]
 
     @property
     def has_alibi_or_offset(self) -> bool:
@@ -67,6 +96,13 @@ class Problem:
     def needs_grad(self) -> bool:
         """Whether backward can follow."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value))
+
+    def expanded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value with as many key/value heads as query heads, for kernels that cannot group."""
+        repeats = self.query.shape[1] // self.key.shape[1]
+        if repeats == 1:
+            return self.query, self.key, self.value
+        return self.query, self.key.repeat_interleave(repeats, dim=1), self.value.repeat_interleave(repeats, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,68 +153,83 @@ PREFERENCES: tuple[Preference, ...] = (
 )
 
 
-def _device_type(problem: Problem) -> str:
-    return problem.query.device.type
-
-
-def _outside_cuda(problem: Problem) -> str | None:
-    device = _device_type(problem)
+def _outside_cuda(call: ExactCall) -> str | None:
+    device = call.query.device.type
     return None if device == "cuda" else f"it runs on CUDA devices only, and these tensors are on {device}"
 
 
-def _gate(
-    problem: Problem, can_use: Callable[[torch.backends.cuda.SDPAParams, bool], bool], *, is_grouped: bool
-) -> str | None:
-    """Ask torch's own gate, so that our rule cannot drift from it; its warnings are the reason."""
-    num_rows, num_keys = problem.query.shape[2], problem.key.shape[2]
+def sdpa_arguments(call: ExactCall, *, is_grouped: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool]:
+    """Return query, key, value, mask, dropout and causal flag as torch's own checks look at them.
+
+    One row of the mask stands for all: they look at its type, its last dimension and what is broadcast.
+    """
+    query, key, value = call.query, call.key, call.value
     mask = None
-    if problem.has_bias:  # one row stands for all: gates look at type, strides and last dimension
-        mask = problem.bias_rows(range(1), num_keys=num_keys, dtype=problem.query.dtype).expand(-1, -1, num_rows, -1)
-    key, value = problem.key, problem.value
-    if not is_grouped and key.shape[1] != problem.query.shape[1]:
-        key, value = (x[:, :1].expand(-1, problem.query.shape[1], -1, -1) for x in (key, value))
-    is_causal = problem.is_causal and not problem.has_bias
-    params = torch.backends.cuda.SDPAParams(problem.query, key, value, mask, problem.dropout_p, is_causal, is_grouped)
-    with warnings.catch_warnings(record=True) as caught:
+    if call.has_bias:
+        batch_size = 1 if call.key_padding_mask is None else query.shape[0]
+        num_heads = 1 if call.slopes is None else query.shape[1]
+        mask = query.new_zeros(batch_size, num_heads, 1, key.shape[2])
+        if call.has_row_bias:
+            mask = mask.expand(-1, -1, query.shape[2], -1)
+    if not is_grouped and call.is_grouped:
+        key, value = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))
+    return query, key, value, mask, call.dropout_p, call.is_causal and not call.has_bias
+
+
+def _gate(call: ExactCall, name: str, can_use: Callable[[torch.backends.cuda.SDPAParams, bool], bool]) -> str | None:
+    """Ask torch's own check, silently, so that our rule cannot drift from it."""
+    is_grouped = call.is_grouped and name != "efficient"
+    arguments = sdpa_arguments(call, is_grouped=is_grouped)
+    if can_use(torch.backends.cuda.SDPAParams(*arguments, is_grouped), False):
+        return None
+    return f"torch's own check refuses this call for {name}"
+
+
+def torch_reason(call: ExactCall, name: str) -> str | None:
+    """Return why torch refuses to run `name`: the warnings of a call that is allowed no other kernel, or None.
+
+    The checks themselves would print them on standard error.
+    """
+    is_grouped = call.is_grouped and name != "efficient"
+    with warnings.catch_warnings(record=True) as caught, sdpa_kernel(PINS[name]):
         warnings.simplefilter("always")
-        if can_use(params, True):
-            return None
-    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
-    return "; ".join(reasons) or "torch's own check refuses this call"
+        try:
+            scaled_dot_product_attention(*sdpa_arguments(call, is_grouped=is_grouped), enable_gqa=is_grouped)
+        except RuntimeError:
+            return "; ".join(str(warning.message).partition(" (Triggered")[0] for warning in caught) or None
+    return None
 
 
-def _why_not_flash(problem: Problem) -> str | None:
-    if _device_type(problem) == "cpu":
-        return "the CPU kernel has no dropout" if problem.dropout_p > 0 else None
-    if reason := _outside_cuda(problem):
+def _why_not_flash(call: ExactCall) -> str | None:
+    if call.query.device.type == "cpu":
+        return "the CPU kernel has no dropout" if call.dropout_p > 0 else None
+    if reason := _outside_cuda(call):
         return reason
-    if problem.has_bias:
+    if call.has_bias:
         return "the CUDA kernel takes no mask, and padding, ALiBi and a causal mask with L != S need one"
-    is_grouped = problem.key.shape[1] != problem.query.shape[1]
-    return _gate(problem, torch.backends.cuda.can_use_flash_attention, is_grouped=is_grouped)
+    return _gate(call, "flash", torch.backends.cuda.can_use_flash_attention)
 
 
-def _why_not_efficient(problem: Problem) -> str | None:
-    return _outside_cuda(problem) or _gate(problem, torch.backends.cuda.can_use_efficient_attention, is_grouped=False)
+def _why_not_efficient(call: ExactCall) -> str | None:
+    return _outside_cuda(call) or _gate(call, "efficient", torch.backends.cuda.can_use_efficient_attention)
 
 
-def _why_not_cudnn(problem: Problem) -> str | None:
-    is_grouped = problem.key.shape[1] != problem.query.shape[1]
-    return _outside_cuda(problem) or _gate(problem, torch.backends.cuda.can_use_cudnn_attention, is_grouped=is_grouped)
+def _why_not_cudnn(call: ExactCall) -> str | None:
+    return _outside_cuda(call) or _gate(call, "cudnn", torch.backends.cuda.can_use_cudnn_attention)
 
 
-def _why_not_flex(problem: Problem) -> str | None:
-    return flex_attention.why_not(problem.query, needs_grad=problem.needs_grad, dropout_p=problem.dropout_p)
+def _why_not_flex(call: ExactCall) -> str | None:
+    return flex_attention.why_not(call.query, needs_grad=call.needs_grad, dropout_p=call.dropout_p)
 
 
-def _why_not_xformers(problem: Problem) -> str | None:
-    if problem.key_padding_mask is not None or problem.slopes is not None:
+def _why_not_xformers(call: ExactCall) -> str | None:
+    if call.key_padding_mask is not None or call.slopes is not None:
         return "it is offered for calls without key_padding_mask and ALiBi only"
-    return xformers.why_not(problem.query, needs_grad=problem.needs_grad)
+    return xformers.why_not(call.query, needs_grad=call.needs_grad)
 
 
-_WHY_NOT: dict[str, Callable[[Problem], str | None]] = {
-    "math": lambda problem: None,  # noqa: ARG005 - dense torch operations run everywhere
+_WHY_NOT: dict[str, Callable[[ExactCall], str | None]] = {
+    "math": lambda call: None,  # noqa: ARG005 - dense torch operations run everywhere
     "flash": _why_not_flash,
     "efficient": _why_not_efficient,
     "cudnn": _why_not_cudnn,
@@ -187,20 +238,94 @@ _WHY_NOT: dict[str, Callable[[Problem], str | None]] = {
 }
 
 
-def why_not(backend: str, problem: Problem) -> str | None:
-    """Return the reason why `backend` cannot serve `problem`, or None when it can."""
-    return _WHY_NOT[backend](problem)
+def why_not(backend: str, call: ExactCall) -> str | None:
+    """Return the reason why `backend` cannot serve `call`, or None when it can."""
+    return _WHY_NOT[backend](call)
 
 
-def choose(problem: Problem) -> str:
-    """Return the backend that `PREFERENCES` names for `problem`; `"math"` on devices without a row."""
-    device = problem.query.device
+def choose(call: ExactCall) -> str:
+    """Return the backend that `PREFERENCES` names for `call`; `"math"` on devices without a row."""
+    device = call.query.device
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
     for row in PREFERENCES:
-        if (
-            row.device == device.type
-            and row.capability in (None, capability)
-            and row.has_bias in (None, problem.has_bias)
-        ):
-            return next(backend for backend in row.order if why_not(backend, problem) is None)
+        if row.device == device.type and row.capability in (None, capability) and row.has_bias in (None, call.has_bias):
+            return next(backend for backend in row.order if why_not(backend, call) is None)
     return "math"
+
+
+def select(backend: str, call: ExactCall) -> tuple[str, str | None]:
+    """Return the kernel that must run for `call`, and why it cannot, or None.
+
+    It depends on nothing but sizes, strides, types, device and switches: the answer may be remembered.
+
+    Args:
+        backend: `"auto"`, or the kernel that must run.
+        call: to be served.
+    """
+    if backend != "auto":
+        reason = why_not(backend, call)
+        if reason and backend in PINS and call.query.is_cuda and not torch.compiler.is_compiling():
+            reason = torch_reason(call, backend) or reason
+        return backend, reason
+    if call.dropout_p > 0 and (call.query.device.type == "cpu" or call.has_row_bias):
+        return DENSE_DROPOUT, None
+    return choose(call), None
+
+
+def select_while_compiling(backend: str, call: ExactCall) -> tuple[str, str | None]:
+    """Return what `select` does, as a constant of the graph: the compiler cannot trace torch's checks.
+
+    They are asked about small tensors of the same kind, so that sizes which do not matter stay free.
+    """
+    head_dim = operator.index(call.query.shape[-1])
+    query_len = 128 if call.query.shape[2] > 1 else 1
+    key_len = query_len if call.query.shape[2] == call.key.shape[2] else query_len + 128
+    return _select_for_probe(
+        backend,
+        query_shape=(1, 2, query_len, head_dim),
+        key_shape=(1, 1 if call.is_grouped else 2, key_len, head_dim),
+        device=call.query.device,
+        dtype=call.query.dtype,
+        is_causal=call.is_causal,
+        has_padding=call.key_padding_mask is not None,
+        has_slopes=call.slopes is not None,
+        dropout_p=0.5 if call.dropout_p > 0 else 0.0,
+        needs_grad=call.needs_grad,
+    )
+
+
+def _select_for_probe(
+    backend: str,
+    *,
+    query_shape: tuple[int, ...],
+    key_shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    is_causal: bool,
+    has_padding: bool,
+    has_slopes: bool,
+    dropout_p: float,
+    needs_grad: bool,
+) -> tuple[str, str | None]:
+    def probe(shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, device=device, dtype=dtype, requires_grad=needs_grad)
+
+    def no_bias(*_: object, **__: object) -> Tensor:
+        raise AssertionError("a probe is never computed")
+
+    call = ExactCall(
+        query=probe(query_shape),
+        key=probe(key_shape),
+        value=probe(key_shape),
+        is_causal=is_causal,
+        key_padding_mask=torch.zeros(1, key_shape[2], device=device, dtype=torch.bool) if has_padding else None,
+        slopes=torch.zeros(query_shape[1], device=device) if has_slopes else None,
+        dropout_p=dropout_p,
+        score_bias=no_bias,
+    )
+    with torch.set_grad_enabled(needs_grad):
+        return select(backend, call)
+
+
+# The compiler calls it while it traces, and takes its answer for a constant.
+_select_for_probe._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -2,32 +2,43 @@
 
 Dao et al. 2022, "FlashAttention", arXiv 2205.14135: softmax can be computed block by block, so that the scores are
 never stored. Every path here is exact; they differ in time, memory and what they accept. `backends.py` has the rule.
-The chosen kernel is pinned, so that torch cannot take another, and noted (`kernels.trace`).
+The kernel is chosen once for each signature of a call, called so that torch cannot take another, and noted
+(`kernels.trace`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.exact import flex_attention, xformers
-from attn_zoo.kernels.exact.backends import Backend, BiasRows, Problem, choose, why_not
+from attn_zoo.kernels.exact.backends import (
+    DENSE_DROPOUT,
+    PINS,
+    Backend,
+    ExactCall,
+    ScoreBias,
+    sdpa_arguments,
+    select,
+    select_while_compiling,
+)
 from attn_zoo.kernels.exact.row_chunks import attend_rows, guard_empty_rows, weights_with_dropout
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["Backend", "BiasRows", "exact_attention"]
+__all__ = ["Backend", "ScoreBias", "exact_attention"]
 
-_PINS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
+_Attend = Callable[[ExactCall], Tensor]
+_Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], Tensor]
+"""(query, key, value, additive bias, dropout_p, is_causal) -> output."""
+
+MAX_SIGNATURES = 1024  # remembered; decoding has a new one at every length
+_remembered: dict[tuple[object, ...], _Attend] = {}
 
 
 def exact_attention(
@@ -35,7 +46,7 @@ def exact_attention(
     key: Tensor,
     value: Tensor,
     *,
-    bias_rows: BiasRows,
+    score_bias: ScoreBias,
     is_causal: bool = False,
     key_padding_mask: Tensor | None = None,
     slopes: Tensor | None = None,
@@ -48,8 +59,7 @@ def exact_attention(
         query: `[B, H, L, D]`.
         key: `[B, G, S, D]`, finite at padded positions too (`attention.masks.blank_padding`).
         value: `[B, G, S, D]`, likewise.
-        bias_rows: `attention.masks.score_bias` with the sizes and the next three arguments bound; called only where a
-            kernel's own flags do not say it all.
+        score_bias: `attention.masks.score_bias`; called only where a kernel's own flags do not say it all.
         is_causal: hide keys j > i + S - L; needs L <= S.
         key_padding_mask: bool `[B, S]`, True = padding.
         slopes: `[H]` of ALiBi.
@@ -59,150 +69,237 @@ def exact_attention(
     Raises:
         UnsupportedError: the named backend cannot serve this call. Another one is never taken in its place.
     """
-    problem = Problem(
-        query=query,
-        key=key,
-        value=value,
-        is_causal=is_causal and query.shape[2] > 1,  # the last query sees everything
-        key_padding_mask=key_padding_mask,
-        slopes=slopes,
-        bias_rows=bias_rows,
-        dropout_p=dropout_p,
+    is_causal = is_causal and query.shape[2] > 1  # the last query sees everything
+    call = ExactCall(query, key, value, is_causal, key_padding_mask, slopes, dropout_p, score_bias)
+    if torch.compiler.is_compiling():
+        return _attend_by(*select_while_compiling(backend, call), call)(call)
+    signature: tuple[object, ...] = (
+        backend,
+        query.shape,
+        key.shape,
+        query.dtype,
+        query.device,
+        is_causal,
+        key_padding_mask is None,
+        slopes is None,
+        dropout_p,
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
     )
-    if backend != "auto":
-        if reason := why_not(backend, problem):
-            raise UnsupportedError("backend", f"backend {backend!r} cannot serve this call: {reason}")
-        return _run(backend, problem)
-    if dropout_p > 0 and (query.device.type == "cpu" or problem.has_row_bias):
-        return _dropout(problem)
-    return _run(choose(problem), problem)
+    if query.is_cuda:
+        signature += (query.stride(), key.stride(), value.stride(), *_cuda_switches())
+    attend = _remembered.get(signature)
+    if attend is None:
+        attend = _attend_by(*select(backend, call), call)
+        if len(_remembered) >= MAX_SIGNATURES:
+            _remembered.clear()
+        _remembered[signature] = attend
+    return attend(call)
 
 
-def _run(backend: str, problem: Problem) -> Tensor:
-    if backend == "flex":
-        return flex_attention.attend(
-            *_expanded(problem),
-            is_causal=problem.is_causal,
-            key_padding_mask=problem.key_padding_mask,
-            slopes=problem.slopes,
-        )
-    if backend == "xformers":
-        return xformers.attend(*_expanded(problem), is_causal=problem.is_causal, dropout_p=problem.dropout_p)
-    if backend == "flash" and problem.query.device.type == "cpu":
-        return _flash_cpu(problem)
-    if not problem.has_bias:
-        return _pinned(backend, problem.query, problem.key, problem.value, problem.dropout_p, problem.is_causal)
-    return _rows(backend, problem)
+def _cuda_switches() -> tuple[object, ...]:
+    """Return the global settings that torch's own checks look at."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+        cudnn.enabled,
+        cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
-def _expanded(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value with as many key/value heads as query heads: a copy where a kernel cannot group."""
-    repeats = problem.query.shape[1] // problem.key.shape[1]
-    if repeats == 1:
-        return problem.query, problem.key, problem.value
-    return problem.query, *(x.repeat_interleave(repeats, dim=1) for x in (problem.key, problem.value))  # type: ignore[return-value]
+def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
+    """Return what computes calls with the signature of `call` by the kernel `name`.
+
+    Raises:
+        UnsupportedError: there is a reason why it cannot.
+    """
+    if reason:
+        raise UnsupportedError("backend", f"backend {name!r} cannot serve this call: {reason}")
+    if name == DENSE_DROPOUT:
+        return _dropout
+    if name == "flex":
+        return _flex
+    if name == "xformers":
+        return _xformers
+    if name == "math":
+        kernel: _Kernel = _math
+    elif call.query.device.type == "cpu":
+        kernel = _cpu_flash
+    else:
+        kernel = partial(_torch_choice if _is_torchs_choice(name, call) else _pinned, name)
+    if not call.has_bias:
+        return partial(_unbiased, kernel)
+    if call.has_alibi_or_offset or (call.is_causal and kernel is not _cpu_flash):
+        return partial(_with_row_bias, kernel)
+    return partial(_padded, kernel)
+
+
+# --- kernels of torch, each called so that no other can take its place ---
+
+
+def _cpu_flash(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool
+) -> Tensor:
+    """Run the operator itself, which unlike the public function takes a mask together with its causal flag."""
+    note_path("sdpa.flash")
+    query, key, value = _contiguous_rows(query, key, value)
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = _as_autocast_would(query, key, value)
+    operator = torch._scaled_dot_product_flash_attention_for_cpu
+    if bias is None:  # a tenth of the host's time at small sizes
+        return operator(query, key, value, dropout_p, is_causal)[0]
+    return operator(query, key, value, dropout_p, is_causal, attn_mask=bias)[0]
+
+
+def _math(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool) -> Tensor:
+    note_path("sdpa.math")
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = _as_autocast_would(query, key, value)
+    return torch._scaled_dot_product_attention_math(
+        query, key, value, bias, dropout_p, is_causal, enable_gqa=key.shape[1] != query.shape[1]
+    )[0]
+
+
+def _torch_choice(
+    name: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool
+) -> Tensor:
+    """Run the public function, which for this signature takes the kernel `name` by itself."""
+    note_path(f"sdpa.{name}")
+    is_grouped = key.shape[1] != query.shape[1]
+    return scaled_dot_product_attention(query, key, value, bias, dropout_p, is_causal, enable_gqa=is_grouped)
 
 
 def _pinned(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    bias: Tensor | None = None,
+    name: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """Run torch's attention with exactly one kernel allowed."""
+    """Run the public function with exactly one kernel allowed."""
     is_grouped = key.shape[1] != query.shape[1]
-    if is_grouped and backend == "efficient":  # the only one that cannot group
+    if is_grouped and name == "efficient":  # the only one that cannot group
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         is_grouped = False
-    note_path(f"sdpa.{backend}")
+    note_path(f"sdpa.{name}")
     query, key, value = _contiguous_rows(query, key, value)
-    with sdpa_kernel(_PINS[backend]):
+    with sdpa_kernel(PINS[name]):
         return scaled_dot_product_attention(query, key, value, bias, dropout_p, is_causal, enable_gqa=is_grouped)
 
 
-def _flash_cpu(problem: Problem) -> Tensor:
-    """Run the CPU kernel, which reads a broadcast mask in place and gives zeros for rows that see nothing."""
-    padding = problem.key_padding_mask
-    if padding is None or problem.has_alibi_or_offset or not problem.is_causal:
-        if problem.has_bias:
-            return _rows("flash", problem)
-        return _pinned("flash", problem.query, problem.key, problem.value, is_causal=problem.is_causal)
-    # Causal and padded: the public function refuses a mask together with its causal flag, and would need an [L, S]
-    # mask; the operator behind it takes both.
-    note_path("sdpa.flash")
-    bias = torch.zeros(padding.shape, dtype=_bias_dtype("flash", problem.query)).masked_fill(padding, float("-inf"))
-    query, key, value = _contiguous_rows(problem.query, problem.key, problem.value)
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, True, attn_mask=bias[:, None, None]
-    )[0]
-    return output
+def _is_torchs_choice(name: str, call: ExactCall) -> bool:
+    """Tell whether torch would take the kernel `name` for calls like this one, so that it need not be forced."""
+    is_called_so = not call.has_row_bias and all(x.stride(-1) == 1 for x in (call.query, call.key, call.value))
+    if torch.compiler.is_compiling() or not is_called_so:
+        return False
+    arguments = sdpa_arguments(call, is_grouped=call.is_grouped)
+    return int(torch._fused_sdp_choice(*arguments, enable_gqa=call.is_grouped)) == PINS[name].value
 
 
-def _contiguous_rows(*heads: Tensor) -> tuple[Tensor, ...]:
+def _contiguous_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors whose rows are D consecutive numbers, which fused kernels read."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in heads)
+    if query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        return query, key, value
+    return query.contiguous(), key.contiguous(), value.contiguous()
 
 
-def _bias_dtype(backend: str, query: Tensor) -> torch.dtype:
+def _as_autocast_would(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast casts the arguments of torch's public function; it does not know the operators behind it."""
+    if query.dtype == torch.float64:
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+# --- what a kernel's own flags do not say ---
+
+
+def _unbiased(kernel: _Kernel, call: ExactCall) -> Tensor:
+    return kernel(call.query, call.key, call.value, None, call.dropout_p, call.is_causal)
+
+
+def _bias_dtype(kernel: _Kernel, query: Tensor) -> torch.dtype:
     """Return the type a kernel takes a bias in.
 
     The CPU kernel also takes a float32 bias with a 16-bit query, which keeps large biases exact; with a float64 query
     it would read it as float64 and give wrong results without an error.
     """
-    is_cpu_flash = backend == "flash" and query.device.type == "cpu"
-    return torch.promote_types(query.dtype, torch.float32) if is_cpu_flash else query.dtype
+    return torch.promote_types(query.dtype, torch.float32) if kernel is _cpu_flash else query.dtype
 
 
-def _rows(backend: str, problem: Problem) -> Tensor:
-    """Run a kernel with an additive bias, made for as many rows at a time as fit."""
-    query, key, value = problem.query, problem.key, problem.value
-    dtype = _bias_dtype(backend, query)
+def _padded(kernel: _Kernel, call: ExactCall) -> Tensor:
+    """Run a kernel with padding alone, or with its own causal flag: one row of bias for all rows of a sequence."""
+    padding, query = call.key_padding_mask, call.query
+    assert padding is not None
+    bias = torch.zeros(padding.shape, dtype=_bias_dtype(kernel, query), device=padding.device)
+    bias = bias.masked_fill(padding, float("-inf"))[:, None, None]  # [B, 1, 1, S]
+    if kernel is _cpu_flash:  # it reads a broadcast bias in place, and gives zeros for rows that see nothing
+        return kernel(query, call.key, call.value, bias, call.dropout_p, call.is_causal)
+    bias, is_empty = guard_empty_rows(bias)
+    output = kernel(query, call.key, call.value, bias, call.dropout_p, False)
+    return output if is_empty is None else output.masked_fill(is_empty, 0.0)
+
+
+def _with_row_bias(kernel: _Kernel, call: ExactCall) -> Tensor:
+    """Run a kernel with a bias that differs between rows, made for as many of them at a time as fit."""
+    dtype = _bias_dtype(kernel, call.query)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, rows: range) -> Tensor:
-        bias = problem.bias_rows(rows, num_keys=key.shape[2], dtype=dtype)
-        is_empty = None
-        if problem.key_padding_mask is not None:  # without padding every row sees its own position
+        bias, is_empty = _bias_of(call, rows, key.shape[2], dtype), None
+        if call.key_padding_mask is not None:  # without padding every row sees its own position
             bias, is_empty = guard_empty_rows(bias)
-        output = _pinned(backend, query, key, value, problem.dropout_p, bias=bias)
+        output = kernel(query, key, value, bias, call.dropout_p, False)
         return output if is_empty is None else output.masked_fill(is_empty, 0.0)
 
-    # The dense path is what it says; with dropout one call must draw all of it. A broadcast bias is one row.
-    if backend == "math" or problem.dropout_p > 0 or not problem.has_row_bias:
-        return attend(query, key, value, range(query.shape[2]))
+    if kernel is _math or call.dropout_p > 0:  # dense is what it says; and one call must draw all of the dropout
+        return attend(call.query, call.key, call.value, range(call.query.shape[2]))
+    batch_size = 1 if call.key_padding_mask is None else call.query.shape[0]
+    num_heads = 1 if call.slopes is None else call.query.shape[1]
+    entries_per_row = batch_size * num_heads * call.key.shape[2]
     return attend_rows(
-        query, key, value, attend, scores_per_row=_bias_entries_per_row(problem), is_causal=problem.is_causal
+        call.query, call.key, call.value, attend, scores_per_row=entries_per_row, is_causal=call.is_causal
     )
 
 
-def _bias_entries_per_row(problem: Problem) -> int:
-    batch_size = 1 if problem.key_padding_mask is None else problem.query.shape[0]
-    num_heads = 1 if problem.slopes is None else problem.query.shape[1]
-    return batch_size * num_heads * problem.key.shape[2]
+def _bias_of(call: ExactCall, rows: range, num_keys: int, dtype: torch.dtype) -> Tensor:
+    return call.score_bias(
+        rows,
+        call.query.shape[2],
+        call.key.shape[2],
+        is_causal=call.is_causal,
+        key_padding_mask=call.key_padding_mask,
+        slopes=call.slopes,
+        num_keys=num_keys,
+        dtype=dtype,
+        device=call.query.device,
+    )
 
 
-def _dropout(problem: Problem) -> Tensor:
+def _dropout(call: ExactCall) -> Tensor:
     """Dropout where no fused kernel has it: dense, a chunk of rows at a time."""
     note_path("dropout.dense")
     # One number from torch's global stream decides the call: `torch.manual_seed` governs it as any other dropout.
     seed = torch.randint(1 << 62, ())
-    wide = torch.promote_types(problem.query.dtype, torch.float32)
+    wide = torch.promote_types(call.query.dtype, torch.float32)
+    has_bias = call.has_bias or call.is_causal
+    query, key, value = call.expanded()
 
     def attend(query: Tensor, key: Tensor, value: Tensor, rows: range) -> Tensor:
-        bias = None
-        if problem.has_bias or problem.is_causal:
-            bias = problem.bias_rows(rows, num_keys=key.shape[2], dtype=wide)
-        return dropout(query, key, value, rows, bias=bias)
+        bias = _bias_of(call, rows, key.shape[2], wide) if has_bias else None
+        return weights_with_dropout(query, key, value, rows, bias=bias, dropout_p=call.dropout_p, seed=seed)
 
-    dropout = partial(weights_with_dropout, dropout_p=problem.dropout_p, seed=seed)
-    query, key, value = _expanded(problem)
-    return attend_rows(
-        query,
-        key,
-        value,
-        attend,
-        scores_per_row=query.shape[0] * query.shape[1] * key.shape[2],
-        is_causal=problem.is_causal,
+    scores_per_row = query.shape[0] * query.shape[1] * key.shape[2]
+    return attend_rows(query, key, value, attend, scores_per_row=scores_per_row, is_causal=call.is_causal)
+
+
+# --- kernels of others ---
+
+
+def _flex(call: ExactCall) -> Tensor:
+    return flex_attention.attend(
+        *call.expanded(), is_causal=call.is_causal, key_padding_mask=call.key_padding_mask, slopes=call.slopes
     )
+
+
+def _xformers(call: ExactCall) -> Tensor:
+    return xformers.attend(*call.expanded(), is_causal=call.is_causal, dropout_p=call.dropout_p)

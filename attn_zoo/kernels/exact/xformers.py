@@ -52,7 +52,7 @@ def _probe(device: torch.device, dtype: torch.dtype, head_dim: int, needs_grad: 
                 output.sum().backward()
     except AttributeError:
         return "this release of xformers has no memory_efficient_attention (its kernels moved to another package)"
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except (LookupError, NotImplementedError, RuntimeError, ValueError) as error:  # KeyError for float64 on a GPU
         return _summary(str(error), device, dtype)
     return None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.observations import Results, read_results
-from attn_zoo.report.analysis.score_groups import AccuracyGroup, make_accuracy_groups
+from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.series import Panel, make_panels
 from attn_zoo.report.analysis.task_means import Overview, make_overviews
 from attn_zoo.report.units import human_length
@@ -68,8 +68,7 @@ class Analysis:
     @property
     def variants(self) -> dict[str, str]:
         """Registered name of the variant behind each label."""
-        frame = self.results.frame
-        return dict(zip(frame["label"], frame["variant"], strict=True))
+        return {one.label: one.cell.variant for one in self.results.observations}
 
 
 def analyse(dirs: Iterable[str | Path]) -> Analysis:
@@ -98,7 +97,7 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
         panels=panels,
         accuracy=groups,
         overviews=tuple(make_overviews(groups)),
-        labels=tuple(sorted(set(results.frame["label"]), key=lambda label: (str(label).casefold(), label))),
+        labels=tuple(sorted({one.label for one in results.observations}, key=lambda label: (label.casefold(), label))),
     )
 
 

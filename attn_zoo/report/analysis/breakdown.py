@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from attn_zoo.report.analysis.label_score import LabelScore, mean_with_interval
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval
 
 __all__ = ["Part", "axes_of", "parts", "values_of"]
 
@@ -36,7 +35,7 @@ def axes_of(group: AccuracyGroup) -> tuple[str, ...]:
 
     Records keep no order of axes. Lengths are larger than shares, so that this puts lengths before depths.
     """
-    entries = [entry for score in group.scores for run in score.runs for entry in run.breakdown]
+    entries = [entry for score in group.scores for run in score.runs if run.score for entry in run.score.breakdown]
     if not entries:
         return ()
     names = set.intersection(*(set(entry) - _NOT_AXES for entry in entries))
@@ -51,10 +50,10 @@ def parts(score: LabelScore, axes: Sequence[str]) -> list[Part]:
     """
     by_place: dict[tuple[float, ...], list[float]] = {}
     for run in score.runs:
-        if not run.is_scored:
+        if run.score is None:
             continue
         own: dict[tuple[float, ...], list[tuple[float, float]]] = {}
-        for entry in run.breakdown:
+        for entry in run.score.breakdown:
             place = tuple(entry[name] for name in axes)
             own.setdefault(place, []).append((entry["value"], entry.get("num_items", 1.0)))
         for place, found in own.items():

@@ -74,7 +74,7 @@ def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
         rows = [
             _row(series, point, exact.get(point.seq_len), panel.pass_, panel.ceilings)
             for point in series.points
-            if not series.is_simulated and point.flops and point.min_bytes and point.median_ms > 0
+            if not series.is_simulated and point.record.flops and point.record.min_bytes and point.median_ms > 0
         ]
         if rows:
             found[series.label] = rows
@@ -83,15 +83,15 @@ def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
 
 def pass_flops(point: Point, pass_: str) -> float | None:
     """Return the useful FLOPs of a pass, or None where the record has no formula."""
-    if point.flops is None or point.backward_ratio is None:
+    flops, ratio = point.record.flops, point.record.backward_ratio
+    if flops is None or ratio is None:
         return None
-    return point.flops * PASSES[pass_].num_forwards(point.backward_ratio)
+    return flops * PASSES[pass_].num_forwards(ratio)
 
 
 def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
-    assert point.min_bytes is not None
     flops = pass_flops(point, pass_) or 0.0
-    num_bytes = point.min_bytes * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
+    num_bytes = (point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
     roof_frac = ceilings.floor_s(flops, num_bytes) / (point.median_ms * 1e-3)
     peak = ceilings.peak_flops_per_s
     promised = None if exact is None or series.is_exact else pass_flops(exact, pass_)
@@ -101,7 +101,7 @@ def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings
         median_ms=point.median_ms,
         flops=flops,
         num_bytes=num_bytes,
-        backward_ratio=point.backward_ratio or 0.0,
+        backward_ratio=point.record.backward_ratio or 0.0,
         roof_frac=roof_frac,
         mfu=flops / (point.median_ms * 1e-3) / peak if peak else None,
         realised=exact.median_ms / point.median_ms * flops / promised if exact is not None and promised else None,

@@ -63,15 +63,15 @@ class Crossing:
 def samples_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, list[float]]:
     """Return positive samples by length: many for time, one for bytes (which do not vary)."""
     if quantity == "time":
-        found: Mapping[int, list[float]] = {point.seq_len: list(point.samples_ms) for point in points}
+        samples = {point.seq_len: list(point.timing.samples_ms or (point.median_ms,)) for point in points}
     else:
-        found = {point.seq_len: [float(getattr(point, quantity) or 0)] for point in points}
-    return {length: samples for length, samples in found.items() if samples and min(samples) > 0}
+        samples = {point.seq_len: [float(getattr(point.memory, quantity) or 0)] for point in points}
+    return {length: values for length, values in samples.items() if min(values) > 0}
 
 
 def processes_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, tuple[int, ...]]:
     """Return how many of these samples each process took, by length; nothing for bytes, which do not vary."""
-    return {point.seq_len: point.process_sizes for point in points} if quantity == "time" else {}
+    return {point.seq_len: point.timing.process_sizes for point in points} if quantity == "time" else {}
 
 
 def growth(series: Series, quantity: Quantity = "time") -> Growth:

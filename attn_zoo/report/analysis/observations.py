@@ -1,20 +1,44 @@
-"""Read several results folders into one flat table."""
+"""Records of several results folders read together, each with the label that tables and figures show."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import pandas as pd
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.folder import Claim, Run, read_run
-from attn_zoo.records import Ceilings, Environment, Record
-from attn_zoo.report.flat import COLUMNS, INTEGER_COLUMNS, NUMBER_COLUMNS, TEXT_COLUMNS, flat_row
+from attn_zoo.records import Ceilings, Cell, Environment, Record
+from attn_zoo.statistics import time_summary
 
-__all__ = ["Results", "load_runs", "read_results"]
+__all__ = ["Observation", "Results", "read_results"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """One record as the report sees it.
+
+    Args:
+        record: as stored.
+        run: name of the run it belongs to.
+        environment: digest of the machine it ran (or would have run) on.
+        label: of the mechanism; no two mechanisms of one report share one.
+    """
+
+    record: Record
+    run: str
+    environment: str
+    label: str
+
+    @property
+    def cell(self) -> Cell:
+        """What was asked for."""
+        return self.record.cell
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is a call or step that was measured."""
+        return self.record.status == "ok" and self.record.timing is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +46,12 @@ class Results:
     """Several runs read together.
 
     Args:
-        frame: one row per observation, see `COLUMNS`.
+        observations: one for each record, in the order of the runs.
         runs: the folders, in the order given.
         warnings: of all of them.
     """
 
-    frame: pd.DataFrame
+    observations: tuple[Observation, ...]
     runs: tuple[Run, ...]
     warnings: tuple[str, ...] = ()
 
@@ -46,15 +70,6 @@ class Results:
         return {digest: environment for run in self.runs for digest, environment in run.environments.items()}
 
 
-def load_runs(dirs: Iterable[str | Path]) -> pd.DataFrame:
-    """Return one flat row per observation of all `dirs`; see `attn_zoo.report.flat.COLUMNS`.
-
-    Raises:
-        ConfigError: a directory is not a results folder.
-    """
-    return read_results(dirs).frame
-
-
 def read_results(dirs: Iterable[str | Path]) -> Results:
     """Read all `dirs` (results folders).
 
@@ -66,16 +81,29 @@ def read_results(dirs: Iterable[str | Path]) -> Results:
         raise ConfigError("report", [("", "expected at least one results folder; got none")])
     unique = list({path.resolve(): path for path in paths}.values())
     runs = tuple(read_run(path) for path in unique)
-    rows = [flat_row(record, run.name, _environment_of(record, run)) for run in runs for record in run.records]
-    frame = pd.DataFrame.from_records(rows, columns=list(COLUMNS))
-    frame = frame.astype(dict.fromkeys(INTEGER_COLUMNS, "Int64") | dict.fromkeys(NUMBER_COLUMNS, "float64"))
-    frame[list(TEXT_COLUMNS)] = frame[list(TEXT_COLUMNS)].fillna("")
-    frame["label"] = _distinct_labels(frame)
+    pairs = [(run, record) for run in runs for record in run.records]
+    observations = tuple(
+        Observation(
+            record=_with_current_summary(record), run=run.name, environment=_environment_of(record, run), label=label
+        )
+        for (run, record), label in zip(pairs, _distinct_labels([record.cell for _, record in pairs]), strict=True)
+    )
     warnings = [warning for run in runs for warning in run.warnings]
-    repeated = int(frame["key"].duplicated().sum())
+    repeated = len(observations) - len({one.cell.key for one in observations})
     if repeated:
         warnings.append(f"{repeated} cells occur in more than one folder; their samples are pooled")
-    return Results(frame=frame, runs=runs, warnings=tuple(warnings))
+    return Results(observations=observations, runs=runs, warnings=tuple(warnings))
+
+
+def _with_current_summary(record: Record) -> Record:
+    """Return the record with the median that counts all processes alike.
+
+    Records made before 2026-11-22 hold the median of all samples, which leans to the process that took most.
+    """
+    timing = record.timing
+    if timing is None or not timing.process_sizes:
+        return record
+    return replace(record, timing=replace(timing, **time_summary(timing.samples_ms, timing.process_sizes)))
 
 
 def _environment_of(record: Record, run: Run) -> str:
@@ -86,37 +114,37 @@ def _environment_of(record: Record, run: Run) -> str:
     return max(sorted(set(used)), key=used.count) if used else next(iter(run.environments), "")
 
 
-def _distinct_labels(frame: pd.DataFrame) -> Sequence[str]:
+def _distinct_labels(cells: Sequence[Cell]) -> list[str]:
     """Return labels, made longer where one label stands for several mechanisms (options or versions of the source)."""
-    labels = _compiled_apart(frame)
-    identity = list(zip(*(frame[name].tolist() for name in ("variant", "options", "variant_digest")), strict=True))
-    variants: dict[str, set[tuple[str, ...]]] = {}
-    for label, one in zip(labels, identity, strict=True):
-        variants.setdefault(label, set()).add(one)
+    labels = _compiled_apart(cells)
+    mechanisms = [(cell.variant, str(sorted(cell.options.items())), cell.variant_digest) for cell in cells]
+    known: dict[str, set[tuple[str, ...]]] = {}
+    for label, mechanism in zip(labels, mechanisms, strict=True):
+        known.setdefault(label, set()).add(mechanism)
     return [
-        label if len(variants[label]) == 1 else _longer(label, one, variants[label])
-        for label, one in zip(labels, identity, strict=True)
+        label if len(known[label]) == 1 else _longer(label, cell, known[label])
+        for label, cell in zip(labels, cells, strict=True)
     ]
 
 
-def _compiled_apart(frame: pd.DataFrame) -> list[str]:
+def _compiled_apart(cells: Sequence[Cell]) -> list[str]:
     """Return labels; a training step that is compiled gets one of its own where that label is also timed eagerly."""
-    is_compiled = [json.loads(overrides).get("compile") is True for overrides in frame["overrides"]]
-    rows = list(zip(map(str, frame["label"]), frame["scope"] == "model", is_compiled, strict=True))
+    labels = [cell.label or cell.variant for cell in cells]
+    is_compiled = [cell.overrides.get("compile") is True for cell in cells]
+    rows = list(zip(labels, [cell.scope == "model" for cell in cells], is_compiled, strict=True))
     eager = {label for label, is_step, is_fast in rows if is_step and not is_fast}
     return [
         f"{label} (compiled)" if is_step and is_fast and label in eager else label for label, is_step, is_fast in rows
     ]
 
 
-def _longer(label: str, parts: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
-    columns = list(zip(*others, strict=True))
+def _longer(label: str, cell: Cell, mechanisms: set[tuple[str, ...]]) -> str:
+    variants, options, sources = (set(column) for column in zip(*mechanisms, strict=True))
     extra = []
-    if len(set(columns[0])) > 1:
-        extra.append(parts[0])
-    if len(set(columns[1])) > 1:
-        options = json.loads(parts[1])
-        extra.append(", ".join(f"{name}={value}" for name, value in options.items()) or "defaults")
-    if len(set(columns[2])) > 1:
-        extra.append(f"source {parts[2][:6] or 'unknown'}")
+    if len(variants) > 1:
+        extra.append(cell.variant)
+    if len(options) > 1:
+        extra.append(", ".join(f"{name}={value}" for name, value in sorted(cell.options.items())) or "defaults")
+    if len(sources) > 1:
+        extra.append(f"source {cell.variant_digest[:6] or 'unknown'}")
     return f"{label} ({'; '.join(extra)})"

@@ -1,100 +1,107 @@
-"""Group scaling rows into panels (one figure each) and series (one curve each)."""
+"""Group what was timed into panels (one figure each) and series (one curve each)."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import pandas as pd
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+from typing import Any, TypeVar
 
 from attn_zoo.folder import Claim
-from attn_zoo.records import Ceilings
-from attn_zoo.report.analysis.observations import Results
+from attn_zoo.records import Ceilings, Memory, Record, Timing
+from attn_zoo.report.analysis.observations import Observation, Results
+from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 from attn_zoo.statistics import time_summary
 
-__all__ = ["Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels"]
+__all__ = ["Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels", "panel_setting"]
+
+Part = TypeVar("Part", Record, Timing, Memory)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Point:
-    """One measured length of one series. Bytes are None where they were not measured.
+    """One measured length of one series.
 
     Args:
-        first_ms: of the first call, compilation included.
-        num_tokens: that one training step learns from; None for what is no step.
-        is_compiled: a training step through `torch.compile`.
+        record: as stored, or several (seeds, repeated runs) with their samples pooled.
+        timing: of the record.
     """
 
-    seq_len: int
-    samples_ms: tuple[float, ...]
-    process_sizes: tuple[int, ...]
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    q1_ms: float
-    q3_ms: float
-    peak_bytes: int | None
-    extra_bytes: int | None
-    saved_bytes: int | None
-    flops: int | None
-    min_bytes: int | None
-    backward_ratio: float | None
-    graph_ms: float | None
-    first_ms: float | None
-    num_tokens: float | None
-    is_compiled: bool
-    kernel: str
-    flags: str
+    record: Record
+    timing: Timing
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens."""
+        return self.record.cell.seq_len or 0
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes; None where they were not measured."""
+        return self.record.memory or Memory()
+
+    @property
+    def median_ms(self) -> float:
+        """Median time."""
+        return self.timing.median_ms
+
+    @property
+    def low_ms(self) -> float:
+        """Lower end of the 95 % interval of the median."""
+        return self.timing.low_ms
+
+    @property
+    def high_ms(self) -> float:
+        """Upper end."""
+        return self.timing.high_ms
 
     @property
     def tokens_per_s(self) -> float | None:
         """Throughput of a training step, padding excluded; None for what is no step."""
-        return self._rate(self.median_ms)
-
-    @property
-    def tokens_per_s_low(self) -> float | None:
-        """Lower end of its 95 % interval: of the longest time."""
-        return self._rate(self.high_ms)
-
-    @property
-    def tokens_per_s_high(self) -> float | None:
-        """Upper end."""
-        return self._rate(self.low_ms)
-
-    def _rate(self, value_ms: float) -> float | None:
-        return None if self.num_tokens is None or value_ms <= 0 else 1e3 * self.num_tokens / value_ms
+        return token_rates(self.record).get("tokens_per_s")
 
     @property
     def num_processes(self) -> int:
         """In how many processes the samples were taken."""
-        return max(1, len(self.process_sizes))
+        return max(1, len(self.timing.process_sizes))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is a training step through `torch.compile`."""
+        return self.record.cell.overrides.get("compile") is True
+
+    @property
+    def kernel(self) -> str:
+        """Paths that ran."""
+        return " + ".join(self.record.kernels)
+
+    @property
+    def flags(self) -> str:
+        """What makes the time doubtful."""
+        return " + ".join(self.timing.flags)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Failure:
-    """One length that gave no measurement, and why."""
+    """One length that gave no measurement."""
 
-    seq_len: int
-    status: str
-    reason: str
+    record: Record
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens."""
+        return self.record.cell.seq_len or 0
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """One record of a cell that was timed in turns with others: not pooled, because its samples are of their rounds."""
+    @property
+    def status(self) -> str:
+        """What became of it."""
+        return self.record.status
 
-    label: str
-    seq_len: int
-    bundle: str
-    samples_ms: tuple[float, ...]
-    process_sizes: tuple[int, ...]
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    kernel: str
+    @property
+    def reason(self) -> str:
+        """Why, in one sentence."""
+        return self.record.reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +121,11 @@ class Series:
         return [point.seq_len for point in self.points]
 
     @property
+    def outcomes(self) -> list[Point | Failure]:
+        """What became of every length, shortest first."""
+        return sorted((*self.points, *self.failures), key=lambda one: one.seq_len)
+
+    @property
     def is_exact(self) -> bool:
         """Whether the variant claims to equal softmax attention."""
         return self.claim is not None and self.claim.is_exact
@@ -131,7 +143,7 @@ class Panel:
         baseline: at each length the fastest exact series, or None where the run has none.
         pass_: what is timed, as recorded.
         ceilings: of the machine, or None where the run has not measured them.
-        turns: what was timed in turns, record by record.
+        turns: what was timed in turns with others: not pooled, because samples are of their rounds.
     """
 
     title: str
@@ -141,141 +153,117 @@ class Panel:
     baseline: Series | None
     pass_: str = ""
     ceilings: Ceilings | None = None
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[Observation, ...] = ()
+
+    @property
+    def points(self) -> list[Point]:
+        """All measured lengths of all series."""
+        return [point for series in self.series for point in series.points]
 
     @property
     def lengths(self) -> list[int]:
         """All lengths, measured or failed, ascending."""
-        measured = {point.seq_len for series in self.series for point in series.points}
-        return sorted(measured | {failure.seq_len for series in self.series for failure in series.failures})
+        return sorted({one.seq_len for series in self.series for one in series.outcomes})
+
+
+def panel_setting(one: Observation) -> dict[str, Any]:
+    """Return everything but mechanism and length that decides a timing; see `PANEL_FIELDS`."""
+    given = {"environment": one.environment, "pass": one.cell.pass_ or "", "protocol": one.cell.protocol or ""}
+    return {name: given[name] if name in given else getattr(one.cell, name) for name in PANEL_FIELDS}
 
 
 def make_panels(results: Results) -> list[Panel]:
-    """Return the panels of all scaling rows, in a stable order."""
-    frame = results.frame
-    rows = frame[(frame["kind"] == "scaling") & frame["seq_len"].notna()]
-    groups = list(rows.groupby(list(PANEL_FIELDS), dropna=False, sort=True))
-    order = list(PASS_TITLES)
-    groups.sort(key=lambda item: (str(item[0][1]), order.index(item[0][3]) if item[0][3] in order else len(order)))
-    settings = [dict(zip(PANEL_FIELDS, key, strict=True)) for key, _ in groups]
-    varying = {name for name in PANEL_FIELDS if len({str(setting[name]) for setting in settings}) > 1}
-    panels: list[Panel] = []
+    """Return the panels of all that was to be timed, in a stable order."""
+    groups: dict[tuple[Any, ...], list[Observation]] = {}
+    for one in results.observations:
+        if one.cell.kind == "scaling" and one.cell.seq_len is not None:
+            groups.setdefault(tuple(panel_setting(one).values()), []).append(one)
+    passes = list(PASS_TITLES)
+
+    def order(key: tuple[Any, ...]) -> tuple[Any, ...]:
+        device, pass_ = (key[PANEL_FIELDS.index(name)] for name in ("device", "pass"))
+        nulls_last = tuple((value is None, "" if value is None else value) for value in key)
+        return device, passes.index(pass_) if pass_ in passes else len(passes), nulls_last
+
+    settings = {key: dict(zip(PANEL_FIELDS, key, strict=True)) for key in sorted(groups, key=order)}
+    varying = {name for name in PANEL_FIELDS if len({setting[name] for setting in settings.values()}) > 1}
     names: set[str] = set()
-    for setting, (_, group) in zip(settings, groups, strict=True):
-        name = _unique(panel_name(setting, varying), names)
-        panels.append(_panel(setting, group, name, results, varying))
-    return panels
+    return [
+        _panel(setting, groups[key], _unique(panel_name(setting, varying), names), results, varying)
+        for key, setting in settings.items()
+    ]
 
 
-def _panel(setting: dict[str, Any], rows: pd.DataFrame, name: str, results: Results, varying: set[str]) -> Panel:
-    series = []
-    for label, group in rows.groupby("label", sort=True):
-        points, failures = [], []
-        for seq_len, same in group.groupby("seq_len", sort=True):
-            good = same[(same["status"] == "ok") & same["median_ms"].notna()]
-            if len(good):
-                points.append(_point(int(str(seq_len)), good))
-            else:
-                last = same.iloc[-1]
-                failures.append(Failure(seq_len=int(str(seq_len)), status=last["status"], reason=last["reason"]))
-        variant = str(group["variant"].iloc[0])
-        series.append(
-            Series(
-                label=str(label),
-                variant=variant,
-                points=tuple(points),
-                failures=tuple(failures),
-                claim=_claim(variant, setting, results),
-                is_simulated=bool(group["is_simulated"].any()),
-            )
-        )
+def _panel(
+    setting: Mapping[str, Any], members: Sequence[Observation], name: str, results: Results, varying: set[str]
+) -> Panel:
+    by_label: dict[str, list[Observation]] = {}
+    for one in members:
+        by_label.setdefault(one.label, []).append(one)
+    series = [_series(label, by_label[label], setting["scope"], results) for label in sorted(by_label)]
+    turns = [one for one in members if one.is_timed and one.record.bundle]
     return Panel(
         title=panel_title(setting, varying),
-        subtitle=panel_subtitle(setting, results, varying),
+        subtitle=panel_subtitle(setting, results.environments, varying),
         name=name,
         series=tuple(series),
         baseline=fastest_exact(series),
-        pass_=str(setting["pass"]),
-        ceilings=_ceilings(setting, results),
-        turns=_turns(rows),
+        pass_=setting["pass"],
+        ceilings=results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads"))),
+        turns=tuple(turns),
     )
 
 
-def _claim(variant: str, setting: dict[str, Any], results: Results) -> Claim | None:
-    """Return what the variant claims; of a whole model only what it computes, not how the mechanism alone grows."""
+def _series(label: str, members: Sequence[Observation], scope: str | None, results: Results) -> Series:
+    by_length: dict[int, list[Observation]] = {}
+    for one in members:
+        by_length.setdefault(one.cell.seq_len or 0, []).append(one)
+    points, failures = [], []
+    for _, same in sorted(by_length.items()):
+        timed = [one.record for one in same if one.is_timed]
+        if timed:
+            points.append(_point(timed))
+        else:
+            failures.append(Failure(same[-1].record))
+    variant = members[0].cell.variant
     claim = results.claim(variant)
-    if claim is None or setting["scope"] != "model":
-        return claim
-    return replace(claim, time_exponent=None, memory_exponent=None)
-
-
-def _turns(rows: pd.DataFrame) -> tuple[Turn, ...]:
-    good = rows[(rows["status"] == "ok") & (rows["bundle"] != "") & rows["median_ms"].notna()]
-    return tuple(
-        Turn(
-            label=str(row["label"]),
-            seq_len=int(row["seq_len"]),
-            bundle=str(row["bundle"]),
-            samples_ms=tuple(float(sample) for sample in row["samples_ms"]),
-            process_sizes=tuple(row["process_sizes"]),
-            median_ms=float(row["median_ms"]),
-            low_ms=float(row["low_ms"]),
-            high_ms=float(row["high_ms"]),
-            kernel=str(row["kernel"]),
-        )
-        for _, row in good.iterrows()
+    if claim is not None and scope == "model":  # the mechanism's claim does not say how a whole model grows
+        claim = replace(claim, time_exponent=None, memory_exponent=None)
+    return Series(
+        label=label,
+        variant=variant,
+        points=tuple(points),
+        failures=tuple(failures),
+        claim=claim,
+        is_simulated=any(one.record.is_simulated for one in members),
     )
 
 
-def _ceilings(setting: dict[str, Any], results: Results) -> Ceilings | None:
-    threads = None if pd.isna(setting["threads"]) else int(setting["threads"])
-    return results.ceilings(str(setting["environment"]), str(setting["device"]), str(setting["dtype"]), threads)
+def _point(records: Sequence[Record]) -> Point:
+    """Return one record as it is, or several with their samples pooled: samples of two records are of two processes."""
+    timings = [record.timing for record in records if record.timing is not None]
+    timing = timings[0]
+    if len(timings) > 1:
+        samples = tuple(sample for one in timings for sample in one.samples_ms)
+        sizes = tuple(size for one in timings for size in one.process_sizes or [len(one.samples_ms)] if size)
+        flags = tuple(sorted({flag for one in timings for flag in one.flags}))
+        timing = replace(_merged(timings), samples_ms=samples, process_sizes=sizes, flags=flags)
+        timing = replace(timing, **(time_summary(samples, sizes) if samples else {}))
+    memories = [record.memory for record in records if record.memory is not None]
+    memory = _merged(memories) if memories else None
+    return Point(replace(_merged(records), timing=timing, memory=memory), timing)
 
 
-def _point(seq_len: int, rows: pd.DataFrame) -> Point:
-    """Return the one row as it was recorded, or several (seeds, repeated runs) with their samples pooled.
-
-    Samples of two rows are those of two processes.
-    """
-    first = rows.iloc[0]
-    samples = tuple(float(sample) for row in rows["samples_ms"] for sample in row)
-    sizes = tuple(
-        size
-        for own, row in zip(rows["process_sizes"], rows["samples_ms"], strict=True)
-        for size in (own or ([len(row)] if row else []))
-    )
-    if len(rows) == 1 or not samples:
-        summary = {f"{name}_ms": float(first[f"{name}_ms"]) for name in ("median", "q1", "q3", "low", "high")}
-    else:
-        summary = time_summary(samples, sizes)
-    return Point(
-        seq_len=seq_len,
-        samples_ms=samples or (summary["median_ms"],),
-        process_sizes=sizes,
-        **summary,
-        peak_bytes=_largest(rows["peak_bytes"]),
-        extra_bytes=_largest(rows["extra_bytes"]),
-        saved_bytes=_largest(rows["saved_bytes"]),
-        flops=_largest(rows["flops"]),
-        min_bytes=_largest(rows["min_bytes"]),
-        backward_ratio=_mean(rows["backward_ratio"]),
-        graph_ms=_mean(rows["graph_ms"]),
-        first_ms=_mean(rows["first_ms"]),
-        num_tokens=_mean(rows["num_tokens"]),
-        is_compiled=json.loads(first["overrides"]).get("compile") is True,
-        kernel=str(first["kernel"]),
-        flags=" + ".join(sorted({flag for flag in rows["flags"] if flag})),
-    )
-
-
-def _largest(column: pd.Series[Any]) -> int | None:
-    known = column.dropna()
-    return int(known.max()) if len(known) else None
-
-
-def _mean(column: pd.Series[Any]) -> float | None:
-    known = column.dropna()
-    return float(known.mean()) if len(known) else None
+def _merged(parts: Sequence[Part]) -> Part:
+    """Return the first of `parts` with the most of each count or number of bytes and the mean of each other number."""
+    changes: dict[str, Any] = {}
+    for field in fields(parts[0]) if len(parts) > 1 else ():
+        known = [value for part in parts if (value := getattr(part, field.name)) is not None]
+        if known and all(type(value) is int for value in known):
+            changes[field.name] = max(known)
+        elif known and all(type(value) in {int, float} for value in known):
+            changes[field.name] = fmean(known)
+    return replace(parts[0], **changes)
 
 
 def fastest_exact(series: Sequence[Series]) -> Series | None:
@@ -288,11 +276,11 @@ def fastest_exact(series: Sequence[Series]) -> Series | None:
         for point in one.points:
             if point.seq_len not in best or point.median_ms < best[point.seq_len][0].median_ms:
                 best[point.seq_len] = (point, one.label)
-    used = list(dict.fromkeys(label for _, label in (best[length] for length in sorted(best))))
+    fastest = [best[length] for length in sorted(best)]
     return Series(
-        label=" / ".join(used),
+        label=" / ".join(dict.fromkeys(label for _, label in fastest)),
         variant=exact[0].variant,
-        points=tuple(best[length][0] for length in sorted(best)),
+        points=tuple(point for point, _ in fastest),
         failures=(),
         claim=exact[0].claim,
         is_simulated=False,

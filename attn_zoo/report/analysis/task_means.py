@@ -8,15 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
-from attn_zoo.report.tables.columns import number_column, text_column
-from attn_zoo.report.tables.score_tables import failure_words
-from attn_zoo.report.tables.table import Column, Row, Table
-from attn_zoo.report.units import capital, slug
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.report.units import slug
 
-__all__ = ["Overview", "make_overviews", "overview_table"]
+__all__ = ["Overview", "make_overviews"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +47,12 @@ class Overview:
 
     def speed(self, label: str) -> float | None:
         """Return the geometric mean of tokens per second over the common tasks, whose lengths differ."""
-        speeds = [score.tokens_per_s for score in self.scores(label) if score.tokens_per_s]
+        speeds = [speed for score in self.scores(label) if (speed := score.costs["tokens_per_s"])]
         return math.exp(fmean(map(math.log, speeds))) if speeds and len(speeds) == len(self.common) else None
 
     def peak_bytes(self, label: str) -> float | None:
         """Return the most memory over the common tasks."""
-        peaks = [score.train_peak_bytes for score in self.scores(label)]
+        peaks = [score.costs["train_peak_bytes"] for score in self.scores(label)]
         return max(peak for peak in peaks if peak) if peaks and all(peaks) else None
 
     def floor(self) -> tuple[str, float] | None:
@@ -132,58 +128,3 @@ def _how(group: AccuracyGroup) -> str:
     # Where nothing was trained from scratch the only other start counts, and does not mix with scratch elsewhere.
     start = f", self-pretrained ({group.starts[0]})" if group.starts[0] else ""
     return f"protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}, {version}{tuned}{start}"
-
-
-def overview_table(overview: Overview) -> Table:
-    """Return one row per label and one column per task; a missing score stays missing and enters no mean."""
-    everyone = sorted({*overview.labels, *overview.without})
-    show = overview.metric.show
-    rows: list[Row] = []
-    has_mean = len(overview.common) > 1
-    for label in sorted(everyone, key=lambda label: (overview.metric.order(overview.mean(label)), label)):
-        cells = {group.title: group.find(label, group.starts[0]) for group in overview.groups}
-        rows.append(
-            {
-                "variant": label,
-                "mean": overview.mean(label) if has_mean else None,
-                **{title: score.mean if score else None for title, score in cells.items()},
-                **{f"no score: {title}": failure_words(score) if score else "" for title, score in cells.items()},
-            }
-        )
-    for name in ("best floor", "chance"):
-        marks = {group.title: _mark(group, name) for group in overview.groups}
-        shared = [marks[group.title] for group in overview.common]
-        known = [value for value in shared if value is not None]
-        mean = fmean(known) if has_mean and len(known) == len(shared) else None
-        rows.append({**dict.fromkeys(rows[0]), "variant": name, "mean": mean, **marks})
-    scope = overview.scope() if has_mean else "no mean: fewer than two tasks have a score of every variant"
-    return Table(
-        name=f"overview-{overview.name}",
-        title=f"{overview.metric.title} on all tasks, {overview.groups[0].setting.protocol}",
-        note=f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
-        columns=(
-            text_column("variant", "variant", priority=0),
-            *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
-            *(
-                _task_column(group.title, overview.metric, 1 + index / 100)
-                for index, group in enumerate(overview.groups)
-            ),
-        ),
-        rows=tuple(rows),
-        fields=tuple(rows[0]),
-    )
-
-
-def _mark(group: AccuracyGroup, name: str) -> float | None:
-    if name == "chance":
-        return group.chance
-    return group.metric.best(group.marks.values()) if group.marks else None
-
-
-def _task_column(title: str, metric: Metric, priority: float) -> Column:
-    def show(row: Row) -> str:
-        if row[title] is None:
-            return str(row[f"no score: {title}"] or "")
-        return metric.show(row[title])
-
-    return Column(heading=title, show=show, sort=lambda row: row[title], priority=priority)

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.training_runs import Training
+from attn_zoo.report.analysis.training_runs import TrainingRun
 
 __all__ = ["Trial", "make_trials", "unequal_trials"]
 
@@ -26,7 +26,7 @@ class Trial:
     """
 
     values: Mapping[str, Any]
-    runs: tuple[Training, ...]
+    runs: tuple[TrainingRun, ...]
     validation: float | None
     is_selected: bool = False
 
@@ -36,28 +36,28 @@ class Trial:
         return ", ".join(f"{name}={value}" for name, value in sorted(self.values.items()))
 
     @property
-    def scored(self) -> tuple[Training, ...]:
+    def scored(self) -> tuple[TrainingRun, ...]:
         """Seeds that finished."""
-        return tuple(run for run in self.runs if run.is_scored)
+        return tuple(run for run in self.runs if run.score)
 
 
-def make_trials(runs: Sequence[Training], metric: Metric) -> tuple[Trial, ...]:
+def make_trials(runs: Sequence[TrainingRun], metric: Metric) -> tuple[Trial, ...]:
     """Return the trials of one label, one of them selected: the best mean validation among those with most seeds.
 
     A trial of which a seed failed does not win over one of which none did, because its mean leaves out its failure.
     """
-    by_values: dict[str, list[Training]] = {}
+    by_values: dict[str, list[TrainingRun]] = {}
     for run in runs:
         by_values.setdefault(run.trial, []).append(run)
     found = []
     for values, members in sorted(by_values.items(), key=lambda item: _order(json.loads(item[0]))):
-        validations = [run.validation for run in members if run.is_scored and run.validation is not None]
+        validations = [run.score.validation for run in members if run.score]
         found.append((json.loads(values), tuple(members), fmean(validations) if validations else None))
-    most = max(sum(run.is_scored for run in members) for _, members, _ in found)
+    most = max(sum(run.score is not None for run in members) for _, members, _ in found)
     able = [
         (metric.order(validation), place)
         for place, (_, members, validation) in enumerate(found)
-        if sum(run.is_scored for run in members) == most
+        if sum(run.score is not None for run in members) == most
     ]
     best = min(able)[1]
     return tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -13,10 +13,24 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.figures.style import MARK, MUTED
+from attn_zoo.report.figures.style import MARK, MUTED, Line, Look
 from attn_zoo.report.units import human_length
 
-__all__ = ["draw_mark", "draw_words", "length_axis", "log_axis", "score_axis", "set_ticks"]
+__all__ = [
+    "ON_WHITE",
+    "annotate",
+    "annotate_along",
+    "draw_curve",
+    "draw_mark",
+    "length_axis",
+    "log_axis",
+    "name_mark",
+    "score_axis",
+    "set_ticks",
+]
+
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.7}
+"""Box behind words that lines may cross."""
 
 
 def set_ticks(axis: Axis, ticks: Sequence[float], show: Callable[[float], str]) -> None:
@@ -78,23 +92,56 @@ def score_axis(axis: Axis, metric: Metric, words: str, num_ticks: int = 6) -> No
     axis.set_label_text(words)
 
 
+def draw_curve(
+    axes: Axes, points: Sequence[tuple[float, float]], look: Look, line: Line, *, is_open: bool = False
+) -> None:
+    """Draw a line with markers, which are hollow where `is_open`."""
+    x, y = [x for x, _ in points], [y for _, y in points]
+    face, edge, width = ("white", look.colour, 1.2) if is_open else (look.colour, "white", 0.7)
+    marker = {"marker": look.marker, "ms": 5.5, "mfc": face, "mec": edge, "mew": width}
+    axes.plot(x, y, color=look.colour, ls=line, lw=1.9, zorder=3, **marker)  # type: ignore[arg-type]
+
+
 def draw_mark(axes: Axes, value: float) -> None:
     """Draw a dashed horizontal line for chance or a floor."""
     axes.axhline(value, color=MUTED, lw=1.0, ls=MARK, zorder=1)
 
 
-def draw_words(axes: Axes, value: float, words: str, *, is_above: bool, is_right: bool = False) -> Annotation:
-    """Write small words above or below one end of a horizontal line."""
-    return axes.annotate(
-        words,
-        xy=(1.0 if is_right else 0.0, value),
-        xycoords=("axes fraction", "data"),
-        xytext=(-2 if is_right else 4, 2 if is_above else -2),
-        textcoords="offset points",
-        ha="right" if is_right else "left",
-        va="bottom" if is_above else "top",
-        fontsize=8,
-        color=MUTED,
-        zorder=1.5,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-    )
+def name_mark(axes: Axes, value: float, words: str, *, is_above: bool, is_right: bool = False) -> Annotation:
+    """Write the name of a horizontal line above or below one of its ends."""
+    at, offset = (float(is_right), value), (-2 if is_right else 4, 2 if is_above else -2)
+    ha, va = "right" if is_right else "left", "bottom" if is_above else "top"
+    return annotate(axes, words, at, offset, is_share=True, ha=ha, va=va, zorder=1.5, bbox=ON_WHITE)
+
+
+def annotate(
+    axes: Axes,
+    words: str,
+    at: tuple[float, float],
+    offset: tuple[float, float],
+    *,
+    is_share: bool = False,
+    **style: Any,
+) -> Annotation:
+    """Write small words near a point.
+
+    Args:
+        axes: that hold the point, which may lie outside them.
+        words: what to write.
+        at: the point, in data.
+        offset: from the point, in points.
+        is_share: the first coordinate is a share of the width of the axes.
+        style: of matplotlib's text.
+    """
+    near: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "annotation_clip": False}
+    near["xycoords"] = ("axes fraction", "data") if is_share else "data"
+    look: dict[str, Any] = {"fontsize": 8, "color": MUTED, "va": "center"} | style
+    return axes.annotate(words, xy=at, **near, **look)
+
+
+def annotate_along(
+    axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], way: Any, **style: Any
+) -> None:
+    """Write small words centred at a point of a line that goes `way` (across and up, in pixels), parallel to it."""
+    angle = math.degrees(math.atan2(way[1], way[0]))
+    annotate(axes, words, at, offset, rotation=angle, rotation_mode="anchor", ha="center", **style)

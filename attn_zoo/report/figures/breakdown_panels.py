@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from attn_zoo.report.analysis.breakdown import Part, axes_of, parts, values_of
 from attn_zoo.report.analysis.floor import FAR
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
-from attn_zoo.report.figures.axes import draw_mark, score_axis, set_ticks
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_ticks
 from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page, Picture
-from attn_zoo.report.figures.style import DASHED, INK, SOLID, Look, Looks, plain, styled
+from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain, styled
 from attn_zoo.report.units import human_length, human_number
 
 __all__ = ["breakdown_picture"]
@@ -87,20 +86,16 @@ def _draw_curves(
     if chance is not None and is_near:
         draw_mark(panel, chance)
     for score, curve in curves:
-        _draw_curve(panel, curve, looks[score.label], is_dashed=bool(score.start))
+        look = looks[score.label]
+        points = [(part.place[0], part.mean) for part in curve]
+        draw_curve(panel, points, look, DASHED if score.start else SOLID)
+        for part in curve:
+            if part.low is not None and part.high is not None:
+                panel.plot([part.place[0]] * 2, [part.low, part.high], color=look.colour, lw=1.2, alpha=0.7, zorder=2)
     _property_axis(panel, values_of(group, axes, 0), _words(axes[0]))
     score_axis(panel.yaxis, metric, f"{metric.axis} on test")
     draw_end_labels(panel, labels)
     return page
-
-
-def _draw_curve(axes: Axes, curve: Sequence[Part], look: Look, *, is_dashed: bool) -> None:
-    x, y = [part.place[0] for part in curve], [part.mean for part in curve]
-    line = DASHED if is_dashed else SOLID
-    axes.plot(x, y, color=look.colour, lw=1.9, ls=line, marker=look.marker, ms=5.5, mec="white", mew=0.7, zorder=3)
-    for part in curve:
-        if part.low is not None and part.high is not None:
-            axes.plot([part.place[0]] * 2, [part.low, part.high], color=look.colour, lw=1.2, alpha=0.6, zorder=2)
 
 
 def _property_axis(axes: Axes, values: Sequence[float], words: str) -> None:

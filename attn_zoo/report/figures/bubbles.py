@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 
 from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import draw_mark, draw_words, score_axis, set_ticks
-from attn_zoo.report.figures.labels import Box, PointName, draw_point_names
+from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis, set_ticks
+from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, mark_boxes
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.units import human_bytes, human_number
@@ -23,8 +23,6 @@ __all__ = ["bubble_picture", "overview_picture"]
 HEIGHT = 4.3
 LARGEST, SMALLEST = 24.0, 4.0
 """Radius in points of the bubble with the most memory, and of those that would be smaller than can be seen."""
-POINT = 100 / 72
-"""Pixels of a point."""
 SHARED = "speeds of runs that shared their device: they compare little"
 
 
@@ -53,14 +51,14 @@ def bubble_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
         _Bubble(
             score.name,
             looks[score.label],
-            score.tokens_per_s,
+            score.costs["tokens_per_s"],
             score.mean,
             (score.low, score.high),
-            score.train_peak_bytes,
+            score.costs["train_peak_bytes"],
             not score.start,
         )
         for score in group.ranked
-        if score.mean is not None and score.tokens_per_s
+        if score.mean is not None and score.costs["tokens_per_s"]
     ]
     best = list(group.marks.items())[-1:]  # the other floors are in the figure of the scores
     marks = dict(best) | ({} if group.chance is None else {"chance": group.chance})
@@ -119,15 +117,15 @@ def _picture(
         span = max(values) - min(values) or 0.02 * (abs(values[0]) or 1.0)
         axes.set_ylim(min(values) - 0.1 * span, max(values) + 0.14 * span)
         score_axis(axes.yaxis, metric, f"{metric.axis} on test", num_ticks=7)
-        taken = _draw_floors(axes, near, bubbles, most, metric)
-        for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
-            _draw_bubble(axes, bubble, bubble.radius(most))
-        inside = axes.get_window_extent()
-        frame = Box(inside.x0 + 2, inside.y0 + 2, inside.x1 + (8 if has_peaks else 26), inside.y1 + 8)
         names = [
             PointName(plain(bubble.name, 30), bubble.look.colour, bubble.speed, bubble.value, bubble.radius(most))
             for bubble in bubbles
         ]
+        taken = _draw_floors(axes, near, mark_boxes(axes, names), metric)
+        for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
+            _draw_bubble(axes, bubble, bubble.radius(most))
+        inside = axes.get_window_extent()
+        frame = Box(inside.x0 + 2, inside.y0 + 2, inside.x1 + (8 if has_peaks else 26), inside.y1 + 8)
         draw_point_names(axes, names, frame, taken)
         if has_peaks:
             _draw_size_legend(page, most, page.width - 1.34, top)
@@ -160,27 +158,19 @@ def _speed(value: float) -> str:
     return f"{human_number(value / 1e3)}k" if value >= 1e3 else human_number(value)
 
 
-def _draw_floors(
-    axes: Axes, marks: Mapping[str, float], bubbles: Sequence[_Bubble], most: float, metric: Metric
-) -> list[Box]:
+def _draw_floors(axes: Axes, marks: Mapping[str, float], bubbles: Sequence[Box], metric: Metric) -> list[Box]:
     """Draw a dashed line for each of at most two marks, named where no bubble is; return boxes to keep names off."""
     inside = axes.get_window_extent()
-    pixels = axes.transData.transform([(bubble.speed, bubble.value) for bubble in bubbles])
-    covered = [
-        Box.around(float(x), float(y), bubble.radius(most) * POINT)
-        for (x, y), bubble in zip(pixels, bubbles, strict=True)
-    ]
     boxes: list[Box] = []
-    ordered = sorted(marks.items(), key=lambda mark: mark[1])
-    for place, (name, value) in enumerate(ordered):
+    for place, (name, value) in enumerate(sorted(marks.items(), key=lambda mark: mark[1])):
         words = f"{plain(name.replace('_', ' '), 26)} {metric.show(value)}"
-        sides = (True, False) if len(ordered) == 1 else (place == 1,)  # two names keep away from each other
+        sides = (True, False) if len(marks) == 1 else (place == 1,)  # two names keep away from each other
         drawn = [
-            draw_words(axes, value, words, is_above=is_above, is_right=is_right)
+            name_mark(axes, value, words, is_above=is_above, is_right=is_right)
             for is_above in sides
             for is_right in (False, True)
         ]
-        best = min(drawn, key=lambda text: sum(Box.of(text.get_window_extent()).overlap(bubble) for bubble in covered))
+        best = min(drawn, key=lambda text: sum(Box.of(text.get_window_extent()).overlap(bubble) for bubble in bubbles))
         for text in drawn:
             if text is not best:
                 text.remove()

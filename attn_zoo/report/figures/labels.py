@@ -21,6 +21,7 @@ __all__ = [
     "draw_end_labels",
     "draw_point_names",
     "label_room",
+    "mark_boxes",
     "labels_height",
     "spread",
 ]
@@ -157,6 +158,16 @@ class Box:
         """Return the square around a point."""
         return cls(x - radius, y - radius, x + radius, y + radius)
 
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Its centre."""
+        return (self.x0 + self.x1) / 2, (self.y0 + self.y1) / 2
+
+    @property
+    def radius(self) -> float:
+        """Half its width."""
+        return (self.x1 - self.x0) / 2
+
     def overlap(self, other: Box) -> float:
         """Return the area that both cover."""
         width = min(self.x1, other.x1) - max(self.x0, other.x0)
@@ -179,6 +190,13 @@ class PointName:
     radius: float
 
 
+def mark_boxes(axes: Axes, names: Sequence[PointName]) -> list[Box]:
+    """Return the squares around the marks of the points. Limits and scales of the axes must be final."""
+    pixels = axes.transData.transform([(name.x, name.y) for name in names])
+    scale = _figure_of(axes).dpi / 72
+    return [Box.around(float(x), float(y), name.radius * scale) for (x, y), name in zip(pixels, names, strict=True)]
+
+
 def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: Sequence[Box]) -> None:
     """Write each name as near to its point as it can stand, joined by a thin line where that is not beside it.
 
@@ -191,47 +209,27 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
         taken: what they must not cover, besides each other and the marks.
     """
     figure = _figure_of(axes)
-    spots = []
-    for name in names:
-        x, y = axes.transData.transform((name.x, name.y))
-        width, height = (figure.dpi * inches for inches in text_size(name.name, POINT_NAME_SIZE, "bold"))
-        spots.append(_Spot(float(x), float(y), name.radius * figure.dpi / 72, width + 3, height))
-    for name, spot, box in zip(names, spots, _places(spots, frame, taken), strict=True):
-        near = (min(max(spot.x, box.x0), box.x1), min(max(spot.y, box.y0), box.y1))
-        if math.hypot(near[0] - spot.x, near[1] - spot.y) > spot.radius + 9:
-            ends = axes.transData.inverted().transform([near, (spot.x, spot.y)])
+    marks = mark_boxes(axes, names)
+    sizes = [text_size(name.name, POINT_NAME_SIZE, "bold") for name in names]
+    pixels = [(figure.dpi * width + 3, figure.dpi * height) for width, height in sizes]
+    for name, mark, box in zip(names, marks, _places(marks, pixels, frame, taken), strict=True):
+        x, y = mark.middle
+        near = (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))
+        if math.hypot(near[0] - x, near[1] - y) > mark.radius + 9:
+            ends = axes.transData.inverted().transform([near, (x, y)])
             axes.plot(ends[:, 0], ends[:, 1], color=name.colour, lw=0.7, alpha=0.6, zorder=2.2)
-        figure.text(
-            (box.x0 + box.x1) / 2 / figure.bbox.width,
-            (box.y0 + box.y1) / 2 / figure.bbox.height,
-            name.name,
-            fontsize=POINT_NAME_SIZE,
-            fontweight="bold",
-            color=name.colour,
-            ha="center",
-            va="center",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Spot:
-    """A point with the radius of its mark and the size of its name, in pixels."""
-
-    x: float
-    y: float
-    radius: float
-    width: float
-    height: float
+        across, up = box.middle
+        style: dict[str, Any] = {"fontsize": POINT_NAME_SIZE, "fontweight": "bold", "color": name.colour}
+        figure.text(across / figure.bbox.width, up / figure.bbox.height, name.name, ha="center", va="center", **style)
 
 
 _ANGLES = [math.radians(angle) for angle in (0, 90, 180, 270, 45, 135, 315, 225, 20, 340, 160, 200, 65, 115, 245, 295)]
 _GAPS = (4.0, 14.0, 28.0, 44.0, 62.0, 82.0, 104.0, 130.0)
 
 
-def _places(spots: Sequence[_Spot], frame: Box, taken: Sequence[Box]) -> list[Box]:
-    """Return a box for the name of each spot: the nearest one that covers nothing, or else the least."""
-    order = sorted(range(len(spots)), key=lambda index: (-_crowd(spots, index), index))
-    marks = [Box.around(spot.x, spot.y, spot.radius) for spot in spots]
+def _places(marks: Sequence[Box], sizes: Sequence[tuple[float, float]], frame: Box, taken: Sequence[Box]) -> list[Box]:
+    """Return a box of each size beside its mark: the nearest one that covers nothing, or else the least."""
+    order = sorted(range(len(marks)), key=lambda index: (-_crowd(marks, index), index))
     placed: dict[int, Box] = {}
     for index in order:
         words = [*placed.values(), *taken]
@@ -241,26 +239,25 @@ def _places(spots: Sequence[_Spot], frame: Box, taken: Sequence[Box]) -> list[Bo
             covered = 4 * sum(box.overlap(word) for word in words) + sum(box.overlap(mark) for mark in marks)
             return covered + 8 * box.outside(frame) + 0.02 * distance
 
-        placed[index] = min(_candidates(spots[index]), key=cost)[0]
-    return [placed[index] for index in range(len(spots))]
+        placed[index] = min(_candidates(marks[index], *sizes[index]), key=cost)[0]
+    return [placed[index] for index in range(len(marks))]
 
 
-def _crowd(spots: Sequence[_Spot], index: int) -> float:
-    own = spots[index]
-    distances = (math.hypot(spot.x - own.x, spot.y - own.y) for place, spot in enumerate(spots) if place != index)
+def _crowd(marks: Sequence[Box], index: int) -> float:
+    distances = [math.dist(mark.middle, marks[index].middle) for mark in marks]
     return sum(1 / (1 + distance) for distance in distances)
 
 
-def _candidates(spot: _Spot) -> Iterator[tuple[Box, float]]:
-    """Yield boxes around the spot with their distance from its mark, the nearest first."""
+def _candidates(mark: Box, width: float, height: float) -> Iterator[tuple[Box, float]]:
+    """Yield boxes around the mark with their distance from it, the nearest first."""
+    x, y = mark.middle
     for gap in _GAPS:
         for angle in _ANGLES:
-            x = spot.x + math.cos(angle) * (spot.radius + gap)
-            y = spot.y + math.sin(angle) * (spot.radius + gap)
+            across, up = math.cos(angle), math.sin(angle)
             # The box touches the circle of this radius with the side or corner that faces the point.
-            left = x - spot.width * (1 - math.cos(angle)) / 2
-            low = y - spot.height * (1 - math.sin(angle)) / 2
-            yield Box(left, low, left + spot.width, low + spot.height), gap
+            left = x + across * (mark.radius + gap) - width * (1 - across) / 2
+            low = y + up * (mark.radius + gap) - height * (1 - up) / 2
+            yield Box(left, low, left + width, low + height), gap
 
 
 def _figure_of(axes: Axes) -> Figure:

@@ -8,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
-from attn_zoo.report.figures.axes import draw_mark, draw_words, score_axis
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain, styled
 from attn_zoo.report.units import human_flops, human_number
@@ -93,7 +92,7 @@ def _draw_best_floor(panel: Axes, group: AccuracyGroup) -> None:
         name, value = list(group.marks.items())[-1]
         draw_mark(panel, value)
         is_low = value <= sum(panel.get_ylim()) / 2
-        draw_words(panel, value, plain(name.replace("_", " "), 24), is_above=is_low, is_right=True)
+        name_mark(panel, value, plain(name.replace("_", " "), 24), is_above=is_low, is_right=True)
 
 
 def _alt(score: LabelScore, group: AccuracyGroup) -> str:

@@ -17,8 +17,7 @@ from matplotlib.axes import Axes
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.efficiency import Efficiency
-from attn_zoo.report.ceilings import ceilings_words
-from attn_zoo.report.figures.axes import length_axis, log_axis, set_ticks
+from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
 from attn_zoo.report.figures.labels import (
     Box,
     EndLabel,
@@ -31,6 +30,7 @@ from attn_zoo.report.figures.labels import (
 from attn_zoo.report.figures.page import Page, Picture
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
+from attn_zoo.report.wording import ceilings_words
 
 __all__ = ["roofline_picture"]
 
@@ -114,22 +114,14 @@ def _draw_ceiling(axes: Axes, product: float, copy: float, source: str, colour: 
     (left, right), (bottom, _) = axes.get_xlim(), axes.get_ylim()
     ridge, start = product / copy, max(left, bottom / copy)
     axes.plot([start, ridge, right], [start * copy, product, product], color=colour, lw=width, zorder=1.2)
-    small: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": colour}
     words = f"products, {source}: {human_flops(product)}/s"
-    flat = axes.annotate(words, xy=(right, product), xytext=(-3, 3), ha="right", va="bottom", **small)
+    flat = annotate(axes, words, (right, product), (-3, 3), ha="right", va="bottom", color=colour)
     low, high, edge = axes.transData.transform([(start, start * copy), (ridge, product), (right, product)])
     words = f"copies, {source}: {human_bandwidth(copy)}"
     if math.hypot(*(high - low)) > 6 * len(words):
-        axes.annotate(
-            words,
-            xy=(math.sqrt(start * ridge), math.sqrt(start * copy * product)),
-            xytext=(-2, 3) if is_sheet else (2, -3),
-            rotation=math.degrees(math.atan2(*(high - low)[::-1])),
-            rotation_mode="anchor",
-            ha="center",
-            va="bottom" if is_sheet else "top",
-            **small,
-        )
+        middle = (math.sqrt(start * ridge), math.sqrt(start * copy * product))
+        offset, va = ((-2, 3), "bottom") if is_sheet else ((2, -3), "top")
+        annotate_along(axes, words, middle, offset, high - low, va=va, color=colour)
     ceiling = Box(float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
     return [Box.of(flat.get_window_extent()), ceiling, *_along(low, high, 6)]
 
@@ -164,17 +156,8 @@ def _draw_bytes(axes: Axes, rows: Rows, looks: Looks, ceilings: Ceilings) -> Non
     axes.set_title("Bytes that must move, per second", loc="left", pad=4)
     for rate, colour, width in zip(tops, (INK, MUTED), (1.4, 0.8), strict=False):
         axes.axhline(rate, color=colour, lw=width, zorder=1.2)
-    axes.annotate(
-        f"copies, measured: {human_bandwidth(tops[0])}",
-        xy=(0, tops[0]),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, -2),
-        textcoords="offset points",
-        va="top",
-        fontsize=8,
-        color=INK,
-    )
+    words = f"copies, measured: {human_bandwidth(tops[0])}"
+    annotate(axes, words, (0, tops[0]), (4, -2), is_share=True, va="top", color=INK)
     for label, series in rows.items():
         look = looks[label]
-        x, y = [row.seq_len for row in series], [row.bytes_per_s for row in series]
-        axes.plot(x, y, color=look.colour, ls=look.line, lw=1.6, marker=look.marker, ms=4.5, mec="white", mew=0.6)
+        draw_curve(axes, [(row.seq_len, row.bytes_per_s) for row in series], look, look.line)

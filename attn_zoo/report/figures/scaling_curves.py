@@ -15,14 +15,13 @@ from matplotlib.lines import Line2D
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.fits import Growth, Quantity, growth
 from attn_zoo.report.analysis.series import Point, Series
-from attn_zoo.report.figures.axes import length_axis, log_axis, set_ticks
+from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page, Picture, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
-from attn_zoo.report.statuses import outcome
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
-from attn_zoo.report.wording import held_words
+from attn_zoo.report.wording import held_words, outcome
 
 __all__ = ["memory_picture", "speed_up_picture", "time_picture"]
 
@@ -54,31 +53,6 @@ def _curves(one: PanelAnalysis, looks: Looks, value: Callable[[Point], float]) -
     return [curve for curve in every if curve.points]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Chart:
-    """What the three figures differ in.
-
-    Args:
-        stem: of the file name.
-        title: what the values are.
-        show: text of a value.
-        base: of the logarithmic axis.
-        values: everything that the axis must reach.
-        details: second line of the label at the end of each curve.
-        legend: what marks mean.
-        grown: fitted exponents, for the words.
-    """
-
-    stem: str
-    title: str
-    show: Callable[[float], str]
-    base: Literal[2, 10]
-    values: Sequence[float]
-    details: Sequence[str]
-    legend: Sequence[Line2D]
-    grown: Mapping[str, Growth]
-
-
 def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     """Return median time against length with intervals, slopes, crossings and failures; None without a point."""
     curves = _curves(one, looks, lambda point: point.median_ms)
@@ -88,42 +62,44 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
         (point.seq_len, end)
         for curve in curves
         for point in curve.series.points
-        for end in (point.median_ms, point.low_ms, point.high_ms, point.q1_ms, point.q3_ms)
+        for end in (point.median_ms, point.low_ms, point.high_ms, point.timing.q1_ms, point.timing.q3_ms)
         if end > 0
     ]
-    crossings = [crossing for crossing in one.crossings if crossing.is_fastest and crossing.result]
-    legend = [_marker("o", "median, 95 % interval, quartile band")]
-    if any(crossing.result and crossing.result.length for crossing in crossings):
+    crossings = {
+        crossing.label: crossing.result for crossing in one.crossings if crossing.is_fastest and crossing.result
+    }
+    legend = [_marker("median, 95 % interval, quartile band")]
+    if any(crossing.length for crossing in crossings.values()):
         words = f"crossover with {_baseline_name(one)}"
         legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
-    chart = _Chart(
-        stem="time",
-        title="Time against sequence length",
-        show=human_ms,
-        base=10,
-        values=[end for _, end in ends],
-        details=[_growth_words(one.time[curve.label], _wins(one, curve)) for curve in curves],
-        legend=legend,
-        grown=one.time,
-    )
 
     def draw(axes: Axes) -> None:
         _reference_slopes(axes, ends)
         for curve in curves:
             _draw_spread(axes, curve)
-        for crossing in crossings:
-            if crossing.result is None or crossing.result.length is None:
-                continue
-            curve = next(curve for curve in curves if curve.label == crossing.label)
-            interval = (crossing.result.low, crossing.result.high)
-            _draw_crossing(axes, curve, crossing.result.length, interval)
+            crossing = crossings.get(curve.label)
+            if crossing is not None and crossing.length is not None:
+                _draw_crossing(axes, curve, crossing.length, (crossing.low, crossing.high))
 
-    return _picture(one, looks, curves, chart, draw)
+    return _picture(
+        one,
+        looks,
+        curves,
+        name="time",
+        title="Time against sequence length",
+        show=human_ms,
+        base=10,
+        values=[end for _, end in ends],
+        labels=[_end_label(curve, _growth_words(one.time[curve.label]), _wins(one, curve)) for curve in curves],
+        legend=legend,
+        draw=draw,
+        grown=one.time,
+    )
 
 
 def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Picture | None:
-    """Return peak, extra or saved bytes against length; None where they were not measured."""
-    curves = _curves(one, looks, lambda point: float(getattr(point, quantity) or 0))
+    """Return peak or extra bytes against length; None where they were not measured."""
+    curves = _curves(one, looks, lambda point: float(getattr(point.memory, quantity) or 0))
     if not curves:
         return None
     grown = {curve.label: growth(curve.series, quantity) for curve in curves}
@@ -133,19 +109,21 @@ def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Pict
     kind, note = {
         "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
         "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
-        "saved_bytes": ("Memory kept for backward", "bytes saved by forward, inputs included"),
     }[quantity]
-    chart = _Chart(
-        stem=f"memory-{quantity.removesuffix('_bytes')}",
+    return _picture(
+        one,
+        looks,
+        curves,
+        name=f"memory-{quantity.removesuffix('_bytes')}",
         title=f"{kind} against sequence length",
         show=human_bytes,
         base=2,
         values=[value for _, value in points],
-        details=[_growth_words(grown[curve.label], "") for curve in curves],
-        legend=[_marker("o", note)],
+        labels=[_end_label(curve, _growth_words(grown[curve.label])) for curve in curves],
+        legend=[_marker(note)],
+        draw=lambda axes: _reference_slopes(axes, points),
         grown=grown,
     )
-    return _picture(one, looks, curves, chart, lambda axes: _reference_slopes(axes, points))
 
 
 def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
@@ -164,114 +142,126 @@ def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     curves = [curve for curve in _curves(one, looks, speed_up) if not is_baseline(curve)]
     if not curves:
         return None
-    ends = {curve.label: _speed_up_ends(curve, exact) for curve in curves}
-    last = [(curve, *curve.points[-1]) for curve in curves]
+    bars = [
+        (curve.look.colour, point.seq_len, (other.low_ms / point.high_ms, other.high_ms / point.low_ms))
+        for curve in curves
+        for point in curve.series.points
+        if (other := exact.get(point.seq_len)) is not None and point.high_ms > 0 and point.low_ms > 0
+    ]
+    labels = []
+    for curve in curves:
+        length, factor = curve.points[-1]
+        labels.append(_end_label(curve, f"{ratio(factor)} at {human_length(length)}", _wins(one, curve)))
     baseline = _baseline_name(one)
-    chart = _Chart(
-        stem="speedup",
+    labels.append(EndLabel(baseline, f"fastest exact kernel: {ratio(1)}", INK, max(exact), 1.0))
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(1.0, color=INK, lw=1.0, zorder=1)
+        for colour, length, ends in bars:
+            axes.plot([length] * 2, ends, color=colour, lw=1.3, solid_capstyle="butt")
+
+    return _picture(
+        one,
+        looks,
+        curves,
+        name="speedup",
         title=f"Speed-up over {baseline}",
         show=ratio,
         base=2,
         values=[
             1.0,
             *(value for curve in curves for _, value in curve.points),
-            *(end for bars in ends.values() for _, bar in bars for end in bar),
+            *(end for *_, bar in bars for end in bar),
         ],
-        details=[_listed(f"{ratio(factor)} at {human_length(n)}", _wins(one, curve)) for curve, n, factor in last],
-        legend=[_marker("o", "ratio of medians; bars: from the 95 % intervals")],
+        labels=labels,
+        legend=[_marker("ratio of medians; bars: from the 95 % intervals")],
+        draw=draw,
         grown={},
     )
-
-    def draw(axes: Axes) -> None:
-        axes.axhline(1.0, color=INK, lw=1.0, zorder=1)
-        for curve in curves:
-            for length, interval in ends[curve.label]:
-                axes.plot([length] * 2, interval, color=curve.look.colour, lw=1.3, solid_capstyle="butt")
-
-    reference = EndLabel(baseline, f"fastest exact kernel: {ratio(1)}", INK, max(exact), 1.0)
-    return _picture(one, looks, curves, chart, draw, reference)
-
-
-def _speed_up_ends(curve: _Curve, exact: Mapping[int, Point]) -> list[tuple[int, tuple[float, float]]]:
-    return [
-        (point.seq_len, (other.low_ms / point.high_ms, other.high_ms / point.low_ms))
-        for point in curve.series.points
-        if (other := exact.get(point.seq_len)) is not None and point.high_ms > 0 and point.low_ms > 0
-    ]
 
 
 def _picture(
     one: PanelAnalysis,
     looks: Looks,
     curves: Sequence[_Curve],
-    chart: _Chart,
+    *,
+    name: str,
+    title: str,
+    show: Callable[[float], str],
+    base: Literal[2, 10],
+    values: Sequence[float],
+    labels: Sequence[EndLabel],
+    legend: Sequence[Line2D],
     draw: Callable[[Axes], None],
-    reference: EndLabel | None = None,
+    grown: Mapping[str, Growth],
 ) -> Picture:
-    """Lay out strip, curves and labels; `draw` adds what belongs to one figure only."""
-    labels = [_end_label(curve, detail) for curve, detail in zip(curves, chart.details, strict=True)]
-    labels += [] if reference is None else [reference]
+    """Draw curves with labels at their ends below a strip of what failed.
+
+    Args:
+        one: the panel.
+        looks: of all labels.
+        curves: what is drawn.
+        name: start of the file name.
+        title: what the values are.
+        show: text of a value.
+        base: of the logarithmic axis.
+        values: everything that the axis must reach.
+        labels: at the ends of the curves.
+        legend: what marks mean.
+        draw: what belongs to one figure only.
+        grown: fitted exponents, for the words.
+    """
     failed = [series for series in one.panel.series if series.failures]
-    lengths = sorted(
-        {failure.seq_len for series in failed for failure in series.failures}
-        | {length for curve in curves for length, _ in curve.points}
-    )
+    lengths = {failure.seq_len for series in failed for failure in series.failures}
+    lengths |= {length for curve in curves for length, _ in curve.points}
     with styled():
-        page = Page(f"{chart.title}: {one.panel.title}", one.panel.subtitle)
+        page = Page(f"{title}: {one.panel.title}", one.panel.subtitle)
         names = max((text_size(_failed_words(series), STRIP_FONT)[0] for series in failed), default=0.0)
         right = min(3.4, max(label_room(labels), names + GAP + 0.14, 1.26))
         strip = page.panels(1 if failed else 0, height=STRIP_ROW * len(failed) + 0.04, right=right, below=0.0)
         (axes,) = page.panels(height=labels_height(labels, 3.5), right=right, below=0.62)
-        page.legend(chart.legend, left=0.72, colour=MUTED)
-        length_axis(axes, lengths)
+        page.legend(legend, left=0.72, colour=MUTED)
+        length_axis(axes, sorted(lengths))
         if failed:
             _draw_strip(strip[0], failed, looks, axes)
-        log_axis(axes, chart.values, chart.show, chart.base)
+        log_axis(axes, values, show, base)
         draw(axes)
         for curve in curves:
-            _draw_curve(axes, curve)
+            draw_curve(axes, curve.points, curve.look, curve.look.line, is_open=curve.series.is_simulated)
         draw_end_labels(axes, labels, is_below_strip=bool(failed))
-    words = [_alt(curve, chart) for curve in curves]
+    words = [_alt(curve, show, grown.get(curve.label)) for curve in curves]
     for series in failed:
         at = ", ".join(human_length(failure.seq_len) for failure in series.failures)
         words.append(f"{series.label}: {outcome(series.failures[0].status).legend} at {at}")
-    return page.picture(f"{chart.stem}-{one.panel.name}", "; ".join(words))
+    return page.picture(f"{name}-{one.panel.name}", "; ".join(words))
 
 
-def _alt(curve: _Curve, chart: _Chart) -> str:
+def _alt(curve: _Curve, show: Callable[[float], str], grown: Growth | None) -> str:
     """Return a curve in words: its ends and its exponent."""
     (first, start), (last, end) = curve.points[0], curve.points[-1]
-    words = f"{curve.label}: {chart.show(start)} at {human_length(first)}"
+    words = f"{curve.label}: {show(start)} at {human_length(first)}"
     if last != first:
-        words += f", {chart.show(end)} at {human_length(last)}"
-    grown = chart.grown.get(curve.label)
+        words += f", {show(end)} at {human_length(last)}"
     if grown is not None and grown.exponent is not None:
         words += f", exponent {grown.exponent.value:.2f}"
         words += f" (claimed {grown.claimed:g})" if grown.claimed is not None else ""
     return words
 
 
-def _marker(marker: str, words: str) -> Line2D:
-    return Line2D([], [], color=MUTED, marker=marker, ms=4, lw=1.2, label=words)
+def _marker(words: str) -> Line2D:
+    return Line2D([], [], color=MUTED, marker="o", ms=4, lw=1.2, label=words)
 
 
-def _end_label(curve: _Curve, detail: str) -> EndLabel:
-    length, value = curve.points[-1]
+def _end_label(curve: _Curve, *details: str) -> EndLabel:
     name = plain(curve.label) + (" (simulated)" if curve.series.is_simulated else "")
-    return EndLabel(name, detail, curve.look.colour, length, value)
+    return EndLabel(name, ", ".join(detail for detail in details if detail), curve.look.colour, *curve.points[-1])
 
 
-def _listed(*parts: str) -> str:
-    return ", ".join(part for part in parts if part)
-
-
-def _growth_words(grown: Growth, wins: str) -> str:
+def _growth_words(grown: Growth) -> str:
     claimed = grown.claimed
     if grown.exponent is not None:
-        words = f"$N^{{{grown.exponent.value:.2f}}}$" + (f" (claimed {claimed:g})" if claimed is not None else "")
-    else:
-        words = f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
-    return _listed(words, wins)
+        return f"$N^{{{grown.exponent.value:.2f}}}$" + (f" (claimed {claimed:g})" if claimed is not None else "")
+    return f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
 
 
 def _wins(one: PanelAnalysis, curve: _Curve) -> str:
@@ -287,29 +277,10 @@ def _baseline_name(one: PanelAnalysis) -> str:
     return plain(one.panel.baseline.label) if one.panel.baseline else "exact attention"
 
 
-def _draw_curve(axes: Axes, curve: _Curve) -> None:
-    """Draw line and markers; hollow markers for a simulated variant."""
-    x, y = zip(*curve.points, strict=True)
-    look, is_open = curve.look, curve.series.is_simulated
-    axes.plot(
-        x,
-        y,
-        color=look.colour,
-        ls=look.line,
-        lw=1.9,
-        marker=look.marker,
-        ms=5.5,
-        mec=look.colour if is_open else "white",
-        mfc="white" if is_open else look.colour,
-        mew=1.2 if is_open else 0.7,
-        zorder=3,
-    )
-
-
 def _draw_spread(axes: Axes, curve: _Curve) -> None:
     """Draw the 95 % interval of each median as a bar and the quartiles as a band."""
     points, colour = curve.series.points, curve.look.colour
-    low, high = ([max(getattr(point, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
+    low, high = ([max(getattr(point.timing, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
     axes.fill_between([point.seq_len for point in points], low, high, color=colour, alpha=0.15, lw=0, zorder=1.5)
     for point in points:
         axes.plot([point.seq_len] * 2, [max(point.low_ms, 1e-12), point.high_ms], color=colour, lw=1.6, zorder=2)
@@ -350,19 +321,8 @@ def _reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None
             continue
         axes.plot(ends, heights, color="#afb8c1", lw=1.0, ls=MARK, zorder=0.6)
         middle = math.sqrt(ends[0] * ends[1])
-        axes.annotate(
-            words,
-            xy=(middle, factor * middle**slope),
-            xytext=(0, -2 if slope == 1 else 2),
-            textcoords="offset points",
-            rotation=math.degrees(math.atan2(end[1] - start[1], end[0] - start[0])),
-            rotation_mode="anchor",
-            ha="center",
-            va="top" if slope == 1 else "bottom",
-            fontsize=7.8,
-            color=MUTED,
-            zorder=0.7,
-        )
+        offset, va = ((0, -2), "top") if slope == 1 else ((0, 2), "bottom")
+        annotate_along(axes, words, (middle, factor * middle**slope), offset, end - start, va=va, zorder=0.7)
 
 
 def _failed_words(series: Series) -> str:
@@ -385,14 +345,5 @@ def _draw_strip(axes: Axes, failed: Sequence[Series], looks: Looks, below: Axes)
         for failure in series.failures:
             marker = outcome(failure.status).marker
             axes.plot([failure.seq_len], [row], marker=marker, color=colour, ms=6.5, mew=1.8, clip_on=False)
-        axes.annotate(
-            _failed_words(series),
-            xy=(1, row),
-            xycoords=("axes fraction", "data"),
-            xytext=(72 * GAP, 0),
-            textcoords="offset points",
-            fontsize=STRIP_FONT,
-            color=colour,
-            va="center",
-            annotation_clip=False,
-        )
+        words, offset = _failed_words(series), (72 * GAP, 0)
+        annotate(axes, words, (1, row), offset, is_share=True, fontsize=STRIP_FONT, color=colour)

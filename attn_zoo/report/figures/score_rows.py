@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 
 from attn_zoo.report.analysis.floor import near_marks
-from attn_zoo.report.analysis.label_score import LabelScore
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
-from attn_zoo.report.figures.axes import score_axis
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
 from attn_zoo.report.figures.page import Page, Picture, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
-from attn_zoo.report.statuses import outcome
+from attn_zoo.report.wording import outcome
 
 __all__ = ["score_picture"]
 
@@ -73,29 +71,16 @@ def _draw_floors(axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metr
         level = rows - 0.5 + (0.1 + FLOOR_ROW * (index + 0.5)) / ROW
         axes.plot([value, value], [-0.5, level], color=MUTED, lw=1.0, ls=MARK, zorder=1)
         is_left_half = value < middle
-        axes.annotate(
-            f"{name} {metric.show(value)}",
-            xy=(value, level),
-            xytext=(4 if is_left_half else -4, 0),
-            textcoords="offset points",
-            ha="left" if is_left_half else "right",
-            va="center",
-            fontsize=8.2,
-            color=MUTED,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-        )
+        ha, offset = ("left", 4) if is_left_half else ("right", -4)
+        annotate(axes, f"{name} {metric.show(value)}", (value, level), (offset, 0), ha=ha, bbox=ON_WHITE)
 
 
 def _draw_row(axes: Axes, row: int, score: LabelScore, look: Look, words: str) -> None:
-    beside: dict[str, Any] = {
-        "xycoords": ("axes fraction", "data"),
-        "textcoords": "offset points",
-        "va": "center",
-        "annotation_clip": False,
-    }
-    name: dict[str, Any] = {"fontsize": NAME_FONT, "fontweight": "bold", "color": look.colour}
-    axes.annotate(plain(score.name, NAME_LETTERS), xy=(0, row), xytext=(-10, 0), ha="right", **name, **beside)
-    axes.annotate(words, xy=(1, row), xytext=(8, 0), ha="left", fontsize=WORDS_FONT, color=INK, **beside)
+    name, colour = plain(score.name, NAME_LETTERS), look.colour
+    annotate(
+        axes, name, (0, row), (-10, 0), is_share=True, ha="right", fontsize=NAME_FONT, fontweight="bold", color=colour
+    )
+    annotate(axes, words, (1, row), (8, 0), is_share=True, fontsize=WORDS_FONT, color=INK)
     for value in score.values.values():
         axes.plot([value], [row + 0.24], marker=look.marker, ms=4.5, color=look.colour, alpha=0.55, mew=0, zorder=3)
     if score.mean is None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 
-from matplotlib.axes import Axes
-
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.trials import Trial
-from attn_zoo.report.figures.axes import draw_words, score_axis, set_ticks
+from attn_zoo.report.figures.axes import draw_curve, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page, Picture
-from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Look, Looks, plain, styled
-from attn_zoo.report.statuses import outcome
+from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Looks, plain, styled
+from attn_zoo.report.wording import outcome
 
 __all__ = ["tuning_picture"]
 
@@ -47,7 +45,11 @@ def tuning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
         (axes,) = page.panels(height=max(3.0, 0.4 * len(curves)), right=0.2 + label_room(labels))
         axes.set_xscale("log")
         for key, curve in curves.items():
-            _draw_curve(axes, curve, looks[key[0]], is_dashed=bool(key[1]))
+            look = looks[key[0]]
+            draw_curve(axes, _scored(curve), look, DASHED if key[1] else SOLID)
+            for rate, trial in curve.items():
+                if trial.is_selected and trial.validation is not None:
+                    axes.plot([rate], [trial.validation], marker="o", ms=12, mfc="none", mec=look.colour, mew=1.5)
         lost = {key: curve for key, curve in curves.items() if len(_scored(curve)) < len(curve)}
         if lost:
             worst, best = max(values, key=metric.order), metric.best(values)
@@ -61,8 +63,8 @@ def tuning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
                 edges = [edge] * len(failed)
                 axes.plot(failed, edges, marker="x", ms=6, mew=1.8, lw=0, color=looks[key[0]].colour, zorder=4)
             trials = [trial for curve in lost.values() for trial in curve.values() if trial.validation is None]
-            reasons = sorted({outcome(run.status).word for trial in trials for run in trial.runs})
-            draw_words(axes, edge, f"no score: {', '.join(reasons)}", is_above=True)
+            reasons = sorted({outcome(run.record.status).word for trial in trials for run in trial.runs})
+            name_mark(axes, edge, f"no score: {', '.join(reasons)}", is_above=True)
         set_ticks(axes.xaxis, rates, lambda value: f"{value:g}")
         axes.set_xlabel("learning rate (base_lr)")
         score_axis(axes.yaxis, metric, f"validation {metric.axis}")
@@ -80,15 +82,6 @@ def tuning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
 
 def _scored(curve: dict[float, Trial]) -> list[tuple[float, float]]:
     return [(rate, trial.validation) for rate, trial in sorted(curve.items()) if trial.validation is not None]
-
-
-def _draw_curve(axes: Axes, curve: dict[float, Trial], look: Look, *, is_dashed: bool) -> None:
-    x, y = [rate for rate, _ in _scored(curve)], [value for _, value in _scored(curve)]
-    line = DASHED if is_dashed else SOLID
-    axes.plot(x, y, color=look.colour, lw=1.9, ls=line, marker=look.marker, ms=5.5, mec="white", mew=0.7)
-    for rate, trial in curve.items():
-        if trial.is_selected and trial.validation is not None:
-            axes.plot([rate], [trial.validation], marker="o", ms=12, mfc="none", mec=look.colour, mew=1.5)
 
 
 def _best_by_rate(trials: tuple[Trial, ...], group: AccuracyGroup) -> dict[float, Trial]:

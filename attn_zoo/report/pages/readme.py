@@ -34,15 +34,15 @@ def write_results_readme(folder: str | Path) -> Path:
 
 def readme_text(analysis: Analysis) -> str:
     """Return the Markdown text; figures are linked as `figures/NAME.svg`."""
-    frame = analysis.results.frame
-    started = sorted(text[:10] for text in frame["started"] if text)
+    observations = analysis.results.observations
+    started = sorted(one.record.started[:10] for one in observations if one.record.started)
     when = (
         "" if not started else f", measured {started[0]}" + (f" to {started[-1]}" if started[-1] != started[0] else "")
     )
     lines = [
         f"# {escape_markdown(analysis.title)}",
         "",
-        f"{len(frame)} cells{when}. Generated from the records in `cells/`; do not edit.",
+        f"{len(observations)} cells{when}. Generated from the records in `cells/`; do not edit.",
         "",
         *(f"- {escape_markdown(text)}" for text in findings(analysis)),
         "",

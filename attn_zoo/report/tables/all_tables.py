@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.learning import equal_cost_table
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
-from attn_zoo.report.analysis.task_means import overview_table
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.tables.efficiency_tables import efficiency_table, rate_table
 from attn_zoo.report.tables.growth_tables import crossover_table, exponent_table
-from attn_zoo.report.tables.outcome_tables import status_table
 from attn_zoo.report.tables.published import published_table, sources_table
-from attn_zoo.report.tables.score_list import score_table
-from attn_zoo.report.tables.score_tables import accuracy_table, cost_table
-from attn_zoo.report.tables.step_table import step_table
-from attn_zoo.report.tables.table import Table
-from attn_zoo.report.tables.time_tables import length_table, measurement_table
-from attn_zoo.report.tables.tuning_tables import pretraining_table, trials_table
-from attn_zoo.report.tables.turns_table import turns_table
+from attn_zoo.report.tables.score_tables import (
+    accuracy_table,
+    cost_table,
+    equal_cost_table,
+    overview_table,
+    pretraining_table,
+    score_table,
+    trials_table,
+)
+from attn_zoo.report.tables.table import Column, Table, text_column
+from attn_zoo.report.tables.time_tables import length_table, measurement_table, step_table, turns_table
+from attn_zoo.report.units import human_length
+from attn_zoo.report.wording import PASS_TITLES, outcome
 
-__all__ = ["long_tables", "make_tables", "summary_tables"]
+__all__ = ["long_tables", "make_tables", "status_table", "summary_tables"]
 
 
 def summary_tables(analysis: Analysis) -> list[Table]:
@@ -63,3 +66,47 @@ def make_tables(analysis: Analysis) -> list[Table]:
     rates = efficiency_table(analysis)
     long = [*([rates] if rates else []), *([measurement_table(analysis)] if analysis.panels else [])]
     return [*summary_tables(analysis), *long]
+
+
+def status_table(analysis: Analysis) -> Table:
+    """Return what did not run and why: one row per variant, outcome and reason, lengths joined."""
+    grouped: dict[tuple[str, ...], list[int]] = {}
+    for one in analysis.results.observations:
+        cell, record = one.cell, one.record
+        if record.status != "ok":
+            is_timed = cell.kind == "scaling"
+            what = PASS_TITLES.get(cell.pass_ or "", "") if is_timed else f"{cell.task} {cell.level or ''}".strip()
+            key = (one.label, record.status, what, cell.dtype, cell.device, record.reason)
+            grouped.setdefault(key, []).append(cell.seq_len or 0 if is_timed else 0)
+    fields = ("variant", "status", "what", "dtype", "device", "reason", "num_cells", "lengths")
+    rows = [
+        dict(zip(fields, (*key, len(lengths), _length_list(lengths)), strict=True))
+        for key, lengths in sorted(grouped.items())
+    ]
+    return Table(
+        name="status",
+        title="What did not run, and why",
+        note="" if rows else "Every cell gave a measurement.",
+        columns=(
+            text_column("variant", "variant", priority=0),
+            Column(
+                heading="outcome",
+                show=lambda row: outcome(row["status"]).legend,
+                brief=lambda row: outcome(row["status"]).word,
+                align="left",
+                priority=0,
+            ),
+            text_column("of", "what", priority=3),
+            text_column("lengths", "lengths", priority=1),
+            text_column("reason", "reason", priority=2),
+        ),
+        rows=tuple(rows),
+        fields_if_empty=fields,
+    )
+
+
+def _length_list(lengths: list[int]) -> str:
+    known = sorted({length for length in lengths if length})
+    if len(known) > 3:
+        return f"{human_length(known[0])} to {human_length(known[-1])} ({len(known)})"
+    return ", ".join(human_length(length) for length in known)

@@ -7,10 +7,9 @@ from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis, PanelAnalysis
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
-from attn_zoo.report.ceilings import ceilings_words
-from attn_zoo.report.tables.columns import number_column, text_column
-from attn_zoo.report.tables.table import Column, Row, Table
+from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_ms, percent
+from attn_zoo.report.wording import ceilings_words
 
 __all__ = ["efficiency_table", "rate_table"]
 
@@ -44,7 +43,6 @@ def rate_table(one: PanelAnalysis) -> Table | None:
         ),
         columns=(text_column("variant", "variant", priority=0), *columns),
         rows=tuple(rows),
-        fields=("variant", *map(str, lengths)),
     )
 
 
@@ -115,7 +113,6 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             text_column("doubt", "doubt", priority=6),
         ),
         rows=tuple(rows),
-        fields=tuple(rows[0]),
     )
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.fits import Crossing, Growth
-from attn_zoo.report.tables.columns import interval_column, number_column, text_column
-from attn_zoo.report.tables.table import Column, Row, Table
+from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import doubt_words
 
@@ -45,7 +44,7 @@ def exponent_table(analysis: Analysis) -> Table:
             text_column("lengths", "lengths", priority=5),
         ),
         rows=tuple(rows),
-        fields=tuple(rows[0]) if rows else ("variant", "quantity", "exponent", "claimed_exponent"),
+        fields_if_empty=("variant", "quantity", "exponent", "claimed_exponent"),
     )
 
 
@@ -145,7 +144,7 @@ def crossover_table(analysis: Analysis) -> Table:
             text_column("than", "against", priority=4),
         ),
         rows=tuple(rows),
-        fields=tuple(rows[0]) if rows else ("variant", "quantity", "against", "outcome", "crossing"),
+        fields_if_empty=("variant", "quantity", "against", "outcome", "crossing"),
     )
 
 

@@ -11,10 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from attn_zoo.errors import StoreError
-from attn_zoo.report.analysis.label_score import LabelScore
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
-from attn_zoo.report.tables.columns import text_column
-from attn_zoo.report.tables.table import Column, Row, Table
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.report.tables.table import Column, Row, Table, text_column
 
 __all__ = ["Model", "Source", "load_published", "parse_published", "published_table", "sources_table"]
 
@@ -113,7 +111,6 @@ def published_table(group: AccuracyGroup, variants: Mapping[str, str]) -> Table 
             text_column(f"ours ({group.setting.level})", "ours", priority=0.5),
         ),
         rows=tuple(rows),
-        fields=tuple(rows[0]),
     )
 
 
@@ -200,7 +197,6 @@ def sources_table(groups: Sequence[AccuracyGroup]) -> Table | None:
                 text_column("address", "url", priority=5),
             ),
             rows=tuple(rows),
-            fields=("name", "repository", "title", "setup", "url"),
         )
         if rows
         else None

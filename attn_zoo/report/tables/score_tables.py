@@ -1,25 +1,33 @@
-"""What training bought and what it cost: two tables for each group, one row per label and start."""
+"""Tables of scores: what training bought, what it cost, what was tuned, all tasks, and every score."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
-from attn_zoo.report.analysis.label_score import LabelScore
-from attn_zoo.report.analysis.score_groups import AccuracyGroup
-from attn_zoo.report.statuses import outcome
-from attn_zoo.report.tables.columns import interval_column, number_column, text_column
-from attn_zoo.report.tables.table import Column, Row, Table
-from attn_zoo.report.units import capital, human_bytes, human_flops, human_ms
+from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.learning import AXES, Axis, best_within, budgets, seed_curves
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval, pair
+from attn_zoo.report.analysis.task_means import Overview
+from attn_zoo.report.analysis.training_runs import TrainingRun
+from attn_zoo.report.measurements import COSTS, Measurement
+from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column
+from attn_zoo.report.units import capital, human_flops, human_ms
+from attn_zoo.report.wording import failure_words
 
-__all__ = ["accuracy_table", "cost_table", "failure_words", "floor_rows", "params_words"]
-
-
-def failure_words(score: LabelScore) -> str:
-    """Return what became of the runs without a score, such as `diverged 1 of 3`."""
-    counts = Counter(outcome(status).word for status, _ in score.failures)
-    return ", ".join(f"{word} {count} of {len(score.runs)}" for word, count in sorted(counts.items()))
+__all__ = [
+    "accuracy_table",
+    "cost_table",
+    "equal_cost_table",
+    "overview_table",
+    "params_words",
+    "pretraining_table",
+    "score_table",
+    "trials_table",
+]
 
 
 def params_words(score: LabelScore) -> str:
@@ -56,22 +64,15 @@ def _row(score: LabelScore) -> dict[str, Any]:
         "gain_over_floor": standing.gain if standing else None,
         "stands": standing.brief if standing else "",
         "verdict": standing.words if standing else "",
-        "failed": failure_words(score),
-        "num_params": score.num_params,
+        "failed": score.failed,
         "params": extra,
         "params_excess_frac": score.params_excess,
-        "train_flops": score.train_flops,
-        "pretrain_flops": score.pretrain_flops,
-        "train_s": score.train_s,
-        "pretrain_s": score.pretrain_s,
-        "tokens_per_s": score.tokens_per_s,
-        "train_peak_bytes": score.train_peak_bytes,
-        "padding_frac": score.padding_frac,
+        **score.costs,
         "is_time_shared": score.is_shared,
     }
 
 
-def floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
+def _floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
     """Return references, then chance and the floors, as rows of a table with these fields, best first."""
     empty: dict[str, Any] = dict.fromkeys(fields)
     known = sorted(group.references.items(), key=lambda mark: group.metric.order(mark[1]))
@@ -85,7 +86,6 @@ def floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
 def accuracy_table(group: AccuracyGroup) -> Table:
     """Return mean score over seeds with interval, beside floors and the exact baseline; best first."""
     rows = [_row(score) for score in group.ranked]
-    fields = tuple(rows[0]) if rows else ("variant", "score", "num_seeds")
     metric = group.metric
     against = f"vs {group.baseline}" if group.baseline else "vs exact"
     alike = " with the same start" if len(group.starts) > 1 else ""
@@ -117,8 +117,7 @@ def accuracy_table(group: AccuracyGroup) -> Table:
             text_column("best floor", "stands", priority=4),
             *([number_column("error of test size", "size_error", metric.show, priority=5)] if errors else []),
         ),
-        rows=(*rows, *floor_rows(group, fields)),
-        fields=fields,
+        rows=(*rows, *_floor_rows(group, tuple(rows[0]))),
     )
 
 
@@ -142,10 +141,10 @@ def cost_table(group: AccuracyGroup) -> Table:
         columns=(
             text_column("variant", "name", priority=0),
             number_column(group.metric.words, "score", group.metric.show, priority=0),
-            *(column for key, column in _COSTS.items() if any(row[key] is not None for row in rows)),
+            *(_cost_column(cost) for cost in COSTS if any(row[cost.name] is not None for row in rows)),
         ),
         rows=tuple(rows),
-        fields=tuple(rows[0]) if rows else ("variant", "score"),
+        fields_if_empty=("variant", "score"),
     )
 
 
@@ -155,32 +154,293 @@ def _seeds(row: Row) -> str:
     return f"{row['num_seeds']}" + (f" of {row['num_runs']}" if row["num_runs"] > row["num_seeds"] else "")
 
 
-def _params(row: Row) -> str:
-    if row["num_params"] is None:
-        return ""
-    return f"{row['num_params']:,.0f}" + (f" ({row['params']})" if row["params"] else "")
+def _cost_column(cost: Measurement) -> Column:
+    def show(row: Row) -> str:
+        if row[cost.name] is None:
+            return ""
+        extra = (
+            row["params"]
+            if cost.name == "num_params"
+            else "shared"
+            if cost.is_of_time and row["is_time_shared"]
+            else ""
+        )
+        return cost.show(row[cost.name]) + (f" ({extra})" if extra else "")
+
+    return Column(heading=cost.heading, show=show, sort=lambda row: row[cost.name], priority=cost.priority)
 
 
-def _time(row: Row, key: str) -> str:
-    return "" if row[key] is None else human_ms(1e3 * row[key]) + (" (shared)" if row["is_time_shared"] else "")
+def equal_cost_table(group: AccuracyGroup) -> Table | None:
+    """Return the validation score at equal steps, FLOPs and seconds; None where curves do not allow two labels."""
+    limits = budgets(group.scores)
+    if not limits:
+        return None
+    rows = []
+    for score in group.scores:
+        found: Mapping[Axis, list[float | None]] = {
+            axis: [best_within(curve, limits[axis], group.metric) for curve in seed_curves(score, "validation", axis)]
+            for axis in limits
+        }
+        means = {
+            axis: fmean(v for v in values if v is not None) if values and None not in values else None
+            for axis, values in found.items()
+        }
+        rows.append({"variant": score.name, **{f"at_{axis}": means.get(axis) for axis in AXES}})
+    rows.sort(key=lambda row: group.metric.order(row["at_" + next(iter(limits))]))  # type: ignore[arg-type]
+    headings = {
+        "steps": lambda value: f"at {value:,.0f} steps",
+        "flops": lambda value: f"at {human_flops(value)}",
+        "seconds": lambda value: f"at {human_ms(1e3 * value)}",
+    }
+    columns: list[Column] = [
+        number_column(headings[axis](limit), f"at_{axis}", group.metric.show, priority=0)
+        for axis, limit in limits.items()
+    ]
+    shared = " Times are of runs that shared their device." if group.is_shared and "seconds" in limits else ""
+    return Table(
+        name=f"equal-cost-{group.name}",
+        title=f"Validation at equal cost: {group.heading}",
+        note=(
+            f"{capital(group.how)}. "
+            "Best validation score within what every variant has spent, mean over seeds; self-pretraining counts as "
+            "spent. FLOPs and seconds of an evaluation are those of the whole run times its share of the steps."
+            + shared
+        ),
+        columns=(text_column("variant", "variant", priority=0), *columns),
+        rows=tuple(rows),
+        fields_if_empty=("variant",),
+    )
 
 
-def _speed(row: Row) -> str:
-    if row["tokens_per_s"] is None:
-        return ""
-    return f"{row['tokens_per_s']:,.0f}" + (" (shared)" if row["is_time_shared"] else "")
+def trials_table(group: AccuracyGroup) -> Table | None:
+    """Return every trial of every label with its validation score; None where nothing was tuned."""
+    if not group.setting.tuned:
+        return None
+    names = {(score.label, score.start): score.name for score in group.scores}
+    rows = []
+    for key, trials in group.trials.items():
+        for trial in trials:
+            validation, low, high = mean_with_interval([run.score.validation for run in trial.runs if run.score])
+            failed = [run.record.status for run in trial.runs if not run.score]
+            tests = [run.score.value for run in trial.runs if run.score]
+            rows.append(
+                {
+                    "variant": names[key],
+                    "trial": trial.words,
+                    "values": ", ".join(str(trial.values.get(name, "")) for name in group.setting.tuned),
+                    "validation": validation,
+                    "validation_low": low,
+                    "validation_high": high,
+                    "num_seeds": len(trial.scored),
+                    "test": fmean(tests) if tests and trial.is_selected else None,
+                    "failed": failure_words(failed, len(trial.runs)),
+                    "is_selected": trial.is_selected,
+                }
+            )
+    counts = sorted({len(trials) for trials in group.trials.values()})
+    how_many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return Table(
+        name=f"tuning-{group.name}",
+        title=f"Tuning: {group.heading}",
+        note=(
+            f"{capital(group.how)}. "
+            f"{how_many} trial{'s' if counts != [1] else ''} for each variant. Selected (*): best mean validation over "
+            "seeds, among those with most finished seeds; only its test score is shown."
+        ),
+        columns=(
+            text_column("variant", "variant", priority=0),
+            Column(heading=", ".join(group.setting.tuned), show=_trial, align="left", priority=0),
+            interval_column("validation", "validation", group.metric.show, priority=0, show_end=group.metric.end),
+            number_column("seeds", "num_seeds", "{:.0f}".format),
+            number_column("test", "test", group.metric.show, priority=1),
+            *([text_column("no score", "failed", priority=1)] if any(row["failed"] for row in rows) else []),
+        ),
+        rows=tuple(rows),
+        fields_if_empty=("variant", "trial", "validation"),
+    )
 
 
-_COSTS: Mapping[str, Column] = {
-    "num_params": Column(heading="parameters", show=_params, sort=lambda row: row["num_params"]),
-    "train_flops": number_column("compute", "train_flops", human_flops, priority=1.5),
-    "train_s": Column(heading="time", show=lambda row: _time(row, "train_s"), sort=lambda row: row["train_s"]),
-    "pretrain_flops": number_column("pretraining", "pretrain_flops", human_flops, priority=2.5),
-    "pretrain_s": Column(
-        heading="its time", show=lambda row: _time(row, "pretrain_s"), sort=lambda row: row["pretrain_s"], priority=2.6
-    ),
-    "tokens_per_s": Column(heading="tokens/s", show=_speed, sort=lambda row: row["tokens_per_s"], priority=2),
-    "train_peak_bytes": number_column("memory", "train_peak_bytes", human_bytes, priority=1.2),
-    "padding_frac": number_column("padding", "padding_frac", lambda value: f"{100 * value:.0f} %", priority=2.2),
-}
-"""Columns of the costs, each shown where at least one run knows it."""
+def _trial(row: Row) -> str:
+    return f"{row['values']} *" if row["is_selected"] else str(row["values"])
+
+
+def pretraining_table(group: AccuracyGroup) -> Table | None:
+    """Return scores from scratch beside self-pretrained ones, with the gain; None where only one of the two ran."""
+    others = [start for start in group.starts if start]
+    if not others or "" not in group.starts:
+        return None
+    labels = list(dict.fromkeys(score.label for score in group.ranked))
+    rows = [_gains(group, label, others) for label in labels]
+    metric = group.metric
+    columns: list[Column] = [
+        text_column("variant", "variant", priority=0),
+        interval_column("from scratch", "scratch", metric.show, priority=0, show_end=metric.end),
+    ]
+    for index, start in enumerate(others):
+        said = f" ({start})" if len(others) > 1 else ""
+        columns += [
+            interval_column(f"self-pretrained{said}", f"after_{index}", metric.show, priority=0, show_end=metric.end),
+            interval_column(f"gain, {metric.unit}", f"gain_{index}", metric.signed, priority=1),
+            number_column("more time", f"extra_s_{index}", lambda value: human_ms(1e3 * value), priority=2),
+        ]
+    learned = f" What was learned before: {others[0]}." if len(others) == 1 else ""
+    return Table(
+        name=f"pretraining-{group.name}",
+        title=f"From scratch and self-pretrained: {group.heading}",
+        note=(
+            f"{capital(group.how)}. "
+            "Self-pretraining learns from the inputs of the same training set before the labels are seen. Gain: better "
+            f"by so much, paired by seed, with its 95 % interval. More time: self-pretraining itself.{learned}"
+        ),
+        columns=tuple(columns),
+        rows=tuple(rows),
+        fields_if_empty=("variant", "scratch"),
+    )
+
+
+def _gains(group: AccuracyGroup, label: str, starts: list[str]) -> dict[str, Any]:
+    scratch = group.find(label)
+    row: dict[str, Any] = {"variant": label, **_interval("scratch", scratch)}
+    for index, start in enumerate(starts):
+        after = group.find(label, start)
+        gain = pair(after.runs, scratch.runs) if after and scratch else None
+        # Positive is better, whatever the direction of the metric.
+        ends = [None, None, None] if gain is None else [gain.mean, gain.low, gain.high]
+        if group.metric.is_lower_better:
+            ends = [None if end is None else -end for end in (ends[0], ends[2], ends[1])]
+        row |= {
+            f"start_{index}": start,
+            **_interval(f"after_{index}", after),
+            **dict(zip((f"gain_{index}", f"gain_{index}_low", f"gain_{index}_high"), ends, strict=True)),
+            f"extra_s_{index}": after.costs["pretrain_s"] if after else None,
+        }
+    return row
+
+
+def _interval(key: str, score: LabelScore | None) -> dict[str, Any]:
+    found = (score.mean, score.low, score.high) if score else (None, None, None)
+    return dict(zip((key, f"{key}_low", f"{key}_high"), found, strict=True))
+
+
+def overview_table(overview: Overview) -> Table:
+    """Return one row per label and one column per task; a missing score stays missing and enters no mean."""
+    everyone = sorted({*overview.labels, *overview.without})
+    show = overview.metric.show
+    rows: list[Row] = []
+    has_mean = len(overview.common) > 1
+    for label in sorted(everyone, key=lambda label: (overview.metric.order(overview.mean(label)), label)):
+        cells = {group.title: group.find(label, group.starts[0]) for group in overview.groups}
+        rows.append(
+            {
+                "variant": label,
+                "mean": overview.mean(label) if has_mean else None,
+                **{title: score.mean if score else None for title, score in cells.items()},
+                **{f"no score: {title}": score.failed if score else "" for title, score in cells.items()},
+            }
+        )
+    for name in ("best floor", "chance"):
+        marks = {group.title: _mark(group, name) for group in overview.groups}
+        shared = [marks[group.title] for group in overview.common]
+        known = [value for value in shared if value is not None]
+        mean = fmean(known) if has_mean and len(known) == len(shared) else None
+        rows.append({**dict.fromkeys(rows[0]), "variant": name, "mean": mean, **marks})
+    scope = overview.scope() if has_mean else "no mean: fewer than two tasks have a score of every variant"
+    return Table(
+        name=f"overview-{overview.name}",
+        title=f"{overview.metric.title} on all tasks, {overview.groups[0].setting.protocol}",
+        note=f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
+        columns=(
+            text_column("variant", "variant", priority=0),
+            *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
+            *(
+                _task_column(group.title, overview.metric, 1 + index / 100)
+                for index, group in enumerate(overview.groups)
+            ),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _mark(group: AccuracyGroup, name: str) -> float | None:
+    if name == "chance":
+        return group.chance
+    return group.metric.best(group.marks.values()) if group.marks else None
+
+
+def _task_column(title: str, metric: Metric, priority: float) -> Column:
+    def show(row: Row) -> str:
+        if row[title] is None:
+            return str(row[f"no score: {title}"] or "")
+        return metric.show(row[title])
+
+    return Column(heading=title, show=show, sort=lambda row: row[title], priority=priority)
+
+
+_SCORE_FIELDS = (
+    *("variant", "task", "level", "protocol", "overrides", "is_causal", "dtype", "device", "start", "trial"),
+    *("is_selected", "seed", "status", "metric", "part", "value", "num_items", "validation"),
+)
+
+
+def score_table(analysis: Analysis) -> Table:
+    """Return one row per run and, below it, one per entry of its breakdown; `part` is empty for the whole test set."""
+    rows = [row for group in analysis.accuracy for row in _group_rows(group)]
+    return Table(
+        name="scores",
+        title="All scores",
+        note="One row per training run; parts are scores for the test items with these properties.",
+        columns=(
+            text_column("variant", "variant", priority=0),
+            Column(heading="task", show=lambda row: f"{row['task']} {row['level']}", align="left", priority=1),
+            number_column("seed", "seed", "{:.0f}".format, priority=1),
+            text_column("start", "start", priority=3),
+            text_column("trial", "trial", priority=2),
+            text_column("part", "part", priority=0),
+            Column(heading="score", show=_score, sort=lambda row: row["value"], priority=0),
+            number_column("items", "num_items", "{:,.0f}".format, priority=2),
+            text_column("outcome", "status", priority=2),
+        ),
+        rows=tuple(rows),
+        fields_if_empty=_SCORE_FIELDS,
+    )
+
+
+def _score(row: Row) -> str:
+    return "" if row["value"] is None else Metric(row["metric"]).show(row["value"])
+
+
+def _group_rows(group: AccuracyGroup) -> list[dict[str, Any]]:
+    rows = []
+    for trials in group.trials.values():
+        for trial in trials:
+            for run in trial.runs:
+                common = _common(group, run) | {"trial": trial.words, "is_selected": trial.is_selected}
+                parts = [{"part": "", "value": run.value, "num_items": run.score.num_examples if run.score else None}]
+                parts += [_part(entry) for entry in (run.score.breakdown if run.score else ())]
+                rows += [{name: (common | part)[name] for name in _SCORE_FIELDS} for part in parts]
+    return rows
+
+
+def _common(group: AccuracyGroup, run: TrainingRun) -> dict[str, Any]:
+    setting = group.setting
+    return {
+        "variant": run.label,
+        "task": setting.task,
+        "level": setting.level,
+        "protocol": setting.protocol,
+        "overrides": setting.overrides,
+        "is_causal": setting.is_causal,
+        "dtype": setting.dtype,
+        "device": setting.device,
+        "start": run.start or "scratch",
+        "seed": run.seed,
+        "status": run.record.status,
+        "metric": group.metric.name,
+        "validation": run.score.validation if run.score else None,
+    }
+
+
+def _part(entry: Mapping[str, float]) -> dict[str, Any]:
+    axes = {name: value for name, value in entry.items() if name not in {"value", "num_items"}}
+    said = ", ".join(f"{name}={value:g}" for name, value in axes.items())
+    return {"part": said or json.dumps(axes), "value": entry.get("value"), "num_items": entry.get("num_items")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import pandas as pd
@@ -14,9 +15,24 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from attn_zoo.report.units import clean, shorten
+from attn_zoo.report.units import clean, human_ms, interval_ms, shorten
+from attn_zoo.report.wording import outcome
 
-__all__ = ["Column", "Table", "escape_markdown", "guard_frame", "to_csv", "to_latex", "to_markdown", "to_terminal"]
+__all__ = [
+    "Column",
+    "Row",
+    "Table",
+    "escape_markdown",
+    "guard_frame",
+    "interval_column",
+    "number_column",
+    "text_column",
+    "time_column",
+    "to_csv",
+    "to_latex",
+    "to_markdown",
+    "to_terminal",
+]
 
 Row = Mapping[str, Any]
 
@@ -57,7 +73,7 @@ class Table:
         note: below it: how to read it.
         columns: for people.
         rows: raw values with units in their keys; all rows have the same keys.
-        fields: the keys, so that an empty table still has a header.
+        fields_if_empty: keys of an empty table, so that its file still has a header.
     """
 
     name: str
@@ -65,11 +81,81 @@ class Table:
     note: str
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    fields: tuple[str, ...]
+    fields_if_empty: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Keys of the rows."""
+        return tuple(self.rows[0]) if self.rows else self.fields_if_empty
 
     def texts(self) -> list[list[str]]:
         """Return what people see, row by row."""
         return [[clean(column.show(row)) or MISSING for column in self.columns] for row in self.rows]
+
+
+def text_column(heading: str, key: str, priority: float = 1) -> Column:
+    """Return a column of text, to the left."""
+    return Column(heading=heading, show=lambda row: str(row[key] or ""), align="left", priority=priority)
+
+
+def number_column(heading: str, key: str, show: Callable[[float], str], priority: float = 1) -> Column:
+    """Return a column of one number; empty where it is None."""
+    return Column(
+        heading=heading,
+        show=lambda row: "" if row[key] is None else show(row[key]),
+        sort=lambda row: row[key],
+        priority=priority,
+    )
+
+
+def interval_column(
+    heading: str,
+    key: str,
+    show: Callable[[float], str],
+    priority: float = 1,
+    *,
+    show_end: Callable[[float], str] | None = None,
+) -> Column:
+    """Return a column of `value [low, high]`, brief `value`; the ends may be written shorter than the value."""
+    end = show_end or show
+
+    def full(row: Row) -> str:
+        if row[key] is None:
+            return ""
+        ends = (row[f"{key}_low"], row[f"{key}_high"])
+        return show(row[key]) + ("" if None in ends else f" [{end(ends[0])}, {end(ends[1])}]")
+
+    return Column(
+        heading=heading,
+        show=full,
+        brief=lambda row: "" if row[key] is None else show(row[key]),
+        sort=lambda row: row[key],
+        priority=priority,
+    )
+
+
+def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
+    """Return a column of a median time with its interval, or of what became of the cell that has none.
+
+    Args:
+        heading: above it.
+        suffix: of the keys `median_ms`, `low_ms` and `high_ms`.
+        priority: see `Column`.
+    """
+    median, low, high = (f"{name}_ms{suffix}" for name in ("median", "low", "high"))
+
+    def show(row: Row, is_brief: bool) -> str:
+        if row[median] is None:
+            return outcome(row["status"]).word
+        return human_ms(row[median]) if is_brief else interval_ms(row[median], row[low], row[high])
+
+    return Column(
+        heading=heading,
+        show=partial(show, is_brief=False),
+        brief=partial(show, is_brief=True),
+        sort=lambda row: row[median],
+        priority=priority,
+    )
 
 
 def guard_frame(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,76 +1,67 @@
-"""Time and memory by length: wide for people (variants down, lengths across), long for sorting and machines."""
+"""Tables of calls and training steps: by length, all measurements, steps, and what was timed in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from attn_zoo.report.analysis.analyse import Analysis, PanelAnalysis
+from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.series import Failure, Point, Series
-from attn_zoo.report.statuses import outcome
-from attn_zoo.report.tables.columns import number_column, text_column
-from attn_zoo.report.tables.table import Column, Row, Table
-from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, ratio, time_unit
-from attn_zoo.report.wording import doubt_words, held_words
+from attn_zoo.report.measurements import CALLS, token_rates
+from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column
+from attn_zoo.report.units import (
+    human_bytes,
+    human_length,
+    human_ms,
+    human_number,
+    interval_ms,
+    interval_rate,
+    ratio,
+)
+from attn_zoo.report.wording import doubt_words, held_words, outcome
+from attn_zoo.statistics import time_ratio
 
-__all__ = ["interval_ms", "length_table", "measurement_table", "outcomes"]
-
+__all__ = ["length_table", "measurement_table", "step_table", "turns_table"]
 
 _GRAPHS = "In parentheses, where a call is bound by its launches: the same call replayed from a CUDA graph, cache warm."
 
 
-def length_table(one: PanelAnalysis, quantity: str) -> Table:
-    """Return variants down, lengths across: median time with its interval, or peak memory.
-
-    Args:
-        one: the panel.
-        quantity: `"time"` or `"memory"`.
-    """
+def length_table(one: PanelAnalysis, quantity: Literal["time", "memory"]) -> Table:
+    """Return variants down, lengths across: median time with its interval, or peak memory."""
     panel = one.panel
-    lengths = sorted({found.seq_len for series in panel.series for found in outcomes(series)})
     rows: list[Row] = []
     for series in panel.series:
-        cells: dict[str, Any] = {str(found.seq_len): found for found in outcomes(series)}
-        rows.append({"variant": series.label, **{str(length): cells.get(str(length)) for length in lengths}})
+        cells = {str(found.seq_len): found for found in series.outcomes}
+        rows.append({"variant": series.label, **{str(length): cells.get(str(length)) for length in panel.lengths}})
     show, brief, sort = _CELLS[quantity]
-    columns = [text_column("variant", "variant", priority=0)]
-    for rank, length in enumerate(_by_importance(lengths)):
-        key = str(length)
-        columns.append(
-            Column(
-                heading=human_length(length),
-                show=partial(_at, key=key, show=show),
-                brief=partial(_at, key=key, show=brief),
-                sort=partial(_sort_at, key=key, sort=sort),
-                priority=1 + rank / (len(lengths) + 1),
-            )
+    ranks = {length: rank for rank, length in enumerate(_by_importance(panel.lengths))}
+    columns = [
+        Column(
+            heading=human_length(length),
+            show=partial(_at, key=str(length), show=show),
+            brief=partial(_at, key=str(length), show=brief),
+            sort=partial(_sort_at, key=str(length), sort=sort),
+            priority=1 + ranks[length] / (len(ranks) + 1),
         )
-    columns[1:] = sorted(
-        columns[1:], key=lambda column: [human_length(length) for length in lengths].index(column.heading)
-    )
-    words = {
+        for length in panel.lengths
+    ]
+    title, how_to_read = {
         "time": ("Time", "Median, with the 95 % interval of the median in brackets."),
         "memory": ("Peak memory", f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included."),
     }[quantity]
-    points = [point for series in panel.series for point in series.points] if quantity == "time" else []
-    graphs = _GRAPHS if any(point.graph_ms for point in points) else ""
+    points = panel.points if quantity == "time" else []
+    graphs = _GRAPHS if any(point.timing.graph_ms for point in points) else ""
     doubt = doubt_words(point.num_processes for point in points)
-    note = " ".join(filter(None, (words[1], doubt, graphs, f"{panel.subtitle}.")))
     return Table(
         name=f"{quantity}-{panel.name}",
-        title=f"{words[0]}, {panel.title}",
-        note=note,
-        columns=tuple(columns),
+        title=f"{title}, {panel.title}",
+        note=" ".join(filter(None, (how_to_read, doubt, graphs, f"{panel.subtitle}."))),
+        columns=(text_column("variant", "variant", priority=0), *columns),
         rows=tuple(rows),
-        fields=("variant", *map(str, lengths)),
+        fields_if_empty=("variant", *map(str, panel.lengths)),
     )
-
-
-def outcomes(series: Series) -> list[Point | Failure]:
-    """Return what became of every length, shortest first."""
-    found: list[Point | Failure] = [*series.points, *series.failures]
-    return sorted(found, key=lambda one: one.seq_len)
 
 
 def _by_importance(lengths: list[int]) -> list[int]:
@@ -96,35 +87,71 @@ def _sort_at(row: Row, key: str, sort: Callable[[Point], float | None]) -> float
     return sort(found) if isinstance(found, Point) else None
 
 
-def interval_ms(median_ms: float, low_ms: float, high_ms: float) -> str:
-    """Return median and interval in the unit of the median, such as `12.3 ms [12.1, 12.6]`."""
-    unit, factor = time_unit(median_ms)
-    median, low, high = (human_number(value * factor) for value in (median_ms, low_ms, high_ms))
-    return f"{median} {unit} [{low}, {high}]"
-
-
 def _time(point: Point) -> str:
     text = interval_ms(point.median_ms, point.low_ms, point.high_ms)
-    return f"{text} ({human_ms(point.graph_ms)})" if point.graph_ms else text
+    return f"{text} ({human_ms(point.timing.graph_ms)})" if point.timing.graph_ms else text
 
 
 def _memory(point: Point) -> str:
-    return "" if point.peak_bytes is None else human_bytes(point.peak_bytes)
+    return "" if point.memory.peak_bytes is None else human_bytes(point.memory.peak_bytes)
 
 
 _CELLS: Mapping[str, tuple[Callable[[Point], str], Callable[[Point], str], Callable[[Point], float | None]]] = {
-    "time": (
-        _time,
-        lambda point: human_ms(point.median_ms),
-        lambda point: point.median_ms,
-    ),
-    "memory": (_memory, _memory, lambda point: point.peak_bytes),
+    "time": (_time, lambda point: human_ms(point.median_ms), lambda point: point.median_ms),
+    "memory": (_memory, _memory, lambda point: point.memory.peak_bytes),
 }
+
+
+_TIMES = ("median_ms", "low_ms", "high_ms", "q1_ms", "q3_ms")
+_RATES = ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high")
+
+
+def _row(one: PanelAnalysis, series: Series, found: Point | Failure) -> dict[str, Any]:
+    """Return all that is known of one length: in files each of `CALLS` is a column, whatever a table shows of it."""
+    row: dict[str, Any] = {
+        "variant": series.label,
+        "pass": one.panel.title,
+        "settings": one.panel.subtitle,
+        "seq_len": found.seq_len,
+        "is_simulated": series.is_simulated,
+    }
+    extra = ("num_processes", "flops", "kernel", "flags", "is_compiled")
+    if isinstance(found, Failure):
+        names = (*_TIMES, *_RATES, *(each.name for each in CALLS), *extra)
+        return row | {"status": found.status, "reason": found.reason, **dict.fromkeys(names)}
+    rates = token_rates(found.record)
+    return row | {
+        "status": "ok",
+        "reason": "",
+        **{name: getattr(found.timing, name) for name in _TIMES},
+        **{name: rates.get(name) for name in _RATES},
+        **{each.name: each.read(found.record) for each in CALLS},
+        "num_processes": found.num_processes,
+        "flops": found.record.flops,
+        "kernel": found.kernel,
+        "flags": found.flags,
+        "is_compiled": found.is_compiled,
+    }
+
+
+def _rows(panels: Iterable[PanelAnalysis]) -> list[dict[str, Any]]:
+    return [_row(one, series, found) for one in panels for series in one.panel.series for found in series.outcomes]
+
+
+def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) -> list[Column]:
+    """Return a column for each of `CALLS` that a table shows and at least one row knows."""
+    shown = [each for each in CALLS if table in each.tables and any(row[each.name] is not None for row in rows)]
+    return [number_column(each.heading, each.name, each.show, priority=each.priority) for each in shown]
 
 
 def measurement_table(analysis: Analysis) -> Table:
     """Return every measured or failed length of every panel as one row."""
-    rows = [row for one in analysis.panels for row in _panel_rows(one)]
+    rows = []
+    for one in analysis.panels:
+        exact = {point.seq_len: point.median_ms for point in (one.panel.baseline.points if one.panel.baseline else ())}
+        for row in _rows([one]):
+            is_comparable = row["seq_len"] in exact and bool(row["median_ms"])
+            rows.append(row | {"speed_up": exact[row["seq_len"]] / row["median_ms"] if is_comparable else None})
     has_graphs = any(row["graph_ms"] for row in rows)
     graphs = " From a graph: the same call replayed from a CUDA graph, cache warm." if has_graphs else ""
     is_step = any(row["tokens_per_s"] for row in rows)
@@ -141,71 +168,144 @@ def measurement_table(analysis: Analysis) -> Table:
             text_column("variant", "variant", priority=0),
             text_column("pass", "pass", priority=0 if len(analysis.panels) > 1 else 5),
             number_column("length", "seq_len", human_length, priority=0),
-            Column(heading="time", show=_row_time, brief=_row_brief, sort=lambda row: row["median_ms"], priority=0),
-            *([number_column("from a graph", "graph_ms", human_ms, priority=4)] if has_graphs else []),
+            time_column("time", priority=0),
             number_column("speed-up", "speed_up", ratio, priority=3),
-            number_column("peak memory", "peak_bytes", human_bytes, priority=1),
-            number_column("extra memory", "extra_bytes", human_bytes, priority=5),
-            number_column("saved", "saved_bytes", human_bytes, priority=6),
+            *_measured(rows, "scaling"),
             number_column("processes", "num_processes", str, priority=5),
             text_column("kernel", "kernel", priority=7),
             text_column("flags", "flags", priority=8),
         ),
         rows=tuple(rows),
-        fields=tuple(rows[0]) if rows else ("variant", "pass", "seq_len", "status", "median_ms"),
+        fields_if_empty=("variant", "pass", "seq_len", "status", "median_ms"),
     )
 
 
-def _panel_rows(one: PanelAnalysis) -> list[Row]:
-    exact = {point.seq_len: point for point in (one.panel.baseline.points if one.panel.baseline else ())}
-    return [
-        {
-            "variant": series.label,
-            "pass": one.panel.title,
-            "settings": one.panel.subtitle,
-            "seq_len": found.seq_len,
-            **_measured(found, exact.get(found.seq_len)),
-            "is_simulated": series.is_simulated,
-        }
-        for series in one.panel.series
-        for found in outcomes(series)
+def step_table(analysis: Analysis) -> Table | None:
+    """Return one row for each variant and length of every panel of training steps, the fastest first; None without."""
+    panels = [one for one in analysis.panels if one.panel.pass_ == "step"]  # noqa: S105 - a word of ours
+    rows = [
+        row
+        for one in panels
+        for row in sorted(
+            _rows([one]), key=lambda row: (row["seq_len"], row["median_ms"] or float("inf"), row["variant"])
+        )
     ]
+    if not rows:
+        return None
+    doubt = doubt_words(row["num_processes"] for row in rows if row["num_processes"])
+    subtitles = " ".join(f"{text}." for text in dict.fromkeys(one.panel.subtitle for one in panels))
+    return Table(
+        name="steps",
+        title="Training steps",
+        note=(
+            "A step: forward, loss, backward, clipping and update. Median time, and tokens per second without padding "
+            f"(k: 1000), each with its 95 % interval. {doubt} Peak memory: weights, gradients, averages and data "
+            "included. Saved: what autograd keeps from forward to backward, weights and data included. First step: "
+            f"compilation included, of which a cache may have spared a part. {subtitles}"
+        ),
+        columns=(
+            text_column("variant", "variant", priority=0),
+            *([text_column("pass", "pass", priority=0)] if len(panels) > 1 else []),
+            number_column("length", "seq_len", human_length, priority=0),
+            Column(heading="mode", show=_mode, align="left", priority=3),
+            time_column("time", priority=0),
+            Column(
+                heading="tokens/s",
+                show=_rate,
+                brief=lambda row: _rate(row).partition(" [")[0],
+                sort=lambda row: row["tokens_per_s"],
+                priority=0,
+            ),
+            *_measured(rows, "steps"),
+        ),
+        rows=tuple(rows),
+    )
 
 
-_MEASURED = (
-    *(
-        "median_ms",
-        "low_ms",
-        "high_ms",
-        "q1_ms",
-        "q3_ms",
-        "tokens_per_s",
-        "tokens_per_s_low",
-        "tokens_per_s_high",
-        "num_processes",
-        "graph_ms",
-        "peak_bytes",
-        "extra_bytes",
-        "saved_bytes",
-        "flops",
-    ),
-    *("kernel", "flags"),
-)
+def _mode(row: Row) -> str:
+    return "" if row["is_compiled"] is None else "compiled" if row["is_compiled"] else "eager"
 
 
-def _measured(found: Point | Failure, exact: Point | None) -> dict[str, Any]:
-    if isinstance(found, Failure):
-        return {"status": found.status, "reason": found.reason, **dict.fromkeys((*_MEASURED, "speed_up"))}
-    speed_up = exact.median_ms / found.median_ms if exact is not None and found.median_ms > 0 else None
-    values = {name: getattr(found, name) for name in _MEASURED}
-    return {"status": "ok", "reason": "", **values, "speed_up": speed_up}
+def _rate(row: Row) -> str:
+    return "" if row["tokens_per_s"] is None else interval_rate(*(row[name] for name in _RATES))
 
 
-def _row_brief(row: Row) -> str:
-    return outcome(row["status"]).word if row["median_ms"] is None else human_ms(row["median_ms"])
+def turns_table(analysis: Analysis) -> Table | None:
+    """Return one row for each variant of each bundle, the fastest first; None where nothing was timed in turns."""
+    rows = [row for one in analysis.panels for row in _turn_rows(one)]
+    if not rows:
+        return None
+    again = ", and again in further processes" if any(row["num_processes"] > 1 for row in rows) else ""
+    several = ", of several processes the geometric mean of theirs" if again else ""
+    over = "over rounds and processes" if again else "over rounds"
+    return Table(
+        name="turns",
+        title="Timed in turns",
+        note=(
+            f"Each group was timed in one process, in rounds of one call each{again}. Beside the fastest: median over "
+            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}."
+        ),
+        columns=(
+            text_column("pass", "pass", priority=0),
+            number_column("length", "seq_len", human_length, priority=0),
+            text_column("variant", "variant", priority=0),
+            time_column("time", priority=1),
+            Column(
+                heading="beside the fastest",
+                show=_ratio,
+                brief=lambda row: _ratio(row).partition(" [")[0],
+                sort=lambda row: float(row["ratio"]),
+                priority=0,
+            ),
+            number_column("rounds", "num_rounds", str, priority=3),
+            text_column("kernel", "kernel", priority=4),
+        ),
+        rows=tuple(rows),
+    )
 
 
-def _row_time(row: Row) -> str:
-    if row["median_ms"] is None:
-        return outcome(row["status"]).word
-    return interval_ms(row["median_ms"], row["low_ms"], row["high_ms"])
+def _turn_rows(one: PanelAnalysis) -> list[dict[str, Any]]:
+    bundles: dict[tuple[int, str], list[Observation]] = {}
+    for turn in one.panel.turns:
+        bundles.setdefault((turn.cell.seq_len or 0, turn.record.bundle), []).append(turn)
+    rows = []
+    for (seq_len, bundle), members in sorted(bundles.items()):
+        timed = sorted(
+            ((each.record.timing, each) for each in members if each.record.timing is not None),
+            key=lambda pair: (pair[0].median_ms, pair[1].label),
+        )
+        fastest, fastest_label = timed[0][0], timed[0][1].label
+        for timing, turn in timed:
+            compared = time_ratio(
+                timing.samples_ms,
+                fastest.samples_ms,
+                is_paired=True,
+                sizes_a=timing.process_sizes,
+                sizes_b=fastest.process_sizes,
+            )
+            rows.append(
+                {
+                    "pass": one.panel.title,
+                    "settings": one.panel.subtitle,
+                    "seq_len": seq_len,
+                    "variant": turn.label,
+                    "median_ms": timing.median_ms,
+                    "low_ms": timing.low_ms,
+                    "high_ms": timing.high_ms,
+                    "fastest": fastest_label,
+                    "ratio": compared.value,
+                    "ratio_low": compared.low,
+                    "ratio_high": compared.high,
+                    "num_rounds": compared.num_pairs,
+                    "num_processes": max(1, len(timing.process_sizes)),
+                    "kernel": " + ".join(turn.record.kernels),
+                    "bundle": bundle,
+                }
+            )
+    return rows
+
+
+def _ratio(row: Row) -> str:
+    if row["variant"] == row["fastest"]:
+        return "fastest"
+    return f"{ratio(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"

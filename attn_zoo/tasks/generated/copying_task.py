@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
-from attn_zoo.tasks.floors.context_rules import context_floors, position_majority_floor
+from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority_floor
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, PartT, Rows
 
 __all__ = ["AbstractCopyingTask", "SymbolLevel", "copying_rows"]

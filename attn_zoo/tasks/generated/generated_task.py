@@ -10,7 +10,9 @@ occurred before are left out, so no example is in two splits.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +24,7 @@ from torch import Tensor
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractCachedTask, Split, SplitName, TaskSpec
 from attn_zoo.tasks.generated.draws import STREAMS, Draws, SplitSizes, Unseen
 
-__all__ = ["PAD", "AbstractGeneratedTask", "GeneratedLevel", "Part", "Rows"]
+__all__ = ["PAD", "AbstractGeneratedTask", "GeneratedLevel", "Part", "Rows", "grid"]
 
 PAD = 0
 """Padding of every generated task."""
@@ -63,6 +65,22 @@ class GeneratedLevel(Generic[PartT]):
     seed: int = 0
 
 
+def grid(part: Callable[..., PartT], num_examples: tuple[int, int, int], **fields: Any) -> tuple[PartT, ...]:
+    """Return a part for each combination of the values that are given as tuples, the first field slowest.
+
+    Args:
+        part: class of the parts.
+        num_examples: of train, validation and test, in every part.
+        fields: of the parts, each one value for all or a tuple of values.
+
+    >>> [part.seq_len for part in grid(Part, (100, 10, 10), seq_len=(8, 16))]
+    [8, 16]
+    """
+    sizes = dict(zip(("num_train", "num_validation", "num_test"), num_examples, strict=True))
+    values = [value if isinstance(value, tuple) else (value,) for value in fields.values()]
+    return tuple(part(**dict(zip(fields, chosen, strict=True)), **sizes) for chosen in itertools.product(*values))
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Examples of one part, without padding.
@@ -79,12 +97,7 @@ class Rows:
 
 
 class AbstractGeneratedTask(AbstractCachedTask, Generic[PartT]):
-    """A task that is drawn. Subclasses say how one part is drawn; `levels` holds `GeneratedLevel`s.
-
-    Args:
-        level: one of `levels`.
-        data_dir: not used.
-    """
+    """A task that is drawn. Subclasses say how one part is drawn; `levels` holds `GeneratedLevel`s."""
 
     config: GeneratedLevel[PartT]
 

@@ -1,30 +1,33 @@
-"""Bring the files of a `Source` from where it says they lie. The only place of the package that uses the network.
+"""Fetch the files of a `Source`. The only module of the package that uses the network.
 
-Files are checked before they get their place, and a manifest is written beside them.
+Files are checked before they get their place, and a manifest is written beside them. Datasets of the hub are fetched by
+`huggingface_hub`. Plain addresses need no optional package, so they are fetched by the standard library: resumed where
+the connection broke, never larger than allowed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import os
 import shutil
 import socket
 import tempfile
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from attn_zoo.errors import UnsupportedError
+from attn_zoo.errors import AttnZooError, UnsupportedError
 from attn_zoo.tasks.sources.archive import unpack
-from attn_zoo.tasks.sources.download import FetchError, download
 from attn_zoo.tasks.sources.manifest import Entry, describe, read_manifest, write_manifest
 from attn_zoo.tasks.sources.source import Source, fetched_dir
 from attn_zoo.whole_files import DISK_FULL
 
-__all__ = ["FetchError", "fetch", "target_of"]
+__all__ = ["FetchError", "download", "fetch", "target_of"]
 
 _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
 _FREE_ALLOWANCE = 64 * 2**20  # what a file may exceed its rough size by, at least
@@ -32,6 +35,19 @@ _KNOCK_S = 15.0
 _STAGING = ".fetch-"
 _ABANDONED_S = 24 * 3600.0
 _MAX_UNKNOWN = 32 * 2**30  # where nothing is known of the size
+_CHUNK = 2**20
+_ATTEMPTS = 4
+_TIMEOUT_S = 30.0
+_SAY_EVERY = 500 * 10**6  # bytes
+_BUSY = {408, 425, 429, 500, 502, 503, 504}  # what a server says that may answer a moment later
+
+
+class FetchError(AttnZooError):
+    """Data could not be fetched. Nothing is left behind."""
+
+
+class _BrokenError(Exception):
+    """The connection ended early, or the server is busy: worth another attempt."""
 
 
 def target_of(source: Source, data_dir: Path | None) -> Path:
@@ -210,3 +226,97 @@ def _checked(source: Source, got: Mapping[str, Path]) -> dict[str, Entry]:
             )
         entries[source.files[key]] = entry
     return entries
+
+
+def download(url: str, path: Path, *, max_bytes: int, say: Callable[[str], None] = lambda _: None) -> None:
+    """Write what lies at an address into a file.
+
+    A broken connection is resumed where it ended, if the server can do that and still has the same file; otherwise the
+    file is begun anew. After four attempts that is an error.
+
+    Args:
+        url: `https://...` or `http://...`.
+        path: of the file to write; it is removed if anything fails.
+        max_bytes: more is refused.
+        say: told now and then how far it is.
+
+    Raises:
+        FetchError: no network, no such file, too large, no room, or cut short again and again; one sentence.
+        OSError: the file cannot be written.
+    """
+    if urllib.parse.urlsplit(url).scheme not in {"http", "https"}:
+        raise FetchError(f"{url}: expected an address that begins with https://")
+    transfer = _Transfer(url, path, max_bytes, say)
+    try:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return transfer.resume()
+            except _BrokenError as error:
+                if attempt == _ATTEMPTS:
+                    raise FetchError(f"{url}: {error}; gave up after {_ATTEMPTS} attempts") from None
+            time.sleep(2.0 ** (attempt - 1))
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+class _Transfer:
+    """One file on its way."""
+
+    def __init__(self, url: str, path: Path, max_bytes: int, say: Callable[[str], None]) -> None:
+        self.url, self.path, self.max_bytes, self.say = url, path, max_bytes, say
+        self.num_bytes = 0
+        self.etag = ""  # the server's name for this version of the file; without one nothing is resumed
+
+    def resume(self) -> None:
+        """Transfer what is left of the file.
+
+        Raises:
+            _BrokenError: try again.
+            FetchError: trying again is of no use.
+        """
+        request = urllib.request.Request(self.url, headers={"User-Agent": "attn-zoo"})  # noqa: S310 - checked above
+        is_resumed = bool(self.etag and self.num_bytes)
+        if is_resumed:
+            request.add_header("Range", f"bytes={self.num_bytes}-")
+            request.add_header("If-Range", self.etag)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
+                self._receive(response, is_rest=is_resumed and response.status == 206)
+        except urllib.error.HTTPError as error:
+            with error:
+                said = f"the server answers {error.code} {error.reason}"
+                raise (_BrokenError(said) if error.code in _BUSY else FetchError(f"{self.url}: {said}")) from None
+        except urllib.error.URLError as error:
+            why = getattr(error.reason, "strerror", None) or error.reason
+            raise FetchError(f"{self.url}: cannot be reached, is there a network? ({why})") from None
+        except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
+            raise _BrokenError(f"the connection broke off ({type(error).__name__})") from None
+
+    def _receive(self, response: http.client.HTTPResponse, *, is_rest: bool) -> None:
+        """Write the answer to the end of the file (`is_rest`) or over it."""
+        headers = response.headers
+        if is_rest and not str(headers.get("Content-Range", "")).startswith(f"bytes {self.num_bytes}-"):
+            self.etag = ""
+            raise _BrokenError("the server sent another part than it was asked for")
+        start = self.num_bytes if is_rest else 0
+        length = headers.get("Content-Length")
+        expected = start + int(length) if length and length.isdecimal() else None
+        if expected is not None and expected > self.max_bytes:
+            raise FetchError(f"{self.url}: {expected} bytes, where at most {self.max_bytes} are expected")
+        if expected is not None and (free := shutil.disk_usage(self.path.parent).free) < expected - start:
+            raise FetchError(f"{self.url}: {expected - start} bytes do not fit, {free} are free")
+        etag = headers.get("ETag") or ""
+        self.etag = "" if etag.startswith("W/") else etag
+        self.num_bytes = start
+        with self.path.open("ab" if is_rest else "wb") as file:
+            while data := response.read(_CHUNK):
+                before, self.num_bytes = self.num_bytes, self.num_bytes + len(data)
+                if self.num_bytes > self.max_bytes:
+                    raise FetchError(f"{self.url}: more than {self.max_bytes} bytes, which is not the expected file")
+                file.write(data)
+                if self.num_bytes // _SAY_EVERY > before // _SAY_EVERY:
+                    whole = f" of {expected / 1e9:.1f}" if expected else ""
+                    self.say(f"  {self.num_bytes / 1e9:.1f}{whole} GB")
+        if expected is not None and self.num_bytes < expected:
+            raise _BrokenError(f"the connection broke off after {self.num_bytes} of {expected} bytes")

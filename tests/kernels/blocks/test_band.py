@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import listed_block_mask
 from attn_zoo.kernels.blocks.gather import pieces as block_pieces
-from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
+from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from tests.kernels.blocks.test_flex import dense_of
 from tests.kernels.blocks.test_gather import (
     BATCH,
     HEADS,
+    band_pattern,
     dense_attention,
     engine,
     make_inputs,
@@ -24,7 +26,7 @@ CASES = [(1, 4), (16, 3), (40, 0), (64, 40), (64, 500), (100, 5), (100, 16), (12
 
 
 def band(length: int, reach: int, is_causal: bool) -> BlockPattern:
-    return layout_pattern(band_layout(length, reach, 16, is_causal=is_causal), 1, ())
+    return band_pattern(length, reach, 16, is_causal=is_causal)
 
 
 @pytest.mark.parametrize(("length", "reach"), CASES)
@@ -33,8 +35,8 @@ def test_the_pattern_is_the_band(length: int, reach: int, is_causal: bool):
     pattern = band(length, reach, is_causal)
     distance = torch.arange(length)[:, None] - torch.arange(length)
     expected = (distance.abs() <= reach) & ((distance >= 0) | (not is_causal))
-    assert torch.equal(pattern.to_dense(), expected[None])
-    layout = band_layout(length, reach, 16, is_causal=is_causal)
+    assert torch.equal(pattern.to_dense(), expected[None, None])
+    layout = TokenLayout(query_len=length, reach=reach, block_size=16, is_causal=is_causal)
     assert pattern.num_pairs == layout.mean_pairs == int(expected.sum())
 
 
@@ -61,9 +63,9 @@ def test_equals_dense_attention(
 def test_no_row_of_a_mask_hides_everything(length: int, reach: int, is_causal: bool, has_padding: bool):
     # Which the inner step asks for: softmax over nothing is NaN. The filling of a last block may see no key at all.
     pattern = band(length, reach, is_causal)
-    pieces = block_pieces.Pieces(
-        make_inputs(pattern)[0], pattern, make_padding(length) if has_padding else None, None, has_scores=False
-    )
+    query, key, value = make_inputs(pattern)
+    call = BlockCall(query, key, value, make_padding(length) if has_padding else None, pattern)
+    pieces = block_pieces.Pieces(call, pattern, has_scores=False)
     for group in pieces.groups():
         for part in pieces.parts(group):
             for rows in part.pieces:
@@ -77,7 +79,7 @@ def test_no_row_of_a_mask_hides_everything(length: int, reach: int, is_causal: b
 @pytest.mark.parametrize("has_padding", [False, True])
 def test_block_masks_for_the_gpu_say_the_same(length: int, reach: int, is_causal: bool, has_padding: bool):
     pattern, padding = band(length, reach, is_causal), make_padding(length) if has_padding else None
-    expected = pattern.to_dense()[None].expand(BATCH, -1, -1, -1)
+    expected = pattern.to_dense().expand(BATCH, -1, -1, -1)
     if padding is not None:
         expected = expected & ~padding[:, None, None]
     assert torch.equal(dense_of(listed_block_mask(pattern, padding), BATCH).expand_as(expected), expected)

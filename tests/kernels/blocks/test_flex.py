@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from attn_zoo.kernels.blocks import flex as block_sparse_flex
-from attn_zoo.kernels.blocks.call import block_sparse_attention
-from attn_zoo.kernels.blocks.flex import flex_block_attention, global_block_mask, listed_block_mask
-from attn_zoo.kernels.blocks.layout import layout_pattern
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.call import BlockCall
+from attn_zoo.kernels.blocks.flex import flex_forward, global_block_mask, listed_block_mask
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.trace import recording
 from tests.kernels.blocks.test_gather import (
     BATCH,
+    DIM,
     HEADS,
     dense_attention,
+    drawn_pattern,
     make_inputs,
     make_layout,
     make_padding,
@@ -36,16 +39,14 @@ CASES = [
 
 
 def blocks_of(counts: Tensor | None, indices: Tensor | None, num_columns: int) -> Tensor:
-    """Return bool `[P, rows, columns]` from a block mask's lists."""
+    """Return bool `[B or 1, P, rows, columns]` from a block mask's lists."""
     assert counts is not None
     assert indices is not None
-    heads, rows = counts.shape[1:]
-    blocks = torch.zeros(heads, rows, num_columns, dtype=torch.bool)
-    for head in range(heads):
-        for row in range(rows):
-            for column in indices[0, head, row, : counts[0, head, row]].tolist():
-                assert not blocks[head, row, column]
-                blocks[head, row, column] = True
+    blocks = torch.zeros(*counts.shape, num_columns, dtype=torch.bool)
+    for entry, head, row in np.ndindex(*counts.shape):
+        for column in indices[entry, head, row, : counts[entry, head, row]].tolist():
+            assert not blocks[entry, head, row, column]
+            blocks[entry, head, row, column] = True
     return blocks
 
 
@@ -56,11 +57,11 @@ def dense_of(mask: BlockMask, batch_size: int) -> Tensor:
     partial = blocks_of(mask.kv_num_blocks, mask.kv_indices, columns)
     full = blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
     assert not (partial & full).any()
-    rows = partial.shape[1]
+    rows = partial.shape[2]
     assert torch.equal(partial, blocks_of(mask.q_num_blocks, mask.q_indices, rows).mT)
     assert torch.equal(full, blocks_of(mask.full_q_num_blocks, mask.full_q_indices, rows).mT)
     partial, full = (
-        x.repeat_interleave(size, 1).repeat_interleave(size, 2)[:, :num_queries, :num_keys] for x in (partial, full)
+        x.repeat_interleave(size, 2).repeat_interleave(size, 3)[:, :, :num_queries, :num_keys] for x in (partial, full)
     )
     batch, head = torch.arange(batch_size)[:, None, None, None], torch.zeros(1, 1, 1, 1, dtype=torch.long)
     query_at, key_at = torch.arange(num_queries)[:, None], torch.arange(num_keys)
@@ -69,7 +70,7 @@ def dense_of(mask: BlockMask, batch_size: int) -> Tensor:
 
 
 def expected_masks(pattern: BlockPattern, padding: Tensor | None) -> Tensor:
-    keep = pattern.to_dense()[None].expand(BATCH, -1, -1, -1)
+    keep = pattern.to_dense().expand(BATCH, -1, -1, -1)
     if padding is not None:
         keep = keep & ~padding[:, None, None]
     return keep[:, :, pattern.num_dense_rows * pattern.block_size :]
@@ -78,7 +79,7 @@ def expected_masks(pattern: BlockPattern, padding: Tensor | None) -> Tensor:
 @pytest.mark.parametrize(("length", "is_causal", "extra"), CASES)
 @pytest.mark.parametrize("has_padding", [False, True])
 def test_block_masks_say_the_pattern_both_ways(length: int, is_causal: bool, extra: int, has_padding: bool):
-    pattern = layout_pattern(make_layout(length, is_causal=is_causal, num_extra_tokens=extra), HEADS, (2, 1))
+    pattern = drawn_pattern(make_layout(length, is_causal=is_causal, num_extra_tokens=extra), HEADS, (2, 1))
     padding = make_padding(pattern.key_len) if has_padding else None
     expected = expected_masks(pattern, padding)
     split = pattern.num_global * pattern.block_size
@@ -93,7 +94,7 @@ def test_block_masks_say_the_pattern_both_ways(length: int, is_causal: bool, ext
 
 
 def test_block_masks_are_compact():
-    pattern = layout_pattern(make_layout(16 * 512), HEADS, (2, 1))
+    pattern = drawn_pattern(make_layout(16 * 512), HEADS, (2, 1))
     mask = listed_block_mask(pattern, None)
     for indices in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
         assert indices is not None
@@ -135,14 +136,14 @@ def test_parts_add_up(
     length: int, is_causal: bool, extra: int, has_padding: bool, has_slopes: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(block_sparse_flex, "_compiled", lambda: plain_kernel)
-    pattern = layout_pattern(make_layout(length, is_causal=is_causal, num_extra_tokens=extra), HEADS, (2, 1))
+    pattern = drawn_pattern(make_layout(length, is_causal=is_causal, num_extra_tokens=extra), HEADS, (2, 1))
     inputs = make_inputs(pattern, torch.float64)
     padding = make_padding(pattern.key_len) if has_padding else None
     slopes = torch.tensor([0.5, 0.1, 0.02], dtype=torch.float64) if has_slopes else None
 
     def run(tensors: list[Tensor]) -> Tensor:
         query, key, value = tensors
-        return flex_block_attention(query, key, value, pattern, key_padding_mask=padding, slopes=slopes)
+        return flex_forward(BlockCall(query, key, value, padding, pattern, slopes, scale=DIM**-0.5))
 
     with recording() as paths:
         output = run(inputs)
@@ -152,12 +153,12 @@ def test_parts_add_up(
 
 def test_merged_parts_have_the_right_gradient(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(block_sparse_flex, "_compiled", lambda: plain_kernel)
-    pattern = layout_pattern(make_layout(100), HEADS, (2, 1))
+    pattern = drawn_pattern(make_layout(100), HEADS, (2, 1))
     inputs = make_inputs(pattern, torch.float64)
 
     def run(tensors: list[Tensor]) -> Tensor:
         query, key, value = tensors
-        return flex_block_attention(query, key, value, pattern)
+        return flex_forward(BlockCall(query, key, value, None, pattern, scale=DIM**-0.5))
 
     expected = value_and_gradients(lambda x: dense_attention(x, pattern), inputs)
     for found, wanted in zip(value_and_gradients(run, inputs), expected, strict=True):
@@ -180,7 +181,7 @@ def test_merged_parts_have_the_right_gradient(monkeypatch: pytest.MonkeyPatch):
 def test_gpu_paths_agree_with_dense_attention(
     dtype: torch.dtype, backend: Any, length: int, is_causal: bool, has_padding: bool, has_slopes: bool
 ):
-    pattern = layout_pattern(make_layout(length, block_size=64, is_causal=is_causal), HEADS, (2, 1))
+    pattern = drawn_pattern(make_layout(length, block_size=64, is_causal=is_causal), HEADS, (2, 1))
     padding = make_padding(pattern.key_len) if has_padding else None
     slopes = torch.tensor([0.5, 0.1, 0.02]) if has_slopes else None
     generator = torch.Generator().manual_seed(0)
@@ -219,7 +220,7 @@ def test_gpu_paths_agree_with_dense_attention(
 def test_gpu_memory_is_linear_in_the_length():
     peaks = []
     for length in (1 << 14, 1 << 15):
-        pattern = layout_pattern(make_layout(length, block_size=64), HEADS, (2, 1)).to("cuda")
+        pattern = drawn_pattern(make_layout(length, block_size=64), HEADS, (2, 1)).to("cuda")
         query, key, value = (
             torch.randn(1, HEADS, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         )
@@ -234,7 +235,7 @@ def test_gpu_memory_is_linear_in_the_length():
 
 def test_lists_are_made_once_for_a_pattern():
     """Making them waits for the device, and a training step must not."""
-    pattern = layout_pattern(make_layout(256), 2, (0, 0))
+    pattern = drawn_pattern(make_layout(256), 2, (0, 0))
     paddings = [torch.zeros(1, 256, dtype=torch.bool) for _ in range(2)]
     for make in (listed_block_mask, global_block_mask):
         one, two = (make(pattern, padding) for padding in paddings)

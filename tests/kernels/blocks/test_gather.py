@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.blocks.call import block_sparse_attention
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.gather import pieces as block_pieces
-from attn_zoo.kernels.blocks.layout import BlockLayout, layout_pattern
+from attn_zoo.kernels.blocks.layout import BlockLayout, TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.trace import recording
 
@@ -28,6 +29,14 @@ def make_layout(query_len: int, **options: Any) -> BlockLayout:
         **options,
     }
     return BlockLayout(query_len=query_len, **sizes)
+
+
+def drawn_pattern(layout: BlockLayout, num_heads: int, key: tuple[int, int], device: str = "cpu") -> BlockPattern:
+    return replace(layout, num_heads=num_heads, seed=key[0], layer_index=key[1]).pattern(device)
+
+
+def band_pattern(length: int, reach: int, block_size: int, *, is_causal: bool) -> BlockPattern:
+    return TokenLayout(query_len=length, reach=reach, block_size=block_size, is_causal=is_causal).pattern()
 
 
 def make_inputs(pattern: BlockPattern, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
@@ -55,7 +64,7 @@ def dense_attention(
 ) -> Tensor:
     """Softmax under the dense mask, in the dtype of the inputs; rows that see nothing are zero."""
     query, key, value = inputs
-    keep = pattern.to_dense()[None]
+    keep = pattern.to_dense()
     if padding is not None:
         keep = keep & ~padding[:, None, None]
         key, value = (x.masked_fill(padding[:, None, :, None], 0.0) for x in (key, value))
@@ -90,7 +99,7 @@ def value_and_gradients(run: Callable[[list[Tensor]], Tensor], inputs: Sequence[
 def test_equals_dense_attention_in_float64(
     length: int, is_causal: bool, extra: int, has_padding: bool, has_slopes: bool
 ):
-    pattern = layout_pattern(make_layout(length, is_causal=is_causal, num_extra_tokens=extra), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(length, is_causal=is_causal, num_extra_tokens=extra), HEADS, (1, 0))
     inputs = make_inputs(pattern)
     padding = make_padding(pattern.key_len) if has_padding else None
     slopes = torch.tensor([0.5, 0.1, 0.02], dtype=torch.float64) if has_slopes else None
@@ -108,13 +117,13 @@ def test_equals_dense_attention_in_float64(
 @pytest.mark.parametrize("has_padding", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_error_in_working_dtypes_is_at_most_twice_the_plain_one(dtype: torch.dtype, has_padding: bool, is_causal: bool):
-    pattern = layout_pattern(make_layout(333, is_causal=is_causal), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(333, is_causal=is_causal), HEADS, (1, 0))
     inputs = make_inputs(pattern, dtype)
     padding = make_padding(pattern.key_len) if has_padding else None
     truth = value_and_gradients(lambda x: dense_attention(x, pattern, padding), [x.double() for x in inputs])
     plain = value_and_gradients(lambda x: dense_attention(x, pattern, padding), inputs)
     # In float32 PyTorch's fused backward is three times as far off as products and softmax are; it is a baseline too.
-    keep = pattern.to_dense()[None] if padding is None else pattern.to_dense()[None] & ~padding[:, None, None]
+    keep = pattern.to_dense() if padding is None else pattern.to_dense() & ~padding[:, None, None]
     keep = keep | ~keep.any(-1, keepdim=True)
     fused = value_and_gradients(lambda x: fused_attention(x, keep.expand(BATCH, -1, -1, -1), padding), inputs)
     actual = value_and_gradients(lambda x: engine(x, pattern, key_padding_mask=padding), inputs)
@@ -127,7 +136,7 @@ def test_error_in_working_dtypes_is_at_most_twice_the_plain_one(dtype: torch.dty
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 12, 1 << 14, 1 << 30])
 def test_size_of_the_pieces_does_not_matter(piece_bytes: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(block_pieces, "_CPU_PIECE_BYTES", piece_bytes)
-    pattern = layout_pattern(make_layout(150), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(150), HEADS, (1, 0))
     inputs, padding = make_inputs(pattern), make_padding(150)
     actual = value_and_gradients(lambda x: engine(x, pattern, key_padding_mask=padding), inputs)
     expected = value_and_gradients(lambda x: dense_attention(x, pattern, padding), inputs)
@@ -136,14 +145,14 @@ def test_size_of_the_pieces_does_not_matter(piece_bytes: int, monkeypatch: pytes
 
 
 def test_one_table_may_serve_all_heads():
-    pattern = layout_pattern(make_layout(150), 1, (1, 0))
+    pattern = drawn_pattern(make_layout(150), 1, (1, 0))
     inputs = make_inputs(pattern)
     torch.testing.assert_close(engine(inputs, pattern), dense_attention(inputs, pattern))
 
 
 @pytest.mark.parametrize("layout", ["heads last", "every other", "expanded"])
 def test_layout_of_the_inputs_does_not_matter(layout: str):
-    pattern = layout_pattern(make_layout(150), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(150), HEADS, (1, 0))
     inputs = make_inputs(pattern)
     if layout == "heads last":
         strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
@@ -157,7 +166,7 @@ def test_layout_of_the_inputs_does_not_matter(layout: str):
 
 
 def test_gradient_of_a_sum_is_accepted():
-    pattern = layout_pattern(make_layout(100), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(100), HEADS, (1, 0))
     inputs = [x.requires_grad_() for x in make_inputs(pattern)]
     found = torch.autograd.grad(engine(inputs, pattern).sum(), inputs)
     wanted = torch.autograd.grad(dense_attention(inputs, pattern).sum(), inputs)
@@ -167,7 +176,7 @@ def test_gradient_of_a_sum_is_accepted():
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
 def test_content_of_padding_does_not_matter(garbage: float):
-    pattern = layout_pattern(make_layout(150), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(150), HEADS, (1, 0))
     inputs, padding = make_inputs(pattern), make_padding(150)
     spoiled = [inputs[0], *(x.masked_fill(padding[:, None, :, None], garbage) for x in inputs[1:])]
     runs = [
@@ -183,7 +192,7 @@ def test_content_of_padding_does_not_matter(garbage: float):
 
 
 def test_future_tokens_do_not_leak():
-    pattern = layout_pattern(make_layout(150, is_causal=True), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(150, is_causal=True), HEADS, (1, 0))
     inputs = make_inputs(pattern)
     expected = engine(inputs, pattern)
     for cut in (1, 16, 37, 100, 149):
@@ -198,7 +207,7 @@ def test_future_tokens_do_not_leak():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dropout_has_the_gradient_of_what_it_computed(is_causal: bool):
-    pattern = layout_pattern(make_layout(40, is_causal=is_causal, block_size=8), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(40, is_causal=is_causal, block_size=8), HEADS, (1, 0))
     inputs, padding = make_inputs(pattern), make_padding(40)
     generator = torch.Generator().manual_seed(5)
     weights, *directions = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in [inputs[0], *inputs])
@@ -222,7 +231,7 @@ def test_dropout_has_the_gradient_of_what_it_computed(is_causal: bool):
 
 
 def test_dropout_keeps_the_mean_and_drops_the_right_share():
-    pattern = layout_pattern(make_layout(64, num_random_blocks=1, block_size=8), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(64, num_random_blocks=1, block_size=8), HEADS, (1, 0))
     query, key, _ = make_inputs(pattern)
     # With a constant value each output is the sum of the weights that were kept, divided by 1 - p.
     value = torch.ones_like(key)
@@ -242,7 +251,7 @@ def dense_weights_squared(query: Tensor, key: Tensor, pattern: BlockPattern) -> 
 
 
 def test_backward_repeats_bit_for_bit():
-    pattern = layout_pattern(make_layout(500), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(500), HEADS, (1, 0))
     inputs = make_inputs(pattern, torch.float32)
     first, second = (value_and_gradients(lambda x: engine(x, pattern), inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -251,7 +260,7 @@ def test_backward_repeats_bit_for_bit():
 def test_saved_tensors_are_linear_in_the_length():
     saved = []
     for length in (512, 1024, 2048):
-        pattern = layout_pattern(make_layout(length), HEADS, (1, 0))
+        pattern = drawn_pattern(make_layout(length), HEADS, (1, 0))
         inputs = [x.requires_grad_() for x in make_inputs(pattern, torch.float32)]
         sizes: list[int] = []
 
@@ -268,7 +277,7 @@ def test_saved_tensors_are_linear_in_the_length():
 
 
 def test_a_named_backend_is_never_replaced():
-    pattern = layout_pattern(make_layout(64), HEADS, (1, 0))
+    pattern = drawn_pattern(make_layout(64), HEADS, (1, 0))
     inputs = make_inputs(pattern)
     with pytest.raises(UnsupportedError, match="CUDA") as caught:
         engine(inputs, pattern, backend="flex")
@@ -279,7 +288,7 @@ def test_a_named_backend_is_never_replaced():
 
 
 def test_a_pattern_for_other_sizes_is_refused():
-    pattern = layout_pattern(make_layout(64), HEADS, (1, 0))
-    inputs = make_inputs(layout_pattern(make_layout(65), HEADS, (1, 0)))
-    with pytest.raises(ValueError, match="L = 65, S = 65, H = 3; got L = 64, S = 64, H = 3"):
+    pattern = drawn_pattern(make_layout(64), HEADS, (1, 0))
+    inputs = make_inputs(drawn_pattern(make_layout(65), HEADS, (1, 0)))
+    with pytest.raises(ValueError, match="L = 65, S = 65, H = 3, B = 2; got L = 64, S = 64, H = 3"):
         engine(inputs, pattern)

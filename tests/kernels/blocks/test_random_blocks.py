@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_zoo.kernels.blocks.random_blocks import Candidates, counter_bits, permuted_blocks, uniform_blocks
+from attn_zoo.kernels.blocks.layout import Candidates, counter_bits, permuted_blocks, uniform_blocks
 
 
 def candidates(num_blocks: int, first: int, reach: int) -> Candidates:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.blocks.call import block_sparse_attention, why_not_triton
-from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.call import why_not_triton
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
-from tests.kernels.blocks.test_gather import make_layout, value_and_gradients
+from tests.kernels.blocks.test_gather import band_pattern, drawn_pattern, make_layout, value_and_gradients
 from tests.kernels.blocks.test_triton_dropout import kept_factor
 from tests.kernels.interpreter import run_interpreted
 
@@ -41,7 +41,7 @@ def dense_attention(
     Its weights are multiplied by `factor` `[B, H, L, S]`, which is dropout.
     """
     query, key, value = inputs
-    keep = pattern.to_dense()[None]
+    keep = pattern.to_dense()
     if padding is not None:
         keep = keep & ~padding[:, None, None]
         key, value = (x.masked_fill(padding[:, None, :, None], 0.0) for x in (key, value))
@@ -97,14 +97,14 @@ def check_against_dense(
 
 
 def refusal(query: Tensor, pattern: BlockPattern, **options: Any) -> str:
-    reason = why_not_triton(query, pattern, **options)
+    reason = why_not_triton(query.device, query.dtype, query.shape[-1], pattern.block_size, **options)
     assert reason is not None
     return reason
 
 
 def test_without_a_gpu_a_named_backend_is_refused_and_auto_gathers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    pattern = layout_pattern(make_layout(64), 1, (1, 0))
+    pattern = drawn_pattern(make_layout(64), 1, (1, 0))
     query = torch.randn(1, 1, 64, 16)
     with pytest.raises(UnsupportedError, match="'triton' needs a CUDA device; got cpu") as caught:
         block_sparse_attention(query, query, query, pattern, backend="triton")
@@ -117,12 +117,12 @@ def test_without_a_gpu_a_named_backend_is_refused_and_auto_gathers(monkeypatch: 
 def test_what_the_kernels_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    pattern, query = layout_pattern(make_layout(64), 1, (1, 0)), torch.randn(1, 1, 64, 16)
-    assert why_not_triton(query, pattern) is None
+    pattern, query = drawn_pattern(make_layout(64), 1, (1, 0)), torch.randn(1, 1, 64, 16)
+    assert why_not_triton(query.device, query.dtype, 16, 16) is None
     assert "got torch.float64" in refusal(query.double(), pattern)
     assert "head_dim in (16, 32, 64, 128); got 8" in refusal(query[..., :8], pattern)
     assert "head_dim in (16, 32, 64, 128); got 24" in refusal(torch.randn(1, 1, 64, 24), pattern)
-    small = layout_pattern(make_layout(64, block_size=8), 1, (1, 0))
+    small = drawn_pattern(make_layout(64, block_size=8), 1, (1, 0))
     assert "block_size in (16, 32, 64, 128); got 8" in refusal(query, small)
     assert "scale > 0" in refusal(query, pattern, scale=-1.0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -130,17 +130,14 @@ def test_what_the_kernels_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
-    class OnGpu:
-        device, dtype, shape = torch.device("cuda"), torch.float32, (1, 1, 64, 16)
-
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    query: Any = OnGpu()
-    pattern = layout_pattern(make_layout(64), 1, (1, 0))
-    assert "compute capability 8.0; got 7.5" in refusal(query, pattern)
+    reason = why_not_triton(torch.device("cuda"), torch.float32, 16, 16)
+    assert reason is not None
+    assert "compute capability 8.0; got 7.5" in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert why_not_triton(query, pattern) is None
+    assert why_not_triton(torch.device("cuda"), torch.float32, 16, 16) is None
 
 
 @pytest.mark.triton
@@ -181,7 +178,7 @@ def test_gpu_agrees_with_dense_attention(
     has_padding: bool,
     has_slopes: bool,
 ):
-    pattern = layout_pattern(make_layout(length, block_size=block_size, **options), 3, (2, 1))
+    pattern = drawn_pattern(make_layout(length, block_size=block_size, **options), 3, (2, 1))
     padding = make_padding(2, pattern.key_len) if has_padding else None
     slopes = torch.tensor([0.5, 0.1, 0.02]) if has_slopes else None
     check_against_dense(
@@ -194,7 +191,7 @@ def test_gpu_agrees_with_dense_attention(
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("reach", [1, 40, 128])
 def test_gpu_bands_agree_with_dense_attention(dtype: torch.dtype, is_causal: bool, reach: int):
-    pattern = layout_pattern(band_layout(500, reach, 64, is_causal=is_causal), 1, ())
+    pattern = band_pattern(500, reach, 64, is_causal=is_causal)
     padding = make_padding(2, 500)
     check_against_dense(on_gpu(pattern, padding, None), make_inputs(pattern, (2, 3, 64), dtype), pattern, padding)
 
@@ -208,7 +205,7 @@ def test_gpu_bands_agree_with_dense_attention(dtype: torch.dtype, is_causal: boo
 def test_gpu_dropout_agrees_weight_by_weight(
     dtype: torch.dtype, length: int, options: dict[str, Any], has_padding: bool
 ):
-    pattern = layout_pattern(make_layout(length, block_size=64, **options), 3, (2, 1))
+    pattern = drawn_pattern(make_layout(length, block_size=64, **options), 3, (2, 1))
     padding = make_padding(2, pattern.key_len) if has_padding else None
     torch.manual_seed(7)
     seed = int(torch.randint(1 << 62, (1,), device="cuda"))
@@ -251,7 +248,7 @@ def attend(inputs: Sequence[Tensor], pattern: BlockPattern, backend: Any = "trit
 
 
 def gpu_inputs(length: int, num_heads: int = 4, head_dim: int = 64) -> tuple[BlockPattern, list[Tensor]]:
-    pattern = layout_pattern(make_layout(length, block_size=64, num_random_blocks=3), num_heads, (2, 1))
+    pattern = drawn_pattern(make_layout(length, block_size=64, num_random_blocks=3), num_heads, (2, 1))
     inputs = make_inputs(pattern, (1, num_heads, head_dim), torch.bfloat16)
     return pattern.to("cuda"), [x.cuda().requires_grad_() for x in inputs]
 

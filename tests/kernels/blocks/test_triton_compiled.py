@@ -14,10 +14,12 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 pytestmark = pytest.mark.triton
 
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of sm_90, for one program
-FLAGS = ("is_causal", "is_ragged", "has_reach", "has_padding", "has_slopes", "has_dropout")
+FLAGS = ("is_causal", "is_ragged", "has_batch_tables", "has_padding", "has_slopes", "has_dropout")
+NO_RULE = {"reach": -1, "dilation": 1, "stride": 0, "num_global_tokens": 0}
+RULE = {"reach": 40, "dilation": 3, "stride": 64, "num_global_tokens": 5}
 TOKENS = {"query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"}
 FLOATS = {"lse", "delta", "part", "part_lse", "key_part", "value_part"}
-TABLES = {"indices", "counts", "rows", "row_counts"}
+TABLES = {"indices", "counts", "rows", "row_starts"}
 OTHERS = {"padding": "*u8", "slopes": "*fp32", "seed": "*i64", "keep_scale": "fp32", "scale": "fp32"}
 OPTIONAL = {"padding": "has_padding", "slopes": "has_slopes", "seed": "has_dropout"}
 ALIGNED = [["tt.divisibility", 16]]
@@ -81,6 +83,7 @@ def build(
         "block_m": tiles.block_m,
         "block_n": tiles.block_n,
         "head_dim": head_dim,
+        **(RULE if "rule" in flags else NO_RULE),
         **{flag: flag in flags for flag in FLAGS},
     }
     constants |= {name: None for name, flag in OPTIONAL.items() if flag not in flags}
@@ -103,7 +106,7 @@ def test_it_compiles_for_hopper(name: Any, head_dim: int, flags: tuple[str, ...]
 @pytest.mark.parametrize("name", ["forward", "query_gradient", "key_gradient"])
 @pytest.mark.parametrize(("dtype", "block_size", "head_dim"), [("fp32", 64, 32), ("fp16", 128, 64)])
 def test_other_kinds_compile(name: Any, dtype: str, block_size: int, head_dim: int, tmp_path: Path):
-    flags = FLAGS if dtype == "fp16" else ()
+    flags = (*FLAGS, "rule") if dtype == "fp16" else ()
     built = build(name, head_dim, flags, dtype=dtype, block_size=block_size)
     assert built.metadata.shared <= SHARED_BYTES
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.blocks.call import block_sparse_attention
-from attn_zoo.kernels.blocks.layout import band_layout, layout_pattern
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
-from tests.kernels.blocks.test_gather import make_layout, value_and_gradients
+from tests.kernels.blocks.test_gather import band_pattern, drawn_pattern, make_layout, value_and_gradients
 from tests.kernels.blocks.test_triton import check_against_dense, dense_attention, make_inputs, make_padding
 from tests.kernels.blocks.test_triton_dropout import kept_factor
 from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
@@ -67,7 +66,7 @@ def engine(
     ],
 )
 def test_layouts(length: int, options: dict[str, Any], has_padding: bool, has_slopes: bool):
-    pattern = layout_pattern(make_layout(length, **{"num_random_blocks": 1, **options}), 2, (1, 0))
+    pattern = drawn_pattern(make_layout(length, **{"num_random_blocks": 1, **options}), 2, (1, 0))
     padding = make_padding(1, pattern.key_len) if has_padding else None
     slopes = SLOPES if has_slopes else None
     check_against_dense(engine(pattern, padding, slopes), make_inputs(pattern, (1, 2, 16)), pattern, padding, slopes)
@@ -75,7 +74,7 @@ def test_layouts(length: int, options: dict[str, Any], has_padding: bool, has_sl
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_bands(is_causal: bool):
-    pattern = layout_pattern(band_layout(70, 20, 16, is_causal=is_causal), 1, ())
+    pattern = band_pattern(70, 20, 16, is_causal=is_causal)
     check_against_dense(engine(pattern), make_inputs(pattern, (1, 2, 16)), pattern)
 
 
@@ -112,7 +111,7 @@ def test_any_pattern(seed: int):
 )
 def test_dropout(length: int, options: dict[str, Any], has_padding: bool, dropout_p: float):
     """The same weights are dropped forward and backward, in listed and in dense rows and in global columns."""
-    pattern = layout_pattern(make_layout(length, **{"num_random_blocks": 1, **options}), 2, (1, 0))
+    pattern = drawn_pattern(make_layout(length, **{"num_random_blocks": 1, **options}), 2, (1, 0))
     padding = make_padding(2, pattern.key_len) if has_padding else None
     torch.manual_seed(7)
     seed = int(torch.randint(1 << 62, (1,)))
@@ -133,7 +132,7 @@ def test_dropout(length: int, options: dict[str, Any], has_padding: bool, dropou
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype: torch.dtype):
-    pattern = layout_pattern(make_layout(83, num_random_blocks=1), 1, (1, 0))
+    pattern = drawn_pattern(make_layout(83, num_random_blocks=1), 1, (1, 0))
     check_against_dense(engine(pattern), make_inputs(pattern, (1, 1, 32), dtype), pattern)
 
 
@@ -144,13 +143,13 @@ def test_tiles_smaller_than_blocks(block_m: int, block_n: int, monkeypatch: pyte
     tiles = block_triton_launch.Tiles(block_m, block_n, 4, 3)
     monkeypatch.setattr(block_triton_launch, "tiles_of", lambda *_: tiles)
     layout = make_layout(110, block_size=32, num_global_blocks=1, num_random_blocks=1, is_causal=True)
-    pattern = layout_pattern(layout, 1, (1, 0))
+    pattern = drawn_pattern(layout, 1, (1, 0))
     check_against_dense(engine(pattern), make_inputs(pattern, (1, 1, 16)), pattern)
 
 
 @pytest.mark.parametrize("order", ["heads last", "expanded"])
 def test_strides_do_not_matter(order: str):
-    pattern = layout_pattern(make_layout(64, num_global_blocks=1, num_random_blocks=1), 1, (1, 0))
+    pattern = drawn_pattern(make_layout(64, num_global_blocks=1, num_random_blocks=1), 1, (1, 0))
     inputs = make_inputs(pattern, (2, 2, 16))
     if order == "heads last":
         strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
@@ -165,7 +164,7 @@ def test_strides_do_not_matter(order: str):
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 def test_content_of_padding_does_not_matter(garbage: float):
-    pattern = layout_pattern(make_layout(64, num_global_blocks=1, num_random_blocks=1), 1, (1, 0))
+    pattern = drawn_pattern(make_layout(64, num_global_blocks=1, num_random_blocks=1), 1, (1, 0))
     inputs, padding = make_inputs(pattern, (2, 1, 16)), make_padding(2, 64)
     spoiled = [inputs[0], *(x.masked_fill(padding[:, None, :, None], garbage) for x in inputs[1:])]
     clean, found = (value_and_gradients(engine(pattern, padding), given) for given in (inputs, spoiled))
@@ -178,7 +177,7 @@ def test_content_of_padding_does_not_matter(garbage: float):
 
 def test_low_scores_do_not_overflow():
     # A score of zero, as keys beyond the end would have, would weigh exp(324) here.
-    pattern = layout_pattern(make_layout(40, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
+    pattern = drawn_pattern(make_layout(40, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
     query, key, value = make_inputs(pattern, (1, 1, 16))
     inputs = [9 + query / 9, -9 + key / 9, value]
     found = value_and_gradients(engine(pattern), inputs)
@@ -191,7 +190,7 @@ def test_low_scores_do_not_overflow():
 
 def test_saved_tensors_are_linear_in_the_length():
     for length in (32, 64):
-        pattern = layout_pattern(make_layout(length, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
+        pattern = drawn_pattern(make_layout(length, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
         inputs = [x.requires_grad_() for x in make_inputs(pattern, (1, 1, 16))]
         sizes: dict[int, int] = {}
 
@@ -206,7 +205,7 @@ def test_saved_tensors_are_linear_in_the_length():
 
 
 def test_a_model_around_it_compiles_in_one_graph():
-    pattern = layout_pattern(make_layout(48, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
+    pattern = drawn_pattern(make_layout(48, num_global_blocks=1, num_random_blocks=0), 1, (1, 0))
     inputs = make_inputs(pattern, (1, 1, 16))
 
     def model(tensors: list[Tensor]) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ import torch
 from attn_zoo import UnsupportedError
 from attn_zoo.attention.masks import alibi_slopes, causal_keep, score_bias
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.kernels.exact import backends, flex_attention, row_chunks, xformers
-from attn_zoo.kernels.exact.backends import PREFERENCES, Problem, choose, why_not
+from attn_zoo.kernels.exact import backends, flex_attention, row_chunks, sdpa, xformers
+from attn_zoo.kernels.exact.backends import PREFERENCES, ExactCall, choose, why_not
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
@@ -41,8 +39,7 @@ def half_padded(key_len, device="cpu"):
 def attend(query, key, value, *, is_causal=False, key_padding_mask=None, alibi=False, **options):
     slopes = alibi_slopes(H, query.device) if alibi else None
     said = {"is_causal": is_causal, "key_padding_mask": key_padding_mask, "slopes": slopes}
-    rows = partial(score_bias, query_len=query.shape[2], key_len=key.shape[2], device=query.device, **said)
-    return exact_attention(query, key, value, bias_rows=rows, **said, **options)
+    return exact_attention(query, key, value, score_bias=score_bias, **said, **options)
 
 
 def oracle(query, key, value, *, is_causal=False, key_padding_mask=None, alibi=False):
@@ -52,19 +49,19 @@ def oracle(query, key, value, *, is_causal=False, key_padding_mask=None, alibi=F
     return softmax_attention(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, bias=bias)
 
 
-def problem(**changes):
+def call(**changes):
     query, key, value = draw(8)
-    plain = Problem(
+    plain = ExactCall(
         query=query,
         key=key,
         value=value,
         is_causal=False,
         key_padding_mask=None,
         slopes=None,
-        bias_rows=partial(score_bias, query_len=8, key_len=8),
         dropout_p=0.0,
+        score_bias=score_bias,
     )
-    return replace(plain, **changes)
+    return plain._replace(**changes)
 
 
 # --- the rule ---
@@ -85,8 +82,8 @@ def test_cuda_kernels_are_refused_on_cpu(name):
 
 
 def test_flash_on_cpu_is_refused_with_dropout_and_chosen_without():
-    assert choose(problem()) == "flash"
-    assert choose(problem(dropout_p=0.5)) == "math"
+    assert choose(call()) == "flash"
+    assert choose(call(dropout_p=0.5)) == "math"
     with pytest.raises(UnsupportedError, match="no dropout"):
         attend(*draw(4), backend="flash", dropout_p=0.1)
 
@@ -115,7 +112,7 @@ def test_a_missing_xformers_names_the_extra(monkeypatch):
     [({"dropout_p": 0.1}, "no dropout"), ({}, "no backward"), ({"query": draw(8, dtype=torch.float64)[0]}, "float64")],
 )
 def test_flex_on_cpu_refuses(changes, reason):
-    assert reason in str(why_not("flex", problem(**changes)))
+    assert reason in str(why_not("flex", call(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +133,115 @@ def test_the_path_that_runs_is_noted(monkeypatch, arguments, expected):
     with recording() as paths:
         attend(*draw(40), **arguments)
     assert paths == expected
+
+
+# --- once for each signature ---
+
+
+@pytest.fixture
+def selections(monkeypatch):
+    """Forget what is remembered, and list what is selected from now on."""
+    monkeypatch.setattr(sdpa, "_remembered", {})
+    made = []
+
+    def select(backend, call):
+        made.append(backend)
+        return backends.select(backend, call)
+
+    monkeypatch.setattr(sdpa, "select", select)
+    return made
+
+
+def test_a_kernel_is_selected_once_for_each_signature(selections):
+    tensors = draw(8)
+    for _ in range(3):
+        attend(*tensors)
+        attend(*draw(8))  # other tensors, same signature
+    assert selections == ["auto"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: attend(*draw(9)),
+        lambda: attend(*draw(8, 9)),
+        lambda: attend(*draw(8, num_kv_heads=1)),
+        lambda: attend(*draw(8, dtype=torch.float64)),
+        lambda: attend(*draw(8, grad=False)),
+        lambda: attend(*draw(8), is_causal=True),
+        lambda: attend(*draw(8), key_padding_mask=half_padded(8)),
+        lambda: attend(*draw(8), alibi=True),
+        lambda: attend(*draw(8), dropout_p=0.5),
+        lambda: attend(*draw(8), backend="math"),
+    ],
+)
+def test_whatever_may_decide_the_kernel_is_in_the_signature(selections, other):
+    attend(*draw(8))
+    other()
+    assert len(selections) == 2
+
+
+def test_a_refusal_is_not_remembered_as_an_answer(selections):
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="'cudnn' cannot serve"):
+            attend(*draw(8), backend="cudnn")
+    assert selections == ["cudnn", "cudnn"]
+
+
+def test_few_signatures_are_remembered(selections, monkeypatch):
+    monkeypatch.setattr(sdpa, "MAX_SIGNATURES", 4)
+    for length in range(1, 20):
+        attend(*draw(length))
+        assert len(sdpa._remembered) <= 4
+    assert len(selections) == 19
+
+
+@pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "flex", "xformers"])
+def test_the_compilers_probe_is_answered_as_the_call(backend):
+    for changes in (
+        {},
+        {"is_causal": True},
+        {"key_padding_mask": half_padded(8)},
+        {"slopes": alibi_slopes(H)},
+        {"dropout_p": 0.1},
+        dict(zip(("query", "key", "value"), draw(8, dtype=torch.float64, grad=False), strict=True)),
+        dict(zip(("query", "key", "value"), draw(8, 9, num_kv_heads=1), strict=True)) | {"is_causal": True},
+    ):
+        given = call(**changes)
+        assert backends.select_while_compiling(backend, given) == backends.select(backend, given)
+
+
+def test_torchs_checks_are_asked_in_silence():
+    """Asked for their reasons they print them, at every step of a training."""
+    asked = []
+
+    def can_use(params, debug):
+        asked.append((params.enable_gqa, debug))
+        return False
+
+    grouped = dict(zip(("query", "key", "value"), draw(8, num_kv_heads=1), strict=True))
+    for name in ("cudnn", "efficient"):
+        assert name in str(backends._gate(call(**grouped), name, can_use))
+    assert asked == [(True, False), (False, False)]
+
+
+def test_a_refusal_carries_torchs_own_reason(capfd):
+    assert "dropout" in str(backends.torch_reason(call(dropout_p=0.5), "flash"))
+    assert backends.torch_reason(call(), "flash") is None
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_autocast_means_what_it_means_for_torchs_own_function(backend):
+    tensors = draw(40)
+    for arguments in ({}, {"is_causal": True}, {"key_padding_mask": half_padded(40), "is_causal": True}):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = attend(*tensors, backend=backend, **arguments)
+            theirs = torch.nn.functional.scaled_dot_product_attention(*tensors)
+            exact = attend(*draw(40, dtype=torch.float64), backend=backend, **arguments)
+        assert output.dtype == theirs.dtype == torch.bfloat16
+        assert exact.dtype == torch.float64
+        torch.testing.assert_close(output.double(), oracle(*tensors, **arguments), rtol=0.02, atol=0.02)
 
 
 def test_math_is_really_dense_and_flash_is_not():

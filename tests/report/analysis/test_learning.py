@@ -7,8 +7,8 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.breakdown import axes_of, parts
-from attn_zoo.report.analysis.learning import budgets, equal_cost_table, mean_curve, seed_curves
-from attn_zoo.report.tables.score_list import score_table
+from attn_zoo.report.analysis.learning import budgets, mean_curve, seed_curves
+from attn_zoo.report.tables.score_tables import equal_cost_table, score_table
 from attn_zoo.report.tables.table import to_csv
 from tests.report.synthetic import accuracy, write_run
 

@@ -6,7 +6,8 @@ import pytest
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.folder import read_run
-from attn_zoo.report.analysis.observations import load_runs, read_results
+from attn_zoo.report.analysis.observations import read_results
+from attn_zoo.report.export import load_runs
 from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 
 ASKED_FOR = {
@@ -103,7 +104,7 @@ def test_a_damaged_record_is_skipped_with_a_warning(tmp_path, text, words):
     run = write_run(tmp_path / "run", [scaling("full", 512)])
     (run / "cells" / "bad.json").write_text(text)
     results = read_results([run])
-    assert len(results.frame) == 1
+    assert len(results.observations) == 1
     assert len(results.warnings) == 1
     assert words in results.warnings[0]
     assert "cells/bad.json" in results.warnings[0]

@@ -3,8 +3,8 @@
 import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.analysis.task_means import overview_table
-from attn_zoo.report.pages.score_findings import overview_finding
+from attn_zoo.report.pages.findings import overview_finding
+from attn_zoo.report.tables.score_tables import overview_table
 from tests.report.synthetic import accuracy, write_run
 
 

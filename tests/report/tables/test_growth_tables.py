@@ -105,7 +105,7 @@ def test_without_claims_there_is_no_baseline(tmp_path):
 def test_repeated_runs_pool_their_samples(tmp_path):
     runs = [write_run(tmp_path / str(seed), [scaling("full", 512, 10.0 + seed, seed=seed)]) for seed in (0, 1)]
     point = analyse(runs).panels[0].panel.series[0].points[0]
-    assert len(point.samples_ms) == 30
+    assert len(point.timing.samples_ms) == 30
     assert 10.0 < point.median_ms < 11.0
     assert point.low_ms <= point.median_ms <= point.high_ms
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.pages.score_findings import accuracy_findings
+from attn_zoo.report.pages.findings import accuracy_findings
 from attn_zoo.report.tables.score_tables import accuracy_table, cost_table
 from tests.report.synthetic import accuracy, write_run
 

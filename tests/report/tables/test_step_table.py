@@ -11,14 +11,12 @@ import pytest
 
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.analysis.observations import load_runs
-from attn_zoo.report.export import export
+from attn_zoo.report.export import export, load_runs
 from attn_zoo.report.figures.catalogue import make_pictures
 from attn_zoo.report.pages.findings import findings
 from attn_zoo.report.tables.all_tables import make_tables
-from attn_zoo.report.tables.step_table import step_table
 from attn_zoo.report.tables.table import MISSING, Table
-from attn_zoo.report.tables.time_tables import measurement_table
+from attn_zoo.report.tables.time_tables import measurement_table, step_table
 from tests.report.synthetic import scaling, write_run, zoo
 
 STEP: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.tables.turns_table import turns_table
+from attn_zoo.report.tables.time_tables import turns_table
 from tests.report.synthetic import scaling, write_run
 
 ROUNDS = (1.0, 4.0, 1.0, 1.0, 5.0, 1.0)  # how slow the machine was in each round

@@ -12,7 +12,7 @@ import torch
 
 from attn_zoo.tasks import Example, TaskSpec
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
-from attn_zoo.tasks.floors.context_rules import context_floors, position_majority_floor
+from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority_floor
 from attn_zoo.tasks.generated import generated_task as generated_module
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows

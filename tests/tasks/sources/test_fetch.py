@@ -20,10 +20,8 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.tasks.sources import download as download_module
 from attn_zoo.tasks.sources import fetch as fetch_module
-from attn_zoo.tasks.sources.download import FetchError, download
-from attn_zoo.tasks.sources.fetch import fetch
+from attn_zoo.tasks.sources.fetch import FetchError, download, fetch
 from attn_zoo.tasks.sources.manifest import MANIFEST, read_manifest, verify
 from attn_zoo.tasks.sources.source import Source, fetched_dir
 from tests.tasks.sources.local_server import serve
@@ -201,7 +199,7 @@ def test_a_connection_that_breaks_again_and_again_is_given_up(site, tmp_path):
 
 
 def test_long_transfers_say_how_far_they_are(site, tmp_path, monkeypatch):
-    monkeypatch.setattr(download_module, "_SAID_EVERY", 2**20)
+    monkeypatch.setattr(fetch_module, "_SAY_EVERY", 2**20)
     site.files["/large"] = bytes(5 * 2**20)
     said: list[str] = []
     download(site.address("/large"), tmp_path / "file", max_bytes=10**8, say=said.append)
@@ -323,7 +321,7 @@ def test_no_other_file_of_the_package_can_use_the_network():
         r"^\s*(?:import|from) (?:urllib\.request|http\.client|socket|requests|httpx|huggingface_hub)\b", re.MULTILINE
     )
     users = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if network.search(path.read_text())}
-    assert users == {"tasks/sources/download.py", "tasks/sources/fetch.py"}
+    assert users == {"tasks/sources/fetch.py"}
 
 
 # The hub

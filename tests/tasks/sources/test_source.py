@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks.sources import file_hash as file_hash_module
-from attn_zoo.tasks.sources.file_hash import file_sha256
-from attn_zoo.tasks.sources.source import Source, fetched_dir
+from attn_zoo.tasks.sources import source as source_module
+from attn_zoo.tasks.sources.source import Source, fetched_dir, file_sha256
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 
 FILES = {"train": "a.tsv", "test": "sub/b.tsv"}
@@ -118,7 +117,7 @@ def big(tmp_path):
 
 @pytest.fixture
 def settled(monkeypatch):
-    monkeypatch.setattr(file_hash_module, "_SETTLED_NS", -1)
+    monkeypatch.setattr(source_module, "_SETTLED_NS", -1)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.gather.dense_piece import wide_dtype
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 
@@ -132,28 +133,27 @@ class Pieces:
     """Cuts a call into groups of sequences, parts and pieces; forward and backward see the same ones in order.
 
     Args:
-        query: `[B, H, L, D]`; only sizes, dtype and device matter.
-        pattern: on the same device.
-        padding: bool `[B, S]`, True = padding, or None.
-        slopes: ALiBi's `[H]`, or None.
+        call: on one device.
+        pattern: of the call, with a table for each head or one for all.
         has_scores: the scores of a piece will exist in memory, so a piece of dense rows must be kept small too.
     """
 
-    def __init__(
-        self, query: Tensor, pattern: BlockPattern, padding: Tensor | None, slopes: Tensor | None, *, has_scores: bool
-    ) -> None:
-        self.pattern, self.padding, self.slopes = pattern, padding, slopes
+    def __init__(self, call: BlockCall, pattern: BlockPattern, *, has_scores: bool) -> None:
+        query = call.query
+        self.pattern, self.padding, self.slopes = pattern, call.padding, call.slopes
         self._wide, self._has_scores = wide_dtype(query.dtype), has_scores
         batch_size, num_heads = query.shape[:2]
         self._whole = Group(slice(0, batch_size), slice(0, num_heads), (batch_size, num_heads))
         size, device = pattern.block_size, query.device
         self._is_full = pattern.full_rows
         self._within = torch.arange(size, dtype=torch.int32, device=device)
-        self._has_distance = pattern.is_causal or slopes is not None or pattern.reach is not None
-        self._has_own_masks = padding is not None or self._has_distance
+        self._has_distance = pattern.is_causal or self.slopes is not None or pattern.rule is not None
+        is_alike = pattern.indices.shape[0] == 1 and not pattern.has_empty_rows  # for all sequences
+        self._has_own_masks = self.padding is not None or self._has_distance or not is_alike
         self._masks: dict[int, tuple[slice, Tensor]] = {}  # by first row, of all heads: the same for every sequence
-        if padding is not None:
-            self._is_key = pad(~padding, (0, pattern.num_key_blocks * size - pattern.key_len), value=False)
+        if self.padding is not None:
+            missing = pattern.num_key_blocks * size - pattern.key_len
+            self._is_key = pad(~self.padding, (0, missing), value=False)
 
         budget = _CPU_PIECE_BYTES * torch.get_num_threads() if device.type == "cpu" else _GPU_PIECE_BYTES
         token_bytes = query.shape[-1] * query.element_size()
@@ -168,7 +168,7 @@ class Pieces:
         self._num_together = max(1, min(self._num_sequences, budget // listed_bytes))
         self._num_rows = max(1, budget // (row_bytes * self._num_together))
         self._dense_step = max(1, self._dense_end)
-        if has_scores or slopes is not None:
+        if has_scores or self.slopes is not None:
             score_bytes = self._num_sequences * pattern.key_len * query.element_size()
             self._dense_step = min(self._dense_step, max(_MIN_DENSE_ROWS, budget // score_bytes))
 
@@ -195,16 +195,18 @@ class Pieces:
         if part.pieces[0] is None:
             return None
         some = part.group
-        if group.num_sequences == 1:
-            return self._table(self.pattern.table, some, slice(None)).flatten(0, 1)
-        before = (some.batch.start - group.batch.start) * group.shape[1] + some.head.start - group.head.start
-        first = torch.arange(before, before + some.num_sequences, device=self._within.device).view(*some.shape, 1, 1)
         table = self._table(self.pattern.table, some, slice(None))
-        return (table + first * self.pattern.num_key_blocks).flatten(0, 2)
+        if group.num_sequences > 1:
+            before = (some.batch.start - group.batch.start) * group.shape[1] + some.head.start - group.head.start
+            sequence = torch.arange(before, before + some.num_sequences, device=self._within.device)
+            table = table + sequence.view(*some.shape, 1, 1) * self.pattern.num_key_blocks
+        return table.flatten(0, 2)
 
     @staticmethod
     def _table(table: Tensor, group: Group, rows: slice) -> Tensor:
-        return table[:, rows] if table.shape[0] == 1 else table[group.head, rows]
+        """Return some rows of a table for a group, `[batch or 1, heads or 1, rows, slots]`."""
+        table = table if table.shape[0] == 1 else table[group.batch]
+        return table[:, :, rows] if table.shape[1] == 1 else table[:, group.head, rows]
 
     def mask(self, part: Part, rows: slice | None) -> tuple[Tensor | None, slice, Tensor | None]:
         """Return the additive mask of a piece, the blocks that it is for, and which queries of the piece see nothing.
@@ -240,45 +242,45 @@ class Pieces:
         is_full = rows is None or all(self._is_full[rows])
         keep: Tensor | None = None  # [batch or 1, heads or 1, blocks or 1, size or 1, keys]
         if rows is None:
-            positions = torch.arange(pattern.dense_key_len, dtype=torch.int32, device=self._within.device)[None, None]
+            positions = torch.arange(pattern.dense_key_len, dtype=torch.int32, device=self._within.device)
+            positions = positions[None, None, None]
         else:
             table = self._table(pattern.table, group, rows).int()
-            positions = (table[..., None] * pattern.block_size + self._within).flatten(-2)  # [heads or 1, blocks, keys]
+            positions = (table[..., None] * pattern.block_size + self._within).flatten(-2)
             if not is_full:
                 is_entry = self._table(pattern.is_entry, group, rows).repeat_interleave(pattern.block_size, -1)
-                keep = (is_entry & (positions < pattern.key_len))[None, :, :, None]
+                keep = (is_entry & (positions < pattern.key_len))[:, :, :, None]
+        # From here on positions are [batch or 1, heads or 1, blocks or 1, keys].
         if self.padding is not None:
-            is_key = self._is_key[group.batch][:, positions.long()][:, :, :, None]
-            keep = _both(keep, is_key)
+            entry = torch.arange(group.batch.start, group.batch.stop, device=positions.device).view(-1, 1, 1, 1)
+            keep = _both(keep, self._is_key[entry, positions.long()][:, :, :, None])
         bias: Tensor | None = None
         if self._has_distance:
             start, num_blocks = part.start, 1
             if rows is not None:
                 start, num_blocks = part.start + rows.start * size, rows.stop - rows.start
             if keep is None and self.slopes is None and rows is not None:
-                # Only the last block of each row straddles the diagonal, and a band looks alike from every row that is
-                # full, so one row's mask serves all.
-                positions, num_blocks = positions[:1, :1], 1
+                # Only the last block of each row straddles the diagonal, and under a rule all full rows look alike, so
+                # one row's mask serves all.
+                positions, num_blocks = positions[:1, :1, :1], 1
             start += pattern.key_len - pattern.query_len
             standing = torch.arange(start, start + num_blocks * size, dtype=torch.int32, device=positions.device)
-            standing = standing.view(num_blocks, size, 1)
-            distance = standing - positions[:, :, None]  # [heads or 1, blocks, size, keys]
+            standing, positions = standing.view(num_blocks, size, 1), positions[:, :, :, None]
             if pattern.is_causal:
-                keep = _both(keep, (distance >= 0)[None])
-            if pattern.reach is not None:
-                keep = _both(keep, (distance.abs() <= pattern.reach)[None])
+                keep = _both(keep, standing >= positions)
+            if pattern.rule is not None:
+                keep = _both(keep, pattern.rule.is_visible(standing, positions))
             if self.slopes is not None:
                 slopes = self.slopes[group.head, None, None, None].to(self._wide)
-                bias = -slopes * distance.abs().to(self._wide)
+                bias = -slopes * (standing - positions).abs().to(self._wide)
         is_dead: Tensor | None = None
-        # Under a band, the filling of a ragged last block may stand beyond the reach of every key.
-        if keep is not None and (self.padding is not None or (pattern.reach is not None and not is_full)):
+        # Under a rule, the filling of a ragged last block may see none of its keys.
+        may_be_dead = self.padding is not None or (not is_full and (pattern.rule is not None or pattern.has_empty_rows))
+        if keep is not None and may_be_dead:
             is_dead = ~keep.any(-1, keepdim=True)
             keep = keep | is_dead  # what such a query gets is zeroed afterwards
         if bias is None:
             bias = torch.zeros((), dtype=self._wide, device=positions.device)
-        elif bias.dim() == 4:
-            bias = bias[None]
         return (bias if keep is None else torch.where(keep, bias, float("-inf"))), is_dead
 
     @staticmethod

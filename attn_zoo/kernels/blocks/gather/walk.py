@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.gather.dense_piece import (
     Dropout,
     Piece,
@@ -31,26 +30,7 @@ from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.dropout_draws import keep_share
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["GatherPlan", "gather_attention", "gather_backward", "gather_forward"]
-
-
-@dataclass(frozen=True)
-class GatherPlan:
-    """What forward and backward share beside tensors.
-
-    Args:
-        pattern: which pairs are seen.
-        scale: of the scores.
-        slopes: ALiBi's `[H]`, or None.
-        dropout_p: probability of dropping a weight.
-        seed: of the draws of dropout.
-    """
-
-    pattern: BlockPattern
-    scale: float
-    slopes: Tensor | None
-    dropout_p: float
-    seed: int
+__all__ = ["gather_backward", "gather_forward"]
 
 
 @dataclass(frozen=True)
@@ -73,20 +53,21 @@ class _Step:
 class _Walk:
     """Goes through the pieces of one call, forward and backward in the same order."""
 
-    def __init__(self, plan: GatherPlan, query: Tensor, padding: Tensor | None) -> None:
-        self._plan, self._query, self._padding = plan, query, padding
+    def __init__(self, call: BlockCall) -> None:
+        self.call, self.pattern = call, call.pattern.per_head(call.query.shape[1])
         self._dropout: Dropout | None = None
-        if plan.dropout_p:
-            self._dropout = Dropout(keep_share(plan.dropout_p), torch.Generator(query.device).manual_seed(plan.seed))
-        self.is_fused = has_fused(query, self._dropout)
-        self._pieces = Pieces(query, plan.pattern, padding, plan.slopes, has_scores=not self.is_fused)
+        if call.seed is not None:
+            generator = torch.Generator(call.query.device).manual_seed(int(call.seed))
+            self._dropout = Dropout(keep_share(call.dropout_p), generator)
+        self.is_fused = has_fused(call.query, self._dropout)
+        self._pieces = Pieces(call, self.pattern, has_scores=not self.is_fused)
         self._scratch = Scratch()
 
-    def groups(self, key: Tensor, value: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
+    def groups(self) -> Iterator[tuple[Group, Tensor, Tensor]]:
         """Yield groups of sequences with their keys and values as rows that can be gathered."""
-        blocks, size = self._plan.pattern.num_key_blocks, self._plan.pattern.block_size
+        call, blocks, size = self.call, self.pattern.num_key_blocks, self.pattern.block_size
         for group in self._pieces.groups():
-            keys, values = (group.read_keys(x, blocks, size, self._padding) for x in (key, value))
+            keys, values = (group.read_keys(x, blocks, size, call.padding) for x in (call.key, call.value))
             yield group, keys, values
 
     def parts(self, group: Group, *results: Tensor) -> Iterator[tuple[Part, list[Tensor]]]:
@@ -106,7 +87,7 @@ class _Walk:
 
     def steps(self, part: Part, group: Group, keys: Tensor, values: Tensor) -> Iterator[_Step]:
         """Yield the pieces of a part; each is valid until the next."""
-        queries, sources = part.read(self._query), self._pieces.source(group, part)
+        queries, sources = part.read(self.call.query), self._pieces.source(group, part)
         for rows in part.pieces:
             mask, masked, is_dead = self._pieces.mask(part, rows)
             blocks = part.blocks(rows)
@@ -117,7 +98,7 @@ class _Walk:
                 read_value=partial(self._near, "value", values, source, group),
                 mask=mask,
                 masked=masked,
-                scale=self._plan.scale,
+                scale=self.call.scale,
                 dropout=self._dropout,
                 is_fused=self.is_fused,
                 scratch=self._scratch,
@@ -126,7 +107,7 @@ class _Walk:
 
     def _near(self, name: str, keys: Tensor, source: Tensor | None, group: Group) -> Tensor:
         """Return the keys (or values) that the queries of a piece see, `[sequences * blocks, keys, D]`."""
-        pattern, head_dim = self._plan.pattern, self._query.shape[-1]
+        pattern, head_dim = self.pattern, self.call.query.shape[-1]
         if source is None:
             return _leading(keys, group, head_dim, pattern)
         near = self._scratch.take(name, (source.shape[0], keys.shape[1]), keys)
@@ -134,15 +115,13 @@ class _Walk:
         return near.view(-1, pattern.table.shape[-1] * pattern.block_size, head_dim)
 
 
-def gather_forward(
-    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, plan: GatherPlan
-) -> tuple[Tensor, Tensor | None]:
+def gather_forward(call: BlockCall) -> tuple[Tensor, Tensor | None]:
     """Return the output and, where `gather_backward` needs them, the log-sum-exp of the scores, float32 `[B, H, L]`."""
     note_path("block_sparse.gather")
-    walk = _Walk(plan, query, padding)
+    walk, query = _Walk(call), call.query
     output = torch.empty_like(query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32) if walk.is_fused else None
-    for group, keys, values in walk.groups(key, value):
+    for group, keys, values in walk.groups():
         for part, places in walk.parts(group, output, *(() if lse is None else (lse,))):
             for step in walk.steps(part, group, keys, values):
                 attend(step.piece, *(place[step.blocks] for place in places))
@@ -152,34 +131,21 @@ def gather_forward(
 
 
 def gather_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    padding: Tensor | None,
-    output: Tensor | None,
-    lse: Tensor | None,
-    plan: GatherPlan,
+    call: BlockCall, grad_output: Tensor, output: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
     Args:
-        grad_output: `[B, H, L, D]`.
-        query: as in `gather_forward`.
-        key: likewise.
-        value: likewise.
-        padding: likewise.
+        call: as in `gather_forward`.
+        grad_output: `[B, H, L, D]`, features side by side.
         output: what `gather_forward` returned; not read, and None may be, unless it returned log-sum-exps.
         lse: what it returned beside it.
-        plan: as in `gather_forward`.
     """
-    if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
-        grad_output = grad_output.contiguous()
-    pattern, head_dim = plan.pattern, query.shape[-1]
-    walk = _Walk(plan, query, padding)
+    walk = _Walk(call)
+    pattern, head_dim = walk.pattern, call.query.shape[-1]
     saved = (output, lse) if walk.is_fused and output is not None and lse is not None else ()
-    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-    for group, keys, values in walk.groups(key, value):
+    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (call.query, call.key, call.value))
+    for group, keys, values in walk.groups():
         totals = [_zeros(group, result, keys, pattern) for result in (grad_key, grad_value)]
         leading = [_leading(total, group, head_dim, pattern) for total in totals]
         for part, (place,) in walk.parts(group, grad_query):
@@ -199,23 +165,6 @@ def gather_backward(
     return grad_query, grad_key, grad_value
 
 
-class _GatherAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, plan: GatherPlan
-    ) -> Tensor:
-        output, lse = gather_forward(query, key, value, padding, plan)
-        ctx.save_for_backward(query, key, value, padding, None if lse is None else output, lse)
-        ctx.plan = plan
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, padding, output, lse = ctx.saved_tensors
-        return *gather_backward(grad_output, query, key, value, padding, output, lse, ctx.plan), None, None
-
-
 def _zeros(group: Group, result: Tensor, rows: Tensor, pattern: BlockPattern) -> Tensor:
     """Return zeros like the rows of keys, in the wide dtype: in place of the result where that is laid out so."""
     wide = wide_dtype(result.dtype)
@@ -228,26 +177,3 @@ def _zeros(group: Group, result: Tensor, rows: Tensor, pattern: BlockPattern) ->
 def _leading(keys: Tensor, group: Group, head_dim: int, pattern: BlockPattern) -> Tensor:
     """Return the keys that dense rows see, `[sequences, keys, D]`: a view."""
     return keys.view(group.num_sequences, -1, head_dim)[:, : pattern.dense_key_len]
-
-
-def gather_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: BlockPattern,
-    *,
-    key_padding_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    slopes: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Compute block-sparse attention by gathering; see `block_sparse_attention` for arguments and result."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # The fused kernel wants features side by side.
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
-    seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
-    output: Tensor = _GatherAttention.apply(
-        query, key, value, key_padding_mask, GatherPlan(pattern, scale, slopes, dropout_p, seed)
-    )
-    return output

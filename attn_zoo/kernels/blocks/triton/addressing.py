@@ -26,6 +26,7 @@ __all__ = [
     "load_tile",
     "row_list",
     "sequence_start",
+    "table_of",
     "tokens",
 ]
 
@@ -84,10 +85,19 @@ def block_at(entries, place, num_leading, shift):
 
 
 @triton.jit
+def table_of(batch, head, num_heads, num_tables, has_batch_tables: tl.constexpr):
+    """Return the number of the table that serves a batch entry and head."""
+    table = head * num_tables // num_heads
+    if has_batch_tables:
+        table += batch * num_tables
+    return table
+
+
+@triton.jit
 def row_list(
     indices,
     counts,
-    head,
+    table,
     block,
     split,
     is_split,
@@ -96,7 +106,6 @@ def row_list(
     num_rows,
     num_global,
     width,
-    num_tables,
     row_shift,
     split_blocks,
     block_size: tl.constexpr,
@@ -106,7 +115,7 @@ def row_list(
 
     Of a dense row it is one stretch of all key blocks up to the one it stands in, or to the last.
     """
-    line = (head % num_tables) * num_rows + tl.where(is_split, 0, block - num_dense_rows)
+    line = table * num_rows + tl.where(is_split, 0, block - num_dense_rows)
     num_entries = tl.load(counts + line, mask=block >= num_dense_rows, other=0)
     first_place, last_place = 0, num_global + num_entries
     num_leading = num_global
@@ -130,12 +139,29 @@ def load_tile(start, token_stride, first, within, features, is_token, is_masked:
 
 
 @triton.jit
-def is_visible(standing, key_at, reach, is_causal: tl.constexpr, has_reach: tl.constexpr):
-    """Return where a query standing at key position `standing` may see the key at `key_at`; both broadcast."""
+def is_visible(
+    standing,
+    key_at,
+    is_causal: tl.constexpr,
+    reach: tl.constexpr,
+    dilation: tl.constexpr,
+    stride: tl.constexpr,
+    num_global_tokens: tl.constexpr,
+):
+    """Return where a query at key position `standing` may see the key at `key_at`; both broadcast.
+
+    The last four are a `TokenRule`, or a `reach` of -1 stands for none.
+    """
     distance = standing - key_at
     visible = distance == distance
+    if reach >= 0:
+        visible = tl.abs(distance) <= reach
+        if dilation > 1:
+            visible = visible & (distance % dilation == 0)  # of either sign: a multiple leaves nothing
+        if stride > 0:
+            visible = visible | (distance % stride == 0)
+        if num_global_tokens > 0:
+            visible = visible | (standing < num_global_tokens) | (key_at < num_global_tokens)
     if is_causal:
         visible = visible & (distance >= 0)
-    if has_reach:
-        visible = visible & (tl.abs(distance) <= reach)
     return visible

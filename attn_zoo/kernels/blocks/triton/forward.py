@@ -19,6 +19,7 @@ from attn_zoo.kernels.blocks.triton.addressing import (
     load_tile,
     row_list,
     sequence_start,
+    table_of,
 )
 from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
@@ -36,7 +37,6 @@ SIZES = [
     "width",
     "num_tables",
     "row_shift",
-    "reach",
     "num_splits",
     "split_blocks",
     "drop_bound",
@@ -70,7 +70,6 @@ def forward_kernel(
     width,
     num_tables,
     row_shift,
-    reach,
     num_splits,
     split_blocks,
     block_size: tl.constexpr,
@@ -79,22 +78,26 @@ def forward_kernel(
     head_dim: tl.constexpr,
     is_causal: tl.constexpr,
     is_ragged: tl.constexpr,
-    has_reach: tl.constexpr,
+    has_batch_tables: tl.constexpr,
+    reach: tl.constexpr,
+    dilation: tl.constexpr,
+    stride: tl.constexpr,
+    num_global_tokens: tl.constexpr,
     has_padding: tl.constexpr,
     has_slopes: tl.constexpr,
     has_dropout: tl.constexpr,
 ):
     """Attend from one tile of a listed row to its list, or from one of a dense row to a stretch of keys.
 
-    Only the last block of a list can be ragged or cut by the diagonal; a `reach` and padding may hide keys anywhere.
+    Only the last block of a list can be ragged or cut by the diagonal; a rule and padding may hide keys anywhere.
 
     Args:
         query: `Tokens` of `[B, H, L, D]`; so `key`, `value`, `output`.
         lse: float32 `[B, H, L]`, written: log2 of the sum of exp2 of the scores; +inf where a query sees nothing.
         part: float32 `[B, H, splits, dense tokens, D]`, written: outputs of the stretches.
         part_lse: float32 `[B, H, splits, dense tokens]`, written: likewise, -inf where a query sees nothing.
-        indices: int32 `[P, R, W]`.
-        counts: int32 `[P, R]`.
+        indices: int32 `[B or 1, P, R, W]`.
+        counts: int32 `[B or 1, P, R]`.
         padding: uint8 `[B, S]`, 1 = padding.
         slopes: float `[H]`.
         seed: int64 `[1]`, of dropout; `drop_bound` and `keep_scale` as `dropout_options` gives them.
@@ -109,7 +112,7 @@ def forward_kernel(
     first_place, last_place, num_leading, entries = row_list(
         indices,
         counts,
-        head,
+        table_of(batch, head, num_heads, num_tables, has_batch_tables),
         block,
         split,
         is_split,
@@ -118,7 +121,6 @@ def forward_kernel(
         num_rows,
         num_global,
         width,
-        num_tables,
         row_shift,
         split_blocks,
         block_size,
@@ -149,8 +151,8 @@ def forward_kernel(
     key_start, value_start = sequence_start(key, batch, head), sequence_start(value, batch, head)
     key_within = tl.arange(0, block_n)
     key_tiles: tl.constexpr = block_size // block_n
-    is_masked_everywhere: tl.constexpr = has_padding or has_reach
-    is_masked_somewhere: tl.constexpr = has_padding or has_reach or is_causal or is_ragged
+    is_masked_everywhere: tl.constexpr = has_padding or reach >= 0
+    is_masked_somewhere: tl.constexpr = has_padding or reach >= 0 or is_causal or is_ragged
     middle_place = last_place
     if is_masked_everywhere:
         middle_place = first_place
@@ -173,7 +175,9 @@ def forward_kernel(
                 if has_slopes:
                     scores = scores - slope * tl.abs(standing[:, None] - key_at[None, :])
                 if is_masked:
-                    visible = is_visible(standing[:, None], key_at[None, :], reach, is_causal, has_reach)
+                    visible = is_visible(
+                        standing[:, None], key_at[None, :], is_causal, reach, dilation, stride, num_global_tokens
+                    )
                     scores = tl.where(visible & is_key[None, :], scores, float("-inf"))
                 now_highest = tl.maximum(highest, tl.max(scores, 1))
                 pivot = tl.where(now_highest == float("-inf"), 0.0, now_highest)  # a query that has seen nothing yet

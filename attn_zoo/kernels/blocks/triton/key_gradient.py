@@ -11,7 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_zoo.kernels.blocks.triton.addressing import LOG2_E, block_at, find_tile, is_visible, load_tile, sequence_start
+from attn_zoo.kernels.blocks.triton.addressing import (
+    LOG2_E,
+    block_at,
+    find_tile,
+    is_visible,
+    load_tile,
+    sequence_start,
+    table_of,
+)
 from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
 __all__ = ["key_gradient_kernel"]
@@ -24,10 +32,9 @@ SIZES = [
     "num_dense_rows",
     "num_columns",
     "num_global",
-    "width",
+    "table_size",
     "num_tables",
     "row_shift",
-    "reach",
     "num_splits",
     "split_blocks",
     "drop_bound",
@@ -47,7 +54,7 @@ def key_gradient_kernel(
     key_part,
     value_part,
     rows,
-    row_counts,
+    row_starts,
     padding,
     slopes,
     seed,
@@ -61,10 +68,9 @@ def key_gradient_kernel(
     num_dense_rows,
     num_columns,
     num_global,
-    width,
+    table_size,
     num_tables,
     row_shift,
-    reach,
     num_splits,
     split_blocks,
     block_size: tl.constexpr,
@@ -73,7 +79,11 @@ def key_gradient_kernel(
     head_dim: tl.constexpr,
     is_causal: tl.constexpr,
     is_ragged: tl.constexpr,
-    has_reach: tl.constexpr,
+    has_batch_tables: tl.constexpr,
+    reach: tl.constexpr,
+    dilation: tl.constexpr,
+    stride: tl.constexpr,
+    num_global_tokens: tl.constexpr,
     has_padding: tl.constexpr,
     has_slopes: tl.constexpr,
     has_dropout: tl.constexpr,
@@ -90,8 +100,9 @@ def key_gradient_kernel(
         delta: float32 `[B, H, L]`.
         key_part: float32 `[B, H, splits, global tokens, D]`, written: the stretches' gradients of global keys.
         value_part: likewise of global values.
-        rows: int32 `[P, key blocks, W]`, the transposed table: listed rows that see each key block.
-        row_counts: int32 `[P, key blocks]`; the further arguments are the forward kernel's.
+        rows: int32 `[B or 1, P, table_size]`, the transposed table: listed rows that see each key block in turn.
+        row_starts: int32 `[B or 1, P, key blocks + 1]`, where those of each key block start; the further arguments are
+            the forward kernel's.
     """
     column_tiles: tl.constexpr = block_size // block_n
     is_split, sequence, tile, split = find_tile(
@@ -103,8 +114,10 @@ def key_gradient_kernel(
     )
     batch, head = sequence // num_heads, sequence % num_heads
     block = tile // column_tiles
-    line = (head % num_tables) * num_columns + block
-    num_entries = tl.load(row_counts + line)
+    table = table_of(batch, head, num_heads, num_tables, has_batch_tables)
+    starts = row_starts + table * (num_columns + 1) + block
+    first_entry = tl.load(starts)
+    num_entries = tl.load(starts + 1) - first_entry
 
     first_place, last_place, num_leading = 0, num_dense_rows + num_entries, num_dense_rows
     if is_causal:  # dense rows that stand before this block do not see it
@@ -140,17 +153,17 @@ def key_gradient_kernel(
     key_result = tl.zeros([block_n, head_dim], tl.float32)
     value_result = tl.zeros([block_n, head_dim], tl.float32)
     query_start, grad_start = sequence_start(query, batch, head), sequence_start(grad_output, batch, head)
-    entries = rows + line.to(tl.int64) * width
+    entries = rows + table.to(tl.int64) * table_size + first_entry
     within = tl.arange(0, block_m)
     row_tiles: tl.constexpr = block_size // block_m
     first_of_sequence = sequence.to(tl.int64) * query_len
     middle_place = first_place
-    if has_reach:
+    if reach >= 0:
         middle_place = last_place
     elif is_causal:
         middle_place = tl.minimum(first_place + 1, last_place)
-    depth: tl.constexpr = None if has_reach else 1  # one block more needs no buffers of its own
-    for is_plain in tl.static_range(0 if has_reach or is_causal else 1, 1 if has_reach else 2):
+    depth: tl.constexpr = None if reach >= 0 else 1  # one block more needs no buffers of its own
+    for is_plain in tl.static_range(0 if reach >= 0 or is_causal else 1, 1 if reach >= 0 else 2):
         start, stop = middle_place if is_plain else first_place, last_place if is_plain else middle_place
         for step in tl.range(start * row_tiles, stop * row_tiles, num_stages=None if is_plain else depth):
             place = block_at(entries, step // row_tiles, num_leading, num_dense_rows)
@@ -170,7 +183,7 @@ def key_gradient_kernel(
             if has_slopes:
                 scores = scores - slope * tl.abs(standing - key_at[:, None])
             if not is_plain:
-                visible = is_visible(standing, key_at[:, None], reach, is_causal, has_reach)
+                visible = is_visible(standing, key_at[:, None], is_causal, reach, dilation, stride, num_global_tokens)
                 scores = tl.where(visible, scores, float("-inf"))
             weights = tl.exp2(scores - log_sum[None, :])
             remaining = weights

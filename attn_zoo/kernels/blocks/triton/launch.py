@@ -1,22 +1,28 @@
-"""Launches the Triton kernels of block-sparse attention: tiles, warps and stretches for a call."""
+"""Launches the Triton kernels of block-sparse attention: tiles, warps and stretches for a call.
+
+Forward and backward are bit for bit repeatable, and nothing on the way waits for the device, so both can be captured as
+a CUDA graph. Memory beyond inputs, outputs and gradients is O(B H L): the log-sum-exp and, in backward, the sum of
+output times gradient; and the partial results of dense rows and global columns, while their kernels run.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.blocks.pattern import BlockPattern
+from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.triton.addressing import tokens
 from attn_zoo.kernels.blocks.triton.forward import forward_kernel, merge_kernel
 from attn_zoo.kernels.blocks.triton.kept_weights import dropout_options
 from attn_zoo.kernels.blocks.triton.key_gradient import key_gradient_kernel
 from attn_zoo.kernels.blocks.triton.query_gradient import delta_kernel, query_gradient_kernel
+from attn_zoo.kernels.trace import note_path
 
-__all__ = ["Tiles", "launch_backward", "launch_forward", "tiles_of"]
+__all__ = ["Tiles", "tiles_of", "triton_backward", "triton_forward"]
 
 # A stretch of a dense line has twice the blocks of a listed line with the usual 3 + 3 + 2, and starts first, so that it
 # does not outlast the others. But no more stretches than these: for two dense blocks of 64, 16-bit inputs and up to
@@ -26,6 +32,7 @@ _MAX_SPLITS = 32
 
 _MERGE_TOKENS = 16  # dense tokens that one program merges: few, as they are few
 _DELTA_TOKENS = 64
+_NO_RULE = {"reach": -1, "dilation": 1, "stride": 0, "num_global_tokens": 0}
 
 
 Kernel = Literal["forward", "query_gradient", "key_gradient"]
@@ -78,57 +85,50 @@ def _splits(num_blocks: int) -> tuple[int, int]:
     return max(1, math.ceil(num_blocks / length)), length
 
 
-def _options(
-    pattern: BlockPattern,
-    query: Tensor,
-    padding: Tensor | None,
-    slopes: Tensor | None,
-    dropout: tuple[float, Tensor | None],
-    kernel: Kernel,
-) -> dict[str, Any]:
-    head_dim, size = query.shape[-1], pattern.block_size
-    tiles = tiles_of(kernel, size, head_dim, query.element_size())
+def _options(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
+    """Return what all kernels take, by name."""
+    pattern, size = call.pattern, call.pattern.block_size
+    batch_size, num_heads, _, head_dim = call.query.shape
+    tiles = tiles_of(kernel, size, head_dim, call.query.element_size())
     return {
-        "padding": None if padding is None else padding.contiguous().view(torch.uint8),
-        "slopes": slopes,
-        "num_sequences": query.shape[0] * query.shape[1],
-        "num_heads": query.shape[1],
+        "padding": None if call.padding is None else call.padding.contiguous().view(torch.uint8),
+        "slopes": call.slopes,
+        "scale": call.scale,
+        "num_sequences": batch_size * num_heads,
+        "num_heads": num_heads,
         "query_len": pattern.query_len,
         "key_len": pattern.key_len,
         "num_dense_rows": pattern.num_dense_rows,
         "num_global": pattern.num_global,
-        "num_tables": pattern.counts.shape[0],
+        "num_tables": pattern.num_heads,
         "row_shift": (pattern.key_len - pattern.query_len) // size,
-        "reach": pattern.reach or 0,
         "block_size": size,
         "block_m": tiles.block_m,
         "block_n": tiles.block_n,
         "head_dim": head_dim,
         "is_causal": pattern.is_causal,
         "is_ragged": pattern.query_len % size != 0,
-        "has_reach": pattern.reach is not None,
-        "has_padding": padding is not None,
-        "has_slopes": slopes is not None,
-        **dropout_options(*dropout),
+        "has_batch_tables": pattern.indices.shape[0] > 1,
+        **(_NO_RULE if pattern.rule is None else asdict(pattern.rule)),
+        "has_padding": call.padding is not None,
+        "has_slopes": call.slopes is not None,
+        **dropout_options(call.dropout_p, call.seed),
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
 
 
-def launch_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    pattern: BlockPattern,
-    padding: Tensor | None,
-    slopes: Tensor | None,
-    scale: float,
-    dropout: tuple[float, Tensor | None],
-) -> None:
-    """Write output and log-sum-exp; `dropout` is its probability and seed."""
-    options = _options(pattern, query, padding, slopes, dropout, "forward")
+def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of the scores, float32 `[B, H, L]`, in base 2.
+
+    Sums are in float32, products of float32 inputs too (not in TensorFloat32). The first call of a kind compiles, not
+    that of a length.
+    """
+    note_path("block_sparse.triton")
+    query, pattern = call.query, call.pattern
+    output = torch.empty_like(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    options = _options(call, "forward")
     num_sequences, row_tiles = options["num_sequences"], pattern.block_size // options["block_m"]
     num_splits, split_blocks = _splits(-(-pattern.dense_key_len // pattern.block_size))
     num_dense = min(pattern.num_dense_rows * pattern.block_size, pattern.query_len)
@@ -138,15 +138,14 @@ def launch_forward(
         num_programs = num_sequences * row_tiles * (pattern.num_dense_rows * num_splits + pattern.num_rows)
         forward_kernel[(num_programs,)](
             tokens(query),
-            tokens(key),
-            tokens(value),
+            tokens(call.key),
+            tokens(call.value),
             tokens(output),
             lse,
             part,
             part_lse,
             pattern.indices,
             pattern.counts,
-            scale=scale,
             num_rows=pattern.num_rows,
             width=pattern.indices.shape[-1],
             num_splits=num_splits,
@@ -166,25 +165,13 @@ def launch_forward(
                 block_m=_MERGE_TOKENS,
                 head_dim=query.shape[-1],
             )
+    return output, lse
 
 
-def launch_backward(
-    grad_output: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    pattern: BlockPattern,
-    transposed: tuple[Tensor, Tensor],
-    padding: Tensor | None,
-    slopes: Tensor | None,
-    scale: float,
-    dropout: tuple[float, Tensor | None],
-) -> None:
-    """Write the gradients; arguments as in `launch_forward`."""
-    grad_query, grad_key, grad_value = grads
+def triton_backward(call: BlockCall, grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, from what `triton_forward` returned."""
+    query, key, value, pattern = call.query, call.key, call.value, call.pattern
+    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     batch_size, num_heads, query_len, head_dim = query.shape
     num_sequences, size = batch_size * num_heads, pattern.block_size
     delta = torch.empty_like(lse)
@@ -198,8 +185,8 @@ def launch_backward(
             block_m=_DELTA_TOKENS,
             head_dim=head_dim,
         )
-        rows, row_counts = transposed
-        options = _options(pattern, query, padding, slopes, dropout, "key_gradient")
+        rows, row_starts = pattern.transposed
+        options = _options(call, "key_gradient")
         num_splits, split_blocks = _splits(pattern.num_query_blocks)
         num_global = min(pattern.num_global * size, pattern.key_len)
         shape = (batch_size, num_heads, num_splits, num_global, head_dim)
@@ -217,10 +204,9 @@ def launch_backward(
             key_part,
             value_part,
             rows,
-            row_counts,
-            scale=scale,
+            row_starts,
             num_columns=pattern.num_key_blocks,
-            width=rows.shape[-1],
+            table_size=rows.shape[-1],
             num_splits=num_splits,
             split_blocks=split_blocks,
             **options,
@@ -229,7 +215,7 @@ def launch_backward(
             grad_key[:, :, :num_global] = key_part.sum(2)
             grad_value[:, :, :num_global] = value_part.sum(2)
         del key_part, value_part  # before the next partial results are allocated
-        options = _options(pattern, query, padding, slopes, dropout, "query_gradient")
+        options = _options(call, "query_gradient")
         num_splits, split_blocks = _splits(-(-pattern.dense_key_len // size))
         num_dense = min(pattern.num_dense_rows * size, query_len)
         part = query.new_empty((batch_size, num_heads, num_splits, num_dense, head_dim), dtype=torch.float32)
@@ -245,7 +231,6 @@ def launch_backward(
             part,
             pattern.indices,
             pattern.counts,
-            scale=scale,
             num_rows=pattern.num_rows,
             width=pattern.indices.shape[-1],
             num_splits=num_splits,
@@ -254,3 +239,4 @@ def launch_backward(
         )
         if num_dense:
             grad_query[:, :, :num_dense] = part.sum(2)
+    return grad_query, grad_key, grad_value

@@ -21,6 +21,7 @@ from attn_zoo.kernels.blocks.triton.addressing import (
     load_tile,
     row_list,
     sequence_start,
+    table_of,
 )
 from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
@@ -37,7 +38,6 @@ SIZES = [
     "width",
     "num_tables",
     "row_shift",
-    "reach",
     "num_splits",
     "split_blocks",
     "drop_bound",
@@ -89,7 +89,6 @@ def query_gradient_kernel(
     width,
     num_tables,
     row_shift,
-    reach,
     num_splits,
     split_blocks,
     block_size: tl.constexpr,
@@ -98,7 +97,11 @@ def query_gradient_kernel(
     head_dim: tl.constexpr,
     is_causal: tl.constexpr,
     is_ragged: tl.constexpr,
-    has_reach: tl.constexpr,
+    has_batch_tables: tl.constexpr,
+    reach: tl.constexpr,
+    dilation: tl.constexpr,
+    stride: tl.constexpr,
+    num_global_tokens: tl.constexpr,
     has_padding: tl.constexpr,
     has_slopes: tl.constexpr,
     has_dropout: tl.constexpr,
@@ -110,7 +113,7 @@ def query_gradient_kernel(
         lse: float32 `[B, H, L]`, of the forward pass.
         delta: float32 `[B, H, L]`.
         part: float32 `[B, H, splits, dense tokens, D]`, written: the stretches' gradients of dense rows.
-        indices: int32 `[P, R, W]`; the further arguments are the forward kernel's.
+        indices: int32 `[B or 1, P, R, W]`; the further arguments are the forward kernel's.
     """
     row_tiles: tl.constexpr = block_size // block_m
     is_split, sequence, tile, split = find_tile(
@@ -121,7 +124,7 @@ def query_gradient_kernel(
     first_place, last_place, num_leading, entries = row_list(
         indices,
         counts,
-        head,
+        table_of(batch, head, num_heads, num_tables, has_batch_tables),
         block,
         split,
         is_split,
@@ -130,7 +133,6 @@ def query_gradient_kernel(
         num_rows,
         num_global,
         width,
-        num_tables,
         row_shift,
         split_blocks,
         block_size,
@@ -163,8 +165,8 @@ def query_gradient_kernel(
     key_start, value_start = sequence_start(key, batch, head), sequence_start(value, batch, head)
     key_within = tl.arange(0, block_n)
     key_tiles: tl.constexpr = block_size // block_n
-    is_masked_everywhere: tl.constexpr = has_padding or has_reach
-    is_masked_somewhere: tl.constexpr = has_padding or has_reach or is_causal or is_ragged
+    is_masked_everywhere: tl.constexpr = has_padding or reach >= 0
+    is_masked_somewhere: tl.constexpr = has_padding or reach >= 0 or is_causal or is_ragged
     middle_place = last_place
     if is_masked_everywhere:
         middle_place = first_place
@@ -185,7 +187,9 @@ def query_gradient_kernel(
             if has_slopes:
                 scores = scores - slope * tl.abs(standing[:, None] - key_at[None, :])
             if is_masked:
-                visible = is_visible(standing[:, None], key_at[None, :], reach, is_causal, has_reach)
+                visible = is_visible(
+                    standing[:, None], key_at[None, :], is_causal, reach, dilation, stride, num_global_tokens
+                )
                 scores = tl.where(visible & is_key[None, :], scores, float("-inf"))
             weights = tl.exp2(scores - log_sum[:, None])
             grad_weights = tl.dot(grads, tl.trans(values), input_precision="ieee")

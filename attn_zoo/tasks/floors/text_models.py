@@ -1,4 +1,4 @@
-"""What a bag of words scores: a strong reference that knows vocabulary but no order and no attention."""
+"""What models without order score on texts: which bytes, how long, which words; of one text or of a pair."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from array import array
 from collections import Counter
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
 from attn_zoo.tasks.abstract_task import Split
-from attn_zoo.tasks.floors.linear_model import linear_floor
+from attn_zoo.tasks.byte_text import VOCAB_SIZE
+from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
+from attn_zoo.tasks.floors.lookup_rules import majority_floor
 
-__all__ = ["word_floor", "word_similarity"]
+__all__ = ["names_of", "pair_floors", "pair_references", "word_floor", "word_similarity"]
 
 _WORD = re.compile(rb"[a-z]{2,}")
+_NAME = re.compile(rb"(?<=[a-z,] )[A-Z][a-z]{2,}")  # a capital that no sentence's beginning explains
+_MAX_ROWS = 10_000  # of train: more change a fit of some hundred weights by less than its error on test
 
 
 def word_floor(train: Split, test: Split) -> float:
@@ -77,9 +82,9 @@ def _weighted(splits: list[list[Counter[bytes]]], rarity: dict[bytes, float]) ->
 def _rows(texts: list[Counter[bytes]], known: dict[bytes, int], rarities: NDArray[np.float64]) -> csr_array:
     indices, counts, ends = array("q"), array("q"), [0]
     for words in texts:
-        found = [(known[word], count) for word, count in words.items() if word in known]
-        indices.extend(index for index, _ in found)
-        counts.extend(count for _, count in found)
+        pairs = [(known[word], count) for word, count in words.items() if word in known]
+        indices.extend(index for index, _ in pairs)
+        counts.extend(count for _, count in pairs)
         ends.append(len(indices))
     columns = np.array(indices, np.int64)
     weights = (1.0 + np.log(np.array(counts, np.float64))) * rarities[columns]
@@ -87,3 +92,46 @@ def _rows(texts: list[Counter[bytes]], known: dict[bytes, int], rarities: NDArra
     norms = np.sqrt(np.bincount(row_of, weights**2, minlength=len(texts)))
     weights /= np.maximum(norms, 1e-12)[row_of]
     return csr_array((weights, columns, np.array(ends)), shape=(len(texts), max(1, len(known))))
+
+
+def names_of(text: bytes) -> set[bytes]:
+    """Return the words of a text that look like names: capitalised within a sentence.
+
+    >>> sorted(names_of(b"The film with Anna. Bob, Eve"))
+    [b'Anna', b'Eve']
+    """
+    return set(_NAME.findall(text))
+
+
+def pair_floors(train: Split, test: Split) -> dict[str, float]:
+    """Return the test accuracy of the majority class and of three logistic regressions, by name.
+
+    length: lengths of both texts, as cut, and their difference. either_histogram: how often each byte occurs in the
+    first text and in the second, which tells whether one text alone gives the answer away. histogram_difference:
+    |difference| of the two, byte by byte. They are fitted on the first 10 000 rows of train.
+    """
+    splits = [train.select(torch.arange(min(len(train), _MAX_ROWS))), test]
+    features = [_features(split) for split in splits]
+    labels = [split.labels.numpy() for split in splits]
+    scores = {name: linear_floor(features[0][name], labels[0], features[1][name], labels[1]) for name in features[0]}
+    return {"majority": majority_floor(labels[0], labels[1]), **scores}
+
+
+def pair_references(train: Split, test: Split) -> dict[str, float]:
+    """Return the test accuracy of logistic regression on how alike the words of both texts are (`word_similarity`)."""
+    first = train.select(torch.arange(min(len(train), _MAX_ROWS)))
+    alike = word_similarity(first, test)
+    return {"bag_of_words": linear_floor(alike[0], first.labels.numpy(), alike[1], test.labels.numpy())}
+
+
+def _features(split: Split) -> dict[str, NDArray[np.floating]]:
+    assert split.other_tokens is not None
+    assert split.other_lengths is not None
+    first, second = split.tokens.numpy(), split.other_tokens.numpy()
+    lengths = np.stack([split.lengths.numpy(), split.other_lengths.numpy()], 1).astype(np.float32)
+    histograms = [byte_histogram(tokens, VOCAB_SIZE) for tokens in (first, second)]
+    return {
+        "length": np.concatenate([lengths, abs(lengths[:, :1] - lengths[:, 1:])], 1),
+        "either_histogram": np.concatenate(histograms, 1),
+        "histogram_difference": abs(histograms[0] - histograms[1]),
+    }

@@ -1,0 +1,248 @@
+"""Block-sparse attention: the engine behind every variant whose pattern is made of blocks.
+
+A variant names a `PatternLayout`, or makes a `BlockPattern` of its data, and calls `block_sparse_attention`. Three
+paths compute it:
+
+* `gather`: any device and dtype, linear in time and memory, dropout and ALiBi included (`gather/`);
+* `flex`: PyTorch's FlexAttention on a GPU, with a block mask built directly from the table (`flex.py`);
+* `triton`: our own kernels on a GPU, dropout and ALiBi included, compiled once for all lengths (`triton/`).
+
+To torch's compiler a call is one operator, forward and backward: a compiler that looked inside would draw a layout's
+pattern anew at every call, because it ignores caches of Python, and would stop at every decision that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path
+from attn_zoo.kernels.blocks.gather.walk import gather_backward, gather_forward
+from attn_zoo.kernels.blocks.layout import PatternLayout
+from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
+
+__all__ = ["block_sparse_attention"]
+
+
+def _forward(path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
+    """Return the output and what backward needs beside it: the log-sum-exp of the scores, or None."""
+    if path == "triton":
+        from attn_zoo.kernels.blocks.triton.launch import triton_forward
+
+        return triton_forward(call)
+    if path == "flex":
+        from attn_zoo.kernels.blocks.flex import flex_forward
+
+        return flex_forward(call), None
+    return gather_forward(call)
+
+
+def _backward(
+    path: Backend, call: BlockCall, grad_output: Tensor, output: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
+        grad_output = grad_output.contiguous()
+    if path == "triton":
+        from attn_zoo.kernels.blocks.triton.launch import triton_backward
+
+        assert output is not None
+        assert lse is not None
+        return triton_backward(call, grad_output, output, lse)
+    if path == "flex":
+        from attn_zoo.kernels.blocks.flex import flex_backward
+
+        return flex_backward(call, grad_output)
+    return gather_backward(call, grad_output, output, lse)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """The paths whose backward is driven by hand; FlexAttention brings its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor | None,
+        path: Backend,
+        make_call: Callable[..., BlockCall],
+    ) -> Tensor:
+        output, lse = _forward(path, make_call(query, key, value, padding))
+        ctx.save_for_backward(query, key, value, padding, None if lse is None else output, lse)
+        ctx.path, ctx.make_call = path, make_call
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, output, lse = ctx.saved_tensors
+        return *_backward(ctx.path, ctx.make_call(*inputs), grad_output, output, lse), None, None, None
+
+
+# The operator. A pattern is its two tables and some numbers, or the name of a layout's class and its fields.
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? padding, Tensor? slopes, Tensor? seed, Tensor? indices, "
+    "Tensor? counts, str layout, SymInt[] numbers, float scale, float dropout_p, str backend"
+)
+_NUM_TENSORS = 8  # of these
+
+
+def _as_numbers(pattern: BlockPattern | PatternLayout) -> tuple[Tensor | None, Tensor | None, str, list[int]]:
+    """Return a pattern as arguments of the operator."""
+    if isinstance(pattern, PatternLayout):
+        return None, None, pattern.name, [int(getattr(pattern, name)) for name in pattern.field_names()]
+    rule = pattern.rule
+    numbers = [pattern.block_size, pattern.num_global, pattern.num_dense_rows]
+    numbers += [int(pattern.is_causal), int(pattern.is_dynamic)]
+    if rule is not None:
+        numbers += [rule.reach, rule.dilation, rule.stride, rule.num_global_tokens]
+    return pattern.indices, pattern.counts, "", numbers
+
+
+def _as_pattern(
+    query: Tensor, key: Tensor, indices: Tensor | None, counts: Tensor | None, layout: str, numbers: Sequence[int]
+) -> BlockPattern:
+    """Return the pattern that the operator was given."""
+    if indices is None or counts is None:
+        kind = PatternLayout.classes[layout]
+        return kind(**dict(zip(kind.field_names(), numbers, strict=True))).pattern(str(query.device))
+    block_size, num_global, num_dense_rows, is_causal, is_dynamic, *rule = numbers
+    return BlockPattern(
+        query.shape[2],
+        key.shape[2],
+        block_size,
+        num_global,
+        num_dense_rows,
+        indices,
+        counts,
+        is_causal=bool(is_causal),
+        rule=TokenRule(*rule) if rule else None,
+        is_dynamic=bool(is_dynamic),
+    )
+
+
+def _as_call(*given: Any) -> tuple[Backend, BlockCall]:
+    """Return the path and the call that the operator's arguments stand for."""
+    query, key, value, padding, slopes, seed, indices, counts, layout, numbers, scale, dropout_p, backend = given
+    pattern = _as_pattern(query, key, indices, counts, layout, numbers)
+    path = choose_path(query, pattern.block_size, dropout_p=dropout_p, scale=scale, backend=backend)
+    return path, BlockCall(query, key, value, padding, pattern, slopes, scale, dropout_p, seed)
+
+
+@torch.library.custom_op(
+    "attn_zoo::block_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor output, Tensor lse)"
+)
+def _operator(*given: Any) -> tuple[Tensor, Tensor]:
+    output, lse = _forward(*_as_call(*given))
+    return output, _operator_fake(*given)[1] if lse is None else lse
+
+
+@_operator.register_fake
+def _operator_fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "attn_zoo::block_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, Tensor output, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+def _operator_backward(grad_output: Tensor, output: Tensor, lse: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(*_as_call(*given), grad_output, output, lse)
+
+
+@_operator_backward.register_fake
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = given[3:6]
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.rest = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    others = (None,) * (_NUM_TENSORS - 3 + len(ctx.rest))
+    if grad_output is None:
+        return None, None, None, *others
+    return *_operator_backward(grad_output, *ctx.saved_tensors, *ctx.rest), *others
+
+
+_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BlockPattern | PatternLayout,
+    *,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Compute softmax attention over the pairs that `pattern` shows.
+
+    Cost: time O(pairs D); memory beyond inputs, outputs and gradients O(B H L) and buffers of about one head.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, H, S, D]`.
+        value: `[B, H, S, D]`.
+        pattern: a layout, whose pattern is made once and kept; or a pattern for L and S, on the device of `query`, with
+            1 or B batch entries and 1 head or a divisor of H.
+        key_padding_mask: bool `[B, S]`, True = padding.
+        dropout_p: probability of dropping an attention weight.
+        slopes: ALiBi's `[H]`; the bias of a pair is minus the slope times the distance of the positions.
+        scale: of the scores; None means D ** -0.5.
+        backend: a path; `"auto"` takes the first of `"triton"`, `"flex"` and `"gather"` that can serve the call.
+
+    Returns:
+        `[B, H, L, D]`; zeros where a query sees no key that is not padding.
+
+    Raises:
+        ValueError: the pattern is for other sizes.
+        UnsupportedError: `backend` names a path that cannot serve the call; it is never replaced by the other.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    if torch.compiler.is_compiling():
+        # Where the inputs are, so that nothing waits for it; the gather path alone reads it on the host.
+        seed = torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
+        output, _ = _operator(
+            query, key, value, key_padding_mask, slopes, seed, *_as_numbers(pattern), scale, dropout_p, backend
+        )
+        compiled: Tensor = output
+        return compiled
+    if isinstance(pattern, PatternLayout):
+        pattern = pattern.pattern(str(query.device))
+    _check_sizes(query, key, pattern)
+    path = choose_path(query, pattern.block_size, dropout_p=dropout_p, scale=scale, backend=backend)
+    # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
+    seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
+    make_call = partial(BlockCall, pattern=pattern, slopes=slopes, scale=scale, dropout_p=dropout_p, seed=seed)
+    if path == "flex":
+        return _forward(path, make_call(query, key, value, key_padding_mask))[0]
+    attended: Tensor = _BlockAttention.apply(query, key, value, key_padding_mask, path, make_call)
+    return attended
+
+
+def _check_sizes(query: Tensor, key: Tensor, pattern: BlockPattern) -> None:
+    (batch_size, num_heads, query_len, _), key_len = query.shape, key.shape[2]
+    (batch_entries, tables), lengths = pattern.counts.shape[:2], (pattern.query_len, pattern.key_len)
+    if lengths != (query_len, key_len) or batch_entries not in (1, batch_size) or num_heads % tables:
+        raise ValueError(
+            f"pattern: expected one for L = {query_len}, S = {key_len}, H = {num_heads}, B = {batch_size}; "
+            f"got L = {lengths[0]}, S = {lengths[1]}, H = {tables}, B = {batch_entries}"
+        )

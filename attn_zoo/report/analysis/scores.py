@@ -1,0 +1,347 @@
+"""Training results over seeds: mean with interval, where it stands beside the floors, difference to the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import numpy as np
+
+from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.observations import Results
+from attn_zoo.report.analysis.training_runs import Setting, TrainingRun, group_training_runs
+from attn_zoo.report.analysis.trials import Trial, make_trials, unequal_trials
+from attn_zoo.report.measurements import COSTS
+from attn_zoo.report.units import slug
+from attn_zoo.report.wording import failure_words
+from attn_zoo.statistics import mean_interval, paired_difference
+
+__all__ = ["AccuracyGroup", "Difference", "LabelScore", "make_accuracy_groups", "mean_with_interval", "pair"]
+
+PARAMS_TOLERANCE = 0.1
+"""Share by which parameters may differ from the baseline's before it is said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One label minus another on the same test set, paired by seed. Positive is more, not necessarily better.
+
+    Args:
+        mean: over the seeds that both have.
+        low: lower end of the 95 % interval: over seeds, or over test items where only one seed is common.
+        high: upper end.
+        num_paired: common seeds.
+        size_error: standard error that comes from the size of the test set, pairs of answers compared; None where
+            single answers were not kept.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    num_paired: int
+    size_error: float | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is more than chance in seeds (three at least) and in the choice of test examples."""
+        if self.num_paired < 3 or self.low is None or self.high is None or self.low <= 0.0 <= self.high:
+            return False
+        return self.size_error is None or abs(self.mean) > TWO_SIDED * self.size_error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelScore:
+    """Scores of one label from one start, with the selected trial; means over seeds.
+
+    Args:
+        label: of the mechanism.
+        start: empty for random weights, else what was learned before.
+        name: label, and the start where it is not random.
+        runs: of the selected trial, failed ones included.
+        trial: its tuned values in words; `num_trials` of them were tried.
+        mean: on test, or None where no run finished.
+        low: lower end of the 95 % t-interval of the mean; None below two seeds.
+        high: upper end.
+        size_error: standard error that comes from the size of the test set alone, or None.
+        standing: beside chance and floors.
+        difference: to the baseline with the same start, or None.
+        params_excess: parameters over those of the baseline, minus one.
+        costs: see `attn_zoo.report.measurements.COSTS`, by name.
+    """
+
+    label: str
+    start: str
+    name: str
+    runs: tuple[TrainingRun, ...]
+    trial: str
+    num_trials: int
+    mean: float | None
+    low: float | None
+    high: float | None
+    size_error: float | None
+    standing: Standing | None
+    difference: Difference | None
+    params_excess: float | None
+    costs: Mapping[str, float | None]
+
+    @property
+    def values(self) -> dict[int, float]:
+        """Test scores by seed; only runs that finished."""
+        return {run.seed: run.score.value for run in self.runs if run.score}
+
+    @property
+    def validation(self) -> float | None:
+        """Mean of the best validation scores."""
+        values = [run.score.validation for run in self.runs if run.score]
+        return fmean(values) if values else None
+
+    @property
+    def failed(self) -> str:
+        """What became of the runs that gave no score, in words."""
+        return failure_words((status for status, _ in self.failures), len(self.runs))
+
+    @property
+    def failures(self) -> tuple[tuple[str, str], ...]:
+        """Statuses of the runs that gave no score, with their reasons."""
+        return tuple((run.record.status, run.record.reason) for run in self.runs if not run.score)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a run shared its device with others, so that times mean little."""
+        return any(run.record.num_jobs > 1 for run in self.runs if run.score)
+
+    @property
+    def has_other_size(self) -> bool:
+        """Whether its parameters are more than a tenth away from the baseline's."""
+        return self.params_excess is not None and abs(self.params_excess) > PARAMS_TOLERANCE + 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccuracyGroup:
+    """Scores that may be compared: the same task, level, protocol and data.
+
+    Args:
+        setting: what they share.
+        title: task and level, for people.
+        how: protocol, what was changed in it, dtype and device.
+        name: for file names.
+        metric: of all scores.
+        chance: what guessing scores, or None where no run finished.
+        floors: what trivial models score, by name.
+        references: what further models score that need no attention; no row is judged by them.
+        scores: ordered by label, from scratch first.
+        trials: what was tuned, by label and start; one trial each where nothing was.
+        baseline: label of the exact variant that differences refer to, or empty.
+        num_examples: in the test set.
+        num_machines: that the runs were made on.
+        warnings: what makes the comparison doubtful.
+    """
+
+    setting: Setting
+    title: str
+    how: str
+    name: str
+    metric: Metric
+    chance: float | None
+    floors: Mapping[str, float] = field(default_factory=dict)
+    references: Mapping[str, float] = field(default_factory=dict)
+    scores: tuple[LabelScore, ...] = ()
+    trials: Mapping[tuple[str, str], tuple[Trial, ...]] = field(default_factory=dict)
+    baseline: str = ""
+    num_examples: int | None = None
+    num_machines: int = 1
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """Return task, level and protocol: what titles of tables end with. Their notes have the rest of the setting."""
+        return f"{self.title}, {self.setting.protocol}"
+
+    @property
+    def ranked(self) -> list[LabelScore]:
+        """Scores, best first, those without any last."""
+        return sorted(self.scores, key=lambda score: (self.metric.order(score.mean), score.name))
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """What models had learned before, random weights first."""
+        return tuple(sorted({score.start for score in self.scores}))
+
+    @property
+    def marks(self) -> dict[str, float]:
+        """Chance and floors by name, worst first."""
+        found = dict(self.floors) | ({"chance": self.chance} if self.chance is not None else {})
+        return dict(sorted(found.items(), key=lambda mark: self.metric.order(mark[1]), reverse=True))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether any of the runs shared its device, so that times mean little."""
+        return any(score.is_shared for score in self.scores)
+
+    def find(self, label: str, start: str = "") -> LabelScore | None:
+        """Return the score of one label."""
+        return next((score for score in self.scores if (score.label, score.start) == (label, start)), None)
+
+
+def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
+    """Return one group for each task, level, protocol and data set, in a stable order."""
+    groups = []
+    taken: dict[str, int] = {}
+    for setting, runs in group_training_runs(results):
+        name = slug(setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "")
+        taken[name] = taken.get(name, 0) + 1
+        suffix = f"-{taken[name]}" if taken[name] > 1 else ""
+        groups.append(_group(setting, runs, results, name + suffix))
+    return groups
+
+
+def _title(setting: Setting) -> str:
+    details = ", ".join([part for part in (setting.level,) if part] + ["causal"] * setting.is_causal)
+    return f"{setting.task} ({details})" if details else setting.task
+
+
+def _how(setting: Setting) -> str:
+    tuned = [f"tuned: {', '.join(setting.tuned)}"] if setting.tuned else []
+    changes = [f"{option}={value}" for option, value in setting.changes.items()]
+    threads = [f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"] if setting.threads else []
+    machine = [setting.dtype, setting.device.upper(), *threads]
+    return ", ".join([f"protocol {setting.protocol}", *changes, *tuned, *machine])
+
+
+def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over the runs that have it."""
+    names = sorted({name for own in marks for name in own})
+    return {name: fmean(own[name] for own in marks if name in own) for name in names}
+
+
+def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name: str) -> AccuracyGroup:
+    scores = [run.score for run in runs if run.score]
+    metric = Metric(scores[0].metric if scores else "score")
+    members: dict[tuple[str, str], list[TrainingRun]] = {}
+    for run in runs:
+        members.setdefault((run.label, run.start), []).append(run)
+    trials = {key: make_trials(own, metric) for key, own in sorted(members.items())}
+    chosen = {key: next(trial for trial in own if trial.is_selected) for key, own in trials.items()}
+    baseline = _baseline(chosen, results)
+    has_kinds = len({start for _, start in trials if start}) > 1
+    names = {key: _name(key, has_kinds=has_kinds) for key in trials}
+    ran = {names[key]: trials[key] for key in trials if any(run.record.status != "unsupported" for run in members[key])}
+    warning = unequal_trials(_title(setting), ran)
+    chance = fmean(score.chance for score in scores) if scores else None
+    floors = _means([score.floors for score in scores])
+    return AccuracyGroup(
+        setting=setting,
+        title=_title(setting),
+        how=_how(setting),
+        name=name,
+        metric=metric,
+        chance=chance,
+        floors=floors,
+        references=_means([score.references for score in scores]),
+        scores=tuple(
+            _label_score(
+                key,
+                chosen[key],
+                chosen.get((baseline, key[1])),
+                metric=metric,
+                chance=chance,
+                floors=floors,
+                name=names[key],
+                num_trials=len(trials[key]),
+                is_baseline=key[0] == baseline,
+            )
+            for key in trials
+        ),
+        trials=trials,
+        baseline=baseline,
+        num_examples=max((score.num_examples for score in scores if score.num_examples), default=None),
+        num_machines=len({run.environment for run in runs if run.score}),
+        warnings=(warning,) if warning else (),
+    )
+
+
+def _name(key: tuple[str, str], *, has_kinds: bool) -> str:
+    label, start = key
+    return f"{label} (self-pretrained{f', {start}' if has_kinds else ''})" if start else label
+
+
+def _baseline(chosen: Mapping[tuple[str, str], Trial], results: Results) -> str:
+    """Return the exact label with most seeds (the first by name among equals)."""
+    seeds: dict[str, int] = {}
+    for (label, _), trial in chosen.items():
+        claim = results.claim(trial.runs[0].record.cell.variant)
+        if claim is not None and claim.is_exact:
+            seeds[label] = seeds.get(label, 0) + len(trial.scored)
+    able = [label for label, count in seeds.items() if count]
+    return max(able, key=lambda label: seeds[label]) if able else ""
+
+
+def _label_score(
+    key: tuple[str, str],
+    trial: Trial,
+    baseline: Trial | None,
+    *,
+    metric: Metric,
+    chance: float | None,
+    floors: Mapping[str, float],
+    name: str,
+    num_trials: int,
+    is_baseline: bool,
+) -> LabelScore:
+    """Return the score of a label and start from its selected trial, beside that of the baseline with this start."""
+    scores = [run.score for run in trial.runs if run.score]
+    mean, low, high = mean_with_interval([score.value for score in scores])
+    num_examples = max((score.num_examples for score in scores), default=None)
+    error = None if mean is None else size_error(mean, num_examples, metric)
+    params, other_params = (
+        max((run.score.num_params for run in own.runs if run.score), default=0) if own else 0
+        for own in (trial, baseline)
+    )
+    return LabelScore(
+        label=key[0],
+        start=key[1],
+        name=name,
+        runs=trial.runs,
+        trial=trial.words,
+        num_trials=num_trials,
+        mean=mean,
+        low=low,
+        high=high,
+        size_error=error,
+        standing=None if mean is None else judge(mean, margin(low, high, error), chance, floors, metric),
+        difference=pair(trial.runs, baseline.runs) if baseline and not is_baseline else None,
+        params_excess=params / other_params - 1.0 if params and other_params else None,
+        costs={cost.name: cost.pooled(run.record for run in trial.scored) for cost in COSTS},
+    )
+
+
+def pair(runs: Sequence[TrainingRun], others: Sequence[TrainingRun]) -> Difference | None:
+    """Return `runs` minus `others`, paired by seed, or None without a common seed that finished."""
+    own, other = ({run.seed: run.score for run in side if run.score} for side in (runs, others))
+    seeds = sorted(set(own) & set(other))
+    mean, low, high = mean_with_interval([own[seed].value - other[seed].value for seed in seeds])
+    if mean is None:
+        return None
+    marks = [(own[seed].correct, other[seed].correct) for seed in seeds]
+    error = None
+    if all(first and len(first) == len(second) == len(marks[0][0]) for first, second in marks):
+        gaps = np.mean([_digits(first) - _digits(second) for first, second in marks], axis=0)
+        error = float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else None
+        if len(seeds) == 1:
+            items = paired_difference(*marks[0])
+            low, high = items.low, items.high
+    return Difference(mean=mean, low=low, high=high, num_paired=len(seeds), size_error=error)
+
+
+def _digits(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.float64) - ord("0")
+
+
+def mean_with_interval(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """Return mean and 95 % t-interval: nothing for no value, no interval for one."""
+    if not values:
+        return None, None, None
+    low, high = mean_interval(values) or (None, None)
+    return fmean(values), low, high
