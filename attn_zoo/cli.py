@@ -105,17 +105,17 @@ def show(
     from attn_zoo.console import print_complexity, print_json, print_variant, variant_data
 
     _load(files)
-    info, rows = describe(name), ()
+    info = describe(name)
+    rows = None
     if measure:
         from attn_zoo.conformance import measure_complexity
 
         rows = measure_complexity(name)
     if as_json:
-        print_json(variant_data(info) | ({"measured": [asdict(row) for row in rows]} if measure else {}))
+        print_json(variant_data(info) | ({} if rows is None else {"measured": [asdict(row) for row in rows]}))
         return
     print_variant(info)
-    if measure:
-        print_complexity(rows)
+    print_complexity(rows or ())
 
 
 @app.command()

@@ -44,10 +44,10 @@ LARGEST_GAP = 0.6
 
 _LOGARITHM = re.compile(r"\blog(?:_\w+)?\s*(?:\([^()]*\)|\w+)")
 _ROOT = re.compile(r"\bsqrt\((\w)\)")
-_FACTOR = re.compile(r"(?P<name>[A-Za-z]\w*|\d+(?:\.\d+)?)(?:\^(?P<power>\d+(?:\.\d+)?))?")
+_FACTOR = re.compile(r"(?P<name>[A-Za-z](?:_\w+)?|\d+(?:\.\d+)?)(?:\^(?P<power>\d+(?:\.\d+)?))?")
 _BY_DIRECTION = re.compile(r"(?P<any>.*?)\s*\(causal: (?P<causal>.*)\)")
 _LENGTHS = {"L", "S"}
-_LENGTHS_ELSEWHERE = {"n", "N", "T", "seq_len"}  # read as constants they would claim nothing
+_LENGTHS_ELSEWHERE = {"n", "N", "T"}  # read as constants they would claim nothing
 
 
 def claimed_exponent(text: str, *, is_causal: bool = False) -> float:
@@ -227,13 +227,12 @@ def _cost_exponent(subject: Subject, build: BuildContext) -> float | None:
 
 
 def _depth(subject: Subject, build: BuildContext, length: int) -> int:
-    """Return the number of nodes on the longest chain from the reference's output to an input."""
+    """Return the number of nodes on the longest chain from the reference's output to its input."""
     inputs = subject.inputs(build, length, batch_size=1).leaves()
-    output = call_reference(subject.module(build), inputs)
-    return _longest_chain(output, {id(tensor) for tensor in inputs.tensors})
+    return _longest_chain(call_reference(subject.module(build), inputs), inputs.tensors[0])
 
 
-def _longest_chain(output: Tensor, leaves: set[int]) -> int:
+def _longest_chain(output: Tensor, leaf: Tensor) -> int:
     longest: dict[Any, float] = {}
     stack = [output.grad_fn]
     while stack:  # recursion would be as deep as the chain
@@ -246,7 +245,7 @@ def _longest_chain(output: Tensor, leaves: set[int]) -> int:
             stack += waiting
             continue
         stack.pop()
-        if id(getattr(node, "variable", None)) in leaves:
+        if getattr(node, "variable", None) is leaf:
             longest[node] = 0
         else:  # a chain that ends at a parameter mixes nothing
             longest[node] = max((longest[edge] + 1 for edge in before), default=-math.inf)
@@ -266,8 +265,8 @@ def _num_layers(subject: Subject, build: BuildContext, length: int) -> float:
     if build.is_causal:
         wanted = torch.arange(length) <= targets[:, None]
     seen = torch.arange(length) == targets[:, None]  # [2, L]: after no layer, each position depends on itself
-    inputs = subject.inputs(build, length, batch_size=2)
     for num_layers in range(1, length + 1):
+        inputs = subject.inputs(build, length, batch_size=2, seed=num_layers)  # what is chosen by the data changes
         seen = seen | _seen_through(subject, build.at_layer(num_layers - 1), inputs, seen)
         if bool((seen | ~wanted).all()):
             return num_layers
@@ -278,16 +277,9 @@ def _seen_through(subject: Subject, build: BuildContext, inputs: Inputs, seen: T
     """Return which tokens the outputs at the positions in `seen` `[2, L]` depend on; an entry of the batch for each."""
     inputs = inputs.leaves()
     output = call_reference(subject.module(build), inputs)
-    weights = random_tensor(output.shape, 7, output.dtype, str(output.device))
-    keep = seen[:, None, :, None] if output.dim() == 4 else seen[..., None]
-    found = torch.autograd.grad((output * weights * keep).sum(), inputs.tensors, allow_unused=True)
-    return torch.stack([_by_token(gradient) for gradient in found if gradient is not None]).any(0)
-
-
-def _by_token(gradient: Tensor) -> Tensor:
-    """Return where `[B, H, L, D]` or `[B, L, E]` is not zero, `[B, L]`."""
-    is_touched = gradient.ne(0).any(-1)
-    return is_touched.any(1) if gradient.dim() == 4 else is_touched
+    weights = random_tensor(output.shape, 7, output.dtype, "cpu")
+    (gradient,) = torch.autograd.grad((output * weights * seen[..., None]).sum(), inputs.tensors)
+    return gradient.ne(0).any(-1)
 
 
 def _complexity_claims(subject: Subject) -> Finding:

@@ -134,12 +134,13 @@ class Lstm(AbstractMixer):
         widths = _widths(build.embed_dim, build.is_causal)
         if 0 in widths:
             raise ConfigError("lstm", [("embed_dim", "expected at least 2, a cell for each direction; got 1")])
-        self.directions = nn.ModuleList(nn.LSTM(build.embed_dim, width, batch_first=True) for width in widths)
+        layers = [nn.LSTM(build.embed_dim, width, batch_first=True) for width in widths]
+        self.directions = nn.ModuleList(layers)
         with torch.no_grad():
-            for lstm, width in zip(self.directions, widths, strict=True):
-                forget = slice(width, 2 * width)
-                lstm.bias_ih_l0[forget] = config.forget_bias
-                lstm.bias_hh_l0[forget] = 0.0
+            for layer in layers:
+                _, _, bias, second_bias = layer.all_weights[0]
+                forget = slice(layer.hidden_size, 2 * layer.hidden_size)
+                bias[forget], second_bias[forget] = config.forget_bias, 0.0
 
     def forward(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
@@ -213,11 +214,11 @@ def _read_at_once(lstm: nn.LSTM, hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 def _read_by_the_equations(lstm: nn.LSTM, hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Return h after every position; a padded one leaves the state as it is."""
+    of_token, of_state, bias, second_bias = lstm.all_weights[0]
     output = cell = hidden.new_zeros(hidden.shape[0], lstm.hidden_size)
     outputs = []
     for position in range(hidden.shape[1]):
-        gates = hidden[:, position] @ lstm.weight_ih_l0.T + lstm.bias_ih_l0
-        gates = gates + output @ lstm.weight_hh_l0.T + lstm.bias_hh_l0
+        gates = hidden[:, position] @ of_token.T + output @ of_state.T + bias + second_bias
         write, forget, new, read = gates.chunk(4, dim=-1)
         next_cell = forget.sigmoid() * cell + write.sigmoid() * new.tanh()
         next_output = read.sigmoid() * next_cell.tanh()

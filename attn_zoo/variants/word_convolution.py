@@ -139,7 +139,7 @@ class WordConvolution(AbstractMixer):
         self.conv = nn.Conv1d(build.embed_dim, 2 * build.embed_dim, config.kernel_size, dilation=self.dilation)
         # The gate halves the variance, so the paper draws twice as much (section 3.5).
         nn.init.normal_(self.conv.weight, std=math.sqrt(4.0 / (config.kernel_size * build.embed_dim)))
-        nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]  # it has one
+        nn.init.zeros_(self.conv.get_parameter("bias"))
 
     def _gated(self, tokens: Tensor) -> Tensor:
         """Convolve tokens `[B, L + span, E]`, those around the sequence included; return `[B, L, E]`."""
@@ -165,7 +165,7 @@ class WordConvolution(AbstractMixer):
             hidden = hidden.masked_fill(key_padding_mask[..., None], 0.0)
         length, tokens = hidden.shape[1], pad(hidden, (0, 0, self.left, self.span - self.left))
         windows = torch.stack([tokens[:, start : start + length] for start in self._offsets()], dim=-1)  # [B, L, E, k]
-        both = windows.flatten(2) @ self.conv.weight.flatten(1).T + self.conv.bias  # [B, L, 2 E]
+        both = windows.flatten(2) @ self.conv.weight.flatten(1).T + self.conv.get_parameter("bias")  # [B, L, 2 E]
         value, gate = both.chunk(2, dim=-1)
         return value * gate.sigmoid()
 

@@ -136,7 +136,7 @@ def test_variance_is_kept_as_in_the_paper():
     torch.manual_seed(0)
     build = BuildContext(embed_dim=256, num_heads=1, max_seq_len=64)
     weight = build_mixer("word_convolution", build).conv.weight  # type: ignore[union-attr]
-    assert weight.std().item() == pytest.approx(math.sqrt(4 / (3 * 256)), rel=0.01)  # type: ignore[operator, union-attr]
+    assert weight.std().item() == pytest.approx(math.sqrt(4 / (3 * 256)), rel=0.01)  # type: ignore[operator]
 
 
 def test_dropout_drops_outputs_and_keeps_their_mean():
