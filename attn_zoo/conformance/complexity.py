@@ -86,7 +86,7 @@ def _factors_exponent(text: str) -> float:
     matches = [_FACTOR.fullmatch(factor) for factor in factors]
     if not factors or any(match is None or match["name"] in _LENGTHS_ELSEWHERE for match in matches):
         raise ValueError(text)
-    return sum(float(match["power"] or 1) for match in matches if match and match["name"] in _LENGTHS)
+    return sum((float(match["power"] or 1) for match in matches if match and match["name"] in _LENGTHS), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
