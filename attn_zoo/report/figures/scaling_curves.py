@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,15 +13,16 @@ from matplotlib.lines import Line2D
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.fits import Growth, Quantity, growth
 from attn_zoo.report.analysis.series import Point, Series
-from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
+from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, set_ticks, value_axis
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
-from attn_zoo.report.figures.page import Page, Picture, text_size
+from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import held_words, outcome
+from attn_zoo.statistics import Crossover
 
-__all__ = ["memory_picture", "speed_up_picture", "time_picture"]
+__all__ = ["draw_memory", "draw_speed_up", "draw_time"]
 
 STRIP_ROW = 0.2
 STRIP_FONT = 8.5
@@ -53,7 +52,7 @@ def _curves(one: PanelAnalysis, looks: Looks, value: Callable[[Point], float]) -
     return [curve for curve in every if curve.points]
 
 
-def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
+def draw_time(one: PanelAnalysis, looks: Looks) -> Page | None:
     """Return median time against length with intervals, slopes, crossings and failures; None without a point."""
     curves = _curves(one, looks, lambda point: point.median_ms)
     if not curves:
@@ -65,11 +64,9 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
         for end in (point.median_ms, point.low_ms, point.high_ms, point.timing.q1_ms, point.timing.q3_ms)
         if end > 0
     ]
-    crossings = {
-        crossing.label: crossing.result for crossing in one.crossings if crossing.is_fastest and crossing.result
-    }
     legend = [_marker("median, 95 % interval, quartile band")]
-    if any(crossing.length for crossing in crossings.values()):
+    crossings = {curve.label: crossing for curve in curves if (crossing := _crossing(one, curve)) is not None}
+    if any(crossing.length is not None for crossing in crossings.values()):
         words = f"crossover with {_baseline_name(one)}"
         legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
 
@@ -81,11 +78,10 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
             if crossing is not None and crossing.length is not None:
                 _draw_crossing(axes, curve, crossing.length, (crossing.low, crossing.high))
 
-    return _picture(
+    return _draw(
         one,
         looks,
         curves,
-        name="time",
         title="Time against sequence length",
         show=human_ms,
         base=10,
@@ -97,7 +93,7 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     )
 
 
-def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Picture | None:
+def draw_memory(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Page | None:
     """Return peak or extra bytes against length; None where they were not measured."""
     curves = _curves(one, looks, lambda point: float(getattr(point.memory, quantity) or 0))
     if not curves:
@@ -110,11 +106,10 @@ def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Pict
         "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
         "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
     }[quantity]
-    return _picture(
+    return _draw(
         one,
         looks,
         curves,
-        name=f"memory-{quantity.removesuffix('_bytes')}",
         title=f"{kind} against sequence length",
         show=human_bytes,
         base=2,
@@ -126,7 +121,7 @@ def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Pict
     )
 
 
-def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
+def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
     """Return the factor over the fastest exact kernel at each length; None without a baseline or another curve."""
     if one.panel.baseline is None:
         return None
@@ -160,11 +155,10 @@ def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
         for colour, length, ends in bars:
             axes.plot([length] * 2, ends, color=colour, lw=1.3, solid_capstyle="butt")
 
-    return _picture(
+    return _draw(
         one,
         looks,
         curves,
-        name="speedup",
         title=f"Speed-up over {baseline}",
         show=ratio,
         base=2,
@@ -180,28 +174,26 @@ def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     )
 
 
-def _picture(
+def _draw(
     one: PanelAnalysis,
     looks: Looks,
     curves: Sequence[_Curve],
     *,
-    name: str,
     title: str,
     show: Callable[[float], str],
-    base: Literal[2, 10],
+    base: int,
     values: Sequence[float],
     labels: Sequence[EndLabel],
     legend: Sequence[Line2D],
     draw: Callable[[Axes], None],
     grown: Mapping[str, Growth],
-) -> Picture:
+) -> Page:
     """Draw curves with labels at their ends below a strip of what failed.
 
     Args:
         one: the panel.
         looks: of all labels.
         curves: what is drawn.
-        name: start of the file name.
         title: what the values are.
         show: text of a value.
         base: of the logarithmic axis.
@@ -224,7 +216,7 @@ def _picture(
         length_axis(axes, sorted(lengths))
         if failed:
             _draw_strip(strip[0], failed, looks, axes)
-        log_axis(axes, values, show, base)
+        value_axis(axes, values, show, base)
         draw(axes)
         for curve in curves:
             draw_curve(axes, curve.points, curve.look, curve.look.line, is_open=curve.series.is_simulated)
@@ -233,7 +225,7 @@ def _picture(
     for series in failed:
         at = ", ".join(human_length(failure.seq_len) for failure in series.failures)
         words.append(f"{series.label}: {outcome(series.failures[0].status).legend} at {at}")
-    return page.picture(f"{name}-{one.panel.name}", "; ".join(words))
+    return page.describe("; ".join(words))
 
 
 def _alt(curve: _Curve, show: Callable[[float], str], grown: Growth | None) -> str:
@@ -264,13 +256,19 @@ def _growth_words(grown: Growth) -> str:
     return f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
 
 
-def _wins(one: PanelAnalysis, curve: _Curve) -> str:
+def _crossing(one: PanelAnalysis, curve: _Curve) -> Crossover | None:
+    """Return where the curve crosses the fastest exact one; None where that was not measured."""
     crossing = one.crossing(curve.label)
-    if crossing is None or crossing.result is None or len(crossing.result.lengths) == 1:
+    return None if crossing is None else crossing.result
+
+
+def _wins(one: PanelAnalysis, curve: _Curve) -> str:
+    crossing = _crossing(one, curve)
+    if crossing is None or len(crossing.lengths) == 1:
         return ""  # at one length nothing crosses
-    if crossing.result.length is not None:
-        return f"faster from {round_length(crossing.result.length)}"
-    return "always faster" if crossing.result.kind == "always_faster" else "never faster"
+    if crossing.length is not None:
+        return f"faster from {round_length(crossing.length)}"
+    return "always faster" if crossing.kind == "always_faster" else "never faster"
 
 
 def _baseline_name(one: PanelAnalysis) -> str:
@@ -288,19 +286,11 @@ def _draw_spread(axes: Axes, curve: _Curve) -> None:
 
 def _draw_crossing(axes: Axes, curve: _Curve, length: float, interval: tuple[float | None, float | None]) -> None:
     """Draw a diamond on the curve, with the interval of the crossing length as a horizontal line."""
-    height, colour = _interpolate(curve.points, length), curve.look.colour
+    x, y = np.log(curve.points).T
+    height, colour = math.exp(np.interp(math.log(length), x, y)), curve.look.colour
     left, right = axes.get_xlim()
     axes.plot([interval[0] or left, interval[1] or right], [height] * 2, color=colour, lw=1.2, zorder=4, scalex=False)
     axes.plot([length], [height], marker="D", ms=8, mfc="white", mec=colour, mew=1.6, zorder=5)
-
-
-def _interpolate(points: Sequence[tuple[int, float]], length: float) -> float:
-    """Return the value on the line through the points on log-log axes."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= length <= x1:
-            share = math.log(length / x0) / math.log(x1 / x0)
-            return math.exp(math.log(y0) + share * math.log(y1 / y0))
-    return points[0][1] if length < points[0][0] else points[-1][1]
 
 
 def _reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
