@@ -6,6 +6,7 @@ from attn_zoo.conformance.backward import CHECKS as BACKWARD
 from attn_zoo.conformance.carry import CHECKS as CARRY
 from attn_zoo.conformance.check import Check
 from attn_zoo.conformance.claims import CHECKS as CLAIMS
+from attn_zoo.conformance.complexity import CHECKS as COMPLEXITY
 from attn_zoo.conformance.cost_claims import CHECKS as COSTS
 from attn_zoo.conformance.decoding import CHECKS as DECODING
 from attn_zoo.conformance.independence import CHECKS as INDEPENDENCE
@@ -27,5 +28,6 @@ CHECKS: tuple[Check, ...] = (
     *RANDOMNESS,
     *CLAIMS,
     *COSTS,
+    *COMPLEXITY,
 )
 """Every promise that any variant must keep (`attn-zoo check NAME`)."""
