@@ -15,7 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
-    from attn_zoo.conformance import CheckResult
+    from attn_zoo.conformance import CheckResult, MeasuredComplexity
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 
@@ -23,6 +23,7 @@ __all__ = [
     "err",
     "out",
     "print_checks",
+    "print_complexity",
     "print_json",
     "print_plan",
     "print_standing",
@@ -139,6 +140,20 @@ def print_variant(info: VariantInfo) -> None:
         print_table("Options", ("name", "default", "type"), [(o.name, o.default, o.type) for o in info.options])
     else:
         out.print("No options.")
+
+
+def print_complexity(rows: Sequence[MeasuredComplexity]) -> None:
+    """Print claimed and measured exponents of the sequence length, one table for each direction."""
+    for row in rows:
+        growths = (
+            ("cost of a layer", row.cost),
+            ("sequential operations", row.sequential_ops),
+            ("maximum path length", row.max_path),
+        )
+        cells = [(what, f"L^{growth.claimed:g}", growth.in_words()) for what, growth in growths]
+        out.print()
+        title = f"Growth with the length L, {'causal' if row.is_causal else 'bidirectional'}"
+        print_table(title, ("", "claimed", "measured"), cells)
 
 
 def variant_data(info: VariantInfo) -> dict[str, Any]:
