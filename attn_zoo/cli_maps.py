@@ -38,7 +38,7 @@ def _load(files: list[Path] | None) -> None:
 
 def _write(figure: Figure, out: Path) -> None:
     from attn_zoo.console import out as console
-    from attn_zoo.maps.save import save_figure
+    from attn_zoo.report.figures.style import save_figure
 
     save_figure(figure, out)
     console.print(f"wrote {out}", markup=False, soft_wrap=True)
@@ -64,9 +64,9 @@ def attention(
     from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.maps.attention import attention_map
     from attn_zoo.maps.head_panels import Pool
-    from attn_zoo.maps.save import check_name
+    from attn_zoo.report.figures.style import format_of
 
-    check_name(out)
+    format_of(out)
     if pool not in get_args(Pool):
         raise UnknownNameError("pool", pool, get_args(Pool))
     if text is not None and example is not None:
@@ -102,9 +102,9 @@ def positions(
 
     from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.maps.position_table import AddedPosition, position_map
-    from attn_zoo.maps.save import check_name
+    from attn_zoo.report.figures.style import format_of
 
-    check_name(out)
+    format_of(out)
     if kind is not None and kind not in get_args(AddedPosition):
         raise UnknownNameError("kind of positions", kind, get_args(AddedPosition))
     if folder is not None:
@@ -133,7 +133,7 @@ def schedule(
 ) -> None:
     """Draw the learning rate of a protocol against the update, warm-up marked."""
     from attn_zoo.maps.rate_curve import schedule_map
-    from attn_zoo.maps.save import check_name
+    from attn_zoo.report.figures.style import format_of
 
-    check_name(out)
+    format_of(out)
     _write(schedule_map(protocol, task), out)

@@ -306,8 +306,8 @@ class Complexity:
             has none of these, the additions of its sums over tokens.
         projection_flops: likewise of the linear maps between hidden states and what the mechanism acts on, where the
             variant brings a mixer of its own. None: a mixer has none, an attention those of the shared mixer.
-        backward_ratio: floating-point operations of the mechanism's backward over those of its forward. Each matrix
-            product has two in the backward; a kernel that recomputes the scores instead of storing them has one more.
+        backward_ratio: floating-point operations of the mechanism's backward over those of its forward, or a formula.
+            Each matrix product has two in the backward; a kernel that recomputes the scores has one more of those.
         bytes: forward bytes that must move at least for a dtype size in bytes, in the form the variant is written in:
             input, output, and the weights of the mechanism. None: input and output alone (`Shape.io_bytes`), for a
             mixer with `projection_bytes`. Padding masks and tables of a pattern are not counted.
@@ -323,10 +323,14 @@ class Complexity:
     max_path: str
     flops: CostFormula | None = None
     projection_flops: CostFormula | None = None
-    backward_ratio: float = 2.0
+    backward_ratio: float | Callable[[Shape], float] = 2.0
     bytes: Callable[[Shape, int], int] | None = None
     projection_bytes: Callable[[Shape, int], int] | None = None
     state_bytes: Callable[[Shape, int], int] | None = None
+
+    def ratio(self, shape: Shape) -> float:
+        """Return `backward_ratio` for one call."""
+        return self.backward_ratio(shape) if callable(self.backward_ratio) else self.backward_ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,7 +145,7 @@ class Variant:
         total, projections = self.flops(shape), self.projection_flops(shape)
         if not total:
             return None
-        return (self.complexity.backward_ratio * (total - projections) + 2.0 * projections) / total
+        return (self.complexity.ratio(shape) * (total - projections) + 2.0 * projections) / total
 
     def min_bytes(self, shape: Shape, itemsize: int) -> int:
         """Return the bytes that one forward in `shape.form` must move at least, in a dtype of `itemsize` bytes."""

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": WORDS | {"registry"},
     "training": WORDS | {"records", "statistics", "registry", "attention", "model", "tasks", "kernels"},
     "measure": WORDS | {"records", "statistics"},
-    "conformance": WORDS | {"registry", "attention", "kernels"},
+    "conformance": WORDS | {"registry", "attention", "kernels", "measure"},
     "matrix": WORDS
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
     | {"conformance", "scaling_fit", "folder", ""},

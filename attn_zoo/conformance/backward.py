@@ -13,7 +13,15 @@ from torch.overrides import TorchFunctionMode
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Check, Finding, Violation, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
-from attn_zoo.conformance.subject import Module, Subject, call, call_reference, gradients, read_positions, weighted_sum
+from attn_zoo.conformance.subject import (
+    Module,
+    Subject,
+    gradients,
+    objective,
+    read_positions,
+    reference_results,
+    results,
+)
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 
@@ -49,9 +57,9 @@ def _expect_slopes(module: Module, inputs: Inputs, found: Mapping[str, Tensor | 
         with torch.no_grad():
             original = leaf.clone()
             leaf.copy_(original + epsilon * direction)
-            above = float(weighted_sum(call(module, inputs)))
+            above = float(objective(*results(module, inputs)))
             leaf.copy_(original - epsilon * direction)
-            below = float(weighted_sum(call(module, inputs)))
+            below = float(objective(*results(module, inputs)))
             leaf.copy_(original)
         slope = (above - below) / (2 * epsilon)
         claimed = float((gradient * direction).sum()) if gradient is not None else 0.0
@@ -69,7 +77,7 @@ def _is_out_of_range(subject: Subject, build: BuildContext, module: Module, inpu
     """Whether the true value, of the reference in float64, comes near the largest number of the dtype."""
     truth_module = subject.make(build, seq_len=inputs.query_len, dtype=torch.float64)
     truth_module.load_state_dict(module.state_dict())
-    truth = gradients(truth_module, inputs.map(torch.Tensor.double), call_reference)
+    truth = gradients(truth_module, inputs.map(torch.Tensor.double), reference_results)
     value = truth.output if name == "output" else truth.by_name[name]
     return value is not None and torch.finfo(inputs.tensors[0].dtype).max / 16 < largest(value) < float("inf")
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from attn_zoo.conformance import backward, claims, decoding, independence, numerics, padding, randomness, shapes
+from attn_zoo.conformance import (
+    backward,
+    carry,
+    claims,
+    costs,
+    decoding,
+    independence,
+    numerics,
+    padding,
+    randomness,
+    shapes,
+)
 from attn_zoo.conformance.check import Check
 
 __all__ = ["CHECKS"]
@@ -14,7 +25,9 @@ CHECKS: tuple[Check, ...] = (
     *backward.CHECKS,
     *numerics.CHECKS,
     *decoding.CHECKS,
+    *carry.CHECKS,
     *randomness.CHECKS,
     *claims.CHECKS,
+    *costs.CHECKS,
 )
 """Every promise that any variant must keep (`attn-zoo check NAME`)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,16 @@ from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Gradients, Module, Subject, call, call_reference, gradients
+from attn_zoo.conformance.subject import (
+    Gradients,
+    Module,
+    Subject,
+    call,
+    call_reference,
+    gradients,
+    reference_results,
+    routing_of,
+)
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, working_tolerance
 
 __all__ = ["CHECKS"]
@@ -59,8 +69,10 @@ def _expect_long_output(subject: Subject, build: BuildContext) -> None:
     truth_module.load_state_dict(module.state_dict())
     inputs = subject.inputs(build, length, batch_size=1)
     with torch.no_grad():
-        truth = call_reference(truth_module, inputs.map(torch.Tensor.double))
-        error, plain = largest_error(call(module, inputs), truth), largest_error(call_reference(module, inputs), truth)
+        routing = routing_of(module, inputs)
+        truth = call_reference(truth_module, inputs.map(torch.Tensor.double), routing)
+        error = largest_error(call(module, inputs), truth)
+        plain = largest_error(call_reference(module, inputs, routing), truth)
     tolerance = working_tolerance(plain, largest(truth), inputs.num_terms, dtype)
     if error > tolerance:
         raise Violation(
@@ -72,9 +84,10 @@ def _expect_long_output(subject: Subject, build: BuildContext) -> None:
 def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> tuple[float, str]:
     """Compare one call; return the error of the output as a share of the tolerance, and in words."""
     dtype = inputs.tensors[0].dtype
-    truth = gradients(truth_module, inputs.map(torch.Tensor.double), call_reference)
+    reference = partial(reference_results, routing=routing_of(module, inputs))
+    truth = gradients(truth_module, inputs.map(torch.Tensor.double), reference)
     fast = dict(_named(gradients(module, inputs)))
-    plain = dict(_named(gradients(module, inputs, call_reference)))
+    plain = dict(_named(gradients(module, inputs, reference)))
     largest_gradient = max([largest(value) for name, value in _named(truth) if name != "output"], default=0.0)
     found = (0.0, "")
     for name, expected in _named(truth):
@@ -127,11 +140,10 @@ def _expect_oracle(module: Module, build: BuildContext, inputs: Inputs) -> None:
     if build.position == "alibi":
         bias = alibi_bias(build.num_heads, inputs.query_len, inputs.key_len, inputs.tensors[0].device, torch.float64)
 
-    def oracle(_: Module, given: Inputs) -> Tensor:
+    def oracle(_: Module, given: Inputs) -> tuple[Tensor]:
         query, key, value = given.tensors
-        return softmax_attention(
-            query, key, value, is_causal=build.is_causal, key_padding_mask=given.key_padding_mask, bias=bias
-        )
+        mask = given.key_padding_mask
+        return (softmax_attention(query, key, value, is_causal=build.is_causal, key_padding_mask=mask, bias=bias),)
 
     actual = gradients(module, inputs)
     expected = dict(_named(gradients(module, inputs.map(torch.Tensor.double), oracle)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_zoo.attention.oracle import expand_kv_heads, softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, call_reference
+from attn_zoo.conformance.subject import Module, Subject, call, call_reference, routing_of
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES
@@ -37,7 +37,7 @@ def _expect_like_query(output: Tensor, inputs: Inputs) -> None:
 def expect_equals_reference(module: Module, inputs: Inputs, what: str) -> None:
     """Raise `Violation` where the output is not like the query or not equal to the readable reference."""
     with torch.no_grad():
-        output, expected = call(module, inputs), call_reference(module, inputs)
+        output, expected = call(module, inputs), call_reference(module, inputs, routing_of(module, inputs))
     _expect_like_query(output, inputs)
     error, tolerance = largest_error(output, expected), rounding(expected, inputs.num_terms)
     if error > tolerance:

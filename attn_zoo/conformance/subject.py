@@ -24,7 +24,10 @@ __all__ = [
     "call",
     "call_reference",
     "gradients",
+    "objective",
     "read_positions",
+    "reference_results",
+    "results",
     "routing_of",
     "weighted_sum",
 ]
@@ -40,24 +43,51 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return inputs.tensors[:1], {"context": inputs.tensors[1] if len(inputs.tensors) > 1 else None, **mask}
 
 
-def call(module: Module, inputs: Inputs) -> Tensor:
-    """Call the module; the output has the shape of the first input."""
+def results(module: Module, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Call the module; return its output, of the shape of the first input, and its carry where it passes one on."""
     tensors, keywords = _arguments(inputs)
-    output: Tensor = module(*tensors, **keywords)
-    return output
+    if isinstance(module, AbstractAttention):
+        return (module(*tensors, **keywords),)
+    return _present(module.mix(*tensors, **keywords))
 
 
-def call_reference(module: Module, inputs: Inputs, routing: Any = None) -> Tensor:
-    """Call the module's readable reference, under the routing of another call where one is given."""
+def reference_results(module: Module, inputs: Inputs, routing: Any = None) -> tuple[Tensor, ...]:
+    """Compute the same by the readable reference, under the routing of another call where one is given."""
     tensors, keywords = _arguments(inputs)
     if routing is not None:
         keywords["routing"] = routing
+    if isinstance(module, AbstractMixer) and (carry := _first_carry(module, inputs)) is not None:
+        keywords["carry"] = carry
     output = module.reference(*tensors, **keywords)
-    return output.hidden if isinstance(output, Mixed) else output
+    return _present(output) if isinstance(output, Mixed) else (output,)
+
+
+def _present(mixed: Mixed) -> tuple[Tensor, ...]:
+    return (mixed.hidden,) if mixed.carry is None else (mixed.hidden, mixed.carry)
+
+
+def _first_carry(module: AbstractMixer, inputs: Inputs) -> Tensor | None:
+    hidden = inputs.tensors[0]
+    return module.init_carry(inputs.batch_size, device=hidden.device, dtype=hidden.dtype)
+
+
+def call(module: Module, inputs: Inputs) -> Tensor:
+    """Return the output alone."""
+    return results(module, inputs)[0]
+
+
+def call_reference(module: Module, inputs: Inputs, routing: Any = None) -> Tensor:
+    """Return the readable reference's output alone."""
+    return reference_results(module, inputs, routing)[0]
 
 
 def routing_of(module: Module, inputs: Inputs) -> Any:
-    """Return what the module chooses by the data for these inputs, or None where it chooses nothing."""
+    """Return what the module chooses by the data for these inputs, for its reference to take as given.
+
+    None where it chooses nothing, and in float64, where a choice that differs is no rounding but an error.
+    """
+    if inputs.tensors[0].dtype == torch.float64:
+        return None
     tensors, keywords = _arguments(inputs)
     if inputs.form == "attention":
         tensors = tensors[:2]
@@ -94,7 +124,7 @@ class Gradients:
 def gradients(
     module: Module,
     inputs: Inputs,
-    run: Callable[[Module, Inputs], Tensor] = call,
+    run: Callable[[Module, Inputs], tuple[Tensor, ...]] = results,
     weigh: Callable[[Tensor], Tensor] | None = None,
 ) -> Gradients:
     """Return output and gradients of one call.
@@ -102,18 +132,23 @@ def gradients(
     Args:
         module: of the subject.
         inputs: of the call.
-        run: `call` or `call_reference`.
-        weigh: makes the scalar from the output; by default its product with fixed random values.
+        run: `results` or `reference_results`.
+        weigh: makes the scalar from the output; by default `objective` of all results.
     """
     inputs = inputs.leaves()
     parameters = {f"parameter {name}": value for name, value in module.named_parameters() if value.requires_grad}
     leaves = {**dict(zip(inputs.names, inputs.tensors, strict=True)), **parameters}
-    output = run(module, inputs)
-    scalar = weighted_sum(output) if weigh is None else weigh(output)
+    output, *others = run(module, inputs)
+    scalar = objective(output, *others) if weigh is None else weigh(output)
     if not scalar.requires_grad:
         return Gradients(output.detach(), dict.fromkeys(leaves))
     found = torch.autograd.grad(scalar, list(leaves.values()), allow_unused=True)
     return Gradients(output.detach(), dict(zip(leaves, found, strict=True)))
+
+
+def objective(*outputs: Tensor) -> Tensor:
+    """Return the scalar whose gradients are checked."""
+    return torch.stack([weighted_sum(output) for output in outputs]).sum()
 
 
 def weighted_sum(output: Tensor) -> Tensor:

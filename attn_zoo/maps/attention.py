@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 
 from attn_zoo.attention.effective import attention_call, weight_columns
 from attn_zoo.errors import ConfigError
-from attn_zoo.maps.capture import MixerCall, watch
-from attn_zoo.maps.example import MapInput, input_of_example, input_of_text
+from attn_zoo.maps.capture import MapInput, MixerCall, capture_calls, input_of_example, input_of_text
 from attn_zoo.maps.find import find_weights
 from attn_zoo.maps.head_panels import Pool, PooledWeights, draw_heads, make_axis, pool_weights
 from attn_zoo.report.units import shorten
@@ -55,9 +54,9 @@ def attention_map(
     """
     trained = load_trained(find_weights(folder, pattern), data_dir)
     given = input_of_text(trained, text) if text is not None else input_of_example(trained, example)
-    found = head_weights(watch(trained, given, of_other=of_other), layers, heads, pool)
+    pooled = head_weights(capture_calls(trained, given, of_other=of_other), layers, heads, pool)
     title = f"Attention weights of {trained.cell.label or trained.cell.variant}"
-    return draw_heads(found, title=title, note=_note(trained, given, found, pool, of_other=of_other))
+    return draw_heads(pooled, title=title, note=_note(trained, given, pooled, pool, of_other=of_other))
 
 
 def head_weights(
@@ -71,7 +70,7 @@ def head_weights(
     """
     known = sorted({call.layer for call in calls})
     _expect("--layer", layers, known)
-    found = []
+    pooled = []
     for call in calls:
         if layers and call.layer not in layers:
             continue
@@ -84,8 +83,8 @@ def head_weights(
         index = torch.tensor([head - 1 for head in chosen])
         rows, columns = (make_axis(symbols, MAX_SQUARES) for symbols in (call.rows, call.columns))
         pieces = (piece[:, index] for piece in weight_columns(attention))
-        found.append(PooledWeights(call.name, pool_weights(pieces, rows, columns, pool), rows, columns, chosen))
-    return found
+        pooled.append(PooledWeights(call.name, pool_weights(pieces, rows, columns, pool), rows, columns, chosen))
+    return pooled
 
 
 def _answer(trained: Trained, given: MapInput) -> str:
@@ -104,16 +103,16 @@ def _expect(option: str, chosen: Sequence[int], known: Sequence[int]) -> None:
             raise ConfigError(option, [("", f"expected {known[0]} to {known[-1]}; got {number}")])
 
 
-def _note(trained: Trained, given: MapInput, found: Sequence[PooledWeights], pool: Pool, *, of_other: bool) -> str:
+def _note(trained: Trained, given: MapInput, pooled: Sequence[PooledWeights], pool: Pool, *, of_other: bool) -> str:
     symbols = given.other_symbols if of_other else given.symbols
     joined = ("" if all(len(symbol) == 1 for symbol in symbols) else " ").join(symbols)
     lines = [f"{trained.cell.id}; {given.words}{' (second input)' if of_other else ''}: {shorten(joined, 160)}"]
     if answer := _answer(trained, given):
         lines.append(answer)
-    is_signed = any(float(layer.values.min()) < 0 for layer in found)
-    colours = "blue adds, red takes away" if is_signed else "white is nothing"
+    is_signed = any(float(layer.values.min()) < 0 for layer in pooled)
+    colours = "blue adds, red takes away" if is_signed else "white is zero"
     lines.append(f"Each row is a query and shows how much it takes from each key; {colours}.")
-    widths = {(layer.rows.width, layer.columns.width) for layer in found if layer.rows.width * layer.columns.width > 1}
+    widths = {(layer.rows.width, layer.columns.width) for layer in pooled if layer.rows.width * layer.columns.width > 1}
     if widths:
         sizes = " and ".join(f"{rows} \u00d7 {columns}" for rows, columns in sorted(widths))
         kind = "the weight furthest from zero" if pool == "max" else "the mean weight"

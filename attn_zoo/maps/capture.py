@@ -1,23 +1,127 @@
-"""Watch a model read one input: what each of its mixers was given, and what its positions are called."""
+"""Give a trained model one input, an example or a text, and capture what each of its mixers is called with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_zoo.attention import AbstractMixer
-from attn_zoo.errors import ConfigError
-from attn_zoo.maps.example import MapInput
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
+from attn_zoo.tasks import AbstractTask, Split
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL
+from attn_zoo.training.batches import Batch
 from attn_zoo.training.weights import Trained
 
-__all__ = ["MixerCall", "watch"]
+__all__ = ["MapInput", "MixerCall", "capture_calls", "encode_text", "input_of_example", "input_of_text"]
+
+SPACE = "\u2423"
+"""Symbol of the space in tasks over characters, so that it can be seen."""
 
 CLS = "CLS"
+"""Name of the vector in front of all tokens."""
+_LINE_END = ("\u21b5", r"\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MapInput:
+    """One input of a model, with names for its positions.
+
+    Args:
+        batch: of one example, as the model reads it.
+        symbols: a name for each token of the input that is not padding.
+        other_symbols: likewise for the second input or the target.
+        words: which input this is, in words.
+        label: the class that is right, where there is one and it is known.
+    """
+
+    batch: Batch
+    symbols: tuple[str, ...]
+    other_symbols: tuple[str, ...] = ()
+    words: str = ""
+    label: int | None = None
+
+
+def _input(trained: Trained, split: Split, words: str, *, is_labelled: bool) -> MapInput:
+    batch = trained.batcher.batch(trained.batcher.feed(split), torch.zeros(1, dtype=torch.long))
+    example, task = split.example(0), trained.task
+    other = () if example.other_tokens is None else tuple(task.symbols(example.other_tokens))
+    return MapInput(
+        batch=batch,
+        symbols=tuple(task.symbols(example.tokens)),
+        other_symbols=other,
+        words=words,
+        label=int(example.label) if is_labelled and example.label.ndim == 0 else None,
+    )
+
+
+def input_of_example(trained: Trained, index: int) -> MapInput:
+    """Return an example of the test split.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    split = trained.task.split("test")
+    if not 0 <= index < len(split):
+        raise ConfigError("--example", [("", f"expected 0 to {len(split) - 1}, an example of test; got {index}")])
+    return _input(trained, split.select(torch.tensor([index])), f"test example {index}", is_labelled=True)
+
+
+def input_of_text(trained: Trained, text: str) -> MapInput:
+    """Return a text as the task of the model reads it.
+
+    Raises:
+        UnsupportedError: the task reads two sequences.
+        ConfigError: the text is empty or too long.
+        UnknownNameError: it has a symbol that the task has not.
+    """
+    spec = trained.task.spec
+    if spec.other_max_seq_len:
+        raise UnsupportedError("other_tokens", f"{trained.task.name} reads two sequences; choose an example instead")
+    tokens = encode_text(trained.task, text)
+    if not 0 < len(tokens) <= spec.max_seq_len:
+        problem = f"expected 1 to {spec.max_seq_len} tokens, which {trained.task.name} has; got {len(tokens)}"
+        raise ConfigError("--text", [("", problem)])
+    is_pooled = spec.kind == "classification"
+    labels = torch.zeros(1, dtype=torch.long) if is_pooled else torch.full((1, len(tokens)), IGNORED_LABEL)
+    split = Split(tokens=tokens[None], lengths=torch.tensor([len(tokens)]), labels=labels)
+    return _input(trained, split, "text of your own", is_labelled=False)
+
+
+def encode_text(task: AbstractTask, text: str) -> Tensor:
+    """Return the token ids `[L]` that a text has among the symbols of a task.
+
+    A task with a symbol for the space reads characters (bytes beyond ASCII by their hexadecimal names); any other reads
+    words between white space.
+
+    Raises:
+        UnknownNameError: a character or word is no symbol of the task.
+    """
+    known: dict[str, int] = {}
+    for token, symbol in enumerate(task.symbols(torch.arange(task.spec.vocab_size))):
+        known.setdefault(symbol, token)
+    pieces = _characters(text, known) if SPACE in known else text.split()
+    for piece in pieces:
+        if piece not in known:
+            raise UnknownNameError(f"symbol of {task.name}", piece, list(known))
+    return torch.tensor([known[piece] for piece in pieces], dtype=torch.long)
+
+
+def _characters(text: str, known: dict[str, int]) -> list[str]:
+    pieces: list[str] = []
+    for character in text:
+        names = (SPACE,) if character == " " else _LINE_END if character == "\n" else (character,)
+        symbol = next((name for name in names if name in known), None)
+        if symbol is not None:
+            pieces.append(symbol)
+            continue
+        for byte in character.encode():
+            hexadecimal = (rf"\x{byte:02x}", f"{byte:02x}")
+            pieces.append(next((name for name in hexadecimal if name in known), character))
+    return pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,24 +149,7 @@ class MixerCall:
     columns: tuple[str, ...]
 
 
-@contextmanager
-def _hooked(model: nn.Module, note: Callable[[str, AbstractMixer, Any, Any], None]) -> Iterator[None]:
-    handles = []
-    for path, module in model.named_modules():
-        if isinstance(module, AbstractMixer):
-
-            def hook(mixer: Any, args: Any, kwargs: Any, path: str = path) -> None:
-                note(path, mixer, args, kwargs)
-
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def watch(trained: Trained, given: MapInput, *, of_other: bool = False) -> list[MixerCall]:
+def capture_calls(trained: Trained, given: MapInput, *, of_other: bool = False) -> list[MixerCall]:
     """Run the model on one input and return the calls of its mixers, in their order.
 
     Args:
@@ -73,39 +160,50 @@ def watch(trained: Trained, given: MapInput, *, of_other: bool = False) -> list[
     Raises:
         ConfigError: the second input of a task that has one only.
     """
-    calls: list[tuple[str, MixerCall]] = []
-    batch, is_pair = given.batch, trained.task.spec.kind == "pair"
-    if of_other and not is_pair:
+    kind = trained.task.spec.kind
+    if of_other and kind != "pair":
         raise ConfigError("--other", [("", f"{trained.task.name} has no second input that is read like the first")])
+    recorded: list[tuple[str, AbstractMixer, Tensor, dict[str, Any]]] = []
 
-    def note(path: str, mixer: AbstractMixer, args: Any, kwargs: Any) -> None:
-        is_other = trained.task.spec.kind == "seq2seq" and "decoder" in path.split(".")
-        if is_pair and path in [seen for seen, _ in calls]:
-            is_other = True
-        tokens = batch.other_tokens if is_other and batch.other_tokens is not None else batch.tokens
-        extra = (CLS,) * (args[0].shape[1] - tokens.shape[1])  # a vector in front of all tokens
-        rows = (*extra, *(given.other_symbols if is_other else given.symbols))
-        context = kwargs.get("context")
-        layer = mixer.build.layer_index + 1
-        name = f"layer {layer}"
-        if trained.task.spec.kind == "seq2seq":
-            name = f"{'decoder' if is_other else 'encoder'} {name}" + (", across" if context is not None else "")
-        call = MixerCall(
-            mixer=mixer,
-            name=name,
-            layer=layer,
-            hidden=args[0],
-            context=context,
-            key_padding_mask=kwargs.get("key_padding_mask"),
-            rows=rows,
-            columns=rows if context is None else given.symbols,
-        )
-        calls.append((path, call))
+    def record(path: str) -> Callable[[Any, Any, Any], None]:
+        return lambda mixer, args, kwargs: recorded.append((path, mixer, args[0], kwargs))
 
     model = trained.model.eval()
-    with torch.no_grad(), _hooked(model, note):
-        trained.objective.outputs(model, batch)
-    if is_pair:
-        half = len(calls) // 2  # the towers read one after the other
-        calls = calls[half:] if of_other else calls[:half]
-    return [call for _, call in calls]
+    hooks = [
+        module.register_forward_pre_hook(record(path), with_kwargs=True)
+        for path, module in model.named_modules()
+        if isinstance(module, AbstractMixer)
+    ]
+    try:
+        with torch.no_grad():
+            trained.objective.outputs(model, given.batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if kind == "pair":
+        half = len(recorded) // 2  # the towers read one after the other
+        recorded = recorded[half:] if of_other else recorded[:half]
+    calls = []
+    for path, mixer, hidden, kwargs in recorded:
+        is_decoder = kind == "seq2seq" and "decoder" in path.split(".")
+        is_other = is_decoder or of_other
+        tokens = given.batch.other_tokens if is_other and given.batch.other_tokens is not None else given.batch.tokens
+        extra = (CLS,) * (hidden.shape[1] - tokens.shape[1])
+        rows = (*extra, *(given.other_symbols if is_other else given.symbols))
+        context, layer = kwargs.get("context"), mixer.build.layer_index + 1
+        name = f"layer {layer}"
+        if kind == "seq2seq":
+            name = f"{'decoder' if is_decoder else 'encoder'} {name}" + (", across" if context is not None else "")
+        calls.append(
+            MixerCall(
+                mixer=mixer,
+                name=name,
+                layer=layer,
+                hidden=hidden,
+                context=context,
+                key_padding_mask=kwargs.get("key_padding_mask"),
+                rows=rows,
+                columns=rows if context is None else given.symbols,
+            )
+        )
+    return calls

@@ -28,11 +28,11 @@ def kept_cells(folder: Path) -> dict[Path, Cell]:
     if not folder.is_dir():
         raise ConfigError(str(folder), [("", "expected the results folder of a run; there is no such folder")])
     place = folder / "weights" if (folder / "weights").is_dir() else folder
-    found = {path: cell for path in sorted(place.glob("*.safetensors")) if (cell := _cell_of(path)) is not None}
-    if not found:
+    cells = {path: cell for path in sorted(place.glob("*.safetensors")) if (cell := _cell_of(path)) is not None}
+    if not cells:
         problem = "it keeps no weights; write keep_weights = true into the accuracy group of the matrix and run it"
         raise ConfigError(str(folder), [("", problem)])
-    return dict(sorted(found.items(), key=lambda item: (item[1].id, item[1].key)))
+    return dict(sorted(cells.items(), key=lambda item: (item[1].id, item[1].key)))
 
 
 def _cell_of(path: Path) -> Cell | None:

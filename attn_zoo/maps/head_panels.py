@@ -86,8 +86,8 @@ def pool_weights(pieces: Iterable[Tensor], rows: Axis, columns: Axis, pool: Pool
     num_rows, num_columns = len(rows.symbols), len(columns.symbols)
     narrow = [_pooled(piece[0, :, :num_rows].float(), 1, rows.width, pool) for piece in pieces]
     wide = torch.cat(narrow, dim=2)[:, :, :num_columns]
-    found: NDArray[np.float32] = _pooled(wide, 2, columns.width, pool).numpy()
-    return found
+    pooled: NDArray[np.float32] = _pooled(wide, 2, columns.width, pool).numpy()
+    return pooled
 
 
 def _pooled(values: Tensor, dim: int, width: int, pool: Pool) -> Tensor:

@@ -56,6 +56,11 @@ class AbstractLearner(ABC):
         """FLOPs of a forward by formulas, after at least one step; None where there are none."""
         return None
 
+    @property
+    def step_flops(self) -> float | None:
+        """FLOPs of a step, likewise."""
+        return None
+
     def settle(self) -> None:  # noqa: B027 - most have nothing to settle
         """Make the steps that run otherwise than all that follow, such as the one in which a CUDA graph is captured."""
 
@@ -146,6 +151,11 @@ class Learner(AbstractLearner):
     def forward_flops(self) -> int | None:
         total, steps = self.trainer.flops.forward_flops, self.trainer.numbers.step
         return None if total is None or steps == 0 else round(total / steps)
+
+    @property
+    def step_flops(self) -> float | None:
+        total, steps = self.trainer.flops.training_flops, self.trainer.numbers.step
+        return None if total is None or steps == 0 else total / steps
 
     def settle(self) -> None:
         while self.trainer.numbers.step < self.trainer.num_unlike:

@@ -122,23 +122,30 @@ class GlobalPooling(AbstractMixer):
     ) -> Tensor:
         """Pool, then project; shapes as in `AbstractMixer.forward`."""
         del context  # the contract refuses one
-        wide, length = torch.promote_types(hidden.dtype, torch.float32), hidden.shape[1]
-        tokens, seen = hidden, hidden.new_ones(1, length, 1, dtype=wide)
-        if key_padding_mask is not None:
-            tokens = tokens.masked_fill(key_padding_mask[..., None], 0.0)
-            seen = (~key_padding_mask[..., None]).to(wide)
-        count = (seen.cumsum(1) if self.build.is_causal else seen.sum(1, keepdim=True)).clamp(min=1.0)
-        if self.training and self.build.dropout_p > 0:
-            seen = seen * dropout(seen.new_ones(len(hidden), length, 1), self.build.dropout_p)
-            tokens = tokens * seen.to(tokens.dtype)
-        if self.build.is_causal:
-            note_path("pool.running")
-            pooled, share = tokens.cumsum(1, dtype=wide) / count, seen.cumsum(1) / count
+        is_causal, length = self.build.is_causal, hidden.shape[1]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        note_path("pool.running" if is_causal else "pool.all")
+
+        def pool(tokens: Tensor) -> Tensor:  # [B, L or 1, E]
+            return tokens.cumsum(1, dtype=wide) if is_causal else tokens.sum(1, keepdim=True, dtype=wide)
+
+        has_dropout = self.training and self.build.dropout_p > 0
+        if key_padding_mask is None and not has_dropout:
+            counts = torch.arange(1, length + 1, device=hidden.device, dtype=wide)[:, None] if is_causal else length
+            value = self.value_proj((pool(hidden) / counts).to(hidden.dtype))
         else:
-            note_path("pool.all")
-            pooled, share = tokens.sum(1, keepdim=True, dtype=wide) / count, seen.sum(1, keepdim=True) / count
-        # The share is 1 but where dropout acts or where all is padding: there the bias of nothing is nothing.
-        value = linear(pooled.to(hidden.dtype), self.value_proj.weight) + share.to(hidden.dtype) * self.value_proj.bias
+            seen = hidden.new_ones(1, length, 1, dtype=wide)
+            tokens = hidden
+            if key_padding_mask is not None:
+                tokens = hidden.masked_fill(key_padding_mask[..., None], 0.0)
+                seen = (~key_padding_mask[..., None]).to(wide)
+            count = pool(seen).clamp(min=1.0)
+            if has_dropout:
+                seen = seen * dropout(seen.new_ones(len(hidden), length, 1), self.build.dropout_p)
+                tokens = tokens * seen.to(tokens.dtype)
+            # The share is 1 but where dropout acts or where all is padding: there the bias of nothing is nothing.
+            pooled, share = pool(tokens) / count, (pool(seen) / count).to(hidden.dtype)
+            value = linear(pooled.to(hidden.dtype), self.value_proj.weight) + share * self.value_proj.bias
         mixed: Tensor = self.out_proj(value)  # [B, L or 1, E]
         return mixed.expand(-1, length, -1)
 

@@ -25,7 +25,7 @@ from attn_zoo.kernels.compress.learned import Short, compress, compress_pair, fi
 from attn_zoo.kernels.exact.few_keys import attend_in_parts, num_parts
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.windows import pool_windows, window_counts, window_matrix
-from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
+from attn_zoo.metadata import Capabilities, Complexity, Position, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
 
@@ -88,16 +88,59 @@ class LinformerConfig(VariantConfig):
         return self.proj_len if isinstance(self.proj_len, tuple) else (self.proj_len,)
 
 
-def linformer_flops(shape: Shape) -> int:
-    """Count the compression of keys and values and both products of the attention; k is the mean over layers."""
+def _products(shape: Shape) -> tuple[float, float]:
+    """Return FLOPs of the compression and of the attention to what is compressed; k is the mean over layers."""
     config = shape.config or LinformerConfig()
-    ranks = _ranks(config, shape.key_len)
+    rank = _mean_rank(config, shape.key_len)
+    num_rows = {"linear": rank, "conv": 1.0, "mean_pool": 0.0}[config.projection]  # that one token is multiplied into
+    if _is_compress_first(config, shape):  # hidden states and, for the bias, ones
+        width = (shape.embed_dim + 1) * (1 if config.sharing in ("key_value", "layerwise") else 2)
+    else:
+        width = 2 * shape.num_kv_heads * shape.head_dim
+    compression = 2 * shape.batch_size * shape.key_len * width * num_rows
+    return compression, 4 * shape.batch_size * shape.num_heads * shape.query_len * shape.head_dim * rank
+
+
+def linformer_flops(shape: Shape) -> int:
+    """Count the compression of keys and values and both products of the attention; a pooling has no products."""
+    return round(sum(_products(shape)))
+
+
+def linformer_backward_ratio(shape: Shape) -> float:
+    """Return 2 for the compression and 2.5 for the attention, which recomputes its scores."""
+    compression, attention = _products(shape)
+    return (2.0 * compression + 2.5 * attention) / (compression + attention)
+
+
+def linformer_projection_flops(shape: Shape) -> int:
+    """Count the four projections; compress-first applies those of keys and values to k rows."""
+    config = shape.config or LinformerConfig()
+    if not _is_compress_first(config, shape):
+        return shape.multi_head_flops
+    rank = _mean_rank(config, shape.key_len)
+    rows = shape.query_len * shape.num_heads + rank * shape.num_kv_heads
+    return round(4 * shape.batch_size * shape.embed_dim * shape.head_dim * rows)
+
+
+def _why_not_compress_first(config: LinformerConfig, position: Position) -> str | None:
+    """Return why E^T (X W) is not (E^T X) W, or None where it is."""
+    if config.sharing == "none":
+        return "each head has a matrix of its own, so there is no one E^T X for all"
+    if position == "rotary":
+        return "rotation acts on projected keys position by position, before they are mixed"
+    return None
+
+
+def _is_compress_first(config: LinformerConfig, shape: Shape) -> bool:
+    is_exact = _why_not_compress_first(config, shape.position) is None
+    return shape.form == "mixer" and config.layout != "project_first" and is_exact
+
+
+def _mean_rank(config: LinformerConfig, key_len: int) -> float:
+    ranks = _ranks(config, key_len)
     if config.projection != "linear":  # as many as there are windows
-        ranks = [-(-shape.key_len // -(-shape.key_len // rank)) for rank in ranks]
-    rank = sum(ranks) / len(ranks)
-    compression = shape.num_kv_heads * shape.key_len * (rank if config.projection == "linear" else 1)
-    attention = shape.num_heads * shape.query_len * rank
-    return round(4 * shape.batch_size * shape.head_dim * (compression + attention))
+        ranks = [-(-key_len // -(-key_len // rank)) for rank in ranks]
+    return sum(ranks) / len(ranks)
 
 
 def linformer_bytes(shape: Shape, itemsize: int) -> int:
@@ -122,11 +165,7 @@ def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> Abstra
     Raises:
         UnsupportedError: compress-first is asked for where it is not exact.
     """
-    why_not = None
-    if config.sharing == "none":
-        why_not = "each head has a matrix of its own, so there is no one E^T X for all"
-    elif build.position == "rotary":
-        why_not = "rotation acts on projected keys position by position, before they are mixed"
+    why_not = _why_not_compress_first(config, build.position)
     if config.layout == "compress_first" and why_not:
         raise UnsupportedError("layout", f"linformer: compress_first is not exact here: {why_not}")
     attention = LinformerAttention(replace(config, layout="project_first"), build)
@@ -159,8 +198,9 @@ def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> Abstra
         sequential_ops="1",
         max_path="1",
         flops=linformer_flops,
+        projection_flops=linformer_projection_flops,
         bytes=linformer_bytes,
-        backward_ratio=2.25,  # half the work is compression (2), half attention with recomputed scores (2.5)
+        backward_ratio=linformer_backward_ratio,
     ),
     reference=Reference(
         title="Linformer: Self-Attention with Linear Complexity",

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Shape
 from attn_zoo.registry import VariantConfig
-from tests.conformance.broken import Broken, Softmax, constant_flops, quadratic_flops
+from tests.conformance.broken import Broken, Softmax, SoftmaxMixer, constant_flops, quadratic_flops
 
 
 class WrongScaleInFloat32(Softmax):
@@ -121,7 +121,105 @@ class QuadraticButClaimsLinear(Softmax):
     pass
 
 
+class TwoPercentTooMany(Softmax):
+    pass
+
+
+class CountsHiddenPairsHalf(Softmax):
+    pass
+
+
+class BackwardCostsSeven(Softmax):
+    pass
+
+
+class ClaimsLessThanItsInputs(Softmax):
+    pass
+
+
+class PrefillForgetsTheState(SoundDecode):
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+        output = self.forward(query, key, value)
+        return output, (state or self.init_state(query.shape[0], dtype=query.dtype)).append(key, value)
+
+
+class PrefillOnlyFromTheStart(SoundDecode):
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+        if state is not None and state.length % 2:  # as a kernel that aligns blocks at the start
+            key = key.flip(2)
+        return super().prefill(query, key, value, state)
+
+
+class ProjectedSoftmax(SoftmaxMixer):
+    """A mixer with a state, a projection and a formula for each. Itself sound."""
+
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.proj = nn.Linear(build.embed_dim, build.embed_dim, bias=False)
+
+    def forward(
+        self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        keys = self.proj(hidden)
+        scores = hidden @ keys.transpose(-1, -2) * hidden.shape[-1] ** -0.5
+        if self.build.is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        output: Tensor = scores.softmax(-1) @ keys
+        return output
+
+    def init_state(self, batch_size: int, **keywords: Any) -> Tensor:
+        return torch.zeros(batch_size, 0, self.build.embed_dim, dtype=keywords.get("dtype"))
+
+    def step(self, hidden: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+        state = torch.cat([state, self.proj(hidden)], dim=1)
+        weights = (hidden @ state.transpose(-1, -2) * hidden.shape[-1] ** -0.5).softmax(-1)
+        return weights @ state, state
+
+
+class SevenBytesOfState(ProjectedSoftmax):
+    pass
+
+
+class MixerClaimsLessThanItsInputs(ProjectedSoftmax):
+    pass
+
+
+class CountsNoProjections(ProjectedSoftmax):
+    pass
+
+
+class MixerStateGrows(ProjectedSoftmax):
+    pass
+
+
+def softmax_flops(shape: Shape) -> int:
+    return 4 * shape.batch_size * shape.num_heads * shape.query_len * shape.key_len * shape.head_dim
+
+
+def mixer_softmax_flops(shape: Shape) -> int:
+    return 4 * shape.batch_size * shape.query_len**2 * shape.embed_dim
+
+
+def projection_flops(shape: Shape) -> int:
+    return 2 * shape.batch_size * shape.query_len * shape.embed_dim**2
+
+
+def projection_bytes(shape: Shape, itemsize: int) -> int:
+    return shape.embed_dim**2 * itemsize
+
+
+def mixer_state_bytes(shape: Shape, itemsize: int) -> int:
+    return shape.batch_size * shape.key_len * shape.embed_dim * itemsize
+
+
 DECODE = {"causal": True, "decode": "kv_cache"}
+MIXER = {**DECODE, "positions": ("none",)}
+MIXER_COST = {
+    "flops": mixer_softmax_flops,
+    "projection_flops": projection_flops,
+    "projection_bytes": projection_bytes,
+    "state_bytes": mixer_state_bytes,
+}
 
 CLAIMS = (
     Broken(cls=WrongScaleInFloat32, check="matches_reference"),
@@ -141,7 +239,52 @@ CLAIMS = (
     Broken(cls=RunsAnotherBackend, check="path_ran", config=BackendConfig),
     Broken(cls=HidesItsBackend, check="path_ran", config=BackendConfig),
     Broken(cls=AlternatesPaths, check="path_ran"),
-    Broken(cls=ConstantFlops, check="flops_formula", complexity={"flops": constant_flops}),
+    Broken(cls=PrefillForgetsTheState, check="decode", capabilities=DECODE),
+    Broken(cls=PrefillOnlyFromTheStart, check="decode", capabilities=DECODE),
+    Broken(
+        cls=TwoPercentTooMany,
+        check="flops_count",
+        complexity={"flops": lambda shape: softmax_flops(shape) * 102 // 100},
+    ),
+    Broken(
+        cls=CountsHiddenPairsHalf,
+        check="flops_count",
+        complexity={"flops": lambda shape: softmax_flops(shape) // 2},
+    ),
+    Broken(
+        cls=CountsNoProjections,
+        check="flops_count",
+        also=frozenset({"backward_ratio"}),
+        capabilities=MIXER,
+        complexity={**MIXER_COST, "projection_flops": None},
+    ),
+    Broken(cls=BackwardCostsSeven, check="backward_ratio", complexity={"flops": softmax_flops, "backward_ratio": 7.0}),
+    Broken(
+        cls=ClaimsLessThanItsInputs,
+        check="least_bytes",
+        complexity={"bytes": lambda shape, itemsize: shape.io_bytes(itemsize) // 3},
+    ),
+    Broken(
+        cls=MixerClaimsLessThanItsInputs,
+        check="least_bytes",
+        capabilities=MIXER,
+        complexity={**MIXER_COST, "bytes": lambda shape, itemsize: shape.io_bytes(itemsize) // 3},
+    ),
+    Broken(
+        cls=SevenBytesOfState,
+        check="decode_state_bytes",
+        capabilities=MIXER,
+        complexity={**MIXER_COST, "state_bytes": lambda shape, itemsize: 7},
+    ),
+    Broken(
+        cls=MixerStateGrows,
+        check="decode_state_bytes",
+        capabilities={**MIXER, "decode": "recurrent"},
+        complexity=MIXER_COST,
+    ),
+    Broken(
+        cls=ConstantFlops, check="flops_formula", also=frozenset({"flops_count"}), complexity={"flops": constant_flops}
+    ),
     Broken(
         cls=QuadraticButClaimsLinear,
         check="flops_formula",

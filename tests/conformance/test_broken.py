@@ -6,10 +6,11 @@ import pytest
 
 from attn_zoo.conformance import CHECKS, run_checks
 from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, registered
-from tests.conformance.broken_claims import CLAIMS, DECODE, SoundDecode
+from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, ProjectedSoftmax, SoundDecode
+from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 
-BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS)
+BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT)
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
 
@@ -34,6 +35,10 @@ SOUND = (
     Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
     Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
     Broken(cls=SoundDecode, check="", capabilities=DECODE),
+    Broken(cls=ProjectedSoftmax, check="", capabilities=MIXER, complexity=MIXER_COST),
+    Broken(cls=SoundCarry, check="", capabilities=CARRY),
+    Broken(cls=SoundRouting, check="", capabilities={"causal": True, "dtypes": ("float64", "float32", "bfloat16")}),
+    Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"}),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
     Broken(cls=OnlyCausal, check="", capabilities={"bidirectional": False, "causal": True, "key_padding_mask": True}),
     Broken(cls=OnlyMultiples, check="", capabilities={**EVERY_YES, "seq_len_multiple": 24}),

@@ -17,18 +17,17 @@ from attn_zoo.attention.oracle import attention_weights
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.maps import attention as attention_module
 from attn_zoo.maps.attention import attention_map, head_weights
-from attn_zoo.maps.capture import MixerCall, watch
-from attn_zoo.maps.example import input_of_example
+from attn_zoo.maps.capture import MixerCall, capture_calls, input_of_example
 from attn_zoo.maps.find import find_weights
 from attn_zoo.maps.head_panels import Axis, PooledWeights, draw_heads, make_axis, pool_weights
-from attn_zoo.maps.save import check_name, save_figure
 from attn_zoo.report.figures.heat import weight_shades
+from attn_zoo.report.figures.style import format_of, save_figure
 from attn_zoo.training.weights import load_trained
 
 
 def calls_of(zoo: Path, pattern: str, **options: Any) -> list[MixerCall]:
     trained = load_trained(find_weights(zoo, pattern))
-    return watch(trained, input_of_example(trained, 0), **options)
+    return capture_calls(trained, input_of_example(trained, 0), **options)
 
 
 def words_of(figure: Figure) -> str:
@@ -53,7 +52,7 @@ def test_both_sequences_of_a_pair(zoo: Path):
     trained = load_trained(find_weights(zoo, "full/*/pair/*"))
     given = input_of_example(trained, 0)
     for of_other, symbols in ((False, given.symbols), (True, given.other_symbols)):
-        calls = watch(trained, given, of_other=of_other)
+        calls = capture_calls(trained, given, of_other=of_other)
         assert [call.name for call in calls] == ["layer 1", "layer 2"]
         assert all(call.rows == symbols for call in calls)
     with pytest.raises(ConfigError, match="no second input"):
@@ -63,7 +62,7 @@ def test_both_sequences_of_a_pair(zoo: Path):
 def test_source_and_target(zoo: Path):
     trained = load_trained(find_weights(zoo, "full/*/seq2seq/*"))
     given = input_of_example(trained, 0)
-    found = {call.name: (call.rows, call.columns) for call in watch(trained, given)}
+    found = {call.name: (call.rows, call.columns) for call in capture_calls(trained, given)}
     source, target = given.symbols, given.other_symbols
     assert found["encoder layer 1"] == (source, source)
     assert found["decoder layer 2"] == (target, target)
@@ -188,7 +187,7 @@ def test_figures_are_written_by_suffix(zoo: Path, tmp_path: Path):
         save_figure(figure, tmp_path / name)
         assert (tmp_path / name).read_bytes() == content
     with pytest.raises(ConfigError, match=r"expected a name that ends in \.png or \.svg; got 'a\.pdf'"):
-        check_name(tmp_path / "a.pdf")
+        format_of(tmp_path / "a.pdf")
 
 
 def test_axis_counts_the_last_short_bin():

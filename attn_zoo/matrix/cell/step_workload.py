@@ -130,6 +130,10 @@ class StepWorkload(AbstractWorkload):
     def flops(self) -> int | None:
         return self._learner.forward_flops
 
+    @property
+    def pass_flops(self) -> float | None:
+        return self._learner.step_flops
+
     def counted_flops(self) -> int | None:
         """Return None: formulas are checked where variants are timed alone."""
         return None

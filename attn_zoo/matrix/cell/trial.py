@@ -19,7 +19,7 @@ from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
 from attn_zoo.measure.timing import Sampling, quiet_collector
-from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
+from attn_zoo.records import Cell, Memory, Record, Timing
 from attn_zoo.registry import variants
 
 __all__ = ["Trial", "measure_scaling"]
@@ -142,7 +142,7 @@ class Trial:
         assert work is not None
         assert timing is not None
         flops = work.flops
-        _refuse_impossible(cell, flops, timing.median_ms)
+        _refuse_impossible(cell, work.pass_flops, timing.median_ms)
         memory = energy = counted = None
         if not self._is_repeat:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
@@ -196,13 +196,12 @@ def measure_scaling(trial: Trial) -> Record:
     return trial.finish(conditions)
 
 
-def _refuse_impossible(cell: Cell, flops: int | None, median_ms: float) -> None:
+def _refuse_impossible(cell: Cell, flops: float | None, median_ms: float) -> None:
     """Raise `AttnZooError` if the work cannot have been done in that time: then the timing or the formula is wrong."""
     if flops is None or cell.device != "cuda" or median_ms <= 0:
         return
-    num_forwards = PASSES[cell.pass_ or "fwd"].num_forwards(variants[cell.variant].complexity.backward_ratio)
     name = torch.cuda.get_device_name()
-    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops * num_forwards):
+    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops):
         raise AttnZooError(f"rejected: {problem}")
 
 

@@ -112,6 +112,11 @@ class AbstractWorkload(ABC):
     def flops(self) -> int | None:
         """FLOPs of one forward by formula, after the first call; None where there is no formula."""
 
+    @property
+    @abstractmethod
+    def pass_flops(self) -> float | None:
+        """FLOPs of what is timed, its backward included; otherwise as `flops`."""
+
     @abstractmethod
     def counted_flops(self) -> int | None:
         """Count the FLOPs of one forward; None where the counter does not see what runs."""
@@ -185,6 +190,11 @@ class CallWorkload(AbstractWorkload):
     @property
     def flops(self) -> int | None:
         return variants[self.cell.variant].flops(self.shape)
+
+    @property
+    def pass_flops(self) -> float | None:
+        ratio = variants[self.cell.variant].backward_ratio(self.shape)
+        return None if self.flops is None else self.flops * PASSES[self.pass_].num_forwards(ratio or 0.0)
 
     def counted_flops(self) -> int | None:
         """Count one forward without a graph, so that the count needs no more memory than the timing did."""

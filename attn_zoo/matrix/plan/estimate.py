@@ -56,17 +56,14 @@ def estimate(cell: Cell, config: VariantConfig, budget_s: float, isolation: str)
     rows = float(cell.batch_size * cell.num_heads)
     claim = variant.complexity
     try:
-        flops = attention_flops(cell, config)
+        flops = attention_flops(cell, config) * PASSES[cell.pass_].num_forwards(claim.ratio(shape_of(cell, config)))
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
         return Estimate()
     has_grads = PASSES[cell.pass_].backwards > 0
     tensors = 4 * rows * cell.seq_len * cell.head_dim * (2 if has_grads else 1)
     scores = rows * cell.seq_len**claim.memory_exponent if claim.memory_exponent > 1 else 0.0
     num_bytes = (tensors + scores * (3 if has_grads else 2)) * DTYPE_BYTES[cell.dtype]
-    return Estimate(
-        rough_seconds(flops * PASSES[cell.pass_].num_forwards(claim.backward_ratio), cell, budget_s, isolation),
-        int(num_bytes),
-    )
+    return Estimate(rough_seconds(flops, cell, budget_s, isolation), int(num_bytes))
 
 
 def attention_flops(cell: Cell, config: VariantConfig) -> float:

@@ -17,11 +17,11 @@ from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_ticks
 from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
-from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain, styled
 from attn_zoo.report.units import human_length, human_number
 
-__all__ = ["breakdown_picture"]
+__all__ = ["draw_breakdown"]
 
 LOGARITHMIC_FROM = 8
 """Ratio of the largest to the smallest value of an axis from which it is drawn logarithmically."""
@@ -31,7 +31,7 @@ LETTER = 0.1
 """Inches that a letter of a panel's title may take."""
 
 
-def breakdown_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
+def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return curves or heat maps; None where no run has a breakdown."""
     every = axes_of(group)
     axes = every[:2]
@@ -44,7 +44,7 @@ def breakdown_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
     with styled():
         page = draw(group, scores, axes, looks, title, note)
     words = (f"{score.name}: {_alt(parts(score, axes), axes, group.metric)}" for score in scores)
-    return page.picture(f"breakdown-{group.name}", "; ".join(words))
+    return page.describe("; ".join(words))
 
 
 def _words(name: str) -> str:
@@ -55,8 +55,8 @@ def _number(value: float) -> str:
     return human_length(value) if value >= 1024 and value == int(value) else human_number(value)
 
 
-def _alt(found: Sequence[Part], axes: Sequence[str], metric: Metric) -> str:
-    ends = [choose(found, key=lambda part: metric.order(part.mean)) for choose in (min, max)]
+def _alt(scored: Sequence[Part], axes: Sequence[str], metric: Metric) -> str:
+    ends = [choose(scored, key=lambda part: metric.order(part.mean)) for choose in (min, max)]
     best, worst = (
         f"{metric.show(part.mean)} "
         f"({', '.join(f'{_words(name)} {_number(value)}' for name, value in zip(axes, part.place, strict=True))})"
@@ -154,10 +154,10 @@ def _draw_maps(
     return page
 
 
-def _grid(found: Sequence[Part], across: Sequence[float], up: Sequence[float]) -> Grid:
+def _grid(scored: Sequence[Part], across: Sequence[float], up: Sequence[float]) -> Grid:
     """Return `[rows, columns]` of means, NaN where there is no result."""
     grid = np.full((len(up), len(across)), np.nan)
-    for part in found:
+    for part in scored:
         grid[up.index(part.place[1]), across.index(part.place[0])] = part.mean
     return grid
 

@@ -14,11 +14,11 @@ from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, mark_boxes
-from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.units import human_bytes, human_number
 
-__all__ = ["bubble_picture", "overview_picture"]
+__all__ = ["draw_bubbles", "draw_task_means"]
 
 HEIGHT = 4.3
 LARGEST, SMALLEST = 24.0, 4.0
@@ -32,7 +32,7 @@ class _Bubble:
     look: Look
     speed: float
     value: float
-    ends: tuple[float | None, float | None]
+    ends: tuple[float, float] | None
     peak_bytes: float | None
     is_filled: bool
 
@@ -45,7 +45,7 @@ def _radius(share: float) -> float:
     return max(SMALLEST, LARGEST * math.sqrt(share))
 
 
-def bubble_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
+def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return score against tokens per second of training; None for fewer than two variants with a score."""
     bubbles = [
         _Bubble(
@@ -53,7 +53,7 @@ def bubble_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
             looks[score.label],
             score.costs["tokens_per_s"],
             score.mean,
-            (score.low, score.high),
+            None if score.low is None or score.high is None else (score.low, score.high),
             score.costs["train_peak_bytes"],
             not score.start,
         )
@@ -70,37 +70,34 @@ def bubble_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
     if any(score.start for score in group.scores):
         said.append("hollow: self-pretrained")
     title = f"{group.metric.title} against cost: {group.title}"
-    return _picture(f"bubbles-{group.name}", title, said, bubbles, marks, group.metric)
+    return _draw(title, said, bubbles, marks, group.metric)
 
 
-def overview_picture(overview: Overview, looks: Looks) -> Picture | None:
+def draw_task_means(overview: Overview, looks: Looks) -> Page | None:
     """Return the mean score over the common tasks against speed; None for fewer than two variants or tasks."""
     bubbles = []
     for label in overview.labels:
         value, speed = overview.mean(label), overview.speed(label)
         if value is not None and speed is not None:
-            bubbles.append(
-                _Bubble(label, looks[label], speed, value, (None, None), overview.peak_bytes(label), is_filled=True)
-            )
+            bubbles.append(_Bubble(label, looks[label], speed, value, None, overview.peak_bytes(label), is_filled=True))
     floor = overview.floor()
     said = [overview.how, overview.scope(), "speed: geometric mean; memory: the most"]
     if any(group.is_shared for group in overview.common):
         said.append(SHARED)
     title = f"{overview.metric.title} against cost: mean over {len(overview.common)} tasks"
-    return _picture(f"bubbles-{overview.name}", title, said, bubbles, dict([floor]) if floor else {}, overview.metric)
+    return _draw(title, said, bubbles, dict([floor]) if floor else {}, overview.metric)
 
 
-def _picture(
-    name: str,
+def _draw(
     title: str,
     said: Sequence[str],
     bubbles: Sequence[_Bubble],
     marks: Mapping[str, float],
     metric: Metric,
-) -> Picture | None:
+) -> Page | None:
     if len(bubbles) < 2:
         return None
-    values = [end for bubble in bubbles for end in (bubble.value, *bubble.ends) if end is not None]
+    values = [end for bubble in bubbles for end in (bubble.value, *(bubble.ends or ()))]
     near, far = near_marks(values, marks, metric)
     said = [*said, *(f"off the scale: {name} {metric.show(value)}" for name, value in far.items())]
     has_peaks = any(bubble.peak_bytes for bubble in bubbles)
@@ -121,7 +118,8 @@ def _picture(
             PointName(plain(bubble.name, 30), bubble.look.colour, bubble.speed, bubble.value, bubble.radius(most))
             for bubble in bubbles
         ]
-        taken = _draw_floors(axes, near, mark_boxes(axes, names), metric)
+        bars = _interval_boxes(axes, bubbles)
+        taken = bars + _draw_floors(axes, near, mark_boxes(axes, names) + bars, metric)
         for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
             _draw_bubble(axes, bubble, bubble.radius(most))
         inside = axes.get_window_extent()
@@ -129,7 +127,7 @@ def _picture(
         draw_point_names(axes, names, frame, taken)
         if has_peaks:
             _draw_size_legend(page, most, page.width - 1.34, top)
-    return page.picture(name, "; ".join(_alt(bubble, metric) for bubble in bubbles))
+    return page.describe("; ".join(_alt(bubble, metric) for bubble in bubbles))
 
 
 def _alt(bubble: _Bubble, metric: Metric) -> str:
@@ -158,20 +156,20 @@ def _speed(value: float) -> str:
     return f"{human_number(value / 1e3)}k" if value >= 1e3 else human_number(value)
 
 
-def _draw_floors(axes: Axes, marks: Mapping[str, float], bubbles: Sequence[Box], metric: Metric) -> list[Box]:
-    """Draw a dashed line for each of at most two marks, named where no bubble is; return boxes to keep names off."""
+def _draw_floors(axes: Axes, marks: Mapping[str, float], drawn: Sequence[Box], metric: Metric) -> list[Box]:
+    """Draw a dashed line for each of at most two marks, named where nothing is; return boxes to keep names off."""
     inside = axes.get_window_extent()
     boxes: list[Box] = []
     for place, (name, value) in enumerate(sorted(marks.items(), key=lambda mark: mark[1])):
         words = f"{plain(name.replace('_', ' '), 26)} {metric.show(value)}"
         sides = (True, False) if len(marks) == 1 else (place == 1,)  # two names keep away from each other
-        drawn = [
-            name_mark(axes, value, words, is_above=is_above, is_right=is_right)
+        names = [
+            name_mark(axes, value, words, is_above=is_above, at=at)
+            for at in (0.0, 1.0, 0.3, 0.5, 0.7)
             for is_above in sides
-            for is_right in (False, True)
         ]
-        best = min(drawn, key=lambda text: sum(Box.of(text.get_window_extent()).overlap(bubble) for bubble in bubbles))
-        for text in drawn:
+        best = min(names, key=lambda text: sum(Box.of(text.get_window_extent()).overlap(box) for box in drawn))
+        for text in names:
             if text is not best:
                 text.remove()
         draw_mark(axes, value)
@@ -180,11 +178,19 @@ def _draw_floors(axes: Axes, marks: Mapping[str, float], bubbles: Sequence[Box],
     return boxes
 
 
+def _interval_boxes(axes: Axes, bubbles: Sequence[_Bubble]) -> list[Box]:
+    boxes = []
+    for bubble in bubbles:
+        if bubble.ends is not None:
+            (x, low), (_, high) = axes.transData.transform([(bubble.speed, end) for end in bubble.ends]).tolist()
+            boxes.append(Box(x - 2, low, x + 2, high))
+    return boxes
+
+
 def _draw_bubble(axes: Axes, bubble: _Bubble, radius: float) -> None:
     colour, at = bubble.look.colour, ([bubble.speed], [bubble.value])
-    low, high = bubble.ends
-    if low is not None and high is not None:
-        axes.plot([bubble.speed] * 2, [low, high], color=colour, lw=1.2, alpha=0.8, zorder=2)
+    if bubble.ends is not None:
+        axes.plot([bubble.speed] * 2, bubble.ends, color=colour, lw=1.2, alpha=0.8, zorder=2)
     face = colour if bubble.is_filled else "white"
     axes.scatter(*at, s=(2 * radius) ** 2, facecolors=face, alpha=0.45, edgecolors="none", zorder=2.5)
     axes.scatter(*at, s=(2 * radius) ** 2, facecolors="none", edgecolors=colour, lw=1.4, zorder=3)

@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from matplotlib.figure import Figure
+
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.figures.breakdown_panels import breakdown_picture
-from attn_zoo.report.figures.bubbles import bubble_picture, overview_picture
-from attn_zoo.report.figures.learning_curves import learning_picture
-from attn_zoo.report.figures.page import Picture
-from attn_zoo.report.figures.roofline import roofline_picture
-from attn_zoo.report.figures.scaling_curves import memory_picture, speed_up_picture, time_picture
-from attn_zoo.report.figures.score_rows import score_picture
+from attn_zoo.report.figures.breakdown_panels import draw_breakdown
+from attn_zoo.report.figures.bubbles import draw_bubbles, draw_task_means
+from attn_zoo.report.figures.learning_curves import draw_learning
+from attn_zoo.report.figures.page import Page
+from attn_zoo.report.figures.roofline import draw_roofline
+from attn_zoo.report.figures.scaling_curves import draw_memory, draw_speed_up, draw_time
+from attn_zoo.report.figures.score_rows import draw_scores
 from attn_zoo.report.figures.style import Looks, make_looks
-from attn_zoo.report.figures.tuning_curves import tuning_picture
+from attn_zoo.report.figures.tuning_curves import draw_tuning
 
-__all__ = ["FIGURES", "FigureEntry", "make_pictures"]
+__all__ = ["FIGURES", "FigureEntry", "Picture", "make_pictures"]
 
-Subject = Literal["panels", "overviews", "accuracy"]
-"""Lists of `Analysis`: panels of scaling, overviews of several tasks, groups of trainings."""
+Subject = Literal["panel", "overview", "accuracy"]
+"""A panel of scaling, an overview of several tasks, a group of trainings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class FigureEntry:
     """A figure that a report draws for each subject it can be drawn of.
 
     Args:
-        name: start of the file name.
+        name: start of the file name; the name of the subject follows.
         subject: what one figure is about.
         question: that it answers.
         draw: from one subject and the looks of all labels; None where there is nothing to draw.
@@ -38,34 +40,43 @@ class FigureEntry:
     name: str
     subject: Subject
     question: str
-    draw: Callable[[Any, Looks], Picture | None]
+    draw: Callable[[Any, Looks], Page | None]
 
+
+_PEAK, _EXTRA = (partial(draw_memory, quantity=quantity) for quantity in ("peak_bytes", "extra_bytes"))
 
 FIGURES = (
-    FigureEntry(
-        "time", "panels", "How does time grow with the length, and from where is a variant faster?", time_picture
-    ),
-    FigureEntry("speedup", "panels", "How much faster than the fastest exact kernel is it?", speed_up_picture),
-    FigureEntry(
-        "memory-peak",
-        "panels",
-        "How much memory must be free?",
-        partial(memory_picture, quantity="peak_bytes"),
-    ),
-    FigureEntry(
-        "memory-extra",
-        "panels",
-        "How much memory does the mechanism itself add?",
-        partial(memory_picture, quantity="extra_bytes"),
-    ),
-    FigureEntry("roofline", "panels", "How much of what the machine can do does a kernel reach?", roofline_picture),
-    FigureEntry("bubbles", "overviews", "What does speed cost in accuracy, over several tasks?", overview_picture),
-    FigureEntry("accuracy", "accuracy", "Which variant scores best, and does it beat the floors?", score_picture),
-    FigureEntry("bubbles", "accuracy", "What does speed cost in accuracy?", bubble_picture),
-    FigureEntry("learning", "accuracy", "How fast does a variant learn, by steps, FLOPs and time?", learning_picture),
-    FigureEntry("breakdown", "accuracy", "On which examples does a variant fail?", breakdown_picture),
-    FigureEntry("tuning", "accuracy", "How much does the score hang on the learning rate?", tuning_picture),
+    FigureEntry("time", "panel", "How does time grow with the length, and where do curves cross?", draw_time),
+    FigureEntry("speedup", "panel", "How much faster is it than the fastest exact kernel?", draw_speed_up),
+    FigureEntry("memory-peak", "panel", "How much memory must there be?", _PEAK),
+    FigureEntry("memory-extra", "panel", "How much memory does the mechanism itself add?", _EXTRA),
+    FigureEntry("roofline", "panel", "How much of what the machine can do does a kernel reach?", draw_roofline),
+    FigureEntry("bubbles", "overview", "What does speed cost in accuracy over several tasks?", draw_task_means),
+    FigureEntry("accuracy", "accuracy", "Which variant scores best, and does it beat the floors?", draw_scores),
+    FigureEntry("bubbles", "accuracy", "What does speed cost in accuracy?", draw_bubbles),
+    FigureEntry("learning", "accuracy", "How fast does it learn, by steps, by FLOPs and by time?", draw_learning),
+    FigureEntry("breakdown", "accuracy", "On which examples does it fail?", draw_breakdown),
+    FigureEntry("tuning", "accuracy", "How much does the score depend on the learning rate?", draw_tuning),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A finished figure with what a reader who cannot see it needs.
+
+    Args:
+        name: file name stem.
+        title: one line.
+        question: that it answers.
+        alt: what it shows, in words and numbers.
+        figure: not yet rendered.
+    """
+
+    name: str
+    title: str
+    question: str
+    alt: str
+    figure: Figure
 
 
 def make_pictures(analysis: Analysis) -> list[Picture]:
@@ -73,10 +84,14 @@ def make_pictures(analysis: Analysis) -> list[Picture]:
     exact = {series.label for one in analysis.panels for series in one.panel.series if series.is_exact}
     exact |= {group.baseline for group in analysis.accuracy}
     looks = make_looks(analysis.labels, sorted(exact))
-    subjects: list[tuple[Subject, Any]] = [
-        *(("panels", panel) for panel in analysis.panels),
-        *(("overviews", overview) for overview in analysis.overviews),
-        *(("accuracy", group) for group in analysis.accuracy),
+    subjects: list[tuple[Subject, str, Any]] = [
+        *(("panel", one.panel.name, one) for one in analysis.panels),
+        *(("overview", overview.name, overview) for overview in analysis.overviews),
+        *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]
-    pictures = (entry.draw(subject, looks) for kind, subject in subjects for entry in FIGURES if entry.subject == kind)
-    return [picture for picture in pictures if picture is not None]
+    return [
+        Picture(f"{entry.name}-{name}", page.title, entry.question, page.alt, page.figure)
+        for kind, name, subject in subjects
+        for entry in FIGURES
+        if entry.subject == kind and (page := entry.draw(subject, looks)) is not None
+    ]

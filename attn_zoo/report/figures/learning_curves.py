@@ -11,11 +11,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis
-from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain, styled
 from attn_zoo.report.units import human_flops, human_number
 
-__all__ = ["learning_picture"]
+__all__ = ["draw_learning"]
 
 UNITS: Mapping[Axis, tuple[tuple[float, str], ...]] = {
     "steps": ((1.0, "step"),),
@@ -25,7 +25,7 @@ UNITS: Mapping[Axis, tuple[tuple[float, str], ...]] = {
 """Units of each axis with their names, smallest first."""
 
 
-def learning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
+def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return four panels at most; None where no run kept two evaluations."""
     scores = [score for score in group.ranked if len(mean_curve(score, "validation", "steps")) > 1]
     if not scores:
@@ -53,7 +53,7 @@ def learning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
             _draw_curves(panel, scores, looks, "validation", axis)
             score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
             _draw_best_floor(panel, group)
-    return page.picture(f"learning-{group.name}", "; ".join(_alt(score, group) for score in scores))
+    return page.describe("; ".join(_alt(score, group) for score in scores))
 
 
 def _legend_entry(score: LabelScore, looks: Looks) -> Line2D:
@@ -92,7 +92,7 @@ def _draw_best_floor(panel: Axes, group: AccuracyGroup) -> None:
         name, value = list(group.marks.items())[-1]
         draw_mark(panel, value)
         is_low = value <= sum(panel.get_ylim()) / 2
-        name_mark(panel, value, plain(name.replace("_", " "), 24), is_above=is_low, is_right=True)
+        name_mark(panel, value, plain(name.replace("_", " "), 24), is_above=is_low, at=1.0)
 
 
 def _alt(score: LabelScore, group: AccuracyGroup) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from textwrap import wrap
 from typing import Any
@@ -17,7 +16,7 @@ from matplotlib.transforms import Transform, offset_copy
 
 from attn_zoo.report.figures.style import INK, MUTED, plain, styled
 
-__all__ = ["WIDTH", "Page", "Picture", "text_size"]
+__all__ = ["WIDTH", "Page", "text_size"]
 
 WIDTH = 8.0
 """Inches of a page, where nothing asks for more."""
@@ -27,23 +26,6 @@ _NOTE_LETTER = 0.0665
 """Inches that a letter of the note takes, on average."""
 _TITLE_SIZE, _TITLE_LETTER = 12.5, 0.121
 _LINE = 0.17
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A finished figure with what a reader who cannot see it needs.
-
-    Args:
-        name: file name stem.
-        title: one line.
-        alt: what it shows, in words and numbers.
-        figure: not yet rendered.
-    """
-
-    name: str
-    title: str
-    alt: str
-    figure: Figure
 
 
 class Page:
@@ -59,6 +41,7 @@ class Page:
 
     def __init__(self, title: str, note: str, *, width: float = WIDTH) -> None:
         self.title, self.note, self.width = title, note, width
+        self.alt = f"{title}. {note}."
         self.figure = _empty_figure(width)
         self.bottom = 0.5
         """Inches from the top edge to the end of what stands already."""
@@ -143,9 +126,10 @@ class Page:
         )
         self._grow(self.bottom + 0.185 * math.ceil(len(entries) / columns) + 0.1)
 
-    def picture(self, name: str, words: str) -> Picture:
-        """Return the finished figure; `words` tell what the curves show to a reader who cannot see them."""
-        return Picture(name, self.title, f"{self.title}. {self.note}. {words}.", self.figure)
+    def describe(self, words: str) -> Page:
+        """Return the finished page; `words` tell what the curves show to a reader who cannot see them."""
+        self.alt = f"{self.title}. {self.note}. {words}."
+        return self
 
     def _from_top_left(self, left: float, top: float) -> Transform:
         return offset_copy(self.figure.transFigure, self.figure, left, -top, units="inches")

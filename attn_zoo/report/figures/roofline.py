@@ -27,19 +27,19 @@ from attn_zoo.report.figures.labels import (
     label_room,
     labels_height,
 )
-from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
 from attn_zoo.report.wording import ceilings_words
 
-__all__ = ["roofline_picture"]
+__all__ = ["draw_roofline"]
 
 SMALLEST, LARGEST = 3.0, 8.5
 """Points across the mark of the shortest and the longest length."""
 Rows = Mapping[str, Sequence[Efficiency]]
 
 
-def roofline_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
+def draw_roofline(one: PanelAnalysis, looks: Looks) -> Page | None:
     """Return achieved rates under the measured roof; None where the run has not measured its ceilings."""
     ceilings, rows = one.panel.ceilings, one.efficiency
     if ceilings is None or not rows:
@@ -72,7 +72,7 @@ def roofline_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
         draw_point_names(roof, names, frame, taken)
         _draw_bytes(below, rows, looks, ceilings)
         draw_end_labels(below, labels)
-    return page.picture(f"roofline-{one.panel.name}", "; ".join(_alt(label, row[-1]) for label, row in rows.items()))
+    return page.describe("; ".join(_alt(label, row[-1]) for label, row in rows.items()))
 
 
 def _alt(label: str, last: Efficiency) -> str:

@@ -17,13 +17,13 @@ from attn_zoo.report.analysis.fits import Growth, Quantity, growth
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
-from attn_zoo.report.figures.page import Page, Picture, text_size
+from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import held_words, outcome
 
-__all__ = ["memory_picture", "speed_up_picture", "time_picture"]
+__all__ = ["draw_memory", "draw_speed_up", "draw_time"]
 
 STRIP_ROW = 0.2
 STRIP_FONT = 8.5
@@ -53,7 +53,7 @@ def _curves(one: PanelAnalysis, looks: Looks, value: Callable[[Point], float]) -
     return [curve for curve in every if curve.points]
 
 
-def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
+def draw_time(one: PanelAnalysis, looks: Looks) -> Page | None:
     """Return median time against length with intervals, slopes, crossings and failures; None without a point."""
     curves = _curves(one, looks, lambda point: point.median_ms)
     if not curves:
@@ -81,11 +81,10 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
             if crossing is not None and crossing.length is not None:
                 _draw_crossing(axes, curve, crossing.length, (crossing.low, crossing.high))
 
-    return _picture(
+    return _draw(
         one,
         looks,
         curves,
-        name="time",
         title="Time against sequence length",
         show=human_ms,
         base=10,
@@ -97,7 +96,7 @@ def time_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     )
 
 
-def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Picture | None:
+def draw_memory(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Page | None:
     """Return peak or extra bytes against length; None where they were not measured."""
     curves = _curves(one, looks, lambda point: float(getattr(point.memory, quantity) or 0))
     if not curves:
@@ -110,11 +109,10 @@ def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Pict
         "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
         "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
     }[quantity]
-    return _picture(
+    return _draw(
         one,
         looks,
         curves,
-        name=f"memory-{quantity.removesuffix('_bytes')}",
         title=f"{kind} against sequence length",
         show=human_bytes,
         base=2,
@@ -126,7 +124,7 @@ def memory_picture(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Pict
     )
 
 
-def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
+def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
     """Return the factor over the fastest exact kernel at each length; None without a baseline or another curve."""
     if one.panel.baseline is None:
         return None
@@ -160,11 +158,10 @@ def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
         for colour, length, ends in bars:
             axes.plot([length] * 2, ends, color=colour, lw=1.3, solid_capstyle="butt")
 
-    return _picture(
+    return _draw(
         one,
         looks,
         curves,
-        name="speedup",
         title=f"Speed-up over {baseline}",
         show=ratio,
         base=2,
@@ -180,12 +177,11 @@ def speed_up_picture(one: PanelAnalysis, looks: Looks) -> Picture | None:
     )
 
 
-def _picture(
+def _draw(
     one: PanelAnalysis,
     looks: Looks,
     curves: Sequence[_Curve],
     *,
-    name: str,
     title: str,
     show: Callable[[float], str],
     base: Literal[2, 10],
@@ -194,14 +190,13 @@ def _picture(
     legend: Sequence[Line2D],
     draw: Callable[[Axes], None],
     grown: Mapping[str, Growth],
-) -> Picture:
+) -> Page:
     """Draw curves with labels at their ends below a strip of what failed.
 
     Args:
         one: the panel.
         looks: of all labels.
         curves: what is drawn.
-        name: start of the file name.
         title: what the values are.
         show: text of a value.
         base: of the logarithmic axis.
@@ -233,7 +228,7 @@ def _picture(
     for series in failed:
         at = ", ".join(human_length(failure.seq_len) for failure in series.failures)
         words.append(f"{series.label}: {outcome(series.failures[0].status).legend} at {at}")
-    return page.picture(f"{name}-{one.panel.name}", "; ".join(words))
+    return page.describe("; ".join(words))
 
 
 def _alt(curve: _Curve, show: Callable[[float], str], grown: Growth | None) -> str:

@@ -10,11 +10,11 @@ from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
-from attn_zoo.report.figures.page import Page, Picture, text_size
+from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.wording import outcome
 
-__all__ = ["score_picture"]
+__all__ = ["draw_scores"]
 
 ROW = 0.46
 FLOOR_ROW = 0.17
@@ -22,7 +22,7 @@ NAME_LETTERS = 34
 NAME_FONT, WORDS_FONT = 10, 8.5
 
 
-def score_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
+def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return one row per label: a point for each seed, the mean and its 95 % interval, chance and floors as lines.
 
     None where no run finished.
@@ -59,7 +59,7 @@ def score_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
             _draw_row(axes, row, score, looks[score.label], text)
     said = "; ".join(f"{score.name}: {text}" for score, text in zip(scores, words, strict=True))
     floors = "; ".join(f"{name}: {metric.show(value)}" for name, value in group.marks.items())
-    return page.picture(f"accuracy-{group.name}", f"{said}. {floors}" if floors else said)
+    return page.describe(f"{said}. {floors}" if floors else said)
 
 
 def _draw_floors(axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metric: Metric) -> None:

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
+from attn_zoo.errors import ConfigError
 from attn_zoo.report.units import clean, shorten
+from attn_zoo.whole_files import write_whole
 
 __all__ = [
     "DASHED",
@@ -27,9 +30,11 @@ __all__ = [
     "SOLID",
     "Look",
     "Looks",
+    "format_of",
     "make_looks",
     "plain",
     "render",
+    "save_figure",
     "styled",
 ]
 
@@ -122,6 +127,30 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         else:
             figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
     return buffer.getvalue()
+
+
+def format_of(path: Path) -> Literal["png", "svg"]:
+    """Return the format of a figure by its suffix.
+
+    Raises:
+        ConfigError: it is neither `.png` nor `.svg`.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".png":
+        return "png"
+    if suffix == ".svg":
+        return "svg"
+    raise ConfigError("--out", [("", f"expected a name that ends in .png or .svg; got {path.name!r}")])
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the figure, whole or not at all; the same figure gives the same bytes.
+
+    Raises:
+        ConfigError: the name ends in neither .png nor .svg.
+        FolderError: it cannot be written there.
+    """
+    write_whole(path, render(figure, format_of(path)))
 
 
 @lru_cache(maxsize=1)

@@ -8,16 +8,16 @@ from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.trials import Trial
 from attn_zoo.report.figures.axes import draw_curve, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
-from attn_zoo.report.figures.page import Page, Picture
+from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Looks, plain, styled
 from attn_zoo.report.wording import outcome
 
-__all__ = ["tuning_picture"]
+__all__ = ["draw_tuning"]
 
 RATE = "base_lr"
 
 
-def tuning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
+def draw_tuning(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return validation against the learning rate; None where fewer than two rates were tried.
 
     Of several trials with one rate the best on validation counts. A rate at which no seed finished is marked at the
@@ -77,7 +77,7 @@ def tuning_picture(group: AccuracyGroup, looks: Looks) -> Picture | None:
         )
         for key, curve in curves.items()
     ]
-    return page.picture(f"tuning-{group.name}", "; ".join(words))
+    return page.describe("; ".join(words))
 
 
 def _scored(curve: dict[float, Trial]) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.figures.page import Picture
+from attn_zoo.report.figures.catalogue import Picture
 from attn_zoo.report.pages.findings import EXPLANATION, findings
 from attn_zoo.report.pages.inline import inline_figures
 from attn_zoo.report.tables.table import MISSING, Table
@@ -61,6 +61,7 @@ def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[t
         figures=[
             {
                 "title": clean(picture.title),
+                "question": picture.question,
                 "alt": clean(picture.alt),
                 "view_box": drawing.view_box,
                 "drawing": Markup(drawing.markup),  # noqa: S704

@@ -1,0 +1,202 @@
+"""Checks of what a variant says that it costs: FLOPs, those of the backward, bytes, beside what is counted.
+
+The same for both forms. A formula says what is useful and a count what runs: a kernel may compute blocks of which a
+mask hides a part. So a claim must lie between the products over the pairs of positions that really see each other and
+the products that ran, within 1 % of each; where nothing is hidden the two are one number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from attn_zoo.attention import AbstractAttention, BuildContext
+from attn_zoo.attention.effective import AttentionCall, effective_weights
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.subject import Module, Subject, call, weighted_sum
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.measure.flop_count import Operations, count_operations
+from attn_zoo.metadata import Shape
+
+__all__ = ["CHECKS"]
+
+AGREEMENT = 0.01
+"""Relative difference that is left between a claim and a count."""
+
+COUNTED_LENGTHS = (256, 384)
+"""Multiples of the blocks and chunks in use, so that what a ragged end pads does not count."""
+
+BATCH = 4
+
+
+def _flops_formula(subject: Subject) -> Finding:
+    complexity = subject.variant.complexity
+    if complexity.flops is None:
+        return not_applicable("claims no formula")
+    build, config = next(subject.contexts(with_cross=False)), subject.config
+    lengths = [subject.fit(2**power) for power in range(4, 23)]
+    counts = [complexity.flops(build.shape(1, length, config=config, form=subject.form)) for length in lengths]
+    for length, count in zip(lengths, counts, strict=True):
+        if not isinstance(count, int) or count <= 0:
+            raise Violation("the FLOPs formula gives no positive integer", f"L={length}: {count!r}")
+    for index, (shorter, longer) in enumerate(pairwise(counts)):
+        if longer <= shorter:
+            at = f"L={lengths[index]}: {shorter}, L={lengths[index + 1]}: {longer}"
+            raise Violation("the FLOPs formula does not grow with the length", at)
+    twice = complexity.flops(build.shape(2, lengths[0], config=config, form=subject.form))
+    if twice <= counts[0]:
+        raise Violation("the FLOPs formula does not grow with the batch", f"L={lengths[0]}: {counts[0]}, twice {twice}")
+    slope = math.log2(counts[-1] / counts[-2])
+    if abs(slope - complexity.time_exponent) > 0.2:  # a logarithm adds 0.07 at these lengths
+        raise Violation(
+            "the FLOPs formula and the claimed exponent of time disagree",
+            f"up to L={lengths[-1]} the formula grows as L^{slope:.2f}; claims {complexity.time_exponent:g}",
+        )
+    return passed(f"grows as L^{slope:.2f}")
+
+
+def _is_shared_mixer(subject: Subject) -> bool:
+    """Whether the form is the shared mixer around an attention that is a subject itself."""
+    return subject.form == "mixer" and subject.variant.mixer is None
+
+
+def _counted_calls(subject: Subject) -> list[tuple[BuildContext, Module, Inputs, Shape]]:
+    """Return calls whose operations are counted, in float32 where that is declared."""
+    dtype = torch.float32 if torch.float32 in subject.dtypes else subject.dtype
+    calls = []
+    for context in subject.contexts(with_cross=False):
+        for wanted in COUNTED_LENGTHS:
+            length = subject.fit(wanted)
+            build = replace(context, max_seq_len=length)
+            inputs = subject.inputs(build, length, batch_size=BATCH, dtype=dtype)
+            shape = build.shape(BATCH, length, config=subject.config, form=subject.form)
+            calls.append((build, subject.make(build, seq_len=length, dtype=dtype), inputs, shape))
+    return calls
+
+
+def _forward_operations(module: Module, inputs: Inputs) -> Operations | None:
+    with torch.no_grad():
+        return count_operations(partial(call, module, inputs))
+
+
+def _visible_products(module: Module, inputs: Inputs) -> float:
+    """Return the FLOPs of both products over the pairs of query and key that a call really uses; or infinity."""
+    if not isinstance(module, AbstractAttention):
+        return math.inf
+    # Small queries give every key that is seen a weight above zero.
+    query, key, value = inputs.entries(slice(0, 1)).map(lambda tensor: 0.1 * tensor).tensors
+    try:
+        weights = effective_weights(AttentionCall(module, query, key, value)).weights
+    except UnsupportedError:
+        return math.inf
+    return 4.0 * inputs.batch_size * query.shape[-1] * int(weights.count_nonzero())
+
+
+def _flops_count(subject: Subject) -> Finding:
+    variant = subject.variant
+    if variant.complexity.flops is None:
+        return not_applicable("claims no formula")
+    if _is_shared_mixer(subject):
+        return not_applicable("the shared mixer adds its projections")
+    finding = not_applicable("an operation runs that cannot be counted")
+    for _, module, inputs, shape in _counted_calls(subject):
+        claim, projections = variant.flops(shape), variant.projection_flops(shape)
+        counted = _forward_operations(module, inputs)
+        if counted is None or claim is None:
+            continue
+        words = f"{inputs.words()}: claims {claim}, counted {counted.products}"
+        if projections:
+            words += f"; of the claim {projections} are projections"
+        mechanism = counted.products - projections
+        if abs(mechanism) <= AGREEMENT * projections:  # no products of its own: its sums count
+            least = most = float(counted.additions + projections)
+            words += f" and {counted.additions} additions"
+        else:
+            most = float(counted.products)
+            least = most
+            if claim < (1 - AGREEMENT) * most:
+                least = min(most, _visible_products(module, inputs))
+                words += f", {least:.0f} of them over pairs that see each other" if least < most else ""
+        if not (1 - AGREEMENT) * least <= claim <= (1 + AGREEMENT) * most:
+            raise Violation("the FLOPs formula and the count of what runs disagree", words)
+        finding = passed(f"claim / count = {claim / most:.3f} ({inputs.words()})")
+    return finding
+
+
+def _backward_ratio(subject: Subject) -> Finding:
+    variant = subject.variant
+    if variant.complexity.flops is None:
+        return not_applicable("claims no formula")
+    if _is_shared_mixer(subject):
+        return not_applicable("the shared mixer adds its projections")
+    finding = not_applicable("an operation runs that cannot be counted")
+    for _, module, inputs, shape in _counted_calls(subject):
+        claim, leaves = variant.backward_ratio(shape), inputs.leaves()
+
+        def both(module: Module = module, leaves: Inputs = leaves) -> None:
+            torch.autograd.backward(weighted_sum(call(module, leaves)))
+
+        forward, total = _forward_operations(module, inputs), count_operations(both)
+        if forward is None or total is None or claim is None:
+            continue
+        if forward.products <= (1 + AGREEMENT) * variant.projection_flops(shape):
+            return not_applicable("has no matrix products of its own")
+        counted = total.products / forward.products - 1
+        # Masked blocks shift the share of a mixer's projections, which have another ratio.
+        slack = AGREEMENT if subject.form == variant.form else 5 * AGREEMENT
+        if abs(counted - claim) > slack * claim:
+            raise Violation(
+                "the claimed ratio of backward and forward and the count of what runs disagree",
+                f"{inputs.words()}: claims {claim:.3f}, counted {counted:.3f}",
+            )
+        finding = passed(f"claims {claim:.3f}, counted {counted:.3f}")
+    return finding
+
+
+def _least_bytes(subject: Subject) -> Finding:
+    finding = not_applicable("has no form without a second sequence")
+    for build in subject.contexts(with_cross=False):
+        length = subject.lengths[-1]
+        sized = replace(build, max_seq_len=length)
+        module = subject.make(sized, seq_len=length)
+        shape = sized.shape(BATCH, length, config=subject.config, form=subject.form)
+        itemsize = subject.dtype.itemsize
+        claim, moved = subject.variant.min_bytes(shape, itemsize), shape.io_bytes(itemsize)
+        weights = sum(parameter.numel() for parameter in module.parameters()) * itemsize
+        if not moved <= claim <= moved + weights:
+            raise Violation(
+                "the claimed least traffic is not that of inputs, output and weights",
+                f"{subject.form} form, B={BATCH} L={length}: claims {claim} bytes; inputs and output have {moved}, "
+                f"parameters {weights}",
+            )
+        finding = passed(f"{claim} bytes for B={BATCH} L={length}, {moved} of them inputs and output")
+    return finding
+
+
+CHECKS = (
+    Check(
+        name="flops_formula",
+        summary="the FLOPs formula is positive, grows, and agrees with the claimed exponent",
+        run=_flops_formula,
+    ),
+    Check(
+        name="flops_count",
+        summary="the FLOPs formula agrees with what runs, or with the pairs it really uses, within 1 %",
+        run=_flops_count,
+    ),
+    Check(
+        name="backward_ratio",
+        summary="the backward has as many operations for one of the forward as claimed",
+        run=_backward_ratio,
+    ),
+    Check(
+        name="least_bytes",
+        summary="the least traffic is that of inputs and output, and of weights at most",
+        run=_least_bytes,
+    ),
+)
