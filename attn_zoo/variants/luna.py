@@ -161,8 +161,8 @@ class Luna(AbstractMixer):
         return self.memory.to(dtype).expand(batch_size, -1, -1)
 
     def _heads(self, rows: Tensor, projection: nn.Linear) -> Tensor:
-        projected: Tensor = projection(rows)
-        return projected.unflatten(-1, (self.build.num_heads, -1)).transpose(1, 2)  # [B, H, L or M, D]
+        heads: Tensor = projection(rows).unflatten(-1, (self.build.num_heads, -1)).transpose(1, 2)
+        return heads  # [B, H, L or M, D]
 
     def _mix(self, hidden: Tensor, mask: Tensor | None, carry: Tensor | None, attend: Any) -> Mixed:
         """Compute equations 5 to 7 with `attend(query, context, mask)` over heads."""

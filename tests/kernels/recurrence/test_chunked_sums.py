@@ -73,7 +73,8 @@ def test_fast_decay_over_many_chunks_stays_finite():
     for tensor in (output, last, query.grad, key.grad, value.grad):
         assert tensor is not None
         assert tensor.isfinite().all()
-    exact, _ = by_the_recurrence(*(x.detach().double() for x in (query, key, value)), GAMMAS, None)
+    q, k, v = (x.detach().double() for x in (query, key, value))
+    exact, _ = by_the_recurrence(q, k, v, GAMMAS, None)
     torch.testing.assert_close(output.double(), exact, rtol=0, atol=1e-4)
 
 
