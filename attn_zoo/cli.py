@@ -317,7 +317,7 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
 
     store = Store(folder)
     planned, scan = _stored_plan(store, files, data_dir), store.scan()
-    now = standing(planned, list(scan.records.values()), store.parts.count())
+    now = standing(planned, list(scan.records.values()), store.repeats.count())
     if as_json:
         counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
         left = [item.cell.id for item in now.left]
@@ -343,9 +343,8 @@ def retry(
     jobs: Jobs = 1,
 ) -> None:
     """Run the cells of a folder again that failed. The old records are kept in its folder `replaced`."""
-    from attn_zoo.matrix.status_sets import ANSWERS
     from attn_zoo.matrix.store.store import Store
-    from attn_zoo.records import STATUSES
+    from attn_zoo.records import ANSWERS, STATUSES
 
     planned = _stored_plan(Store(folder), files, data_dir)
     statuses = only or [status for status in STATUSES if status not in ANSWERS]

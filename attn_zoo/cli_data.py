@@ -44,7 +44,7 @@ def _sources(task: str | None, level: str | None) -> dict[str, Source]:
     """Return the sources of one task or all, each once, by task (and level, where levels differ)."""
     from attn_zoo.registry import tasks
 
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for name in tasks if task is None else [task]:
         own: dict[str, Source] = {}
         for one in tasks[name].levels if level is None else [level]:
@@ -52,13 +52,13 @@ def _sources(task: str | None, level: str | None) -> dict[str, Source]:
             source = tasks[name].source(one)
             if source is not None and source not in own.values():
                 own[one] = source
-        found |= {name if len(own) == 1 else f"{name}, level {one}": source for one, source in own.items()}
-    return found
+        sources |= {name if len(own) == 1 else f"{name}, level {one}": source for one, source in own.items()}
+    return sources
 
 
 def _printable(text: str) -> str:
-    """Return text that cannot steer the terminal: data come from strangers."""
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else repr(sign)[1:-1] for sign in text)
+    """Return text that cannot steer the terminal: data come from outside."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 @data.command("list")
@@ -111,9 +111,9 @@ def fetch_command(
     task: Task,
     level: Annotated[str | None, typer.Option(help="Difficulty; by default all.")] = None,
     data_dir: DataDir = None,
-    force: Annotated[bool, typer.Option("--force", help="Fetch anew, over files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Fetch again, over files that are there.")] = False,
 ) -> None:
-    """Bring the data of a task, check them, and write a manifest. No other command uses the network."""
+    """Fetch the data of a task, check them, and write a manifest. No other command uses the network."""
     from attn_zoo.console import out
     from attn_zoo.tasks.sources.fetch import fetch
 
@@ -142,17 +142,17 @@ def verify_command(
     if level is not None and task is None:
         raise ConfigError("--level", [("", "expected a task before it")])
     sources = _sources(task, level)
-    found: dict[str, Any] = {name: verify_source(source, data_dir, record=record) for name, source in sources.items()}
+    states: dict[str, Any] = {name: verify_source(source, data_dir, record=record) for name, source in sources.items()}
     if as_json:
-        print_json(found)
-    elif not found:
+        print_json(states)
+    elif not states:
         out.print(f"{task or 'every task'} is generated here; there is nothing to verify", markup=False)
     else:
-        for name, state in found.items():
+        for name, state in states.items():
             out.print(f"{name}: {state['verdict']}", markup=False, soft_wrap=True)
             for line in state["details"]:
                 out.print(f"  {line}", markup=False, soft_wrap=True)
-    raise typer.Exit(int(any(state["is_bad"] for state in found.values())))
+    raise typer.Exit(int(any(state["is_bad"] for state in states.values())))
 
 
 @data.command("export")

@@ -209,8 +209,8 @@ def print_plan(plan: Plan) -> None:
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         out.print(f"refused: {escape(cells[0])}{more}: {escape(reason)}", soft_wrap=True)
     refused = sum(len(cells) for cells in reasons.values())
-    rounds = max((item.num_rounds for item in plan.cells), default=1)
-    repeated = sum(item.num_rounds > 1 and item.refusal is None for item in plan.cells)
+    rounds = max((item.separate_repeats for item in plan.cells), default=1)
+    repeated = sum(item.separate_repeats > 1 and item.refusal is None for item in plan.cells)
     repeats = f"{repeated} of them in up to {rounds} rounds over the matrix, a process each time; " if repeated else ""
     places = {(item.cell.device, item.cell.threads) for item in plan.cells if item.estimate_s is not None}
     rates = sorted({(device, assumed_rate(device, threads) / 1e9) for device, threads in places})
@@ -235,7 +235,7 @@ def print_summary(summary: Summary) -> None:
         more = f" and {len(summary.left) - len(shown)} more" if len(summary.left) > len(shown) else ""
         why = f" ({summary.stopped})" if summary.stopped else ""
         out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
-        kept = f"; {summary.num_parts} of their repeats are kept" if summary.num_parts else ""
+        kept = f"; {summary.num_repeats} of their repeats are kept" if summary.num_repeats else ""
         out.print(f"the same command goes on from here{kept}")
     elif summary.counts:
         out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)

@@ -29,9 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole_files": {"errors"},
     "records": {"errors"},
     "folder": {"errors", "records"},
-    "resampling": {"errors"},
-    "scaling_fit": {"errors", "resampling"},
-    "statistics": {"errors", "scaling_fit", "resampling"},
+    "statistics": {"errors"},
     "registry": WORDS | {"discovery", "attention"},  # attention for annotations only, discovery when first asked
     "discovery": WORDS | {"registry"},
     "kernels": WORDS,
@@ -44,8 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conformance": WORDS | {"registry", "attention", "kernels", "measure"},
     "matrix": WORDS
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
-    | {"conformance", "scaling_fit", "folder", ""},
-    "report": WORDS | {"records", "folder", "statistics", "scaling_fit", ""},
+    | {"conformance", "folder", ""},
+    "report": WORDS | {"records", "folder", "statistics", ""},
     "maps": WORDS | {"records", "registry", "attention", "model", "tasks", "training", "report"},  # looks of figures
 }
 # The shell on top: imports what it likes.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from attn_zoo.measure.timing import time_callable
+from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import Ceilings
 
 __all__ = ["Peak", "exceeds_physical", "measure_ceilings", "peak_of"]
@@ -59,8 +59,8 @@ def peak_of(device_name: str | None) -> Peak | None:
 
 def _best_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Return the fastest sample: a ceiling is what the machine can do, not what it usually does."""
-    timing = time_callable(call, device=device, budget_s=budget_s, min_samples=3, min_sample_ms=0.0, flush_cache=False)
-    return min(timing.samples_ms) * 1e-3
+    sampling = Sampling(call, device=device, budget_s=budget_s, min_samples=3, min_sample_ms=0.0, flush_cache=False)
+    return min(sampling.run().samples_ms) * 1e-3
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> float:

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.autograd.graph import saved_tensors_hooks
 
-from attn_zoo.measure.passes import GRAPH_PASSES, clear_grads, grad_like, require_graph, require_leaves
-from attn_zoo.records import CallPass, Memory
+from attn_zoo.measure.passes import clear_grads, grad_like, require_graph, require_leaves
+from attn_zoo.records import PASSES, CallPass, Memory
 
 __all__ = ["SavedTensors", "memory_of_pass", "memory_of_update"]
 
 MIDDLE_MARK = "attn_zoo: second part starts"
-BACKWARD_PASSES = ("bwd", "fwd_bwd")
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -103,7 +102,7 @@ _Run = Callable[[Between], tuple[Tensor, int]]
 
 def _run(forward: Callable[[], Tensor], seed: Tensor | None, pass_: CallPass, between: Between) -> tuple[Tensor, int]:
     """Run the pass once, `between` after its forward; return the output, still alive, and the bytes saved."""
-    with torch.set_grad_enabled(pass_ in GRAPH_PASSES):
+    with torch.set_grad_enabled(PASSES[pass_].has_graph):
         with SavedTensors() as saved:
             output = forward()
         saved_bytes = saved.num_bytes
@@ -115,11 +114,12 @@ def _run(forward: Callable[[], Tensor], seed: Tensor | None, pass_: CallPass, be
 
 def _warm_up(forward: Callable[[], Tensor], pass_: CallPass) -> Tensor | None:
     """Run the pass once and return the gradient that its backward started from, if it has one."""
-    with torch.set_grad_enabled(pass_ in GRAPH_PASSES):
+    kind = PASSES[pass_]
+    with torch.set_grad_enabled(kind.has_graph):
         output = forward()
-    if pass_ in GRAPH_PASSES:
+    if kind.has_graph:
         require_graph(output, pass_)
-    if pass_ not in BACKWARD_PASSES:
+    if not kind.backwards:
         return None
     seed = grad_like(output)
     output.backward(seed)  # type: ignore[no-untyped-call]
@@ -241,13 +241,13 @@ def memory_of_pass(
         has_process: measure the process too, which takes one more run.
 
     Raises:
-        ValueError: see `time_pass`.
+        ValueError: see `passes.make_pass`.
         torch.OutOfMemoryError: the device has too little memory.
     """
     device = torch.device(device)
     require_leaves(leaves, pass_)
     clear_grads(leaves)
-    is_backward_alone = str(pass_) == "bwd"
+    is_backward_alone = not PASSES[pass_].forwards
     try:
         run = partial(_run, forward, _warm_up(forward, pass_), pass_)
         clear_grads(leaves)

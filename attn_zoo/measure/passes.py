@@ -16,15 +16,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from attn_zoo.measure.cuda_graphs import with_graph_time
-from attn_zoo.measure.stopwatch import AbstractStopwatch
-from attn_zoo.measure.timing import time_callable
-from attn_zoo.records import CallPass, Timing
+from attn_zoo.records import PASSES, CallPass
 
-__all__ = ["clear_grads", "grad_like", "make_pass", "require_graph", "require_leaves", "time_pass"]
+__all__ = ["clear_grads", "grad_like", "make_pass", "require_graph", "require_leaves"]
 
 GRAD_SEED = 20_170_612
-GRAPH_PASSES = ("fwd", "bwd", "fwd_bwd")
 
 
 def clear_grads(leaves: Sequence[Tensor]) -> None:
@@ -49,7 +45,7 @@ def require_leaves(leaves: Sequence[Tensor], pass_: str) -> None:
         raise ValueError(f"pass_: expected one of {', '.join(get_args(CallPass))}; got {pass_!r}")
     if not all(leaf.is_leaf for leaf in leaves):
         raise ValueError("leaves: expected inputs and parameters, not results of computations")
-    if pass_ in GRAPH_PASSES and not any(leaf.requires_grad for leaf in leaves):
+    if PASSES[pass_].has_graph and not any(leaf.requires_grad for leaf in leaves):
         raise ValueError(f"leaves: pass {pass_!r} needs at least one that requires a gradient")
 
 
@@ -105,13 +101,13 @@ def make_pass(
         output.backward(seed_for(output))  # type: ignore[no-untyped-call]
         return output
 
-    match pass_:
-        case "infer":
-            return infer, None
-        case "fwd":
-            return fwd, None
-        case "fwd_bwd":
-            return fwd_bwd, clear
+    kind = PASSES[pass_]
+    if not kind.has_graph:
+        return infer, None
+    if not kind.backwards:
+        return fwd, None
+    if kind.forwards:
+        return fwd_bwd, clear
     output = fwd()
     seed = seed_for(output)
 
@@ -120,55 +116,3 @@ def make_pass(
         return output
 
     return bwd, clear
-
-
-def time_pass(
-    forward: Callable[[], Tensor],
-    leaves: Sequence[Tensor],
-    pass_: CallPass,
-    *,
-    device: torch.device | str = "cpu",
-    budget_s: float = 1.0,
-    min_samples: int = 5,
-    max_samples: int = 50,
-    min_sample_ms: float = 2.0,
-    flush_cache: bool = True,
-    stopwatch: AbstractStopwatch | None = None,
-) -> Timing:
-    """Time one pass of `forward`. The numbers mean what they mean in `time_callable`.
-
-    A GPU pass that is bound by its launches has the time of its replay from a CUDA graph too; see `graphs`.
-
-    Args:
-        forward: computes the output, a tensor.
-        leaves: inputs and parameters; their gradients are None afterwards.
-        pass_: `"infer"`, `"fwd"`, `"bwd"` (alone, over one graph) or `"fwd_bwd"`.
-        device: where the work runs.
-        budget_s: how long the samples may take together.
-        min_samples: taken even where the budget is exceeded, as long as one call is not.
-        max_samples: never more.
-        min_sample_ms: shortest sample on CPU.
-        flush_cache: on GPU, empty the second-level cache before every sample.
-        stopwatch: measures; None takes the one for `device`.
-
-    Raises:
-        ValueError: no gradient can flow in a pass that needs one, or an argument makes no sense.
-    """
-    clear_grads(leaves)
-    call, setup = make_pass(forward, leaves, pass_)
-    try:
-        timing = time_callable(
-            call,
-            device=device,
-            setup=setup,
-            budget_s=budget_s,
-            min_samples=min_samples,
-            max_samples=max_samples,
-            min_sample_ms=min_sample_ms,
-            flush_cache=flush_cache,
-            stopwatch=stopwatch,
-        )
-        del call, setup  # they may hold an autograd graph of these leaves, bound to the stream it was made on
-        return with_graph_time(timing, lambda: make_pass(forward, leaves, pass_), device)
-    finally:
-        clear_grads(leaves)

@@ -1,13 +1,11 @@
-"""Time one callable: warm up until it is steady, take samples within a budget, say what is doubtful about them.
-
-`time_callable` does it at once; a `Sampling` does the same in steps, so that several callables can take turns.
-"""
+"""Time callables: warm up until they are steady, take samples within a budget, say what is doubtful about them."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +14,7 @@ from attn_zoo.measure.stopwatch import AbstractStopwatch, Sample, stopwatch_for
 from attn_zoo.records import Timing
 from attn_zoo.statistics import quartiles, time_summary
 
-__all__ = ["Sampling", "quiet_collector", "time_callable"]
+__all__ = ["Sampling", "quiet_collector", "sample_in_turns"]
 
 MIN_WARMUP_CALLS = 3
 MIN_WARMUP_S = 0.025
@@ -85,9 +83,34 @@ def _choose_loops(
 
 
 class Sampling:
-    """One callable on its way to a `Timing`: `begin`, `warm_up`, `take` until `is_done`, `timing`.
+    """One callable on its way to a `Timing`: `run`, or its parts in turn with others (`sample_in_turns`).
 
-    The arguments, and what the numbers mean, are those of `time_callable`. Samples belong into a `quiet_collector`.
+    The first call is reported apart (`first_ms`: compilation, autotuning, page faults). Warm-up goes on for at least
+    three calls and 25 ms, until two calls in a row are about as fast as the fastest, and at most for `budget_s`. On CPU
+    a sample holds as many calls as fill `min_sample_ms`; on GPU it is one call between two events after the cache was
+    emptied. The garbage collector is off while a sample runs.
+
+    A call that alone exceeds the budget is called three times in all: the first, and two samples.
+
+    Flags, in `Timing.flags`:
+
+    * `few_samples`: fewer than `min_samples`, because one call exceeds the budget;
+    * `unsteady_warmup`: warm-up used its budget and the last calls still differed much from the fastest;
+    * `unstable`: the quartiles are more than 10 % of the median apart;
+    * `outliers`: a sample is more than 50 % off the median;
+    * `too_short`: a sample is below a hundred times the timer's resolution, or (on CPU) half of `min_sample_ms`;
+    * `waiting`: on CPU, the process computed for less than 90 % of the time: something else had the processor.
+
+    Args:
+        call: what to time; its result is dropped.
+        device: where its work runs.
+        setup: runs before every call, outside the timing.
+        budget_s: how long the samples may take together.
+        min_samples: taken even where the budget is exceeded, as long as one call is not.
+        max_samples: never more.
+        min_sample_ms: shortest sample on CPU.
+        flush_cache: on GPU, empty the second-level cache before every sample.
+        stopwatch: measures; None takes the one for `device`.
 
     Raises:
         ValueError: a number makes no sense, or the device is neither CPU nor CUDA.
@@ -162,13 +185,22 @@ class Sampling:
         return self._num_next() < 1
 
     def take(self, most: int | None = None) -> None:
-        """Take the next samples, at most `most`; nothing where the budget is spent."""
+        """Take the next samples, at most `most`; nothing where the budget is spent. Needs a `quiet_collector`."""
         count = self._num_next() if most is None else min(most, self._num_next())
         if count < 1:
             return
         self._samples += self._watch.take(self._call, self._setup, count=count, loops=self._loops)
         self._expected_s = max(sum(sample.wall_s for sample in self._samples) / len(self._samples), 1e-9)
         gc.collect()
+
+    def run(self) -> Timing:
+        """Take all samples by themselves, from the first call on."""
+        self.begin()
+        self.warm_up()
+        with quiet_collector():
+            while not self.is_done:
+                self.take()
+        return self.timing()
 
     def timing(self) -> Timing:
         """Return the samples and what they say."""
@@ -201,64 +233,36 @@ class Sampling:
         )
 
 
-def time_callable(
-    call: Call,
+def sample_in_turns(
+    members: Sequence[Sampling],
     *,
-    device: torch.device | str = "cpu",
-    setup: Call | None = None,
-    budget_s: float = 1.0,
-    min_samples: int = 5,
-    max_samples: int = 50,
-    min_sample_ms: float = 2.0,
-    flush_cache: bool = True,
-    stopwatch: AbstractStopwatch | None = None,
-) -> Timing:
-    """Time `call` and return raw samples with their summary.
+    seed: int = 0,
+    at: Callable[[int], object],
+    failed: Callable[[int, BaseException], object],
+) -> None:
+    """Take samples in rounds, so that whatever slows the machine for a while slows all members alike.
 
-    The first call is reported apart (`first_ms`: compilation, autotuning, page faults). Warm-up goes on for at least
-    three calls and 25 ms, until two calls in a row are about as fast as the fastest, and at most for `budget_s`. On CPU
-    a sample holds as many calls as fill `min_sample_ms`; on GPU it is one call between two events after the cache was
-    emptied. The garbage collector is off while a sample runs.
+    In each round every member gives one, in an order drawn anew.
 
-    A call that alone exceeds the budget is called three times in all: the first, and two samples.
-
-    Flags, in `Timing.flags`:
-
-    * `few_samples`: fewer than `min_samples`, because one call exceeds the budget;
-    * `unsteady_warmup`: warm-up used its budget and the last calls still differed much from the fastest;
-    * `unstable`: the quartiles are more than 10 % of the median apart;
-    * `outliers`: a sample is more than 50 % off the median;
-    * `too_short`: a sample is below a hundred times the timer's resolution, or (on CPU) half of `min_sample_ms`;
-    * `waiting`: on CPU, the process computed for less than 90 % of the time: something else had the processor.
+    A member takes part in every round from the first on, until its own budget is spent, and then leaves: sample k of
+    each member is that of round k. One that raises leaves too; the others go on. A single member takes as many at once
+    as its stopwatch does.
 
     Args:
-        call: what to time; its result is dropped.
-        device: where its work runs.
-        setup: runs before every call, outside the timing.
-        budget_s: how long the samples may take together.
-        min_samples: taken even where the budget is exceeded, as long as one call is not.
-        max_samples: never more.
-        min_sample_ms: shortest sample on CPU.
-        flush_cache: on GPU, empty the second-level cache before every sample.
-        stopwatch: measures; None takes the one for `device`.
-
-    Raises:
-        ValueError: a number makes no sense, or the device is neither CPU nor CUDA.
+        members: warmed up.
+        seed: of the orders.
+        at: told which member is about to be sampled.
+        failed: told which member raised what. `KeyboardInterrupt` is passed on instead.
     """
-    sampling = Sampling(
-        call,
-        device=device,
-        setup=setup,
-        budget_s=budget_s,
-        min_samples=min_samples,
-        max_samples=max_samples,
-        min_sample_ms=min_sample_ms,
-        flush_cache=flush_cache,
-        stopwatch=stopwatch,
-    )
-    sampling.begin()
-    sampling.warm_up()
+    order, living = random.Random(seed), list(range(len(members)))
     with quiet_collector():
-        while not sampling.is_done:
-            sampling.take()
-    return sampling.timing()
+        while living := [index for index in living if not members[index].is_done]:
+            for index in order.sample(living, len(living)):
+                at(index)
+                try:
+                    members[index].take(1 if len(members) > 1 else None)
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # a callable may even call sys.exit
+                    living.remove(index)
+                    failed(index, error)

@@ -84,7 +84,7 @@ def encode_texts(texts: Iterable[bytes], max_len: int) -> tuple[Tensor, Tensor]:
         max_len: bytes kept of each.
 
     Raises:
-        ValueError: there is none, or the byte 0xFF, which no UTF-8 text has, stands in one.
+        ValueError: there is none, or the byte 0xFF, which no UTF-8 text has, is in one.
 
     >>> tokens, lengths = encode_texts([b"abc", b"", b"a"], 2)
     >>> tokens.tolist(), lengths.tolist()

@@ -75,9 +75,7 @@ class Copying(AbstractCopyingTask[DelayPart]):
                 parts=grid(DelayPart, (8_000, 250, 500), seq_len=64, num_tokens=8, delay=(0, 8, 16, 32, 48)),
                 axes=("delay",),
             ),
-            "s4": DelayLevel(
-                parts=grid(DelayPart, (50_000, 1_000, 1_000), seq_len=120, num_tokens=10, delay=100),
-            ),
+            "s4": DelayLevel(parts=grid(DelayPart, (50_000, 1_000, 1_000), seq_len=120, num_tokens=10, delay=100)),
             "long": DelayLevel(
                 parts=grid(
                     DelayPart, (8_000, 250, 500), seq_len=1_024, num_tokens=10, delay=(0, 50, 100, 250, 500, 1_000)

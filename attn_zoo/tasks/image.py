@@ -47,10 +47,7 @@ PICTURES = Source(
     },
     hub="uoft-cs/cifar10",
     revision="0b2714987fa478483af9968de7c934580d0bb9a2",
-    hub_files={
-        "train": "plain_text/train-00000-of-00001.parquet",
-        "test": "plain_text/test-00000-of-00001.parquet",
-    },
+    hub_files={"train": "plain_text/train-00000-of-00001.parquet", "test": "plain_text/test-00000-of-00001.parquet"},
     num_bytes=143_646_105,
 )
 
@@ -59,7 +56,7 @@ _COLUMN = "img"
 _SHADES = " ░▒▓█"
 _WEIGHTS = np.array([0.2989, 0.5870, 0.1140], np.float32)
 _SIDE = 32
-_VALIDATION_SHARE = 10  # the last of so many parts of train
+_VALIDATION_SHARE = 10  # the last tenth of train
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

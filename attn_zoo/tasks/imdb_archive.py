@@ -66,12 +66,12 @@ def _read(archive: Path) -> tuple[dict[tuple[str, str], dict[int, str]], dict[tu
     try:
         with tarfile.open(archive, "r|*") as tar:
             for member in tar:
-                found = _MEMBER.fullmatch(member.name)
-                if found is None or not member.isreg() or member.size > _MAX_BYTES:
+                match = _MEMBER.fullmatch(member.name)
+                if match is None or not member.isreg() or member.size > _MAX_BYTES:
                     continue
                 file = tar.extractfile(member)
                 assert file is not None
-                part, label, number, list_label = found.groups()
+                part, label, number, list_label = match.groups()
                 if list_label:
                     urls[part, list_label] = file.read()
                 else:

@@ -6,7 +6,7 @@ negative ones first. The hub's Parquet files are not. Wrongly ordered rows are n
 film share.
 
 Nothing but the pairing itself tells the two kinds of pair apart. Positive pairs: within each film and class of
-sentiment, reviews stand in a random ring, and each is paired with the next (two reviews make one pair). Negative pairs:
+sentiment, reviews form a random ring, and each is paired with the next (two reviews make one pair). Negative pairs:
 the same first reviews and the same second reviews, matched anew with another film's. So in both kinds
 
 * every review stands equally often first and equally often second: no text alone, no film's fame tells anything;
@@ -21,7 +21,7 @@ Films of train, validation (a tenth of the films in train's reviews) and test ar
 parts of the original is left to test. A text that occurs again is used once, and in test only if it is in both parts.
 
 Levels:
-    1000, 4000: the first so many bytes of each review.
+    1000, 4000: the first 1 000 or 4 000 bytes of each review.
     short: for CPUs: 256 bytes; at most 1 000 pairs for validation and 4 000 for test.
 """
 
@@ -83,7 +83,7 @@ _LOOKED_AT = 2_000  # pairs, to see whether the order is right
 _SIGMAS = 4.0
 _RING, _TIES, _SOME = range(3)  # streams of random numbers
 
-_VALIDATION_SHARE = 10  # one in so many films of train
+_VALIDATION_SHARE = 10  # one film of train in ten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,7 +230,7 @@ def film_pairs(
         films: film of every review, as a number, also of those not used.
         classes: sentiment of every review.
         lengths: of every review.
-        max_pairs: no more than so many; 0 takes all.
+        max_pairs: at most this many; 0 takes all.
         seed: of the drawing.
         stream: number of this set of pairs.
 
@@ -251,7 +251,7 @@ def film_pairs(
 
 
 def check_order(texts: list[bytes], pairs: Pairs) -> None:
-    """Raise `ConfigError` if reviews said to be of one film share no more names than others do: a sign test.
+    """Raise `ConfigError` if reviews listed under one film share no more names than others do: a sign test.
 
     Args:
         texts: all reviews.

@@ -39,7 +39,7 @@ _WORDS = {PAD: "_", _MARKER: "!"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InductionPart(Part):
-    """Examples with the markers so far apart.
+    """Examples with one distance between the markers.
 
     Args:
         distance: between the two markers; 0 draws the first marker's place uniformly.
@@ -84,10 +84,7 @@ class Induction(AbstractGeneratedTask[InductionPart]):
             ),
             "long": InductionLevel(
                 parts=grid(
-                    InductionPart,
-                    (4_000, 100, 200),
-                    seq_len=2_048,
-                    distance=(2, 16, 64, 256, 512, 1_024, 1_536, 2_047),
+                    InductionPart, (4_000, 100, 200), seq_len=2_048, distance=(2, 16, 64, 256, 512, 1_024, 1_536, 2_047)
                 ),
                 axes=("distance",),
             ),

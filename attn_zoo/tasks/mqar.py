@@ -46,7 +46,7 @@ _FILLER, _FIRST_KEY = 1, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecallPart(Part):
-    """Examples with so many pairs.
+    """Examples with one number of pairs.
 
     Args:
         num_pairs: n.

@@ -54,7 +54,7 @@ __all__ = ["LEVELS", "ORIGINAL", "Pathfinder", "PathfinderLevel", "find_markers"
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 
 _SHUFFLE = 1_000  # a stream that no split uses
-_LINE = 64  # grey levels from here on are drawn when a picture is shown
+_LINE = 64  # grey levels from here on count as lit when a picture is shown
 _MAX_TRAIN, _MAX_TEST = 10_000, 5_000
 _MAX_LINEAR_TRAIN = 4_000
 _MAX_LINEAR_PIXELS = 1_024  # more weights than that are not fitted within seconds
@@ -159,7 +159,7 @@ LEVELS: Mapping[str, PathfinderLevel] = MappingProxyType(
         "original_to_32": PathfinderLevel(source="original", drawn=("test",)),
     }
 )
-"""By name; what they are stands in the docstring of the task."""
+"""Levels by name; the docstring of this module describes them."""
 
 
 def _shared_out(pictures: Published, level: PathfinderLevel) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ __all__ = ["CopyLevel", "CopyPart", "SelectiveCopying"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyPart(Part):
-    """Examples with so many symbols.
+    """Examples with one number of symbols.
 
     Args:
         num_tokens: M, the symbols to copy.

@@ -4,14 +4,14 @@ Maas et al. 2011, "Learning Word Vectors for Sentiment Analysis": 25 000 reviews
 positive as negative, hardly a film in both.
 
 Levels:
-    1000, 2048, 4096: the first so many bytes. The release of Long Range Arena reads 1 000, its paper and all later work
+    1000, 2048, 4096: this many bytes. The release of Long Range Arena reads 1 000, its paper and all later work
         about 4 000. Half of the reviews fit into 1 000 bytes, and at 4 096 two thirds of all positions are padding.
     short: for CPUs: 256 bytes, and 5 000 of the test reviews.
     as_published_1000, as_published_4096: validation is the test set, as in the release and its ports. Choosing the best
         checkpoint on test is leakage: a score from here compares with published ones, not with honest ones.
 
 All other levels hold out a tenth of train for validation: as many of each class, drawn with a seed, and only reviews
-whose text stands in train once (96 do not). The 123 texts that are in both train and test stay, as published. Rows
+whose text occurs in train once (96 do not). The 123 texts that are in both train and test stay, as published. Rows
 are sorted by their text and then shuffled with the same seed, so that splits do not depend on the order in the file.
 """
 
@@ -42,7 +42,7 @@ from attn_zoo.tasks.sources.source import Source
 __all__ = ["CLASSES", "COLUMN", "REVIEWS", "Text", "TextLevel", "per_class", "read_reviews"]
 
 COLUMN = "text"
-"""Of the reviews, in the hub's tables; their labels stand in `label`."""
+"""Of the reviews, in the hub's tables; their labels are in `label`."""
 
 CLASSES = ("neg", "pos")
 """Names of the labels there."""
@@ -59,16 +59,13 @@ REVIEWS = Source(
     },
     hub="stanfordnlp/imdb",
     revision="e6281661ce1c48d982bc483cf8a173c1bbeb5d31",
-    hub_files={
-        "train": "plain_text/train-00000-of-00001.parquet",
-        "test": "plain_text/test-00000-of-00001.parquet",
-    },
+    hub_files={"train": "plain_text/train-00000-of-00001.parquet", "test": "plain_text/test-00000-of-00001.parquet"},
     num_bytes=41_450_297,
 )
 
 _WORDS = ("negative", "positive")
 _STREAMS: dict[SplitName, int] = {"train": 0, "test": 1}
-_VALIDATION_SHARE = 10  # one in so many reviews of train
+_VALIDATION_SHARE = 10  # one review of train in ten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.whole_files import whole_file
 
-__all__ = ["Checkpoint", "Numbers", "load_checkpoint", "save_checkpoint", "write_tensors"]
+__all__ = ["Checkpoint", "Numbers", "load_checkpoint", "read_tensors", "save_checkpoint", "write_tensors"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,6 +130,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, s
         raise StoreError(f"{path}: cannot write ({error})") from error
 
 
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return header and tensors of a safetensors file.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be read, or is damaged.
+    """
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
 def load_checkpoint(path: Path, identity: str) -> Checkpoint | None:
     """Return the checkpoint, or None where there is none for this run.
 
@@ -142,11 +152,9 @@ def load_checkpoint(path: Path, identity: str) -> Checkpoint | None:
     if not path.is_file():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            header: dict[str, str] = file.metadata() or {}
-            if header.get("identity") == identity:
-                numbers = Numbers(**json.loads(header["numbers"]))
-                return _sorted_out(numbers, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        header, tensors = read_tensors(path)
+        if header.get("identity") == identity:
+            return _sorted_out(Numbers(**json.loads(header["numbers"])), tensors)
     except (OSError, SafetensorError, ValueError, TypeError, KeyError):
         pass
     with contextlib.suppress(OSError):

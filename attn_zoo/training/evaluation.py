@@ -99,12 +99,12 @@ def evaluate(
 
 
 def breakdown(
-    found: Evaluation, groups: Tensor | None, axes: tuple[str, ...], metric: Metric
+    scored: Evaluation, groups: Tensor | None, axes: tuple[str, ...], metric: Metric
 ) -> tuple[dict[str, float], ...]:
     """Return the metric for each combination of the groups' values, in order of the values.
 
     Args:
-        found: on a split.
+        scored: of a split.
         groups: float `[N, A]`, of its examples.
         axes: name of each column.
         metric: how items are summed up.
@@ -112,12 +112,12 @@ def breakdown(
     if groups is None:
         return ()
     values, group_of = torch.unique(groups.double(), dim=0, return_inverse=True)
-    group_of = group_of.repeat_interleave(found.counts)
+    group_of = group_of.repeat_interleave(scored.counts)
     rows = []
     for index, combination in enumerate(values.tolist()):
         inside = group_of == index
         if bool(inside.any()):
-            value = _value(metric, found.losses[inside], found.correct[inside])
+            value = _value(metric, scored.losses[inside], scored.correct[inside])
             # float32 holds decimal fractions such as 0.1 to seven digits; what is shown are those.
             places = {axis: float(f"{place:.7g}") for axis, place in zip(axes, combination, strict=True)}
             rows.append({**places, "value": value, "num_items": float(inside.sum())})

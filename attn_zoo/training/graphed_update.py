@@ -98,8 +98,8 @@ class GraphedUpdate:
 
 
 def _tensors(batch: Batch) -> dict[str, Tensor]:
-    found = {item.name: getattr(batch, item.name) for item in fields(batch)}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    values = {item.name: getattr(batch, item.name) for item in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _host_states() -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""What learns in a timed training step: our trainer on generated data, or a whole model that somebody else wrote.
+"""What learns in a timed training step: our trainer on generated data, or a whole model from elsewhere.
 
 A step is what a run repeats: take the next batch from the data on the device, forward, loss, backward, update.
 """
@@ -17,7 +17,7 @@ from attn_zoo.records import Cell
 from attn_zoo.tasks import Split, TaskSpec
 from attn_zoo.training.batches import Batch, Feed
 from attn_zoo.training.evaluation import precision
-from attn_zoo.training.make import make_trainer
+from attn_zoo.training.loop import make_trainer
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.seeding import derive_seed
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from attn_zoo.training.batches import Feed
+from attn_zoo.model import ModelConfig
+from attn_zoo.records import Cell
+from attn_zoo.tasks import TaskSpec
+from attn_zoo.training.batches import Batcher, Feed
 from attn_zoo.training.checkpoint import Numbers
 from attn_zoo.training.evaluation import Evaluation, evaluate, is_better
+from attn_zoo.training.objective import objective_for
+from attn_zoo.training.protocol import Protocol
+from attn_zoo.training.requirements import capabilities_of, require, weight_dtype
+from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.updates import DivergedError, Updater
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "make_trainer"]
 
 
 class Trainer(Updater):
@@ -37,12 +44,9 @@ class Trainer(Updater):
         Raises:
             DivergedError: loss or gradient is not finite.
         """
-        order = self.order(train)
-        while self.numbers.step < self.num_steps:
-            train_loss = self.advance(train, order, after_step)
-            self._select(train_loss, self.evaluate(validation))
-            if after_evaluation is not None:
-                after_evaluation(self.numbers)
+        self.make_updates(
+            train, lambda loss: self._select(loss, self.evaluate(validation)), after_evaluation, after_step
+        )
         self.model.load_state_dict(self.best_weights)
 
     def evaluate(self, feed: Feed, *, is_test: bool = False) -> Evaluation:
@@ -58,20 +62,50 @@ class Trainer(Updater):
             is_test=is_test,
         )
 
-    def _select(self, train_loss: float, found: Evaluation) -> None:
+    def _select(self, train_loss: float, scored: Evaluation) -> None:
         numbers = self.numbers
-        if not math.isfinite(found.loss):
+        if not math.isfinite(scored.loss):
             raise DivergedError(numbers.step, "validation loss")
         metric = self.batcher.spec.metric
         is_first = numbers.best is None
-        if is_first or is_better(metric, (found.value, found.loss), (numbers.best or 0.0, numbers.best_loss)):
-            numbers.best, numbers.best_loss, numbers.best_step = found.value, found.loss, numbers.step
+        if is_first or is_better(metric, (scored.value, scored.loss), (numbers.best or 0.0, numbers.best_loss)):
+            numbers.best, numbers.best_loss, numbers.best_step = scored.value, scored.loss, numbers.step
             self.best_weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         numbers.curve.append(
             {
                 "step": float(numbers.step),
                 "train_loss": train_loss,
-                "validation_loss": found.loss,
-                "validation": found.value,
+                "validation_loss": scored.loss,
+                "validation": scored.value,
             }
         )
+
+
+def make_trainer(cell: Cell, spec: TaskSpec, protocol: Protocol) -> tuple[Trainer, ModelConfig]:
+    """Return a trainer of a new model around the cell's variant, and what the model was made of.
+
+    Args:
+        cell: gives variant, options, seed, dtype and device.
+        spec: of the task.
+        protocol: resolved.
+
+    Raises:
+        UnsupportedError: the variant, or training itself, refuses what this asks.
+    """
+    objective = objective_for(spec, is_causal=cell.is_causal)
+    batcher = Batcher(spec, protocol, capabilities_of(cell.variant, cell.options), cell.device)
+    require(cell, spec, protocol, has_mask=batcher.has_mask)
+    config = protocol.model_config(
+        variant=cell.variant,
+        options=cell.options,
+        vocab_size=spec.vocab_size,
+        target_vocab_size=max(spec.vocab_size, spec.num_classes) if spec.kind == "seq2seq" else 0,
+        max_seq_len=batcher.max_seq_len,
+        seed=derive_seed(cell.seed, "init"),
+    )
+    seed_everything(config.seed)  # for variants that draw at construction without a generator of their own
+    model = objective.build_model(config).to(cell.device, weight_dtype(cell.dtype))
+    trainer = Trainer(
+        model, objective, batcher, protocol, num_steps=protocol.num_steps, seed=cell.seed, dtype=cell.dtype
+    )
+    return trainer, config

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -62,7 +63,8 @@ class AbstractObjective(ABC):
 
     def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the cross-entropy for each label; 0 for those that are not scored."""
-        logits = outputs.float().flatten(0, -2)
+        dtype = torch.promote_types(outputs.dtype, torch.float32)  # half precisions are widened, float64 is kept
+        logits = outputs.to(dtype).flatten(0, -2)
         losses = cross_entropy(logits, batch.labels.flatten(), reduction="none", ignore_index=IGNORED_LABEL)
         return losses.view_as(batch.labels)
 

@@ -119,16 +119,14 @@ class Pretrainer(Updater):
         Raises:
             DivergedError: loss or gradient is not finite.
         """
-        order = self.order(train)
-        while self.numbers.step < self.num_steps:
-            try:
-                train_loss = self.advance(train, order, after_step)
-            except DivergedError as error:
-                raise DivergedError(error.step, "pretraining: loss or gradient norm") from None
-            self.numbers.curve.append({"step": float(self.numbers.step), "train_loss": train_loss})
-            if after_evaluation is not None:
-                after_evaluation(self.numbers)
+        try:
+            self.make_updates(train, self._record, after_evaluation, after_step)
+        except DivergedError as error:
+            raise DivergedError(error.step, "pretraining: loss or gradient norm") from None
         encoder.load_state_dict(self.model.encoder_weights())
+
+    def _record(self, train_loss: float) -> None:
+        self.numbers.curve.append({"step": float(self.numbers.step), "train_loss": train_loss})
 
 
 def make_pretrainer(config: ModelConfig, batcher: Batcher, protocol: Protocol, *, seed: int, dtype: str) -> Pretrainer:

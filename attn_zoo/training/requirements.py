@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,33 +58,14 @@ def requests(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) 
         protocol: resolved.
         has_mask: whether batches may hold padding.
     """
-    inside: Position = "none"
+    position: Position = "none"
     if protocol.position == "rotary" or protocol.position == "alibi":
-        inside = protocol.position
+        position = protocol.position
+    request = Request(has_key_padding_mask=has_mask, dropout_p=protocol.dropout_p, dtype=cell.dtype, device=cell.device)
     for is_causal in _directions(cell, spec, protocol):
-        yield (
-            cell.variant,
-            Request(
-                is_causal=is_causal,
-                is_autoregressive=is_causal,
-                has_key_padding_mask=has_mask,
-                dropout_p=protocol.dropout_p,
-                position=inside,
-                dtype=cell.dtype,
-                device=cell.device,
-            ),
-        )
+        yield (cell.variant, replace(request, is_causal=is_causal, is_autoregressive=is_causal, position=position))
     if spec.kind == "seq2seq":
-        yield (
-            protocol.cross_variant or cell.variant,
-            Request(
-                is_cross=True,
-                has_key_padding_mask=has_mask,
-                dropout_p=protocol.dropout_p,
-                dtype=cell.dtype,
-                device=cell.device,
-            ),
-        )
+        yield protocol.cross_variant or cell.variant, replace(request, is_cross=True)
 
 
 def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -> None:

@@ -6,9 +6,10 @@ machine. The host never waits for the device inside a step.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -16,13 +17,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from attn_zoo.training.batches import Batch, Batcher, Feed
+from attn_zoo.training.batches import Batch, Batcher, DataOrder, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
 from attn_zoo.training.evaluation import precision
 from attn_zoo.training.graphed_update import NUM_EAGER, GraphedUpdate
 from attn_zoo.training.objective import AbstractObjective
-from attn_zoo.training.order import DataOrder
-from attn_zoo.training.peak import peak_bytes, reset_peak
 from attn_zoo.training.protocol import Protocol
 from attn_zoo.training.schedule import learning_rate
 from attn_zoo.training.seeding import derive_seed, seed_everything
@@ -54,7 +53,7 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
         {"params": [p for p, is_in in zip(trained, is_decayed, strict=True) if is_in is decays], "weight_decay": decay}
         for decays, decay in ((True, protocol.weight_decay), (False, 0.0))
     ]
-    # On a GPU the rate is a number on the device: it can change without the host sending an update anew.
+    # On a GPU the rate is a number on the device: it can change without the host launching the update again.
     is_cuda = any(parameter.is_cuda for parameter in trained)
     rate = torch.zeros((), device=trained[0].device) if is_cuda else 0.0
     return torch.optim.AdamW(groups, lr=rate, betas=protocol.betas, eps=protocol.eps, fused=True, capturable=is_cuda)
@@ -109,37 +108,28 @@ class Updater:
 
     def resume(self, path: Path, identity: str) -> bool:
         """Continue from the checkpoint at `path`; return whether there is one for this run."""
-        found = load_checkpoint(path, identity)
-        if found is None:
+        checkpoint = load_checkpoint(path, identity)
+        if checkpoint is None:
             return False
-        self.model.load_state_dict(found.weights)
+        self.model.load_state_dict(checkpoint.weights)
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": found.optimizer, "param_groups": groups})
-        self.best_weights = {name: tensor.to(self.batcher.device) for name, tensor in found.best_weights.items()}
-        self.numbers = found.numbers
-        self.flops.restore(found.numbers.train_flops)
+        self.optimizer.load_state_dict({"state": checkpoint.optimizer, "param_groups": groups})
+        self.best_weights = {name: tensor.to(self.batcher.device) for name, tensor in checkpoint.best_weights.items()}
+        self.numbers = checkpoint.numbers
+        self.flops.restore(checkpoint.numbers.train_flops)
         return True
 
     def save(self, path: Path, identity: str) -> None:
         """Write a checkpoint."""
         save_checkpoint(path, identity, self.numbers, self.model, self.best_weights, self.optimizer)
 
-    def advance(self, feed: Feed, order: DataOrder, after_step: Callable[[int], None] | None = None) -> float:
-        """Make the updates up to the next evaluation; return their mean loss.
-
-        Args:
-            feed: examples to learn from.
-            order: of the examples.
-            after_step: called with the number of updates done.
-
-        Raises:
-            DivergedError: loss or gradient is not finite.
-        """
+    def _advance(self, feed: Feed, order: DataOrder, after_step: Callable[[int], None] | None) -> float:
+        """Make the updates up to the next evaluation; return their mean loss."""
         every, first = self.protocol.eval_every, self.numbers.step + 1
         stop = min(self.num_steps, (self.numbers.step // every + 1) * every)
         self._loss_sum.zero_()
         self.model.train()
-        reset_peak(self.batcher.device)
+        _reset_peak(self.batcher.device)
         with self._timed():
             for step in range(first, stop + 1):
                 self.step(feed, order)
@@ -148,9 +138,33 @@ class Updater:
             self._look()
             mean_loss = float(self._loss_sum) / (stop - first + 1)
         self.numbers.train_flops = self.flops.training_flops
-        if (peak := peak_bytes(self.batcher.device)) is not None:
+        if (peak := _peak_bytes(self.batcher.device)) is not None:
             self.numbers.peak_bytes = max(peak, self.numbers.peak_bytes or 0)
         return mean_loss
+
+    def make_updates(
+        self,
+        feed: Feed,
+        record: Callable[[float], None],
+        after_evaluation: Callable[[Numbers], None] | None,
+        after_step: Callable[[int], None] | None,
+    ) -> None:
+        """Make the updates that are left.
+
+        Args:
+            feed: examples to learn from.
+            record: told the mean loss up to each evaluation; evaluates.
+            after_evaluation: called when the state is worth saving.
+            after_step: called with the number of updates done.
+
+        Raises:
+            DivergedError: loss or gradient is not finite.
+        """
+        order = self.order(feed)
+        while self.numbers.step < self.num_steps:
+            record(self._advance(feed, order, after_step))
+            if after_evaluation is not None:
+                after_evaluation(self.numbers)
 
     def step(self, feed: Feed, order: DataOrder) -> None:
         """Make the next update, of a model in training mode, and go on without waiting for the device.
@@ -219,7 +233,7 @@ class Updater:
         if (step := int(self._first_bad)) > 0:
             raise DivergedError(step, "loss or gradient norm")
 
-    @contextmanager
+    @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         start = self._now()
         yield
@@ -229,3 +243,34 @@ class Updater:
         if self.batcher.device.type == "cuda":
             torch.cuda.synchronize(self.batcher.device)
         return time.perf_counter()
+
+
+def _reset_peak(device: torch.device) -> None:
+    """Reset the peak of memory in use.
+
+    That is the allocator's peak on GPU and the high water of the process on CPU, which holds everything: interpreter
+    and libraries (some 300 MB), data, weights. On Linux the kernel resets it here, so that what the process did before
+    does not count; elsewhere it is that of the whole process.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """Return the most memory in use since `_reset_peak`, or None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+    except OSError:
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest if sys.platform == "darwin" else 1024 * highest

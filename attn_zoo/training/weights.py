@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from attn_zoo.errors import StoreError
@@ -19,7 +19,7 @@ from attn_zoo.records import TRAINING_VERSION, Cell
 from attn_zoo.registry import make_config, tasks
 from attn_zoo.tasks import AbstractTask
 from attn_zoo.training.batches import Batcher
-from attn_zoo.training.checkpoint import write_tensors
+from attn_zoo.training.checkpoint import read_tensors, write_tensors
 from attn_zoo.training.objective import AbstractObjective, objective_for
 from attn_zoo.training.protocol import resolve_protocol
 from attn_zoo.training.requirements import capabilities_of, weight_dtype
@@ -108,10 +108,9 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if not path.is_file():
         raise StoreError(f"{path}: no such file; weights are kept where the matrix says keep_weights = true")
     try:
-        with safe_open(path, framework="pt") as file:
-            header: dict[str, str] = file.metadata() or {}
-            if header.get("kind") != _KIND:
-                raise StoreError(f"{path}: not weights of attn_zoo")
-            return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header, tensors = read_tensors(path)
     except SafetensorError as error:
         raise StoreError(f"{path}: cannot be read ({error})") from error
+    if header.get("kind") != _KIND:
+        raise StoreError(f"{path}: not weights of attn_zoo")
+    return header, tensors

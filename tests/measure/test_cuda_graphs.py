@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attn_zoo.measure.cuda_graphs import LAUNCH_BOUND_MS, NUM_SAMPLES, NUM_WARMUP, with_graph_time
-from attn_zoo.measure.passes import make_pass, time_pass
+from attn_zoo.measure.passes import make_pass
+from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import Timing
 from tests.measure.test_stopwatch import FakeCuda
 
@@ -152,7 +153,9 @@ def test_a_capture_that_fails_is_a_reason_and_leaves_no_trace():
 
 def test_passes_on_cpu_have_no_graph():
     leaf = torch.randn(4, requires_grad=True)
-    timing = time_pass(lambda: leaf * 2, [leaf], "fwd_bwd", budget_s=0.01)
+    call, setup = make_pass(lambda: leaf * 2, [leaf], "fwd_bwd")
+    timing = Sampling(call, setup=setup, budget_s=0.01).run()
+    assert with_graph_time(timing, lambda: make_pass(lambda: leaf * 2, [leaf], "fwd_bwd"), "cpu") is timing
     assert (timing.graph_ms, timing.graph_reason) == (None, "")
 
 

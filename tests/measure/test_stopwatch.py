@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_zoo.measure.stopwatch import CudaStopwatch, stopwatch_for
-from attn_zoo.measure.timing import time_callable
+from attn_zoo.measure.timing import Sampling
 
 
 class FakeCuda:
@@ -64,7 +64,7 @@ def test_events_stand_tightly_around_the_call():
 
 def test_timing_on_gpu_takes_single_calls_in_batches():
     cuda = FakeCuda()
-    timing = time_callable(lambda: cuda.work("call", 0.5), stopwatch=fake_stopwatch(cuda), max_samples=30)
+    timing = Sampling(lambda: cuda.work("call", 0.5), stopwatch=fake_stopwatch(cuda), max_samples=30).run()
     assert timing.samples_ms == pytest.approx([0.5] * 30)
     assert (timing.inner_loops, timing.timer, timing.process_cpu_ms) == (1, "cuda_event", None)
     assert timing.flags == ()
@@ -74,7 +74,7 @@ def test_timing_on_gpu_takes_single_calls_in_batches():
 
 def test_kernels_too_short_for_events_are_flagged():
     cuda = FakeCuda()
-    timing = time_callable(lambda: cuda.work("call", 0.01), stopwatch=fake_stopwatch(cuda))
+    timing = Sampling(lambda: cuda.work("call", 0.01), stopwatch=fake_stopwatch(cuda)).run()
     assert timing.flags == ("too_short",)
 
 
@@ -92,7 +92,7 @@ def test_gpu_time_grows_with_the_work():
         for _ in range(count):
             torch.mm(matrix, matrix)
 
-    one, four = (time_callable(lambda: work(count), device="cuda", budget_s=0.2) for count in (1, 4))  # noqa: B023
+    one, four = (Sampling(lambda: work(count), device="cuda", budget_s=0.2).run() for count in (1, 4))  # noqa: B023
     assert 3 < four.median_ms / one.median_ms < 5
     assert one.timer == "cuda_event"
     assert stopwatch_for("cuda").name == "cuda_event"

@@ -1,4 +1,4 @@
-"""Timing under a clock that moves only when told to: every number is exact."""
+"""Timing under a clock that moves only when told to: every number is exact, by itself and in turns with others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from attn_zoo.measure.timing import MIN_WARMUP_CALLS, time_callable
+from attn_zoo.measure.timing import MIN_WARMUP_CALLS, Sampling, sample_in_turns
 from tests.measure.fake_clock import FakeCall, FakeClock
 
 
@@ -17,7 +17,7 @@ def clock():
 
 
 def test_a_constant_cost_is_measured_exactly(clock):
-    timing = time_callable(FakeCall(clock, [10.0]), budget_s=0.2, stopwatch=clock.stopwatch())
+    timing = Sampling(FakeCall(clock, [10.0]), budget_s=0.2, stopwatch=clock.stopwatch()).run()
     assert timing.samples_ms == pytest.approx([10.0] * 20)
     assert (timing.median_ms, timing.q1_ms, timing.q3_ms) == pytest.approx((10.0, 10.0, 10.0))
     assert (timing.low_ms, timing.high_ms) == pytest.approx((10.0, 10.0))
@@ -27,14 +27,14 @@ def test_a_constant_cost_is_measured_exactly(clock):
 
 def test_twice_the_work_takes_twice_as_long(clock):
     one, two = (
-        time_callable(FakeCall(clock, [cost]), stopwatch=clock.stopwatch()).median_ms for cost in (0.003, 0.006)
+        Sampling(FakeCall(clock, [cost]), stopwatch=clock.stopwatch()).run().median_ms for cost in (0.003, 0.006)
     )
     assert two / one == pytest.approx(2.0)
 
 
 def test_first_call_and_warm_up_stay_out_of_the_samples(clock):
     call = FakeCall(clock, [500.0, 40.0, 20.0, 12.0, 8.0])
-    timing = time_callable(call, stopwatch=clock.stopwatch())
+    timing = Sampling(call, stopwatch=clock.stopwatch()).run()
     assert timing.first_ms == pytest.approx(500.0)
     assert timing.samples_ms == pytest.approx([8.0] * len(timing.samples_ms))
     assert timing.num_warmup >= MIN_WARMUP_CALLS
@@ -42,7 +42,7 @@ def test_first_call_and_warm_up_stay_out_of_the_samples(clock):
 
 
 def test_compilation_longer_than_the_budget_does_not_count_as_a_slow_call(clock):
-    timing = time_callable(FakeCall(clock, [20_000.0, 10.0]), budget_s=1.0, stopwatch=clock.stopwatch())
+    timing = Sampling(FakeCall(clock, [20_000.0, 10.0]), budget_s=1.0, stopwatch=clock.stopwatch()).run()
     assert timing.first_ms == pytest.approx(20_000.0)
     assert timing.median_ms == pytest.approx(10.0)
     assert timing.flags == ()
@@ -51,27 +51,27 @@ def test_compilation_longer_than_the_budget_does_not_count_as_a_slow_call(clock)
 
 def test_warm_up_goes_on_until_calls_no_longer_get_faster(clock):
     getting_faster = [100.0 * 0.7**i for i in range(12)] + [1.0]
-    timing = time_callable(FakeCall(clock, getting_faster), budget_s=10.0, stopwatch=clock.stopwatch())
+    timing = Sampling(FakeCall(clock, getting_faster), budget_s=10.0, stopwatch=clock.stopwatch()).run()
     assert timing.samples_ms == pytest.approx([1.0] * len(timing.samples_ms))
     assert timing.num_warmup >= len(getting_faster)
     assert timing.flags == ()
 
 
 def test_restless_times_are_unstable(clock):
-    timing = time_callable(FakeCall(clock, [10.0, 14.0] * 500), stopwatch=clock.stopwatch())
+    timing = Sampling(FakeCall(clock, [10.0, 14.0] * 500), stopwatch=clock.stopwatch()).run()
     assert timing.flags == ("unsteady_warmup", "unstable")
     assert (timing.q1_ms, timing.q3_ms) == pytest.approx((10.0, 14.0))
 
 
 def test_warm_up_that_never_settles_is_flagged(clock):
     # The fastest warm-up call is the first; every later one is twice as slow.
-    timing = time_callable(FakeCall(clock, [1.0, 10.0, 20.0]), budget_s=0.5, stopwatch=clock.stopwatch())
+    timing = Sampling(FakeCall(clock, [1.0, 10.0, 20.0]), budget_s=0.5, stopwatch=clock.stopwatch()).run()
     assert "unsteady_warmup" in timing.flags
 
 
 @pytest.mark.parametrize(("cost_ms", "loops"), [(0.001, 2000), (0.4, 5), (1.5, 2), (2.0, 1), (7.0, 1)])
 def test_samples_are_filled_and_divided_by_their_loops(clock, cost_ms, loops):
-    timing = time_callable(FakeCall(clock, [cost_ms]), min_sample_ms=2.0, stopwatch=clock.stopwatch())
+    timing = Sampling(FakeCall(clock, [cost_ms]), min_sample_ms=2.0, stopwatch=clock.stopwatch()).run()
     assert timing.inner_loops == loops
     assert timing.median_ms == pytest.approx(cost_ms)
     assert timing.process_cpu_ms == pytest.approx(cost_ms)
@@ -81,27 +81,27 @@ def test_samples_are_filled_and_divided_by_their_loops(clock, cost_ms, loops):
 def test_loops_are_corrected_when_a_single_call_looked_dearer_than_it_is(clock):
     """Warm-up calls cost 1 ms, calls in the loops 0.1 ms: two per sample would be too few."""
     call = FakeCall(clock, [1.0] * 26 + [0.1])
-    timing = time_callable(call, min_sample_ms=2.0, stopwatch=clock.stopwatch())
+    timing = Sampling(call, min_sample_ms=2.0, stopwatch=clock.stopwatch()).run()
     assert timing.inner_loops == 20
     assert timing.flags == ()
 
 
 def test_a_call_nobody_can_see_is_too_short(clock):
-    timing = time_callable(lambda: None, stopwatch=clock.stopwatch())
+    timing = Sampling(lambda: None, stopwatch=clock.stopwatch()).run()
     assert "too_short" in timing.flags
 
 
 def test_budget_decides_the_number_of_samples(clock):
     for budget_s, expected in ((0.01, 5), (0.10, 10), (0.25, 25), (9.0, 50)):
         call = FakeCall(clock, [10.0])
-        timing = time_callable(call, budget_s=max(budget_s, 0.0101), stopwatch=clock.stopwatch())
+        timing = Sampling(call, budget_s=max(budget_s, 0.0101), stopwatch=clock.stopwatch()).run()
         assert len(timing.samples_ms) == expected
         assert "few_samples" not in timing.flags
 
 
 def test_a_call_beyond_the_budget_runs_three_times_in_all(clock):
     call = FakeCall(clock, [3000.0, 2900.0, 2800.0])
-    timing = time_callable(call, budget_s=1.0, stopwatch=clock.stopwatch())
+    timing = Sampling(call, budget_s=1.0, stopwatch=clock.stopwatch()).run()
     assert call.num_calls == 3
     assert timing.samples_ms == pytest.approx((2900.0, 2800.0))
     assert timing.num_warmup == 1
@@ -109,12 +109,12 @@ def test_a_call_beyond_the_budget_runs_three_times_in_all(clock):
 
 
 def test_outliers_and_waiting_are_flagged(clock):
-    with_outlier = time_callable(FakeCall(clock, [10.0] * 10 + [16.0] + [10.0]), stopwatch=clock.stopwatch())
+    with_outlier = Sampling(FakeCall(clock, [10.0] * 10 + [16.0] + [10.0]), stopwatch=clock.stopwatch()).run()
     assert with_outlier.flags == ("outliers",)
-    waiting = time_callable(FakeCall(clock, [10.0], cpu_frac=0.5), stopwatch=clock.stopwatch())
+    waiting = Sampling(FakeCall(clock, [10.0], cpu_frac=0.5), stopwatch=clock.stopwatch()).run()
     assert waiting.flags == ("waiting",)
     assert waiting.process_cpu_ms == pytest.approx(5.0)
-    two_threads = time_callable(FakeCall(clock, [10.0], cpu_frac=2.0), stopwatch=clock.stopwatch())
+    two_threads = Sampling(FakeCall(clock, [10.0], cpu_frac=2.0), stopwatch=clock.stopwatch()).run()
     assert two_threads.flags == ()
 
 
@@ -131,7 +131,7 @@ def test_setup_runs_before_every_call_and_is_not_timed(clock, cost_ms):
         order.append("call")
         call()
 
-    timing = time_callable(timed, setup=setup, budget_s=0.1, stopwatch=clock.stopwatch())
+    timing = Sampling(timed, setup=setup, budget_s=0.1, stopwatch=clock.stopwatch()).run()
     assert timing.median_ms == pytest.approx(cost_ms)
     assert timing.process_cpu_ms == pytest.approx(cost_ms)
     assert order == ["setup", "call"] * call.num_calls
@@ -155,7 +155,7 @@ def test_the_collector_rests_during_samples_and_cycles_do_not_pile_up(clock):
         clock.spend(10.0)
 
     num_frozen = gc.get_freeze_count()
-    timing = time_callable(call, stopwatch=clock.stopwatch())
+    timing = Sampling(call, stopwatch=clock.stopwatch()).run()
     assert gc.isenabled()
     assert gc.get_freeze_count() == num_frozen
     assert not any(enabled[timing.num_warmup :])
@@ -169,7 +169,7 @@ def test_the_collector_is_on_again_after_an_error(clock):
         clock.spend(next(remaining))
 
     with pytest.raises(StopIteration):
-        time_callable(call, stopwatch=clock.stopwatch())
+        Sampling(call, stopwatch=clock.stopwatch()).run()
     assert gc.isenabled()
 
 
@@ -179,12 +179,12 @@ def test_the_collector_is_on_again_after_an_error(clock):
 )
 def test_numbers_without_sense_are_refused(bad):
     with pytest.raises(ValueError, match="expected budget_s"):
-        time_callable(lambda: None, **bad)
+        Sampling(lambda: None, **bad).run()
 
 
 def test_another_device_is_refused():
     with pytest.raises(ValueError, match="cpu or cuda"):
-        time_callable(lambda: None, device="meta")
+        Sampling(lambda: None, device="meta").run()
 
 
 def test_real_clock_sees_work_that_grows_tenfold():
@@ -195,7 +195,104 @@ def test_real_clock_sees_work_that_grows_tenfold():
             pass
 
     small, large = (
-        min(time_callable(lambda: work(count), budget_s=0.1).samples_ms)  # noqa: B023 (called at once)
+        min(Sampling(lambda: work(count), budget_s=0.1).run().samples_ms)  # noqa: B023 (called at once)
         for count in (20_000, 200_000)
     )
     assert 5 < large / small < 20
+
+
+# --- in turns ---
+
+
+def members(clock: FakeClock, *costs_ms: float, **changes) -> list[Sampling]:
+    made = [
+        Sampling(FakeCall(clock, [cost]), stopwatch=clock.stopwatch(), **{"budget_s": 0.1, **changes})
+        for cost in costs_ms
+    ]
+    for sampling in made:
+        sampling.begin()
+        sampling.warm_up()
+    return made
+
+
+def nobody(index: int, error: BaseException) -> None:
+    raise AssertionError(f"member {index} failed: {error}")
+
+
+def test_every_round_has_every_member_once_until_its_budget_is_spent():
+    clock, order = FakeClock(), list[int]()
+    fast, slow = members(clock, 5.0, 20.0)
+    sample_in_turns([fast, slow], at=order.append, failed=nobody)
+    assert [len(fast.timing().samples_ms), len(slow.timing().samples_ms)] == [20, 5]
+    for number in range(5):
+        assert sorted(order[2 * number : 2 * number + 2]) == [0, 1], "both, once"
+    assert order[10:] == [0] * 15, "the slower one has spent its budget and left"
+
+
+def test_the_order_is_drawn_anew_in_each_round_and_the_same_for_the_same_seed():
+    def order(seed: int) -> list[int]:
+        seen: list[int] = []
+        sample_in_turns(members(FakeClock(), *[10.0] * 3, max_samples=20), seed=seed, at=seen.append, failed=nobody)
+        return seen
+
+    first = order(1)
+    rounds = {tuple(first[start : start + 3]) for start in range(0, len(first), 3)}
+    assert len(rounds) > 1
+    assert order(1) == first
+    assert order(2) != first
+
+
+def test_a_slow_spell_of_the_machine_hits_the_same_rounds_of_all():
+    clock = FakeClock()
+    spell = [10.0] * 7 + [30.0] * 4 + [10.0]  # from the seventh call on, for four calls: in both alike
+    made = [Sampling(FakeCall(clock, spell), stopwatch=clock.stopwatch(), budget_s=0.2) for _ in range(2)]
+    for sampling in made:
+        sampling.begin()
+        sampling.warm_up()
+    sample_in_turns(made, at=lambda _: None, failed=nobody)
+    first, second = (sampling.timing().samples_ms for sampling in made)
+    assert first == pytest.approx(second)
+    assert max(first) == pytest.approx(30.0)
+
+
+class Breaks(FakeCall):
+    """Raises at its n-th call."""
+
+    def __init__(self, clock: FakeClock, at_call: int, error: BaseException) -> None:
+        super().__init__(clock, [10.0])
+        self._at_call, self._error = at_call, error
+
+    def __call__(self) -> None:
+        super().__call__()
+        if self.num_calls == self._at_call:
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(3), MemoryError()])
+def test_a_member_that_raises_leaves_and_the_others_go_on(error):
+    clock, failures = FakeClock(), []
+    breaking = Sampling(Breaks(clock, 8, error), stopwatch=clock.stopwatch(), budget_s=0.1)
+    breaking.begin()
+    breaking.warm_up()
+    fine = members(clock, 10.0)[0]
+    sample_in_turns([breaking, fine], at=lambda _: None, failed=lambda index, found: failures.append((index, found)))
+    assert failures == [(0, error)]
+    assert len(fine.timing().samples_ms) == 10
+
+
+def test_ctrl_c_is_passed_on():
+    clock = FakeClock()
+    breaking = Sampling(Breaks(clock, 8, KeyboardInterrupt()), stopwatch=clock.stopwatch(), budget_s=0.1)
+    breaking.begin()
+    breaking.warm_up()
+    with pytest.raises(KeyboardInterrupt):
+        sample_in_turns([breaking], at=lambda _: None, failed=nobody)
+
+
+def test_nobody_is_nothing_to_do():
+    sample_in_turns([], at=lambda _: None, failed=nobody)
+
+
+def test_the_first_call_gives_its_result_away():
+    sampling = Sampling(lambda: 42, budget_s=0.01)
+    assert sampling.begin() == 42

@@ -116,6 +116,23 @@ def test_positions_without_a_label_change_nothing():
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "of_loss"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_the_loss_is_computed_in_no_less_than_the_model(dtype, of_loss):
+    spec = tasks["toy"]("tokens").spec
+    objective = objective_for(spec)
+    batcher = Batcher(spec, resolve_protocol("cpu-small"), variants["full"].capabilities, "cpu")
+    batch = batcher.batch(batcher.feed(tasks["toy"]("tokens").split("validation")), torch.arange(8))
+    outputs = torch.randn(*batch.labels.shape, 3, dtype=torch.float64).to(dtype)
+    loss = objective.loss(outputs, batch)
+    assert loss.dtype == of_loss
+    is_item = batch.labels != IGNORED_LABEL
+    expected = torch.nn.functional.cross_entropy(outputs[is_item].to(of_loss), batch.labels[is_item])
+    torch.testing.assert_close(loss, expected, rtol=1e-12 if of_loss == torch.float64 else 1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("level", ["tokens", "language"])
 def test_direction(level):
     """With causal attention later tokens change no earlier output; token classification sees both sides else."""

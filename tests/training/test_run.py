@@ -103,7 +103,7 @@ def test_a_stopped_run_continues_with_identical_results(tmp_path, step):
     whole = undisturbed(has_dropout=True)
     with pytest.raises(StoppedError):
         run_training(run, checkpoint_dir=tmp_path, progress=stop_at(step))
-    (tmp_path / f".{run.key}.train.safetensors.x1y2").write_bytes(b"cut short by a kill")
+    (tmp_path / f".{run.key}.train.safetensors-x1y2.tmp").write_bytes(b"cut short by a kill")
     seen: list[Progress] = []
     assert same(whole, run_training(run, checkpoint_dir=tmp_path, progress=seen.append))
     # The evaluation at step 10 comes after the step's own progress, so a stop at 10 has saved nothing.

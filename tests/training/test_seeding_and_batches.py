@@ -11,9 +11,8 @@ import torch
 
 from attn_zoo.registry import variants
 from attn_zoo.tasks import Split, TaskSpec
-from attn_zoo.training.batches import Batcher
-from attn_zoo.training.make import make_trainer
-from attn_zoo.training.order import DataOrder
+from attn_zoo.training.batches import Batcher, DataOrder
+from attn_zoo.training.loop import make_trainer
 from attn_zoo.training.protocol import resolve_protocol
 from attn_zoo.training.seeding import batch_rows, derive_seed, seed_everything
 from tests.training.toy_task import cell, toy_task

@@ -18,9 +18,8 @@ from attn_zoo.records import Score
 from attn_zoo.registry import variants
 from attn_zoo.tasks import Split
 from attn_zoo.training import run_training
-from attn_zoo.training.batches import Batcher
+from attn_zoo.training.batches import Batcher, DataOrder
 from attn_zoo.training.objective import objective_for
-from attn_zoo.training.order import DataOrder
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from tests.training.toy_task import TINY, cell, toy_task
 

@@ -22,15 +22,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path
+from attn_zoo.kernels.blocks.gather.dense_piece import wide_dtype
 from attn_zoo.kernels.blocks.gather.walk import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
 
-__all__ = ["block_sparse_attention"]
+__all__ = ["block_sparse_attention", "block_sparse_attention_with_lse"]
 
 
 def _forward(path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
-    """Return the output and what backward needs beside it: the log-sum-exp of the scores, or None."""
+    """Return the output and the log-sum-exp of the scores where the call wants it or backward needs it."""
     if path == "triton":
         from attn_zoo.kernels.blocks.triton.launch import triton_forward
 
@@ -38,14 +39,21 @@ def _forward(path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
     if path == "flex":
         from attn_zoo.kernels.blocks.flex import flex_forward
 
-        return flex_forward(call), None
+        return flex_forward(call)
     return gather_forward(call)
 
 
 def _backward(
-    path: Backend, call: BlockCall, grad_output: Tensor, output: Tensor | None, lse: Tensor | None
+    path: Backend,
+    call: BlockCall,
+    grad_output: Tensor | None,
+    grad_lse: Tensor | None,
+    output: Tensor | None,
+    lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
+    if grad_output is None:
+        grad_output = torch.zeros_like(call.query)
     if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
         grad_output = grad_output.contiguous()
     if path == "triton":
@@ -53,12 +61,12 @@ def _backward(
 
         assert output is not None
         assert lse is not None
-        return triton_backward(call, grad_output, output, lse)
+        return triton_backward(call, grad_output, output, lse, grad_lse)
     if path == "flex":
         from attn_zoo.kernels.blocks.flex import flex_backward
 
-        return flex_backward(call, grad_output)
-    return gather_backward(call, grad_output, output, lse)
+        return flex_backward(call, grad_output, grad_lse)
+    return gather_backward(call, grad_output, output, lse, grad_lse)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -73,23 +81,28 @@ class _BlockAttention(torch.autograd.Function):
         padding: Tensor | None,
         path: Backend,
         make_call: Callable[..., BlockCall],
-    ) -> Tensor:
-        output, lse = _forward(path, make_call(query, key, value, padding))
-        ctx.save_for_backward(query, key, value, padding, None if lse is None else output, lse)
+    ) -> tuple[Tensor, Tensor | None]:
+        call = make_call(query, key, value, padding)
+        output, lse = _forward(path, call)
+        is_read = lse is not None and not (path == "gather" and call.has_lse)
+        ctx.save_for_backward(query, key, value, padding, output if is_read else None, lse if is_read else None)
         ctx.path, ctx.make_call = path, make_call
-        return output
+        ctx.set_materialize_grads(False)
+        return output, lse if call.has_lse else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, output, lse = ctx.saved_tensors
-        return *_backward(ctx.path, ctx.make_call(*inputs), grad_output, output, lse), None, None, None
+        gradients = _backward(ctx.path, ctx.make_call(*inputs), grad_output, grad_lse, output, lse)
+        return *gradients, None, None, None
 
 
 # The operator. A pattern is its two tables and some numbers, or the name of a layout's class and its fields.
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? padding, Tensor? slopes, Tensor? seed, Tensor? indices, "
-    "Tensor? counts, str layout, SymInt[] numbers, float scale, float dropout_p, str backend"
+    "Tensor? counts, str layout, SymInt[] numbers, float scale, float dropout_p, str backend, "
+    "bool has_lse"
 )
 _NUM_TENSORS = 8  # of these
 
@@ -130,10 +143,12 @@ def _as_pattern(
 
 def _as_call(*given: Any) -> tuple[Backend, BlockCall]:
     """Return the path and the call that the operator's arguments stand for."""
-    query, key, value, padding, slopes, seed, indices, counts, layout, numbers, scale, dropout_p, backend = given
+    query, key, value, padding, slopes, seed, indices, counts, layout, numbers, scale, dropout_p, backend, has_lse = (
+        given
+    )
     pattern = _as_pattern(query, key, indices, counts, layout, numbers)
     path = choose_path(query, pattern.block_size, dropout_p=dropout_p, scale=scale, backend=backend)
-    return path, BlockCall(query, key, value, padding, pattern, slopes, scale, dropout_p, seed)
+    return path, BlockCall(query, key, value, padding, pattern, slopes, scale, dropout_p, seed, has_lse)
 
 
 @torch.library.custom_op(
@@ -146,21 +161,24 @@ def _operator(*given: Any) -> tuple[Tensor, Tensor]:
 
 @_operator.register_fake
 def _operator_fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
 
 
 @torch.library.custom_op(
     "attn_zoo::block_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_output, Tensor output, Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor? grad_output, Tensor? grad_lse, Tensor output, Tensor lse, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
-def _operator_backward(grad_output: Tensor, output: Tensor, lse: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(*_as_call(*given), grad_output, output, lse)
+def _operator_backward(
+    grad_output: Tensor | None, grad_lse: Tensor | None, output: Tensor, lse: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(*_as_call(*given), grad_output, grad_lse, output, lse)
 
 
 @_operator_backward.register_fake
 def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = given[3:6]
+    query, key, value = given[4:7]
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -170,11 +188,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_output: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     others = (None,) * (_NUM_TENSORS - 3 + len(ctx.rest))
-    if grad_output is None:
+    if grad_output is None and grad_lse is None:
         return None, None, None, *others
-    return *_operator_backward(grad_output, *ctx.saved_tensors, *ctx.rest), *others
+    return *_operator_backward(grad_output, grad_lse, *ctx.saved_tensors, *ctx.rest), *others
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)
@@ -216,29 +234,67 @@ def block_sparse_attention(
         UnsupportedError: `backend` names a path that cannot serve the call; it is never replaced by the other.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _attend(query, key, value, pattern, key_padding_mask, slopes, scale, dropout_p, backend, has_lse=False)[0]
+
+
+def block_sparse_attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BlockPattern | PatternLayout,
+    *,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Compute `block_sparse_attention`, and the log-sum-exp of each query's scores, for `merge_attention`.
+
+    Returns:
+        The output `[B, H, L, D]`, and the natural logarithm `[B, H, L]` in float32 (float64 for such inputs), minus
+        infinity where a query sees no key. Both have gradients.
+    """
+    scale = query.shape[-1] ** -0.5
+    output, lse = _attend(query, key, value, pattern, key_padding_mask, None, scale, dropout_p, backend, has_lse=True)
+    assert lse is not None
+    return output, lse
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BlockPattern | PatternLayout,
+    padding: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    backend: Backend,
+    *,
+    has_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if torch.compiler.is_compiling():
         # Where the inputs are, so that nothing waits for it; the gather path alone reads it on the host.
         seed = torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
-        output, _ = _operator(
-            query, key, value, key_padding_mask, slopes, seed, *_as_numbers(pattern), scale, dropout_p, backend
-        )
-        compiled: Tensor = output
+        given = (query, key, value, padding, slopes, seed, *_as_numbers(pattern), scale, dropout_p, backend, has_lse)
+        compiled: tuple[Tensor, Tensor] = _operator(*given)
         return compiled
     if isinstance(pattern, PatternLayout):
         pattern = pattern.pattern(str(query.device))
-    _check_sizes(query, key, pattern)
+    _check_sizes(query, key, pattern, slopes)
     path = choose_path(query, pattern.block_size, dropout_p=dropout_p, scale=scale, backend=backend)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
-    make_call = partial(BlockCall, pattern=pattern, slopes=slopes, scale=scale, dropout_p=dropout_p, seed=seed)
+    make_call = partial(
+        BlockCall, pattern=pattern, slopes=slopes, scale=scale, dropout_p=dropout_p, seed=seed, has_lse=has_lse
+    )
     if path == "flex":
-        return _forward(path, make_call(query, key, value, key_padding_mask))[0]
-    attended: Tensor = _BlockAttention.apply(query, key, value, key_padding_mask, path, make_call)
+        return _forward(path, make_call(query, key, value, padding))
+    attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, make_call)
     return attended
 
 
-def _check_sizes(query: Tensor, key: Tensor, pattern: BlockPattern) -> None:
+def _check_sizes(query: Tensor, key: Tensor, pattern: BlockPattern, slopes: Tensor | None) -> None:
     (batch_size, num_heads, query_len, _), key_len = query.shape, key.shape[2]
     (batch_entries, tables), lengths = pattern.counts.shape[:2], (pattern.query_len, pattern.key_len)
     if lengths != (query_len, key_len) or batch_entries not in (1, batch_size) or num_heads % tables:
@@ -246,3 +302,5 @@ def _check_sizes(query: Tensor, key: Tensor, pattern: BlockPattern) -> None:
             f"pattern: expected one for L = {query_len}, S = {key_len}, H = {num_heads}, B = {batch_size}; "
             f"got L = {lengths[0]}, S = {lengths[1]}, H = {tables}, B = {batch_entries}"
         )
+    if slopes is not None and (key_len - query_len) % pattern.block_size:
+        raise ValueError(f"slopes: expected key_len - query_len to be a multiple of {pattern.block_size}")

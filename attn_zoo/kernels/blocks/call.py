@@ -34,6 +34,7 @@ class BlockCall:
         scale: of the scores.
         dropout_p: probability of dropping a weight.
         seed: int64 `[1]`, of the draws of dropout, or None.
+        has_lse: the log-sum-exp of the scores is a result too, with a gradient.
     """
 
     query: Tensor
@@ -45,6 +46,7 @@ class BlockCall:
     scale: float = 1.0
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    has_lse: bool = False
 
 
 # What `auto` tries, in order. Of the two on a GPU, FlexAttention compiles for every length and computes the global

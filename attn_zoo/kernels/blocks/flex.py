@@ -22,6 +22,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.blocks.call import BlockCall
+from attn_zoo.kernels.blocks.merge import merge_attention
 from attn_zoo.kernels.blocks.pattern import BlockPattern, transpose_table
 from attn_zoo.kernels.trace import note_path
 
@@ -175,18 +176,6 @@ def _kernel_options(block_size: int) -> dict[str, Any]:
     return {**dict.fromkeys(names, tile), "FORCE_USE_FLEX_ATTENTION": True}
 
 
-def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge outputs over disjoint keys by their log-sum-exp; a query that sees nothing in any part gets zeros."""
-    if len(parts) == 1:
-        return parts[0][0]
-    highest = torch.stack([lse.detach() for _, lse in parts]).amax(0)
-    highest = highest.masked_fill(highest.isneginf(), 0.0)
-    shares = [(lse - highest).exp()[..., None] for _, lse in parts]
-    total = torch.stack(shares).sum(0).clamp_min(torch.finfo(highest.dtype).tiny)
-    merged = sum(share / total * out.to(share.dtype) for share, (out, _) in zip(shares, parts, strict=True))
-    return torch.as_tensor(merged).to(parts[0][0].dtype)
-
-
 def _dense_rows(call: BlockCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend from the dense rows to all keys they may see."""
     pattern, slopes = call.pattern, call.slopes
@@ -209,11 +198,11 @@ def _dense_rows(call: BlockCall, query: Tensor, key: Tensor, value: Tensor) -> T
     return output if is_dead is None else output.masked_fill(is_dead, 0.0)
 
 
-def flex_forward(call: BlockCall) -> Tensor:
-    """Compute block-sparse attention by FlexAttention; autograd follows. The first call of a shape compiles.
+def flex_forward(call: BlockCall) -> tuple[Tensor, Tensor | None]:
+    """Return the output and, where the call wants it, the log-sum-exp. Autograd follows. The first of a shape compiles.
 
     Raises:
-        UnsupportedError: the compiler cannot make a kernel for this call.
+        UnsupportedError: the compiler cannot make a kernel for this call, or the log-sum-exp of dense rows is wanted.
     """
     note_path("block_sparse.flex")
     query, key, value, padding, slopes = call.query, call.key, call.value, call.padding, call.slopes
@@ -221,7 +210,10 @@ def flex_forward(call: BlockCall) -> Tensor:
     if padding is not None:  # a NaN or infinity in padding would survive a weight of zero
         key, value = (x.masked_fill(padding[:, None, :, None], 0.0) for x in (key, value))
     dense_len = min(pattern.num_dense_rows * pattern.block_size, pattern.query_len)
+    if dense_len and call.has_lse:
+        raise UnsupportedError("backend", "backend 'flex' has no log-sum-exp of dense rows")
     outputs: list[Tensor] = []
+    lse: Tensor | None = None
     if dense_len:
         outputs.append(_dense_rows(call, query[:, :, :dense_len], key, value))
     if pattern.num_rows:
@@ -255,14 +247,19 @@ def flex_forward(call: BlockCall) -> Tensor:
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise UnsupportedError("backend", f"backend 'flex' cannot be compiled here: {reason}") from error
-        outputs.append(_merge(parts))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        outputs.append(merge_attention(*zip(*parts, strict=True)))
+        if call.has_lse:
+            lse = functools.reduce(torch.logaddexp, [each for _, each in parts])
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), lse
 
 
-def flex_backward(call: BlockCall, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def flex_backward(call: BlockCall, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value. FlexAttention has nothing to hand over, so it runs again."""
     leaves = [x.detach().requires_grad_() for x in (call.query, call.key, call.value)]
     with torch.enable_grad():
-        output = flex_forward(replace(call, query=leaves[0], key=leaves[1], value=leaves[2]))
-    grad_query, grad_key, grad_value = torch.autograd.grad(output, leaves, grad_output)
+        output, lse = flex_forward(replace(call, query=leaves[0], key=leaves[1], value=leaves[2]))
+    results, gradients = [output], [grad_output]
+    if lse is not None and grad_lse is not None:
+        results, gradients = [output, lse], [grad_output, grad_lse]
+    grad_query, grad_key, grad_value = torch.autograd.grad(results, leaves, gradients)
     return grad_query, grad_key, grad_value

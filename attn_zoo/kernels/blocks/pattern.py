@@ -90,7 +90,7 @@ class BlockPattern:
 
     Args:
         query_len: L, tokens.
-        key_len: S, tokens; `S - L` is a multiple of the block size.
+        key_len: S, tokens; where positions matter (`is_causal`, `rule`), `S - L` is a multiple of the block size.
         block_size: C, tokens in a block; the last one may be shorter.
         num_global: leading key blocks that all listed rows see.
         num_dense_rows: leading query blocks that see all keys.
@@ -320,10 +320,10 @@ def make_pattern(
             table is as wide as they are. Else it is as narrow as its longest list.
 
     Raises:
-        ValueError: `S - L` is no multiple of the block size. If not dynamic: an entry is out of range or occurs twice,
-            or a causal row does not end in its own block.
+        ValueError: `S - L` is no multiple of the block size, but should be. If not dynamic: an entry is out of range or
+            occurs twice, or a causal row does not end in its own block.
     """
-    if (key_len - query_len) % block_size:
+    if (is_causal or rule is not None) and (key_len - query_len) % block_size:
         raise ValueError(f"key_len - query_len: expected a multiple of {block_size}; got {key_len - query_len}")
     num_key_blocks = -(-key_len // block_size)
     lists = blocks if blocks.dim() == 4 else blocks[None]

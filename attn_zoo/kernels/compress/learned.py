@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.compress import products
+from attn_zoo.kernels.compress.compress_call import CompressCall
 from attn_zoo.kernels.trace import note_path
 
 __all__ = ["Path", "Short", "compress", "compress_pair", "fit_rows"]
@@ -54,9 +56,7 @@ def compress(tokens: Tensor, matrix: Tensor, *, key_padding_mask: Tensor | None 
     >>> compress(tokens, torch.tensor([[[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]]])).flatten().tolist()
     [3.0, 4.0]
     """
-    _check(tokens, matrix, key_padding_mask)
-    result: Tensor = _Compress.apply(_choose(path, tokens), 1, key_padding_mask, tokens, matrix)[0]
-    return result
+    return _run(CompressCall((tokens,), (matrix,), key_padding_mask), path)[0]
 
 
 def compress_pair(
@@ -83,22 +83,23 @@ def compress_pair(
         ValueError: shapes, dtypes or devices do not fit.
         UnsupportedError: the named path cannot serve this call.
     """
-    for one, other in zip(tokens, matrices, strict=True):
-        _check(one, other, key_padding_mask)
-    pairs = (tokens, matrices)
-    if any(a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype for a, b in pairs):
+    if not (_are_alike(*tokens) and _are_alike(*matrices)):
         first, second = (
-            compress(*pair, key_padding_mask=key_padding_mask, path=path) for pair in zip(*pairs, strict=True)
+            compress(*pair, key_padding_mask=key_padding_mask, path=path) for pair in zip(tokens, matrices, strict=True)
         )
         return first, second
-    distinct = [(a,) if a is b else (a, b) for a, b in pairs]
-    if len(distinct[0]) == len(distinct[1]) == 1:
-        once = compress(tokens[0], matrices[0], key_padding_mask=key_padding_mask, path=path)
-        return once, once
-    first, second = _Compress.apply(
-        _choose(path, tokens[0]), len(distinct[0]), key_padding_mask, *distinct[0], *distinct[1]
+    distinct_tokens, distinct_matrices = ((a,) if a is b else (a, b) for a, b in (tokens, matrices))
+    results = _run(CompressCall(distinct_tokens, distinct_matrices, key_padding_mask), path)
+    return results[0], results[-1]
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one is other or (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
     )
-    return first, second
 
 
 def fit_rows(
@@ -119,9 +120,9 @@ def fit_rows(
         Rows `[B or 1, G or 1, S, k]` and the factor `[B or 1, 1, 1, 1]` (float64) to apply after `compress`, or None.
         Only interpolation with padding needs rows of its own for each sequence: O(B S k) memory.
     """
-    if rule == "slice":
-        return weight[None, :, :key_len], None
     max_len = weight.shape[1]
+    if rule == "slice":
+        return (weight if key_len == max_len else weight[:, :key_len])[None], None
     if key_padding_mask is None:
         valid = torch.ones(1, key_len, dtype=torch.bool, device=weight.device)
     else:
@@ -136,6 +137,21 @@ def fit_rows(
     high = (low + 1).clamp(max=max_len - 1)
     rows = torch.lerp(weight[:, low], weight[:, high], (source - low)[..., None].to(weight.dtype))
     return rows.transpose(0, 1), stretch[..., None, None]
+
+
+def _run(call: CompressCall, path: Path) -> tuple[Tensor, ...]:
+    """Return one result for each pair.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+        UnsupportedError: the named path cannot serve this call.
+    """
+    _check(call.tokens[0], call.matrices[0], call.mask)
+    name = _choose(path, call.tokens[0])
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tokens, *call.matrices)):
+        results: tuple[Tensor, ...] = _Compress.apply(name, len(call.tokens), call.mask, *call.tokens, *call.matrices)
+        return results
+    return _forward(name, call)
 
 
 def _check(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> None:
@@ -188,7 +204,7 @@ def _why_not_triton(tokens: Tensor) -> str | None:
 
 
 def _module(path: str) -> Any:
-    """Return what computes a path: three functions over lists of tokens and matrices."""
+    """Return what computes a path: three functions of a call."""
     if path != "triton":
         return products
     from attn_zoo.kernels.compress import triton_launch
@@ -196,29 +212,39 @@ def _module(path: str) -> Any:
     return triton_launch
 
 
+def _without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    """Keep autocast from narrowing the wide sums again."""
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _forward(path: str, call: CompressCall) -> tuple[Tensor, ...]:
+    note_path(f"compress.{path}")
+    with _without_autocast(call.tokens[0]):
+        return tuple(_module(path).compress(call))
+
+
 class _Compress(torch.autograd.Function):
     """The learned compression. Keeps its inputs for the backward pass and nothing else."""
 
     @staticmethod
     def forward(ctx: Any, path: str, num_tokens: int, mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        note_path(f"compress.{path}")
         ctx.path, ctx.num_tokens = path, num_tokens
         ctx.save_for_backward(mask, *tensors)
-        with torch.autocast(tensors[0].device.type, enabled=False):  # it would narrow the wide sums again
-            return tuple(_module(path).compress(list(tensors[:num_tokens]), list(tensors[num_tokens:]), mask))
+        return _forward(path, CompressCall(tensors[:num_tokens], tensors[num_tokens:], mask))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mask, *tensors = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
-        tokens, matrices = tensors[: ctx.num_tokens], tensors[ctx.num_tokens :]
-        module, call = _module(ctx.path), (list(grads), tokens, matrices, mask)
-        of_tokens: Sequence[Tensor | None] = [None] * len(tokens)
-        of_matrices: Sequence[Tensor | None] = [None] * len(matrices)
-        with torch.autocast(tokens[0].device.type, enabled=False):
-            if any(needed[: len(tokens)]):
-                of_tokens = module.grad_tokens(*call)
-            if any(needed[len(tokens) :]):
-                of_matrices = module.grad_matrices(*call)
+        call = CompressCall(tuple(tensors[: ctx.num_tokens]), tuple(tensors[ctx.num_tokens :]), mask)
+        module = _module(ctx.path)
+        of_tokens: Sequence[Tensor | None] = [None] * len(call.tokens)
+        of_matrices: Sequence[Tensor | None] = [None] * len(call.matrices)
+        with _without_autocast(call.tokens[0]):
+            if any(needed[: len(call.tokens)]):
+                of_tokens = module.grad_tokens(call, grads)
+            if any(needed[len(call.tokens) :]):
+                of_matrices = module.grad_matrices(call, grads)
         return None, None, None, *of_tokens, *of_matrices

@@ -7,11 +7,13 @@ the copy of a chunk, so on a CPU nothing as long as the sequence is made beyond 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from attn_zoo.kernels.compress.compress_call import CompressCall
 
 __all__ = ["compress", "grad_matrices", "grad_tokens"]
 
@@ -20,70 +22,64 @@ GPU_TILES = 264  # two tiles for each of 132 multiprocessors
 GPU_TILE_SIDE = 128
 GPU_MIN_CHUNK = 256
 
-Tensors = Sequence[Tensor]
+
+def compress(call: CompressCall) -> list[Tensor]:
+    """Return matrix^T tokens of each pair, `[B, G, k, D]`."""
+    return [_sum(tokens, matrix, call.mask) for tokens, matrix in call.pairs]
 
 
-def compress(tokens: Tensors, matrices: Tensors, mask: Tensor | None) -> list[Tensor]:
-    """Return matrix^T tokens of each pair, `[B, G, k, D]`; one that stands alone goes with both of the others."""
-    return [_sum(*pair, mask) for pair in _pairs(tokens, matrices)]
-
-
-def grad_tokens(grads: Tensors, tokens: Tensors, matrices: Tensors, mask: Tensor | None) -> list[Tensor]:
-    """Return the gradients of `tokens`, in their layout, zero in padding."""
-    found = [torch.empty_like(x) for x in tokens]
-    for index, (grad, (source, matrix)) in enumerate(zip(grads, _pairs(tokens, matrices), strict=True)):
+def grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the tokens, in their layout, zero in padding."""
+    results = [torch.empty_like(x) for x in call.tokens]
+    for index, (grad, (source, matrix)) in enumerate(zip(grads, call.pairs, strict=True)):
         folded = _fold(grad, _shared(matrix)).to(_short_sum(source))  # [R, k, X]
-        flat, into = matrix.flatten(0, 1), found[index % len(found)]
+        flat, into = matrix.flatten(0, 1), results[index % len(results)]
         spans = _spans(source)
         buffer = folded.new_empty(flat.shape[0], spans[0].stop if spans else 0, folded.shape[2])
         for span in spans:
             part = buffer[:, : span.stop - span.start]  # of one chunk and the next: it stays in the cache
             torch.bmm(flat[:, span].to(folded.dtype), folded, out=part)
-            piece = _clean(_unfold(part, _shared(matrix), *source.shape[:2]), mask, span)
-            if index < len(found):
+            piece = _clean(_unfold(part, _shared(matrix), *source.shape[:2]), call.mask, span)
+            if index < len(results):
                 into[:, :, span] = piece
             else:
                 into[:, :, span] += piece
-    return found
+    return results
 
 
-def grad_matrices(grads: Tensors, tokens: Tensors, matrices: Tensors, mask: Tensor | None) -> list[Tensor]:
-    """Return the gradients of `matrices`."""
-    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in matrices]
-    for index, (grad, (source, matrix)) in enumerate(zip(grads, _pairs(tokens, matrices), strict=True)):
+def grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the matrices."""
+    results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.matrices]
+    for index, (grad, (source, matrix)) in enumerate(zip(grads, call.pairs, strict=True)):
         folded = _fold(grad, _shared(matrix)).to(_short_sum(source)).mT  # [R, X, k]
-        into = found[index % len(found)].flatten(0, 1)  # [R, S, k]
+        into = results[index % len(results)].flatten(0, 1)  # [R, S, k]
         for span in _spans(source):
-            chunk = _fold(_clean(source[:, :, span], mask, span), _shared(matrix)).to(folded.dtype)
-            if index >= len(found):
+            chunk = _fold(_clean(source[:, :, span], call.mask, span), _shared(matrix)).to(folded.dtype)
+            if index >= len(results):
                 into[:, span] += torch.bmm(chunk, folded)
             elif into.dtype == folded.dtype:
                 torch.bmm(chunk, folded, out=into[:, span])
             else:
                 into[:, span] = torch.bmm(chunk, folded)
-    return found
-
-
-def _pairs(tokens: Tensors, matrices: Tensors) -> Iterator[tuple[Tensor, Tensor]]:
-    count = max(len(tokens), len(matrices))
-    return ((tokens[i % len(tokens)], matrices[i % len(matrices)]) for i in range(count))
+    return results
 
 
 def _sum(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> Tensor:
     """Return `[B, G, k, D]`, wide while it is summed."""
-    shared = _shared(matrix)
-    batch_size, groups, _, head_dim = tokens.shape
+    shared, wide = _shared(matrix), _wide(tokens.dtype)
+    batch_size, groups, length, head_dim = tokens.shape
     flat = matrix.flatten(0, 1)  # [R, S, k]
-    columns = batch_size * groups * head_dim // flat.shape[0]
-    total = tokens.new_zeros((flat.shape[0], matrix.shape[3], columns), dtype=_wide(tokens.dtype))
-    for span in _spans(tokens):
-        chunk = _fold(_clean(tokens[:, :, span], mask, span), shared)
-        if tokens.is_cuda:
-            total = _split_k(flat[:, span], chunk)
-        else:
-            total += torch.bmm(
-                flat[:, span].to(total.dtype).mT, chunk.to(total.dtype)
-            )  # baddbmm_ escapes FLOP counters
+    if tokens.is_cuda:
+        total = _split_k(flat, _fold(_clean(tokens, mask, slice(0, length)), shared))
+    elif length <= CPU_CHUNK:
+        chunk = _fold(_clean(tokens, mask, slice(0, length)), shared)
+        total = torch.bmm(flat.to(wide).mT, chunk.to(wide))
+    else:
+        columns = batch_size * groups * head_dim // flat.shape[0]
+        total = tokens.new_zeros((flat.shape[0], matrix.shape[3], columns), dtype=wide)
+        for span in _spans(tokens):
+            chunk = _fold(_clean(tokens[:, :, span], mask, span), shared)
+            total += torch.bmm(flat[:, span].to(wide).mT, chunk.to(wide))  # baddbmm_ escapes FLOP counters
     return _unfold(total.to(tokens.dtype), shared, batch_size, groups)
 
 

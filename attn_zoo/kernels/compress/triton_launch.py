@@ -1,17 +1,19 @@
-"""Launches of the compression's Triton kernels, as operators that torch's compiler takes whole.
+"""Launches of the compression's Triton kernels. How they are cut is worked out once for each set of sizes.
 
-`torch.ops.attn_zoo.compress` and its two gradients. One or two tokens of equal shape and strides (keys and values) meet
-one or two matrices of equal shape and strides; one that stands alone is used with both of the others.
+Under torch's compiler they are operators that it takes whole: `torch.ops.attn_zoo.compress` and its two gradients.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_zoo.kernels.compress import triton_kernels as kernels
+from attn_zoo.kernels.compress.compress_call import CompressCall
 from attn_zoo.kernels.compress.triton_tiles import (
     HOPPER_PROCESSORS,
     HOPPER_SHARED_BYTES,
@@ -26,141 +28,285 @@ __all__ = ["compress", "grad_matrices", "grad_tokens"]
 
 ADD_ROWS, ADD_BLOCK = 8, 256
 
-LIBRARY = torch.library.Library("attn_zoo", "FRAGMENT")
-LIBRARY.define("compress(Tensor[] tokens, Tensor[] matrices, Tensor? mask) -> Tensor[]")
-LIBRARY.define("compress_grad_tokens(Tensor[] grads, Tensor[] tokens, Tensor[] matrices, Tensor? mask) -> Tensor[]")
-LIBRARY.define("compress_grad_matrices(Tensor[] grads, Tensor[] tokens, Tensor[] matrices, Tensor? mask) -> Tensor[]")
+
+class _Sizes(NamedTuple):
+    """What decides how a call is cut.
+
+    Args:
+        batch_size: B.
+        groups: G.
+        length: S.
+        head_dim: D.
+        matrix_batches: B, or 1 where sequences share a matrix.
+        blocks: G, or 1 where heads share a matrix: blocks of heads that do.
+        rank: k.
+        num_tokens: tokens, one or two.
+        num_matrices: matrices, one or two.
+        item_bytes: of one number.
+        slots: multiprocessors of the device.
+        shared_bytes: shared memory of one of them.
+    """
+
+    batch_size: int
+    groups: int
+    length: int
+    head_dim: int
+    matrix_batches: int
+    blocks: int
+    rank: int
+    num_tokens: int
+    num_matrices: int
+    item_bytes: int
+    slots: int
+    shared_bytes: int
+
+    @property
+    def heads(self) -> int:
+        """Heads that share a matrix."""
+        return self.groups // self.blocks
+
+    @property
+    def num_results(self) -> int:
+        """Pairs of tokens and a matrix."""
+        return max(self.num_tokens, self.num_matrices)
+
+    @property
+    def result_size(self) -> int:
+        """Numbers in one result."""
+        return self.batch_size * self.groups * self.rank * self.head_dim
+
+    @property
+    def sizing(self) -> tuple[int, int, int, int]:
+        """Arguments of the tile rules."""
+        return self.rank, self.heads * self.head_dim, self.item_bytes, self.shared_bytes
 
 
-def _device(tokens: Tensor) -> tuple[int, int]:
-    """Return multiprocessors and shared memory of the device, those of an H200 in Triton's interpreter."""
-    if not tokens.is_cuda:
+class _Cut(NamedTuple):
+    """How one launch is cut.
+
+    Args:
+        grid: programs along three dimensions.
+        width: positions of one program, or 0 where it has one tile of them.
+        options: what the kernel is compiled for.
+    """
+
+    grid: tuple[int, int, int]
+    width: int
+    options: dict[str, Any]
+
+
+@lru_cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Return multiprocessors and shared memory of a device, those of an H200 in Triton's interpreter."""
+    if device.type != "cuda":
         return HOPPER_PROCESSORS, HOPPER_SHARED_BYTES
-    properties: Any = torch.cuda.get_device_properties(tokens.device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
-class _Call:
-    """What the launches have in common: sizes, strides and flags of one set of sources."""
-
-    def __init__(self, tokens: list[Tensor], matrices: list[Tensor], mask: Tensor | None) -> None:
-        first, matrix = tokens[0], matrices[0]
-        self.batch_size, self.groups, self.length, self.head_dim = first.shape
-        self.rank = matrix.shape[3]
-        self.matrix_batches, self.blocks = matrix.shape[:2]
-        self.heads = self.groups // self.blocks
-        self.columns = self.heads * self.head_dim  # of one program's sequence and matrix
-        self.size = self.batch_size * self.groups * self.rank * self.head_dim
-        self.sources = max(len(tokens), len(matrices))
-        self.slots, self.shared_bytes = _device(first)
-        self.sizing = (self.rank, self.columns, first.element_size(), self.shared_bytes)
-        # A matrix shared along a dimension does not move along it.
-        shared = [0 if size == 1 else stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True)]
-        self.matrix_strides = (*shared[:2], *matrix.stride()[2:])
-        self.mask = first if mask is None else mask.contiguous().view(torch.uint8)  # something to point at
-        self.flags = {
-            "dim": self.head_dim,
-            "heads": self.heads,
-            "has_mask": mask is not None,
-        }
-
-    def splits(self, programs: int, tiles: Tiles) -> tuple[int, int]:
-        """Return into how many parts the positions are split, and the positions of each, in whole tiles."""
-        count = num_splits(programs, self.length, self.slots * tiles.residents)
-        width = -(-self.length // (count * tiles.positions)) * tiles.positions
-        return -(-self.length // width), width
+def _sizes(call: CompressCall) -> _Sizes:
+    first, matrix = call.tokens[0], call.matrices[0]
+    batch_size, groups, length, head_dim = first.shape
+    return _Sizes(
+        batch_size,
+        groups,
+        length,
+        head_dim,
+        matrix.shape[0],
+        matrix.shape[1],
+        matrix.shape[3],
+        len(call.tokens),
+        len(call.matrices),
+        first.element_size(),
+        *_device(first.device),
+    )
 
 
-def _pair(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _split(sizes: _Sizes, programs: int, tiles: Tiles) -> tuple[int, int]:
+    """Return into how many parts the positions are split, and the positions of each, in whole tiles."""
+    count = num_splits(programs, sizes.length, sizes.slots * tiles.residents)
+    width = -(-sizes.length // (count * tiles.positions)) * tiles.positions
+    return -(-sizes.length // width), width
+
+
+def _options(sizes: _Sizes, tiles: Tiles, **more: Any) -> dict[str, Any]:
+    return {"dim": sizes.head_dim, "heads": sizes.heads, **more, **tiles.options}
+
+
+@lru_cache(maxsize=1024)
+def _cut_sum(sizes: _Sizes) -> _Cut:
+    tiles = forward_tiles(*sizes.sizing)
+    columns = sizes.heads * sizes.head_dim
+    count = sizes.batch_size * sizes.blocks * -(-columns // tiles.columns) * -(-sizes.rank // tiles.rank)
+    splits, width = _split(sizes, count * sizes.num_results, tiles)
+    return _Cut((count, splits, sizes.num_results), width, _options(sizes, tiles))
+
+
+@lru_cache(maxsize=1024)
+def _cut_grad_tokens(sizes: _Sizes) -> _Cut:
+    is_summed = sizes.num_tokens < sizes.num_matrices
+    tiles = token_tiles(*sizes.sizing, is_summed=is_summed)
+    count = sizes.batch_size * sizes.blocks * -(-sizes.heads * sizes.head_dim // tiles.columns)
+    splits, width = _split(sizes, count * sizes.num_tokens, tiles)
+    options = _options(
+        sizes,
+        tiles,
+        num_summed=sizes.num_results // sizes.num_tokens,
+        is_held=sizes.rank <= tiles.rank and not is_summed,
+    )
+    return _Cut((count, splits, sizes.num_tokens), width, options)
+
+
+@lru_cache(maxsize=1024)
+def _cut_grad_matrices(sizes: _Sizes) -> _Cut:
+    tiles = matrix_tiles(*sizes.sizing)
+    count = -(-sizes.length // tiles.positions) * -(-sizes.rank // tiles.rank)
+    options = _options(sizes, tiles, num_summed=sizes.num_results // sizes.num_matrices)
+    return _Cut((count, sizes.matrix_batches * sizes.blocks, sizes.num_matrices), 0, options)
+
+
+def _mask(call: CompressCall) -> Tensor:
+    """Return the mask as bytes, or something else to point at."""
+    return call.tokens[0] if call.mask is None else call.mask.contiguous().view(torch.uint8)
+
+
+def _matrix_strides(matrix: Tensor) -> tuple[int, ...]:
+    """Return the strides; a matrix that is shared along a dimension does not move along it."""
+    batches, blocks, *rest = matrix.stride()
+    return 0 if matrix.shape[0] == 1 else batches, 0 if matrix.shape[1] == 1 else blocks, *rest
+
+
+def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return tensors[0], tensors[-1]
 
 
-def _compress(tokens: list[Tensor], matrices: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    call = _Call(tokens, matrices, mask)
-    out = _compress_fake(tokens, matrices, mask)
-    tiles = forward_tiles(*call.sizing)
-    count = call.batch_size * call.blocks * -(-call.columns // tiles.columns) * -(-call.rank // tiles.rank)
-    splits, width = call.splits(count * call.sources, tiles)
+def _compress(call: CompressCall) -> list[Tensor]:
+    tokens, sizes = call.tokens, _sizes(call)
+    cut, size = _cut_sum(sizes), sizes.result_size
+    splits, count = cut.grid[1], sizes.num_results
+    out = [tokens[0].new_empty(sizes.batch_size, sizes.groups, sizes.rank, sizes.head_dim) for _ in range(count)]
     sums, stride = out, 0
     if splits > 1:
-        stride = call.sources * call.size
+        stride = count * size
         partial = out[0].new_empty(splits * stride, dtype=torch.float32)
-        sums = [partial, partial[call.size :]] if call.sources == 2 else [partial]
+        sums = [partial, partial[size:]] if count == 2 else [partial]
     with torch.cuda.device_of(tokens[0]):
-        kernels.sum_positions[(count, splits, call.sources)](
-            *_pair(tokens), *_pair(matrices), call.mask, *_pair(sums), *tokens[0].stride(), *call.matrix_strides,
-            call.blocks, call.length, width, call.rank, stride,
-            **call.flags, **tiles.options,
+        kernels.sum_positions[cut.grid](
+            *_pair(tokens), *_pair(call.matrices), _mask(call), *_pair(sums),
+            *tokens[0].stride(), *_matrix_strides(call.matrices[0]),
+            sizes.blocks, sizes.length, cut.width, sizes.rank, stride,
+            **cut.options, has_mask=call.mask is not None,
         )  # fmt: skip
         if splits > 1:
-            kernels.add_splits[(-(-call.size // ADD_BLOCK), call.sources)](
-                *_pair(sums), *_pair(out), call.size, splits, stride,
+            kernels.add_splits[(-(-size // ADD_BLOCK), count)](
+                *_pair(sums), *_pair(out), size, splits, stride,
                 num_rows=ADD_ROWS, block_size=ADD_BLOCK, num_warps=4,
             )  # fmt: skip
     return out
 
 
-def _grad_tokens(
-    grads: list[Tensor], tokens: list[Tensor], matrices: list[Tensor], mask: Tensor | None
-) -> list[Tensor]:
-    call = _Call(tokens, matrices, mask)
-    out = [torch.empty_like(x) for x in tokens]
-    is_summed = len(tokens) < len(matrices)
-    tiles = token_tiles(*call.sizing, is_summed=is_summed)
-    count = call.batch_size * call.blocks * -(-call.columns // tiles.columns)
-    splits, width = call.splits(count * len(tokens), tiles)
-    with torch.cuda.device_of(tokens[0]):
-        kernels.grad_tokens[(count, splits, len(tokens))](
-            *_pair([x.contiguous() for x in grads]), *_pair(matrices), call.mask, *_pair(out),
-            *out[0].stride(), *call.matrix_strides, call.blocks, call.length, width, call.rank,
-            **call.flags, num_summed=call.sources // len(tokens),
-            is_held=call.rank <= tiles.rank and not is_summed,
-            **tiles.options,
+def _grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    sizes = _sizes(call)
+    cut = _cut_grad_tokens(sizes)
+    out = [torch.empty_like(x) for x in call.tokens]
+    with torch.cuda.device_of(out[0]):
+        kernels.grad_tokens[cut.grid](
+            *_pair([x.contiguous() for x in grads]), *_pair(call.matrices), _mask(call), *_pair(out),
+            *out[0].stride(), *_matrix_strides(call.matrices[0]),
+            sizes.blocks, sizes.length, cut.width, sizes.rank,
+            **cut.options, has_mask=call.mask is not None,
         )  # fmt: skip
     return out
 
 
-def _grad_matrices(
-    grads: list[Tensor], tokens: list[Tensor], matrices: list[Tensor], mask: Tensor | None
-) -> list[Tensor]:
-    call = _Call(tokens, matrices, mask)
-    out = [torch.empty_like(x) for x in matrices]
-    tiles = matrix_tiles(*call.sizing)
-    count = -(-call.length // tiles.positions) * -(-call.rank // tiles.rank)
-    with torch.cuda.device_of(tokens[0]):
-        kernels.grad_matrix[(count, call.matrix_batches * call.blocks, len(matrices))](
-            *_pair(tokens), *_pair([x.contiguous() for x in grads]), call.mask, *_pair(out),
-            *tokens[0].stride(), *out[0].stride(), call.blocks, call.batch_size // call.matrix_batches,
-            call.length, call.rank, **call.flags, num_summed=call.sources // len(matrices),
-            **tiles.options,
+def _grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    sizes = _sizes(call)
+    cut = _cut_grad_matrices(sizes)
+    out = [torch.empty_like(x) for x in call.matrices]
+    with torch.cuda.device_of(out[0]):
+        kernels.grad_matrix[cut.grid](
+            *_pair(call.tokens), *_pair([x.contiguous() for x in grads]), _mask(call), *_pair(out),
+            *call.tokens[0].stride(), *out[0].stride(),
+            sizes.blocks, sizes.batch_size // sizes.matrix_batches, sizes.length, sizes.rank,
+            **cut.options, has_mask=call.mask is not None,
         )  # fmt: skip
     return out
 
 
-def _compress_fake(tokens: list[Tensor], matrices: list[Tensor], mask: Tensor | None) -> list[Tensor]:  # noqa: ARG001
-    rank = matrices[0].shape[3]
+# --- the same as operators ---
+
+_OF_CALL = "Tensor[] tokens, Tensor[] matrices, Tensor? mask"
+_library = torch.library.Library("attn_zoo", "FRAGMENT")
+_library.define(f"compress({_OF_CALL}) -> Tensor[]")
+_library.define(f"compress_grad_tokens({_OF_CALL}, Tensor[] grads) -> Tensor[]")
+_library.define(f"compress_grad_matrices({_OF_CALL}, Tensor[] grads) -> Tensor[]")
+
+_Tensors = list[Tensor]
+
+
+def _call(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None) -> CompressCall:
+    return CompressCall(tuple(tokens), tuple(matrices), mask)
+
+
+def _compress_operator(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None) -> _Tensors:
+    return _compress(_call(tokens, matrices, mask))
+
+
+def _grad_tokens_operator(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None, grads: _Tensors) -> _Tensors:
+    return _grad_tokens(_call(tokens, matrices, mask), grads)
+
+
+def _grad_matrices_operator(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None, grads: _Tensors) -> _Tensors:
+    return _grad_matrices(_call(tokens, matrices, mask), grads)
+
+
+def _compress_fake(tokens: _Tensors, matrices: _Tensors, mask: Any) -> _Tensors:  # noqa: ARG001
     batch_size, groups, _, head_dim = tokens[0].shape
     count = max(len(tokens), len(matrices))
-    return [tokens[0].new_empty(batch_size, groups, rank, head_dim) for _ in range(count)]
+    return [tokens[0].new_empty(batch_size, groups, matrices[0].shape[3], head_dim) for _ in range(count)]
 
 
-def _grad_tokens_fake(grads: Any, tokens: list[Tensor], matrices: Any, mask: Any) -> list[Tensor]:  # noqa: ARG001
+def _grad_tokens_fake(tokens: _Tensors, matrices: Any, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
     return [torch.empty_like(x) for x in tokens]
 
 
-def _grad_matrices_fake(grads: Any, tokens: Any, matrices: list[Tensor], mask: Any) -> list[Tensor]:  # noqa: ARG001
+def _grad_matrices_fake(tokens: Any, matrices: _Tensors, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
     return [torch.empty_like(x) for x in matrices]
 
 
-for name, implementation, fake in (
-    ("compress", _compress, _compress_fake),
-    ("compress_grad_tokens", _grad_tokens, _grad_tokens_fake),
-    ("compress_grad_matrices", _grad_matrices, _grad_matrices_fake),
+for _name, _implementation, _fake in (
+    ("compress", _compress_operator, _compress_fake),
+    ("compress_grad_tokens", _grad_tokens_operator, _grad_tokens_fake),
+    ("compress_grad_matrices", _grad_matrices_operator, _grad_matrices_fake),
 ):
-    for key in ("CUDA", "CPU"):  # on a CPU Triton's interpreter
-        LIBRARY.impl(name, implementation, key)
-    torch.library.register_fake(f"attn_zoo::{name}", fake, lib=LIBRARY)
+    for _key in ("CUDA", "CPU"):  # on a CPU Triton's interpreter
+        _library.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"attn_zoo::{_name}", _fake, lib=_library)
 
-compress: Any = torch.ops.attn_zoo.compress
-grad_tokens: Any = torch.ops.attn_zoo.compress_grad_tokens
-grad_matrices: Any = torch.ops.attn_zoo.compress_grad_matrices
+
+def compress(call: CompressCall) -> list[Tensor]:
+    """Return matrix^T tokens of each pair, `[B, G, k, D]`."""
+    if torch.compiler.is_compiling():
+        results: list[Tensor] = torch.ops.attn_zoo.compress(list(call.tokens), list(call.matrices), call.mask)
+        return results
+    return _compress(call)
+
+
+def grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the tokens, in their layout, zero in padding."""
+    if torch.compiler.is_compiling():
+        results: list[Tensor] = torch.ops.attn_zoo.compress_grad_tokens(
+            list(call.tokens), list(call.matrices), call.mask, list(grads)
+        )
+        return results
+    return _grad_tokens(call, grads)
+
+
+def grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the matrices."""
+    if torch.compiler.is_compiling():
+        results: list[Tensor] = torch.ops.attn_zoo.compress_grad_matrices(
+            list(call.tokens), list(call.matrices), call.mask, list(grads)
+        )
+        return results
+    return _grad_matrices(call, grads)

@@ -91,7 +91,7 @@ def pass_flops(point: Point, pass_: str) -> float | None:
 
 def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
     flops = pass_flops(point, pass_) or 0.0
-    num_bytes = (point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
+    num_bytes = float(point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
     roof_frac = ceilings.floor_s(flops, num_bytes) / (point.median_ms * 1e-3)
     peak = ceilings.peak_flops_per_s
     promised = None if exact is None or series.is_exact else pass_flops(exact, pass_)

@@ -123,23 +123,21 @@ def crossings(panel: Panel, quantity: Quantity = "time") -> list[Crossing]:
         baselines.append((panel.baseline, True))
     if len(exact) > 1:
         baselines += [(series, False) for series in exact if series.label != baselines[0][0].label]
-    found = []
-    for series in panel.series:
-        if series.is_exact or not series.points or series.is_simulated:
-            continue
-        own = samples_by_length(series.points, quantity)
-        for baseline, is_fastest in baselines:
-            other = samples_by_length(baseline.points, quantity)
-            sizes_x, sizes_baseline = (processes_by_length(one.points, quantity) for one in (series, baseline))
-            has_common = bool(set(own) & set(other))
-            result = crossover(own, other, sizes_x=sizes_x, sizes_baseline=sizes_baseline) if has_common else None
-            found.append(
-                Crossing(
-                    label=series.label,
-                    against=baseline.label,
-                    quantity=quantity,
-                    is_fastest=is_fastest,
-                    result=result,
-                )
-            )
-    return found
+    compared = [one for one in panel.series if one.points and not (one.is_exact or one.is_simulated)]
+    return [
+        Crossing(
+            label=series.label,
+            against=baseline.label,
+            quantity=quantity,
+            is_fastest=is_fastest,
+            result=_crossover(series, baseline, quantity),
+        )
+        for series in compared
+        for baseline, is_fastest in baselines
+    ]
+
+
+def _crossover(series: Series, baseline: Series, quantity: Quantity) -> Crossover | None:
+    own, other = (samples_by_length(one.points, quantity) for one in (series, baseline))
+    sizes, other_sizes = (processes_by_length(one.points, quantity) for one in (series, baseline))
+    return crossover(own, other, sizes_x=sizes, sizes_baseline=other_sizes) if set(own) & set(other) else None

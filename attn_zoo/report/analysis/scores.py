@@ -11,8 +11,14 @@ import numpy as np
 from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Results
-from attn_zoo.report.analysis.training_runs import Setting, TrainingRun, group_training_runs
-from attn_zoo.report.analysis.trials import Trial, make_trials, unequal_trials
+from attn_zoo.report.analysis.training_runs import (
+    Setting,
+    TrainingRun,
+    Trial,
+    group_training_runs,
+    make_trials,
+    unequal_trials,
+)
 from attn_zoo.report.measurements import COSTS
 from attn_zoo.report.units import slug
 from attn_zoo.report.wording import failure_words

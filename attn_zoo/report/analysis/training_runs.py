@@ -1,16 +1,18 @@
-"""Training runs, sorted into groups whose scores may be compared."""
+"""Training runs: sorted into groups whose scores may be compared, and which trial of a tuned label counts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from attn_zoo.records import Cell, Record, Score
+from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results
 
-__all__ = ["Setting", "TrainingRun", "group_training_runs"]
+__all__ = ["Setting", "TrainingRun", "Trial", "group_training_runs", "make_trials", "unequal_trials"]
 
 PRETRAINING = "pretrain"
 """What the names of all settings of self-pretraining begin with: runs that differ in those only stand side by side."""
@@ -153,3 +155,80 @@ def _starts(records: Sequence[Record]) -> list[str]:
 def _kind(before: Mapping[str, Any]) -> str:
     words = [value for value in before.values() if isinstance(value, str) and value]
     return words[0] if words else ("yes" if any(before.values()) else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """All seeds of one label with one choice of the tuned settings.
+
+    Args:
+        values: of the tuned settings, by name.
+        runs: every seed, failed ones included.
+        is_selected: the one whose test score is reported.
+    """
+
+    values: Mapping[str, Any]
+    runs: tuple[TrainingRun, ...]
+    is_selected: bool = False
+
+    @property
+    def words(self) -> str:
+        """Return the values, such as `base_lr=0.001`."""
+        return ", ".join(f"{name}={value}" for name, value in sorted(self.values.items()))
+
+    @property
+    def scored(self) -> tuple[TrainingRun, ...]:
+        """Seeds that finished."""
+        return tuple(run for run in self.runs if run.score)
+
+    @property
+    def validation(self) -> float | None:
+        """Mean over the seeds that finished, or None where none did."""
+        values = [run.score.validation for run in self.runs if run.score]
+        return fmean(values) if values else None
+
+
+def make_trials(runs: Sequence[TrainingRun], metric: Metric) -> tuple[Trial, ...]:
+    """Return the trials of one label, one of them selected: the best mean validation among those with most seeds.
+
+    A trial of which a seed failed does not win over one of which none did, because its mean leaves out its failure.
+    """
+    by_values: dict[str, list[TrainingRun]] = {}
+    for run in runs:
+        by_values.setdefault(run.trial, []).append(run)
+    trials = [
+        Trial(values=values, runs=tuple(by_values[text]))
+        for text, values in sorted(((text, json.loads(text)) for text in by_values), key=lambda item: _order(item[1]))
+    ]
+    most = max(len(trial.scored) for trial in trials)
+    able = [trial for trial in trials if len(trial.scored) == most]
+    best = min(able, key=lambda trial: metric.order(trial.validation))
+    return tuple(replace(trial, is_selected=trial is best) for trial in trials)
+
+
+def _order(values: Mapping[str, Any]) -> list[tuple[str, bool, float, str]]:
+    """Return a key that sorts numbers by size and everything else by its text."""
+    return [
+        (name, not isinstance(value, int | float), value if isinstance(value, int | float) else 0.0, str(value))
+        for name, value in sorted(values.items())
+    ]
+
+
+def unequal_trials(title: str, trials: Mapping[str, Sequence[Trial]]) -> str:
+    """Return a warning where not every label got the same trials, or an empty string.
+
+    Args:
+        title: of the group.
+        trials: by label, those that could run at all.
+    """
+    choices = {name: {json.dumps(dict(trial.values), sort_keys=True) for trial in own} for name, own in trials.items()}
+    if len(set(map(frozenset, choices.values()))) < 2:
+        return ""
+    most = max(len(own) for own in trials.values())
+    fewer = [f"{name} {len(own)}" for name, own in trials.items() if len(own) < most]
+    if not fewer:
+        return f"{title}: tuned with different trials for different variants, so the comparison is not fair"
+    return (
+        f"{title}: tuned with unequal numbers of trials (most {most}; {', '.join(fewer)}), so the comparison favours "
+        "those with more"
+    )

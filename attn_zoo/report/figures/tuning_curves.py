@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from attn_zoo.report.analysis.scores import AccuracyGroup
-from attn_zoo.report.analysis.trials import Trial
+from attn_zoo.report.analysis.training_runs import Trial
 from attn_zoo.report.figures.axes import draw_curve, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page

@@ -9,7 +9,7 @@ from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, pair
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.tables.growth_tables import crossing_text
-from attn_zoo.report.units import human_length, human_ms
+from attn_zoo.report.units import capital, human_length, human_ms
 
 __all__ = ["EXPLANATION", "accuracy_findings", "findings", "overview_finding"]
 
@@ -28,16 +28,16 @@ ENOUGH = 3
 
 def findings(analysis: Analysis) -> list[str]:
     """Return a few sentences for each panel and accuracy group, and how many cells gave no measurement."""
-    found = [text for one in analysis.panels if (text := _panel(one))]
-    found += [overview_finding(overview) for overview in analysis.overviews]
-    found += [text for group in analysis.accuracy for text in accuracy_findings(group)]
+    sentences = [text for one in analysis.panels if (text := _panel(one))]
+    sentences += [overview_finding(overview) for overview in analysis.overviews]
+    sentences += [text for group in analysis.accuracy for text in accuracy_findings(group)]
     statuses = [one.record.status for one in analysis.results.observations]
     missing = sum(status != "ok" for status in statuses)
     if not statuses:
-        found.append("No cell has been run yet.")
+        sentences.append("No cell has been run yet.")
     elif missing:
-        found.append(f"{missing} of {len(statuses)} cells gave no measurement; the reasons are below.")
-    return found
+        sentences.append(f"{missing} of {len(statuses)} cells gave no measurement; the reasons are below.")
+    return sentences
 
 
 def _panel(one: PanelAnalysis) -> str:
@@ -47,20 +47,19 @@ def _panel(one: PanelAnalysis) -> str:
     longest = max(series.lengths[-1] for series in measured)
     last = [series for series in measured if series.lengths[-1] == longest]
     fastest = min(last, key=lambda series: series.points[-1].median_ms)
-    capital = one.panel.title[0].upper() + one.panel.title[1:]
     point = fastest.points[-1]
     rate = "" if point.tokens_per_s is None else f", {float(f'{point.tokens_per_s:.3g}'):,.0f} tokens/s"
     said = [f"at {human_length(longest)} tokens the fastest is {fastest.label} ({human_ms(point.median_ms)}{rate})"]
-    grown = [found for found in one.time.values() if found.exponent is not None]
+    grown = [growth for growth in one.time.values() if growth.exponent is not None]
     if grown:
-        powers = [f"{found.exponent.value:.2f} ({found.label})" for found in grown[:MOST] if found.exponent]
+        powers = [f"{growth.exponent.value:.2f} ({growth.label})" for growth in grown[:MOST] if growth.exponent]
         said.append(f"time grows as N^k with k = {', '.join(powers)}")
-    crossings = [found for found in one.crossings if found.is_fastest][:MOST]
-    has_lengths = any(found.result is not None and len(found.result.lengths) > 1 for found in crossings)
+    crossings = [crossing for crossing in one.crossings if crossing.is_fastest][:MOST]
+    has_lengths = any(crossing.result is not None and len(crossing.result.lengths) > 1 for crossing in crossings)
     if has_lengths and one.panel.baseline is not None:
-        wins = [f"{found.label} {crossing_text(found)}" for found in crossings]
+        wins = [f"{crossing.label} {crossing_text(crossing)}" for crossing in crossings]
         said.append(f"crossover with {one.panel.baseline.label}: {', '.join(wins)}")
-    return f"{capital}: {'; '.join(said)}."
+    return f"{capital(one.panel.title)}: {'; '.join(said)}."
 
 
 def accuracy_findings(group: AccuracyGroup) -> list[str]:
@@ -76,9 +75,9 @@ def accuracy_findings(group: AccuracyGroup) -> list[str]:
     if group.marks:
         name, value = list(group.marks.items())[-1]
         said.append(f"the best that needs no attention is {floor_words(name)} with {metric.show(value)}")
-    found = ["; ".join(said) + "."]
-    found += [text for text in (_floors(group, scored), _differences(group), _gains(group), _failed(group)) if text]
-    return found
+    sentences = ["; ".join(said) + "."]
+    sentences += [text for text in (_floors(group, scored), _differences(group), _gains(group), _failed(group)) if text]
+    return sentences
 
 
 def _floors(group: AccuracyGroup, scored: Sequence[LabelScore]) -> str:

@@ -86,7 +86,7 @@ def status_table(analysis: Analysis) -> Table:
     return Table(
         name="status",
         title="What did not run, and why",
-        note="" if rows else "Every cell gave a measurement.",
+        note="" if rows else "Every cell that was run gave a measurement.",
         columns=(
             text_column("variant", "variant", priority=0),
             Column(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis, PanelAnalysis
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
-from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column
+from attn_zoo.report.tables.table import Table, length_columns, number_column, text_column
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words
 
@@ -19,20 +18,10 @@ def rate_table(one: PanelAnalysis) -> Table | None:
     ceilings = one.panel.ceilings
     if not one.efficiency or ceilings is None:
         return None
-    lengths = sorted({row.seq_len for rows in one.efficiency.values() for row in rows})
-    rows: list[Row] = [
-        {"variant": label, **{str(length): None for length in lengths}, **{str(row.seq_len): row for row in found}}
-        for label, found in one.efficiency.items()
-    ]
-    columns = [
-        Column(
-            heading=human_length(length),
-            show=partial(_cell, key=str(length)),
-            brief=partial(_share, key=str(length)),
-            sort=partial(_rate, key=str(length)),
-            priority=1 + rank / (len(lengths) + 1),
-        )
-        for rank, length in enumerate(lengths)
+    lengths = sorted({point.seq_len for points in one.efficiency.values() for point in points})
+    rows = [
+        {"variant": label} | dict.fromkeys(map(str, lengths)) | {str(point.seq_len): point for point in points}
+        for label, points in one.efficiency.items()
     ]
     return Table(
         name=f"rates-{one.panel.name}",
@@ -41,24 +30,20 @@ def rate_table(one: PanelAnalysis) -> Table | None:
             f"Roof, measured before the run: {ceilings_words(ceilings)}. What counts: below the table Efficiency. "
             f"{one.panel.subtitle}."
         ),
-        columns=(text_column("variant", "variant", priority=0), *columns),
+        columns=(
+            text_column("variant", "variant", priority=0),
+            *length_columns(lengths, _rate, _share, lambda point: float(point.flops_per_s)),
+        ),
         rows=tuple(rows),
     )
 
 
-def _cell(row: Row, key: str) -> str:
-    found: Efficiency | None = row[key]
-    return "" if found is None else f"{human_flops(found.flops_per_s)}/s, {_share(row, key)}"
+def _rate(point: Efficiency) -> str:
+    return f"{human_flops(point.flops_per_s)}/s, {_share(point)}"
 
 
-def _share(row: Row, key: str) -> str:
-    found: Efficiency | None = row[key]
-    return "" if found is None else percent(found.roof_frac) + (" (!)" if found.doubt else "")
-
-
-def _rate(row: Row, key: str) -> float | None:
-    found: Efficiency | None = row[key]
-    return None if found is None else found.flops_per_s
+def _share(point: Efficiency) -> str:
+    return percent(point.roof_frac) + (" (!)" if point.doubt else "")
 
 
 def _conventions(*panels: PanelAnalysis) -> str:
@@ -83,10 +68,10 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     if not panels:
         return None
     rows = [
-        _long_row(one, found)
+        _long_row(one, point)
         for one in panels
         for label in sorted(one.efficiency)
-        for found in one.efficiency[label][-1 if is_brief else 0 :]
+        for point in one.efficiency[label][-1 if is_brief else 0 :]
     ]
     has_mfu = any(row["mfu"] is not None for row in rows)
     note = (
@@ -116,25 +101,25 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     )
 
 
-def _long_row(one: PanelAnalysis, found: Efficiency) -> dict[str, Any]:
+def _long_row(one: PanelAnalysis, point: Efficiency) -> dict[str, Any]:
     ceilings = one.panel.ceilings
     assert ceilings is not None  # without it there is no row
     return {
-        "variant": found.label,
+        "variant": point.label,
         "pass": one.panel.title,
         "settings": one.panel.subtitle,
-        "seq_len": found.seq_len,
-        "median_ms": found.median_ms,
-        "flops": found.flops,
-        "min_bytes": found.num_bytes,
-        "flops_per_byte": found.intensity,
-        "flops_per_s": found.flops_per_s,
-        "bytes_per_s": found.bytes_per_s,
-        "roof_frac": found.roof_frac,
-        "mfu": found.mfu,
-        "realised": found.realised,
-        "backward_ratio": found.backward_ratio,
+        "seq_len": point.seq_len,
+        "median_ms": point.median_ms,
+        "flops": point.flops,
+        "min_bytes": point.num_bytes,
+        "flops_per_byte": point.intensity,
+        "flops_per_s": point.flops_per_s,
+        "bytes_per_s": point.bytes_per_s,
+        "roof_frac": point.roof_frac,
+        "mfu": point.mfu,
+        "realised": point.realised,
+        "backward_ratio": point.backward_ratio,
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,
-        "doubt": found.doubt,
+        "doubt": point.doubt,
     }

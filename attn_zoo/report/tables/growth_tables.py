@@ -16,11 +16,11 @@ __all__ = ["crossing_text", "crossover_table", "exponent_table", "round_length"]
 def exponent_table(analysis: Analysis) -> Table:
     """Return fitted and claimed exponents of time and peak memory, one row per curve."""
     rows = [
-        {"panel": one.panel.title, "settings": one.panel.subtitle, **_growth_row(found)}
+        {"panel": one.panel.title, "settings": one.panel.subtitle, **_growth_row(growth)}
         for one in analysis.panels
         for fits in (one.time, one.memory)
-        for found in fits.values()
-        if found.slopes
+        for growth in fits.values()
+        if growth.slopes
     ]
     slope = "{:.2f}".format
     return Table(
@@ -49,26 +49,25 @@ def exponent_table(analysis: Analysis) -> Table:
 
 
 def _doubt(analysis: Analysis) -> str:
-    points = (point for one in analysis.panels for series in one.panel.series for point in series.points)
-    return doubt_words(point.num_processes for point in points)
+    return doubt_words(point.num_processes for one in analysis.panels for point in one.panel.points)
 
 
-def _growth_row(found: Growth) -> dict[str, Any]:
-    exponent, fit = found.exponent, found.fit
-    last = found.slopes[-1]
-    has_spread = found.quantity == "time"  # bytes do not vary between repetitions
+def _growth_row(growth: Growth) -> dict[str, Any]:
+    exponent, fit = growth.exponent, growth.fit
+    last = growth.slopes[-1]
+    has_spread = growth.quantity == "time"  # bytes do not vary between repetitions
     used = exponent.lengths if exponent else ()
     return {
-        "variant": found.label,
-        "quantity": {"time": "time", "peak_bytes": "memory"}[found.quantity],
+        "variant": growth.label,
+        "quantity": {"time": "time", "peak_bytes": "memory"}[growth.quantity],
         "exponent": exponent.value if exponent else None,
         "exponent_low": exponent.low if exponent and has_spread else None,
         "exponent_high": exponent.high if exponent and has_spread else None,
-        "claimed_exponent": found.claimed,
+        "claimed_exponent": growth.claimed,
         "last_slope": last.slope,
         "last_slope_low": last.ci_low if has_spread else None,
         "last_slope_high": last.ci_high if has_spread else None,
-        "reading": found.verdict,
+        "reading": growth.verdict,
         "lengths": f"{human_length(used[0])} to {human_length(used[-1])}" if used else "",
         "fit_a": fit.a if fit else None,
         "fit_b": fit.b if fit else None,
@@ -79,15 +78,15 @@ def _growth_row(found: Growth) -> dict[str, Any]:
 
 def crossing_text(crossing: Crossing) -> str:
     """Return where it crosses, in words."""
-    found = crossing.result
-    if found is None:
+    result = crossing.result
+    if result is None:
         return "no length in common"
-    first, last = human_length(found.lengths[0]), human_length(found.lengths[-1])
-    if found.kind == "crosses" and found.length is not None:
-        return f"from {round_length(found.length)}"
-    if len(found.lengths) == 1:
-        return f"{'cheaper' if found.kind == 'always_faster' else 'not cheaper'} at {first}, the only length"
-    return f"from {first} or less" if found.kind == "always_faster" else f"none up to {last}"
+    first, last = human_length(result.lengths[0]), human_length(result.lengths[-1])
+    if result.kind == "crosses" and result.length is not None:
+        return f"from {round_length(result.length)}"
+    if len(result.lengths) == 1:
+        return f"{'cheaper' if result.kind == 'always_faster' else 'not cheaper'} at {first}, the only length"
+    return f"from {first} or less" if result.kind == "always_faster" else f"none up to {last}"
 
 
 def round_length(tokens: float) -> str:
@@ -112,8 +111,8 @@ def crossover_table(analysis: Analysis) -> Table:
     rows = []
     for one in analysis.panels:
         for crossing in (*one.crossings, *one.memory_crossings):
-            found = crossing.result
-            if found is not None and len(found.lengths) == 1 and one.panel.turns:
+            result = crossing.result
+            if result is not None and len(result.lengths) == 1 and one.panel.turns:
                 continue  # nothing can cross, and the table of turns says how much cheaper
             rows.append(
                 {
@@ -123,11 +122,11 @@ def crossover_table(analysis: Analysis) -> Table:
                     "against_is": "fastest exact" if crossing.is_fastest else "exact",
                     "panel": one.panel.title,
                     "settings": one.panel.subtitle,
-                    "outcome": found.kind if found else "no_common_length",
-                    "crossing": found.length if found else None,
-                    "crossing_low": found.low if found else None,
-                    "crossing_high": found.high if found else None,
-                    "support": found.support if found else None,
+                    "outcome": result.kind if result else "no_common_length",
+                    "crossing": result.length if result else None,
+                    "crossing_low": result.low if result else None,
+                    "crossing_high": result.high if result else None,
+                    "support": result.support if result else None,
                     "words": crossing_text(crossing),
                 }
             )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from attn_zoo.report.units import clean, human_ms, interval_ms, shorten
+from attn_zoo.report.units import clean, human_length, human_ms, interval_ms, shorten
 from attn_zoo.report.wording import outcome
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "escape_markdown",
     "guard_frame",
     "interval_column",
+    "length_columns",
     "number_column",
     "text_column",
     "time_column",
@@ -156,6 +157,41 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
         sort=lambda row: row[median],
         priority=priority,
     )
+
+
+def length_columns(
+    lengths: Sequence[int],
+    show: Callable[[Any], str],
+    brief: Callable[[Any], str],
+    sort: Callable[[Any], float | None],
+) -> list[Column]:
+    """Return one column for each length, of what rows hold under it; where space is short, middle ones go first."""
+
+    def read(row: Row, key: str, view: Callable[[Any], Any], missing: str | None) -> Any:
+        return missing if row[key] is None else view(row[key])
+
+    ranks = {length: rank for rank, length in enumerate(_by_importance(lengths))}
+    return [
+        Column(
+            heading=human_length(length),
+            show=partial(read, key=str(length), view=show, missing=""),
+            brief=partial(read, key=str(length), view=brief, missing=""),
+            sort=partial(read, key=str(length), view=sort, missing=None),
+            priority=1 + ranks[length] / (len(ranks) + 1),
+        )
+        for length in lengths
+    ]
+
+
+def _by_importance(lengths: Sequence[int]) -> list[int]:
+    """Order lengths so that any first few of them span the range: longest, shortest, then middles of the gaps."""
+    order = [lengths[-1], lengths[0]] if len(lengths) > 1 else list(lengths)
+    rest = [length for length in lengths if length not in order]
+    while rest:
+        best = max(rest, key=lambda length: min(abs(lengths.index(length) - lengths.index(used)) for used in order))
+        order.append(best)
+        rest.remove(best)
+    return order
 
 
 def guard_frame(frame: pd.DataFrame) -> pd.DataFrame:

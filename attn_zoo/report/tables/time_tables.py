@@ -10,7 +10,7 @@ from attn_zoo.report.analysis.analyse import Analysis, PanelAnalysis
 from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.measurements import CALLS, token_rates
-from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column
+from attn_zoo.report.tables.table import Column, Row, Table, length_columns, number_column, text_column, time_column
 from attn_zoo.report.units import (
     human_bytes,
     human_length,
@@ -31,22 +31,13 @@ _GRAPHS = "In parentheses, where a call is bound by its launches: the same call 
 def length_table(one: PanelAnalysis, quantity: Literal["time", "memory"]) -> Table:
     """Return variants down, lengths across: median time with its interval, or peak memory."""
     panel = one.panel
-    rows: list[Row] = []
-    for series in panel.series:
-        cells = {str(found.seq_len): found for found in series.outcomes}
-        rows.append({"variant": series.label, **{str(length): cells.get(str(length)) for length in panel.lengths}})
-    show, brief, sort = _CELLS[quantity]
-    ranks = {length: rank for rank, length in enumerate(_by_importance(panel.lengths))}
-    columns = [
-        Column(
-            heading=human_length(length),
-            show=partial(_at, key=str(length), show=show),
-            brief=partial(_at, key=str(length), show=brief),
-            sort=partial(_sort_at, key=str(length), sort=sort),
-            priority=1 + ranks[length] / (len(ranks) + 1),
-        )
-        for length in panel.lengths
+    rows = [
+        {"variant": series.label}
+        | dict.fromkeys(map(str, panel.lengths))
+        | {str(each.seq_len): each for each in series.outcomes}
+        for series in panel.series
     ]
+    show, brief, sort = _CELLS[quantity]
     title, how_to_read = {
         "time": ("Time", "Median, with the 95 % interval of the median in brackets."),
         "memory": ("Peak memory", f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included."),
@@ -58,33 +49,23 @@ def length_table(one: PanelAnalysis, quantity: Literal["time", "memory"]) -> Tab
         name=f"{quantity}-{panel.name}",
         title=f"{title}, {panel.title}",
         note=" ".join(filter(None, (how_to_read, doubt, graphs, f"{panel.subtitle}."))),
-        columns=(text_column("variant", "variant", priority=0), *columns),
+        columns=(
+            text_column("variant", "variant", priority=0),
+            *length_columns(
+                panel.lengths, partial(_at, show=show), partial(_at, show=brief), partial(_sort_at, sort=sort)
+            ),
+        ),
         rows=tuple(rows),
         fields_if_empty=("variant", *map(str, panel.lengths)),
     )
 
 
-def _by_importance(lengths: list[int]) -> list[int]:
-    """Order lengths so that any first few of them span the range: longest, shortest, then middles of the gaps."""
-    order = [lengths[-1], lengths[0]] if len(lengths) > 1 else list(lengths)
-    rest = [length for length in lengths if length not in order]
-    while rest:
-        best = max(rest, key=lambda length: min(abs(lengths.index(length) - lengths.index(used)) for used in order))
-        order.append(best)
-        rest.remove(best)
-    return order
+def _at(outcome_at: Point | Failure, show: Callable[[Point], str]) -> str:
+    return show(outcome_at) if isinstance(outcome_at, Point) else outcome(outcome_at.status).word
 
 
-def _at(row: Row, key: str, show: Callable[[Point], str]) -> str:
-    found = row[key]
-    if isinstance(found, Failure):
-        return outcome(found.status).word
-    return show(found) if isinstance(found, Point) else ""
-
-
-def _sort_at(row: Row, key: str, sort: Callable[[Point], float | None]) -> float | None:
-    found = row[key]
-    return sort(found) if isinstance(found, Point) else None
+def _sort_at(outcome_at: Point | Failure, sort: Callable[[Point], float | None]) -> float | None:
+    return sort(outcome_at) if isinstance(outcome_at, Point) else None
 
 
 def _time(point: Point) -> str:
@@ -106,36 +87,36 @@ _TIMES = ("median_ms", "low_ms", "high_ms", "q1_ms", "q3_ms")
 _RATES = ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high")
 
 
-def _row(one: PanelAnalysis, series: Series, found: Point | Failure) -> dict[str, Any]:
+def _row(one: PanelAnalysis, series: Series, point: Point | Failure) -> dict[str, Any]:
     """Return all that is known of one length: in files each of `CALLS` is a column, whatever a table shows of it."""
     row: dict[str, Any] = {
         "variant": series.label,
         "pass": one.panel.title,
         "settings": one.panel.subtitle,
-        "seq_len": found.seq_len,
+        "seq_len": point.seq_len,
         "is_simulated": series.is_simulated,
     }
     extra = ("num_processes", "flops", "kernel", "flags", "is_compiled")
-    if isinstance(found, Failure):
+    if isinstance(point, Failure):
         names = (*_TIMES, *_RATES, *(each.name for each in CALLS), *extra)
-        return row | {"status": found.status, "reason": found.reason, **dict.fromkeys(names)}
-    rates = token_rates(found.record)
+        return row | {"status": point.status, "reason": point.reason, **dict.fromkeys(names)}
+    rates = token_rates(point.record)
     return row | {
         "status": "ok",
         "reason": "",
-        **{name: getattr(found.timing, name) for name in _TIMES},
+        **{name: getattr(point.timing, name) for name in _TIMES},
         **{name: rates.get(name) for name in _RATES},
-        **{each.name: each.read(found.record) for each in CALLS},
-        "num_processes": found.num_processes,
-        "flops": found.record.flops,
-        "kernel": found.kernel,
-        "flags": found.flags,
-        "is_compiled": found.is_compiled,
+        **{each.name: each.read(point.record) for each in CALLS},
+        "num_processes": point.num_processes,
+        "flops": point.record.flops,
+        "kernel": point.kernel,
+        "flags": point.flags,
+        "is_compiled": point.is_compiled,
     }
 
 
 def _rows(panels: Iterable[PanelAnalysis]) -> list[dict[str, Any]]:
-    return [_row(one, series, found) for one in panels for series in one.panel.series for found in series.outcomes]
+    return [_row(one, series, point) for one in panels for series in one.panel.series for point in series.outcomes]
 
 
 def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) -> list[Column]:

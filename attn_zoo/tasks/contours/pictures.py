@@ -33,7 +33,7 @@ from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 __all__ = ["Pictures", "distinct_splits", "draw_pictures", "drawn_split", "generate"]
 
 _VERSION = 1  # raise it when a seed would give other pictures
-_SPARE = 10  # one further picture for so many, to replace those that occurred before
+_SPARE = 10  # one more picture in ten, to replace those that occurred before
 _PICTURES_PER_CHUNK = 1_024
 _FEW_CHUNKS = 4  # are drawn sooner than processes have started
 _SAY_EVERY_S = 30.0

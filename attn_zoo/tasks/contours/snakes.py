@@ -78,16 +78,16 @@ class Field:
         cumulative = np.cumsum(tables.weights[directions] * free, 1)
         total = cumulative[:, -1]
         choice = np.zeros(len(rows), np.int64)
-        found = np.zeros(len(rows), np.bool_)
+        is_placed = np.zeros(len(rows), np.bool_)
         uniform = streams.uniform(rows, 1 + scene.paddle_retries)
         pending = np.flatnonzero(total >= 1e-4)
         for attempt in range(uniform.shape[1]):
             drawn = (cumulative[pending] > (uniform[pending, attempt] * total[pending])[:, None]).argmax(1)
             at = (pivots[pending] + tables.circle[drawn])[:, None] + tables.crash.offsets[NUM_DEGREES + drawn]
             fits = (self.occupied[rows[pending, None], at] <= tables.crash.levels[NUM_DEGREES + drawn]).all(1)
-            choice[pending], found[pending] = drawn, fits
+            choice[pending], is_placed[pending] = drawn, fits
             pending = pending[~fits]
-        return pivots, NUM_DEGREES + choice, found
+        return pivots, NUM_DEGREES + choice, is_placed
 
 
 def _raise(field: Bytes, rows: Ints, at: Ints, levels: Bytes) -> None:
@@ -138,10 +138,10 @@ def _attempt(scene: Scene, tables: Tables, streams: RowStreams, count: int) -> t
     active = np.flatnonzero(good)
     for paddle in range(1, scene.contour_length):
         for snake in (0, 1):
-            nexts, new, found = field.extend(
+            nexts, new, fits = field.extend(
                 scene, streams, active, pivots[active, snake], directions[active, snake, paddle - 1]
             )
-            active, nexts, new = active[found], nexts[found], new[found]
+            active, nexts, new = active[fits], nexts[fits], new[fits]
             # Only the paddle before the last is in the way: a contour would collide with its newest.
             field.merge(active, places[active, snake, paddle - 1], directions[active, snake, paddle - 1])
             pivots[active, snake], directions[active, snake, paddle] = nexts, new
@@ -228,13 +228,13 @@ def draw_distractors(scene: Scene, field: Field, streams: RowStreams) -> Paddles
 
         rows = active[(step[active] > 0) & (step[active] < length)]
         which, last = number[rows], step[rows] - 1
-        nexts, found_directions, found = field.extend(scene, streams, rows, pivots[rows], directions[rows, which, last])
-        failed.append(rows[~found])
-        rows, which, last = rows[found], which[found], last[found]
+        nexts, turned, fits = field.extend(scene, streams, rows, pivots[rows], directions[rows, which, last])
+        failed.append(rows[~fits])
+        rows, which, last = rows[fits], which[fits], last[fits]
         field.merge(rows, places[rows, which, last], directions[rows, which, last])
-        pivots[rows] = nexts[found]
-        directions[rows, which, last + 1] = found_directions[found]
-        places[rows, which, last + 1] = nexts[found] + tables.circle[found_directions[found] - NUM_DEGREES]
+        pivots[rows] = nexts[fits]
+        directions[rows, which, last + 1] = turned[fits]
+        places[rows, which, last + 1] = nexts[fits] + tables.circle[turned[fits] - NUM_DEGREES]
         step[rows] += 1
 
         gone = np.concatenate(failed)

@@ -100,8 +100,8 @@ def _fit(features: Features, labels: NDArray[np.int64], l2: float) -> tuple[NDAr
         return float(value) / num_rows, gradient.ravel() / num_rows
 
     start = np.zeros((num_features + 1) * num_classes)
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": _MAX_STEPS})
-    solution = found.x.reshape(num_features + 1, num_classes)
+    fit = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": _MAX_STEPS})
+    solution = fit.x.reshape(num_features + 1, num_classes)
     return solution[:-1], solution[-1]
 
 

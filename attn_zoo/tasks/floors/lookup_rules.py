@@ -95,7 +95,7 @@ def context_floors(
 ) -> dict[str, float]:
     """Return the accuracy on scored positions of four rules that look at the context but never at what is asked.
 
-    Whoever beats these has used the question.
+    A model that beats these has used the question.
 
     `majority`: the most frequent training label. `random_of_context`: one of the row's options, drawn at random (its
     expectation). `most_frequent_of_context`: the row's most frequent option, the smallest of equals.

@@ -28,7 +28,7 @@ _MAX_ROWS = 10_000  # of train: more change a fit of some hundred weights by les
 def word_floor(train: Split, test: Split) -> float:
     """Return the test accuracy of logistic regression on which words a text has.
 
-    Words are runs of at least two ASCII letters, lower-cased, that stand in at least two texts of train; their weights
+    Words are runs of at least two ASCII letters, lower-cased, that occur in at least two texts of train; their weights
     are (1 + log count) log(N / texts with the word), each text scaled to length 1 (tf-idf).
 
     Args:

@@ -1,6 +1,6 @@
 """What generated tasks share: examples drawn in chunks, none twice, each with the difficulty it was drawn at.
 
-A level is a mixture of parts; a part holds examples of one difficulty (so many pairs, such a distance), and the task's
+A level is a mixture of parts; a part holds examples of one difficulty (a number of pairs, a distance), and the task's
 group axes are fields of its parts: one training gives a curve, or a heat map, of score against difficulty.
 
 Chunks hold a fixed number of rows, each drawn from the stream (seed, split, part, chunk), and stay in order: the first
@@ -157,7 +157,7 @@ class AbstractGeneratedTask(AbstractCachedTask, Generic[PartT]):
         """Draw chunks until the part has its examples.
 
         Raises:
-            ValueError: chunks bring nothing new any more.
+            ValueError: chunks yield nothing new.
         """
         wanted, chunk = part.count(name), 0
         per_chunk = max(_LEAST_ROWS, _TOKENS_PER_CHUNK // part.seq_len)

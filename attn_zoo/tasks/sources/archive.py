@@ -1,4 +1,4 @@
-"""Archives that nobody vouches for: wanted files are taken out of a tar (compressed or not) or zip.
+"""Untrusted archives: wanted files are taken out of a tar (compressed or not) or zip.
 
 A path in an archive is only compared with what is wanted; files are written under names that the caller gives. Only
 regular files are taken, never a link or a device, and what streams by is counted, wanted or not.

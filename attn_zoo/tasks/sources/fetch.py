@@ -56,20 +56,16 @@ def target_of(source: Source, data_dir: Path | None) -> Path:
 
 
 def fetch(
-    source: Source,
-    *,
-    data_dir: Path | None = None,
-    force: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    source: Source, *, data_dir: Path | None = None, force: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Path]:
-    """Bring the files of a source, check them, put them into their place and write the manifest.
+    """Fetch the files of a source, check them, move them to their place and write the manifest.
 
     Files that are there already are checked and left alone.
 
     Args:
-        source: what to bring.
+        source: what to fetch.
         data_dir: folder below which `source.folder` is filled; by default `fetched_dir()`.
-        force: fetch anew, over what is there.
+        force: fetch again, over what is there.
         say: told in one line each what happens.
 
     Returns:
@@ -89,7 +85,7 @@ def fetch(
         names = ", ".join(present)
         raise FetchError(f"{folder} holds {names} but not all of {source.name}: delete it, or fetch with --force")
     with _staging(source, folder) as staging:
-        got = _bring(source, staging, say)
+        got = _fetch_files(source, staging, say)
         entries = _checked(source, got)
         for key, path in got.items():
             paths[key].parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +143,7 @@ def _disk_error(error: OSError, folder: Path) -> FetchError:
     return FetchError(f"{error.filename or folder}: {error.strerror or error}; nothing was left behind")
 
 
-def _bring(source: Source, staging: Path, say: Callable[[str], None]) -> dict[str, Path]:
+def _fetch_files(source: Source, staging: Path, say: Callable[[str], None]) -> dict[str, Path]:
     """Return where each file lies in the staging folder."""
     if source.is_at_hub:
         files = source.hub_files or source.files
@@ -169,7 +165,7 @@ def _bring(source: Source, staging: Path, say: Callable[[str], None]) -> dict[st
 
 
 def _from_hub(source: Source, file: str, staging: Path, say: Callable[[str], None]) -> Path:
-    """Bring one file of a dataset at its commit, as anybody: no token is sent, nothing is reported."""
+    """Fetch one file of a dataset at its commit, anonymously: no token is sent, nothing is reported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -178,7 +174,7 @@ def _from_hub(source: Source, file: str, staging: Path, say: Callable[[str], Non
         raise UnsupportedError("datasets", "the hub needs its package: pip install 'attn-zoo[lra]'") from None
     where = f"{source.hub}@{source.revision[:8]}/{file}"
     say(f"fetching {where} from the hub")
-    _knock(huggingface_hub.constants.ENDPOINT, where)
+    _check_reachable(huggingface_hub.constants.ENDPOINT, where)
     try:
         return Path(
             huggingface_hub.hf_hub_download(
@@ -197,8 +193,8 @@ def _from_hub(source: Source, file: str, staging: Path, say: Callable[[str], Non
         raise FetchError(f"{where}: cannot be fetched from the hub ({_first_line(error)})") from None
 
 
-def _knock(endpoint: str, where: str) -> None:
-    """Raise `FetchError` if nobody answers there: the hub's package would try for 23 s and print each attempt."""
+def _check_reachable(endpoint: str, where: str) -> None:
+    """Raise `FetchError` if no server answers there: the hub's package would try for 23 s and print each attempt."""
     address = urllib.parse.urlsplit(endpoint)
     if urllib.request.getproxies().get(address.scheme) or not address.hostname:
         return
@@ -232,7 +228,7 @@ def download(url: str, path: Path, *, max_bytes: int, say: Callable[[str], None]
     """Write what lies at an address into a file.
 
     A broken connection is resumed where it ended, if the server can do that and still has the same file; otherwise the
-    file is begun anew. After four attempts that is an error.
+    file is started again. After four attempts that is an error.
 
     Args:
         url: `https://...` or `http://...`.

@@ -26,18 +26,18 @@ def describe_levels(data_dir: Path | None) -> list[dict[str, Any]]:
     read), `data` (`generated`, `here` or `missing`); and for levels with files `folder` (None where they are missing),
     `source`, `missing`, `hint`, `terms`, `num_bytes`, `is_fetchable`.
     """
-    found = []
+    rows = []
     for name in tasks:
         for level, config in tasks[name].levels.items():
             row = {"task": name, "level": level, "kind": tasks[name](level, data_dir=data_dir).spec.kind}
             source = tasks[name].source(level)
             if source is not None:
-                found.append({**row, "sizes": {}, **_files(source, data_dir)})
+                rows.append({**row, "sizes": {}, **_files(source, data_dir)})
                 continue
             counted = {split: _count(asdict(config), f"num_{split}") for split in _SPLITS}
             sizes = {split: count for split, count in counted.items() if count is not None}
-            found.append({**row, "sizes": sizes, "data": "generated"})
-    return found
+            rows.append({**row, "sizes": sizes, "data": "generated"})
+    return rows
 
 
 def _files(source: Source, data_dir: Path | None) -> dict[str, Any]:
@@ -58,17 +58,17 @@ def _count(described: object, field: str) -> int | None:
     """Return the sum of a field over a level's description, whose parts may be nested; None where it has none."""
     if isinstance(described, dict):
         own = described.get(field)
-        found = [own if isinstance(own, int) else None, *(_count(part, field) for part in described.values())]
+        counts = [own if isinstance(own, int) else None, *(_count(part, field) for part in described.values())]
     elif isinstance(described, list | tuple):
-        found = [_count(part, field) for part in described]
+        counts = [_count(part, field) for part in described]
     else:
         return None
-    counts = [count for count in found if count is not None]
-    return sum(counts) if counts else None
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _short(count: int) -> str:
-    """Return a count in four signs at most."""
+    """Return a count in four characters at most."""
     if count < 1000:
         return str(count)
     return f"{count / 1000:.2g}k" if count < 9_950 else f"{count / 1000:.0f}k"
@@ -113,7 +113,7 @@ def hints(levels: list[dict[str, Any]]) -> list[str]:
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    """Return lines of at most 79 signs, words whole."""
+    """Return lines of at most 79 characters, without breaking words."""
     return textwrap.wrap(
         text, 79, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -129,7 +129,7 @@ def verify_source(source: Source, data_dir: Path | None, *, record: bool) -> dic
 
     Returns:
         `source`, `folder`, `verdict` (one sentence), `details` (lines), `is_bad` (whether a file is not as it should
-        be; missing data that nobody fetched are not bad).
+        be; missing data that were never fetched are not).
 
     Raises:
         ConfigError: a manifest or file cannot be read.
@@ -148,13 +148,13 @@ def verify_source(source: Source, data_dir: Path | None, *, record: bool) -> dic
             write_manifest(folder, {name: describe(path, "local") for name, path in new.items()})
             return {**answer, "verdict": f"recorded {', '.join(new)} in {folder / MANIFEST}"}
         if new:
-            verdict = f"{', '.join(new)} in {folder} stand in no {MANIFEST} to compare with (--record writes one)"
+            verdict = f"{', '.join(new)} in {folder} are in no {MANIFEST} to compare with (--record writes one)"
             return {**answer, "verdict": verdict}
     result = verify(folder)
     if result.is_good:
         verdict = f"{len(result.good)} files in {folder} are as recorded"
     else:
-        way = "; attn-zoo data fetch --force brings them anew" if source.is_fetchable else ""
+        way = "; attn-zoo data fetch --force fetches them again" if source.is_fetchable else ""
         verdict = f"files in {folder} are not as recorded{way}"
     return {**answer, "verdict": verdict, "details": result.sentences(), "is_bad": not result.is_good}
 

@@ -112,8 +112,8 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
     try:
         files = _ADAPTER.validate_json(text).files
     except ValidationError as error:
-        found = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
-        raise ConfigError(str(path), found) from None
+        problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
+        raise ConfigError(str(path), problems) from None
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
             raise ConfigError(str(path), [(f"files.{name}", "expected a path inside the folder")])
@@ -143,13 +143,13 @@ def verify(folder: Path) -> Verification:
     entries = read_manifest(folder)
     if entries is None:
         raise ConfigError(str(folder), [("", f"has no {MANIFEST} to compare with")])
-    found: dict[str, list[str]] = {kind: [] for kind in ("good", "missing", "truncated", "changed", "extra")}
+    states: dict[str, list[str]] = {kind: [] for kind in ("good", "missing", "truncated", "changed", "extra")}
     for name, entry in entries.items():
-        found[_state(folder / name, entry)].append(name)
+        states[_state(folder / name, entry)].append(name)
     present = (path for path in folder.rglob("*") if not path.is_dir())
     names = {path.relative_to(folder).as_posix() for path in present}
-    found["extra"] = list(names - set(entries) - {MANIFEST})
-    return Verification(**{kind: tuple(sorted(names)) for kind, names in found.items()})
+    states["extra"] = list(names - set(entries) - {MANIFEST})
+    return Verification(**{kind: tuple(sorted(names)) for kind, names in states.items()})
 
 
 def _state(path: Path, entry: Entry) -> str:

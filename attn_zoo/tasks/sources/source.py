@@ -1,4 +1,4 @@
-"""Where data come from that cannot be generated: a folder the user names, or else what `attn-zoo data fetch` brought.
+"""Where data come from that cannot be generated: a folder the user names, or else what `attn-zoo data fetch` left.
 
 Looking never touches the network.
 """
@@ -34,13 +34,13 @@ class Source:
     """Files that a task reads, and where a person or `attn-zoo data fetch` gets them.
 
     `hub` with a `revision`, `urls` and `url` are three ways to fetch; the first given is taken. A source without any
-    must be brought by hand.
+    must be put there by hand.
 
     Args:
         name: for messages, such as `"IMDB reviews"`.
         folder: where they lie below a data folder, such as `"imdb/plain_text"`.
         files: their names in it, by what the task calls them.
-        hint: one sentence: how a person gets them.
+        hint: one sentence: how to get them.
         terms: licence, or what is known of it.
         hub: dataset id at the Hugging Face hub, or empty.
         revision: commit there, 40 hexadecimal digits: a branch would be other data tomorrow. Without it nothing is
@@ -50,7 +50,7 @@ class Source:
         url: of an archive (tar or zip, compressed or not) that holds them, or empty. A file is the one member whose
             path ends in its name.
         sha256: of files, by what the task calls them, as published. Fetched files must have it; local ones need not (a
-            Parquet file written anew holds the same rows in other bytes).
+            Parquet file written again holds the same rows in other bytes).
         num_bytes: rough size of all files, 0 if unknown.
 
     Raises:
@@ -81,7 +81,7 @@ class Source:
 
     @property
     def is_fetchable(self) -> bool:
-        """Whether `attn-zoo data fetch` can bring the files."""
+        """Whether `attn-zoo data fetch` can fetch the files."""
         return self.is_at_hub or bool(self.urls or self.url)
 
     @property

@@ -143,7 +143,7 @@ def test_parts_add_up(
 
     def run(tensors: list[Tensor]) -> Tensor:
         query, key, value = tensors
-        return flex_forward(BlockCall(query, key, value, padding, pattern, slopes, scale=DIM**-0.5))
+        return flex_forward(BlockCall(query, key, value, padding, pattern, slopes, scale=DIM**-0.5))[0]
 
     with recording() as paths:
         output = run(inputs)
@@ -158,7 +158,7 @@ def test_merged_parts_have_the_right_gradient(monkeypatch: pytest.MonkeyPatch):
 
     def run(tensors: list[Tensor]) -> Tensor:
         query, key, value = tensors
-        return flex_forward(BlockCall(query, key, value, None, pattern, scale=DIM**-0.5))
+        return flex_forward(BlockCall(query, key, value, None, pattern, scale=DIM**-0.5))[0]
 
     expected = value_and_gradients(lambda x: dense_attention(x, pattern), inputs)
     for found, wanted in zip(value_and_gradients(run, inputs), expected, strict=True):

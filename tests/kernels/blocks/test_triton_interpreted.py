@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
+from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from tests.kernels.blocks.tables import random_table
 from tests.kernels.blocks.test_gather import band_pattern, drawn_pattern, make_layout, value_and_gradients
 from tests.kernels.blocks.test_triton import check_against_dense, dense_attention, make_inputs, make_padding
 from tests.kernels.blocks.test_triton_dropout import kept_factor
@@ -214,3 +216,71 @@ def test_a_model_around_it_compiles_in_one_graph():
     wanted = value_and_gradients(model, inputs)  # the first call transposes the table, which depends on its content
     found = value_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "tables", "is_causal", "has_padding", "has_global"),
+    [(2, 2, False, True, False), (1, 2, True, False, False), (2, 1, True, True, True)],
+)
+def test_tables_made_of_the_data(batch_size: int, tables: int, is_causal: bool, has_padding: bool, has_global: bool):
+    """Rows of any number of blocks, and of none, for every batch entry and group of four heads."""
+    pattern = random_table(batch_size, tables, 70, is_causal=is_causal, has_global=has_global)
+    padding = make_padding(batch_size, 70) if has_padding else None
+    heads = pattern.per_head(4)  # what the reference broadcasts
+    run, inputs = engine(pattern, padding), make_inputs(pattern, (batch_size, 4, 16))
+    check_against_dense(run, inputs, heads, padding)
+
+
+def test_dropout_under_a_table_of_the_data():
+    pattern = random_table(2, 1, 50, is_causal=True)
+    torch.manual_seed(7)
+    seed = int(torch.randint(1 << 62, (1,)))
+    plain = engine(pattern, dropout_p=0.25)
+
+    def run(tensors: list[Tensor]) -> Tensor:
+        torch.manual_seed(7)
+        return plain(tensors)
+
+    factor = kept_factor(seed, (2, 2, 50, 50), 0.25)
+    check_against_dense(run, make_inputs(pattern, (2, 2, 16)), pattern, factor=factor)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reach": 12, "dilation": 4, "is_causal": True},
+        {"reach": 10, "num_global_tokens": 3},
+        {"reach": 3, "stride": 24, "is_causal": True, "num_global_tokens": 18},
+        {"reach": 40, "dilation": 20, "stride": 33},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_rules_for_tokens(options: dict[str, Any], has_padding: bool):
+    pattern = TokenLayout(query_len=70, block_size=16, **options).pattern()
+    padding = make_padding(1, 70) if has_padding else None
+    check_against_dense(engine(pattern, padding), make_inputs(pattern, (1, 2, 16)), pattern, padding)
+
+
+def test_the_log_sum_exp_and_its_gradient():
+    pattern, padding = random_table(2, 1, 50, is_causal=True), make_padding(2, 50)
+    inputs = make_inputs(pattern, (2, 2, 16))
+    keep = pattern.to_dense() & ~padding[:, None, None]
+
+    def run(x: list[Tensor]) -> Tensor:
+        query, key, value = x
+        output, lse = block_sparse_attention_with_lse(
+            query, key, value, pattern, key_padding_mask=padding, backend="triton"
+        )
+        assert torch.equal(lse.isneginf(), ~keep.any(-1).expand_as(lse))
+        return output.square().sum(-1) + lse.masked_fill(lse.isneginf(), 0.0)
+
+    def dense(x: list[Tensor]) -> Tensor:
+        scores = (x[0] @ x[1].mT / 4).masked_fill(~keep, float("-inf"))
+        is_dead = scores.isneginf().all(-1)
+        lse = scores.masked_fill(is_dead[..., None], 0.0).logsumexp(-1)
+        return dense_attention(x, pattern, padding).square().sum(-1) + lse.masked_fill(is_dead, 0.0)
+
+    actual, exact = value_and_gradients(run, inputs), value_and_gradients(dense, [x.double() for x in inputs])
+    for one, wanted in zip(actual, exact, strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=0, atol=2e-5)

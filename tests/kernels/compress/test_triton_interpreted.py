@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.compress import triton_tiles
+from attn_zoo.kernels.compress import triton_launch, triton_tiles
 from attn_zoo.kernels.compress.learned import Path, compress, compress_pair
 from attn_zoo.kernels.trace import recording
 from tests.kernels.compress.test_learned import SHARINGS, checked, padding
@@ -37,8 +37,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     for name, value in {"MAX_RANK": 16, "MAX_COLUMNS": 16, "MAX_PLAIN": 16, "MIN_SPLIT": 64, "SPLIT_COST": 1}.items():
         monkeypatch.setattr(triton_tiles, name, value)
+    forget_cuts()
     yield
+    forget_cuts()
     torch.use_deterministic_algorithms(False)
+
+
+def forget_cuts() -> None:
+    """Forget how launches are cut: it was worked out for tiles of another size."""
+    for cut in (triton_launch._cut_sum, triton_launch._cut_grad_tokens, triton_launch._cut_grad_matrices):
+        cut.cache_clear()
 
 
 def draw(sharing: tuple[int, int], dtype: torch.dtype, length: int = 150, rank: int = 20, dim: int = 8) -> Any:
@@ -82,6 +90,7 @@ def test_ragged_sizes(length: int, rank: int, dim: int):
 def test_a_pair_is_two_compressions(shared: str, max_rank: int, monkeypatch: pytest.MonkeyPatch):
     """With one rank tile and with two, which the gradient of tokens reads in steps."""
     monkeypatch.setattr(triton_tiles, "MAX_RANK", max_rank)
+    forget_cuts()
     tokens, matrix = draw((1, 1), torch.float16)
     other_tokens = tokens if shared == "tokens" else (tokens.detach() * 2).requires_grad_()
     other_matrix = matrix if shared == "matrix" else (matrix.detach() - 0.1).requires_grad_()
@@ -96,6 +105,19 @@ def test_a_pair_is_two_compressions(shared: str, max_rank: int, monkeypatch: pyt
         found.append((*out, *torch.autograd.grad(out, list(wide.values()), [x.to(dtype) for x in upstream])))
     for mine, truth in zip(*found, strict=True):
         torch.testing.assert_close(mine.double(), truth, rtol=2e-3, atol=2e-3 * truth.abs().max().item())
+
+
+def test_padding_of_a_source_that_meets_two_matrices_gets_exact_zeros():
+    """As a mixer that compresses first has it: one wide head, both E and F, padding anywhere, garbage under it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 256, generator=generator).half()
+    matrices = [(torch.randn(1, 1, 7, 256, generator=generator) / 16).half().requires_grad_() for _ in range(2)]
+    mask = torch.tensor([[1, 0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 0, 1, 0]], dtype=torch.bool)
+    tokens = spoil(hidden[:, None], mask)
+    out = compress_pair((tokens, tokens), (matrices[0], matrices[1]), key_padding_mask=mask, path=TRITON)
+    (grad,) = torch.autograd.grad(out, tokens, [torch.randn(x.shape, generator=generator).half() for x in out])
+    assert not grad[mask[:, None, :, None].expand_as(grad)].any()
+    assert grad[~mask[:, None, :, None].expand_as(grad)].all()
 
 
 def test_splits_are_added_in_order():
@@ -113,8 +135,8 @@ def test_operators_are_registered_as_torch_expects(is_padded: bool):
     operators = torch.ops.attn_zoo
     for operator, given in (
         (operators.compress, (*tensors, mask)),
-        (operators.compress_grad_tokens, ([grad], *tensors, mask)),
-        (operators.compress_grad_matrices, ([grad], *tensors, mask)),
+        (operators.compress_grad_tokens, (*tensors, mask, [grad])),
+        (operators.compress_grad_matrices, (*tensors, mask, [grad])),
     ):
         torch.library.opcheck(operator.default, given)
 

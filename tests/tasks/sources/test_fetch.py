@@ -354,7 +354,7 @@ def hub(monkeypatch):
         return str(path)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download_file)
-    monkeypatch.setattr(fetch_module, "_knock", lambda *_: None)
+    monkeypatch.setattr(fetch_module, "_check_reachable", lambda *_: None)
     return calls
 
 
@@ -404,9 +404,9 @@ def test_nobody_at_the_hub_s_address_is_found_out_at_once(tmp_path):
     with serve({}) as closed:
         endpoint = closed.url
     with pytest.raises(FetchError, match=r"127\.0\.0\.1 cannot be reached, is there a network"):
-        fetch_module._knock(endpoint, "toy")
+        fetch_module._check_reachable(endpoint, "toy")
     with serve({}) as site:
-        fetch_module._knock(site.url, "toy")
+        fetch_module._check_reachable(site.url, "toy")
 
 
 PROGRAM = """

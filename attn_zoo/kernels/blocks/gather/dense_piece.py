@@ -113,8 +113,8 @@ def _product(left: Tensor, right: Tensor, scale: float, result: Tensor, *, adds:
     return torch.baddbmm(result, left, right, beta=int(adds), alpha=scale, out=result)
 
 
-def _weights(piece: Piece) -> Tensor:
-    """Return P in the wide dtype, in a buffer."""
+def _weights(piece: Piece, lse: Tensor | None = None) -> Tensor:
+    """Return P in the wide dtype, in a buffer; write the log-sum-exp of the scores `[n, l]` to `lse`."""
     query, key = piece.query, piece.key
     shape = (*query.shape[:2], key.shape[1])
     scores = _product(query, key.mT, piece.scale, piece.scratch.take("scores", shape, query))
@@ -123,6 +123,8 @@ def _weights(piece: Piece) -> Tensor:
         scores = scores.to(wide)
     if piece.mask is not None:
         scores[piece.masked] += piece.mask
+    if lse is not None:
+        torch.logsumexp(scores, dim=-1, out=lse)
     return torch.softmax(scores, dim=-1, out=scores)
 
 
@@ -132,7 +134,7 @@ def attend(piece: Piece, place: Tensor, lse: Tensor | None = None) -> None:
     Args:
         piece: to compute.
         place: contiguous `[n, l, D]`; the output is put there.
-        lse: of a fused piece; the log-sum-exp of the scores `[n, l]` is put there.
+        lse: the log-sum-exp of the scores `[n, l]` is put there.
     """
     if piece.is_fused:
         # As n batch entries of one head: the kernel puts heads inside tokens, and its results should stay contiguous.
@@ -144,7 +146,7 @@ def attend(piece: Piece, place: Tensor, lse: Tensor | None = None) -> None:
         if lse is not None:
             lse.copy_(sums[:, 0])
         return
-    weights, scale = _weights(piece), 1.0
+    weights, scale = _weights(piece, lse), 1.0
     if piece.dropout is not None:
         weights, scale = weights.masked_fill_(piece.dropout.draw(weights), 0.0), 1.0 / piece.dropout.keep_p
     value = piece.read_value()
@@ -156,6 +158,7 @@ def attend_backward(
     piece: Piece,
     place: Tensor,
     sums: Sequence[Tensor] | None,
+    grad_lse: Tensor | None = None,
     output: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -167,6 +170,7 @@ def attend_backward(
         place: contiguous; the gradient of the query is put there.
         sums: `[n, s, D]` each; the gradients of key and value are added there. Without them, those overwrite the keys
             and values of the piece, which must be copies.
+        grad_lse: of a piece that is not fused, the gradient of the log-sum-exp `[n, l]`, or None.
         output: of a fused piece, what `attend` returned.
         lse: likewise.
 
@@ -209,6 +213,8 @@ def attend_backward(
         grad_weights.masked_fill_(is_dropped, 0.0)
     deliver(1, kept.to(grad.dtype).mT, grad, scale)  # values are not read again
     torch.ops.aten._softmax_backward_data.out(grad_weights, weights, -1, weights.dtype, grad_input=grad_weights)
+    if grad_lse is not None:
+        grad_weights.addcmul_(weights, grad_lse[..., None])
     grad_scores = grad_weights.to(query.dtype)
     _product(grad_scores, key, piece.scale, place)
     deliver(0, grad_scores.mT, query, piece.scale)

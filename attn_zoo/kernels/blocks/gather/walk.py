@@ -59,7 +59,7 @@ class _Walk:
         if call.seed is not None:
             generator = torch.Generator(call.query.device).manual_seed(int(call.seed))
             self._dropout = Dropout(keep_share(call.dropout_p), generator)
-        self.is_fused = has_fused(call.query, self._dropout)
+        self.is_fused = has_fused(call.query, self._dropout) and not call.has_lse
         self._pieces = Pieces(call, self.pattern, has_scores=not self.is_fused)
         self._scratch = Scratch()
 
@@ -116,30 +116,42 @@ class _Walk:
 
 
 def gather_forward(call: BlockCall) -> tuple[Tensor, Tensor | None]:
-    """Return the output and, where `gather_backward` needs them, the log-sum-exp of the scores, float32 `[B, H, L]`."""
+    """Return the output, and the log-sum-exp of the scores `[B, H, L]` where it is wanted or backward needs it.
+
+    Where a query sees nothing, a wanted one is minus infinity.
+    """
     note_path("block_sparse.gather")
     walk, query = _Walk(call), call.query
     output = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if walk.is_fused else None
+    lse: Tensor | None = None
+    if walk.is_fused or call.has_lse:
+        lse = query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
     for group, keys, values in walk.groups():
         for part, places in walk.parts(group, output, *(() if lse is None else (lse,))):
             for step in walk.steps(part, group, keys, values):
                 attend(step.piece, *(place[step.blocks] for place in places))
                 if step.is_dead is not None:
                     places[0][step.blocks].masked_fill_(step.is_dead, 0.0)
+                    if call.has_lse:
+                        places[1][step.blocks].masked_fill_(step.is_dead[..., 0], float("-inf"))
     return output, lse
 
 
 def gather_backward(
-    call: BlockCall, grad_output: Tensor, output: Tensor | None, lse: Tensor | None
+    call: BlockCall,
+    grad_output: Tensor,
+    output: Tensor | None,
+    lse: Tensor | None,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
     Args:
         call: as in `gather_forward`.
         grad_output: `[B, H, L, D]`, features side by side.
-        output: what `gather_forward` returned; not read, and None may be, unless it returned log-sum-exps.
-        lse: what it returned beside it.
+        output: what `gather_forward` returned; not read, and None may be, where no log-sum-exp is needed.
+        lse: what it returned beside it; likewise.
+        grad_lse: of a wanted log-sum-exp, or None.
     """
     walk = _Walk(call)
     pattern, head_dim = walk.pattern, call.query.shape[-1]
@@ -150,12 +162,16 @@ def gather_backward(
         leading = [_leading(total, group, head_dim, pattern) for total in totals]
         for part, (place,) in walk.parts(group, grad_query):
             blocks = [part.read(x) for x in (grad_output, *saved)]
+            lse_blocks = None if grad_lse is None else part.read(grad_lse)
             for step in walk.steps(part, group, keys, values):
                 grad, *forward = (x[step.blocks] for x in blocks)
                 if step.is_dead is not None:
                     grad = grad.masked_fill(step.is_dead, 0.0)
                 sums = leading if step.source is None else None
-                gradients = attend_backward(grad, step.piece, place[step.blocks], sums, *forward)
+                further = None if lse_blocks is None else lse_blocks[step.blocks]
+                if further is not None and step.is_dead is not None:
+                    further = further.masked_fill(step.is_dead[..., 0], 0.0)
+                gradients = attend_backward(grad, step.piece, place[step.blocks], sums, further, *forward)
                 if step.source is not None:
                     for total, rows in zip(totals, gradients, strict=True):
                         total.index_add_(0, step.source, rows.view(-1, keys.shape[1]).to(total.dtype))

@@ -119,7 +119,9 @@ def _options(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
 
 
 def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the scores, float32 `[B, H, L]`, in base 2.
+    """Return the output and the log-sum-exp of the scores, float32 `[B, H, L]`.
+
+    It is in base 2, and +inf where a query sees nothing; or, where it is wanted, natural and -inf there.
 
     Sums are in float32, products of float32 inputs too (not in TensorFloat32). The first call of a kind compiles, not
     that of a length.
@@ -165,15 +167,19 @@ def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
                 block_m=_MERGE_TOKENS,
                 head_dim=query.shape[-1],
             )
-    return output, lse
+    return output, (torch.where(lse.isinf(), -torch.inf, lse * math.log(2)) if call.has_lse else lse)
 
 
-def triton_backward(call: BlockCall, grad_output: Tensor, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def triton_backward(
+    call: BlockCall, grad_output: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from what `triton_forward` returned."""
     query, key, value, pattern = call.query, call.key, call.value, call.pattern
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
     batch_size, num_heads, query_len, head_dim = query.shape
     num_sequences, size = batch_size * num_heads, pattern.block_size
+    if call.has_lse:
+        lse = torch.where(lse.isinf(), torch.inf, lse / math.log(2))
     delta = torch.empty_like(lse)
     with torch.cuda.device_of(query):
         delta_kernel[(num_sequences * -(-query_len // _DELTA_TOKENS),)](
@@ -185,6 +191,8 @@ def triton_backward(call: BlockCall, grad_output: Tensor, output: Tensor, lse: T
             block_m=_DELTA_TOKENS,
             head_dim=head_dim,
         )
+        if grad_lse is not None:  # adds weight times gradient to the gradient of each score
+            delta -= grad_lse.masked_fill(lse.isinf(), 0.0)
         rows, row_starts = pattern.transposed
         options = _options(call, "key_gradient")
         num_splits, split_blocks = _splits(pattern.num_query_blocks)

@@ -1,4 +1,4 @@
-"""How time or memory grows with the sequence length: local slopes and a cost model.
+"""How time or memory grows with the sequence length: local slopes, a cost model, and where two curves cross.
 
 One power law over all lengths misleads: with time = a + bN + cN^2 the constant pulls the slope below its asymptote
 (0.57 on a curve whose asymptote is 2). So we report slopes between neighbouring lengths, where one can see them still
@@ -15,16 +15,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.resampling import TAILS, Samples, Sizes, log_medians
+from attn_zoo.statistics.medians import TAILS, Samples, Sizes, log_medians
 
-__all__ = [
-    "CostFit",
-    "Exponent",
-    "LocalSlope",
-    "fit_cost",
-    "fit_exponent",
-    "local_slopes",
-]
+__all__ = ["CostFit", "Crossover", "Exponent", "LocalSlope", "crossover", "fit_cost", "fit_exponent", "local_slopes"]
 
 NOISE_FLOOR = 2e-3
 """Relative error below which a fit counts as perfect: nothing we time repeats better than that."""
@@ -189,3 +182,87 @@ def fit_cost(lengths: Sequence[int], values: Sequence[float]) -> CostFit:
     assert best is not None  # a single positive column always has a positive coefficient
     a, b, c = (float(value / longest**power) for power, value in enumerate(best[2]))
     return CostFit(a=a, b=b, c=c, relative_rms=best[1] ** 0.5, aicc=best[0], lengths=tuple(int(x) for x in n))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossover:
+    """Where one curve gets below another for good.
+
+    Args:
+        kind: `"crosses"`; `"always_faster"`: below at every length both were measured at; `"never_in_range"`: not below
+            at the longest.
+        length: estimated crossing, in tokens; None unless it crosses in range.
+        low: lower end of the 95 % interval; None where it lies below the shortest length, or for no crossing at all.
+        high: upper end; None where it lies beyond the longest length.
+        support: fraction of the bootstrap resamples of the same kind.
+        lengths: that both have, ascending.
+    """
+
+    kind: Literal["crosses", "always_faster", "never_in_range"]
+    length: float | None
+    low: float | None
+    high: float | None
+    support: float
+    lengths: tuple[int, ...]
+
+
+def _last_crossing(log_lengths: NDArray[np.float64], gap: NDArray[np.float64]) -> float:
+    """Return the log length at which `gap` turns negative for good; -inf if it always is, +inf if not at the end."""
+    gap = np.where(np.abs(gap) < 1e-9, 0.0, gap)  # equal up to rounding is not cheaper
+    above = np.flatnonzero(gap >= 0)
+    if above.size == 0:
+        return -np.inf
+    left = int(above[-1])
+    if left == gap.size - 1:
+        return np.inf
+    share = gap[left] / (gap[left] - gap[left + 1])
+    return float(log_lengths[left] + share * (log_lengths[left + 1] - log_lengths[left]))
+
+
+def crossover(
+    samples_x: Samples,
+    samples_baseline: Samples,
+    seed: int = 0,
+    *,
+    sizes_x: Sizes | None = None,
+    sizes_baseline: Sizes | None = None,
+) -> Crossover:
+    """Find the length from which x costs less than the baseline, and keeps costing less up to the longest length.
+
+    The log ratio of medians is interpolated linearly in log length. Curves that cross several times count by the last
+    crossing from dearer to cheaper. The interval comes from resampling both curves.
+
+    Args:
+        samples_x: samples by length.
+        samples_baseline: likewise; only lengths that both have are used.
+        seed: of the resampling.
+        sizes_x: samples of each process, by length; lengths of one process may be left out.
+        sizes_baseline: likewise.
+
+    Raises:
+        ValueError: no length in common, or a sample is not positive and finite.
+
+    >>> crossover({256: [4.0], 1024: [16.0]}, {256: [1.0], 1024: [64.0]}).length
+    512.0
+    """
+    common = sorted(set(samples_x) & set(samples_baseline))
+    if not common:
+        raise ValueError(f"expected a length in common; got {sorted(samples_x)} and {sorted(samples_baseline)}")
+    _, logs_x, resampled_x = log_medians({n: samples_x[n] for n in common}, seed, sizes_x)
+    baseline = {n: samples_baseline[n] for n in common}
+    _, logs_baseline, resampled_baseline = log_medians(baseline, seed + 1, sizes_baseline)
+    log_lengths = np.log(common)
+    point = _last_crossing(log_lengths, logs_x - logs_baseline)
+    drawn = np.array([_last_crossing(log_lengths, gap) for gap in resampled_x - resampled_baseline])
+    # method="lower": interpolating between a finite crossing and an infinite one has no meaning.
+    low, high = np.quantile(drawn, TAILS, method="lower")
+    is_crossing = bool(np.isfinite(point))
+    same = np.isfinite(drawn) if is_crossing else drawn == point
+    return Crossover(
+        kind="crosses" if is_crossing else ("always_faster" if point < 0 else "never_in_range"),
+        length=round(float(np.exp(point)), 6) if is_crossing else None,
+        low=float(np.exp(low)) if np.isfinite(low) else None,
+        high=float(np.exp(high)) if np.isfinite(high) else None,
+        support=float(same.mean()),
+        lengths=tuple(common),
+    )

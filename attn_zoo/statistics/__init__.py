@@ -1,0 +1,38 @@
+"""What samples allow us to say: medians and means with intervals, and comparisons of two models or two curves.
+
+Intervals are 95 % unless asked otherwise. Everything random is seeded, so that a report made twice is the same twice.
+"""
+
+from __future__ import annotations
+
+from attn_zoo.statistics.growth import (
+    CostFit,
+    Crossover,
+    Exponent,
+    LocalSlope,
+    crossover,
+    fit_cost,
+    fit_exponent,
+    local_slopes,
+)
+from attn_zoo.statistics.medians import Ratio, median_interval, quartiles, time_ratio, time_summary
+from attn_zoo.statistics.paired import PairedDifference, mean_interval, paired_difference
+
+__all__ = [
+    "CostFit",
+    "Crossover",
+    "Exponent",
+    "LocalSlope",
+    "PairedDifference",
+    "Ratio",
+    "crossover",
+    "fit_cost",
+    "fit_exponent",
+    "local_slopes",
+    "mean_interval",
+    "median_interval",
+    "paired_difference",
+    "quartiles",
+    "time_ratio",
+    "time_summary",
+]

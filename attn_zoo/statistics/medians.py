@@ -1,0 +1,299 @@
+"""Medians of samples of one process or of several, how far they may be off, and ratios of two.
+
+Within one process a bootstrap says enough. Between processes it does not: of three, each in its own state of memory,
+clocks and neighbours, resampling covers the truth in three cases out of four at best. What differs between processes
+therefore enters as Student's t of their log medians, with one degree of freedom less than there are processes.
+
+All processes count alike: their value is the geometric mean of their medians. The median of all samples would lean to
+the fastest process, which takes more of them in its budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "TAILS",
+    "Ratio",
+    "Samples",
+    "Sizes",
+    "finite",
+    "log_medians",
+    "median_interval",
+    "quartiles",
+    "time_ratio",
+    "time_summary",
+]
+
+NUM_RESAMPLES = 2000
+
+TAILS = (0.025, 0.975)
+"""Of a 95 % interval."""
+
+MAX_SHIFT = 50.0
+"""Of a log median: a factor of 10^21, which stands for anything."""
+
+Samples = Mapping[int, Sequence[float]]
+"""Positive samples of one quantity by sequence length."""
+
+Sizes = Mapping[int, Sequence[int]]
+"""How many of these samples each process took, by sequence length; a length that is absent had one process."""
+
+Processes = Sequence[NDArray[np.float64]]
+
+
+def _by_process(samples: NDArray[np.float64], sizes: Sequence[int], what: str) -> list[NDArray[np.float64]]:
+    """Return the samples of each process; all of them in one where no sizes are given.
+
+    Args:
+        samples: of all processes, one after another.
+        sizes: of each (`Timing.process_sizes`).
+        what: they are, for the message.
+
+    Raises:
+        ValueError: the sizes do not add up, or samples of several processes are not positive: they need a logarithm.
+    """
+    if not sizes:
+        return [samples]
+    if min(sizes) < 1 or sum(sizes) != samples.size:
+        raise ValueError(f"{what}: expected positive sizes that add up to {samples.size} samples; got {list(sizes)}")
+    if len(sizes) > 1 and samples.min() <= 0:
+        raise ValueError(f"{what}: expected positive samples of several processes; got {float(samples.min())}")
+    return np.split(samples, np.cumsum(sizes)[:-1])
+
+
+def _middle(processes: Processes) -> float:
+    """Return the median of the samples of one process, or the geometric mean of the medians of several.
+
+    Args:
+        processes: the samples of each; positive where there are several.
+    """
+    if len(processes) == 1:
+        return float(np.median(processes[0]))
+    return float(np.exp(np.mean([np.log(np.median(part)) for part in processes])))
+
+
+def _resampled_medians(processes: Processes, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return `NUM_RESAMPLES` values that `_middle` might as well have had.
+
+    The samples of each process are drawn with replacement. With several processes the mean of each draw is also
+    multiplied by exp(t s / sqrt(k)): s is the standard deviation of the log medians of the k processes, t of Student's
+    distribution with k - 1 degrees of freedom.
+
+    Args:
+        processes: the samples of each; positive where there are several.
+        rng: of the draws.
+    """
+    # Sorted within each process: within one the order does not matter.
+    medians: list[NDArray[np.float64]] = [
+        np.median(np.sort(part)[rng.integers(0, part.size, size=(NUM_RESAMPLES, part.size))], axis=1)
+        for part in processes
+    ]
+    count = len(processes)
+    if count == 1:
+        return medians[0]
+    spread = np.log([np.median(part) for part in processes]).std(ddof=1)
+    # Of two processes, the outermost of these quantiles would take a time beyond what a float holds.
+    shift = np.clip(rng.permutation(_student(count - 1)) * spread / count**0.5, -MAX_SHIFT, MAX_SHIFT)
+    shifted: NDArray[np.float64] = np.exp(np.log(medians).mean(axis=0) + shift)
+    return shifted
+
+
+def _student(degrees: int) -> NDArray[np.float64]:
+    """Return quantiles of Student's distribution at evenly spaced probabilities: a sample without the luck of one."""
+    from scipy import special  # a fifth of a second that no worker needs
+
+    quantiles: NDArray[np.float64] = special.stdtrit(degrees, (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES)
+    return quantiles
+
+
+def log_medians(
+    samples: Samples, seed: int, sizes: Sizes | None = None
+) -> tuple[list[int], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the ascending lengths, the logs of `_middle` [lengths], and those resampled [resamples, lengths].
+
+    Raises:
+        ValueError: a length or sample is not positive and finite, or sizes do not add up.
+    """
+    lengths = sorted(samples)
+    medians, columns = [], []
+    for length in lengths:
+        array = np.asarray(samples[length], dtype=np.float64)
+        if length < 1 or array.size == 0 or not (np.isfinite(array).all() and (array > 0).all()):
+            raise ValueError(
+                f"length {length}: expected a positive length with positive, finite samples; got {array.tolist()}"
+            )
+        processes = _by_process(array, (sizes or {}).get(length, ()), f"length {length}")
+        # A generator per length, so that a longer run gives the lengths it shares with a shorter one the same slopes.
+        columns.append(_resampled_medians(processes, np.random.default_rng((seed, length))))
+        medians.append(_middle(processes))
+    return lengths, np.log(medians), np.log(np.stack(columns, axis=1)) if columns else np.empty((0, 0))
+
+
+def finite(values: Sequence[float], minimum: int, what: str) -> NDArray[np.float64]:
+    """Return `values` as an array.
+
+    Raises:
+        ValueError: there are fewer than `minimum`, or one is not finite.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size < minimum or not np.isfinite(array).all():
+        raise ValueError(f"{what}: expected at least {minimum} finite number(s); got {list(values)!r}")
+    return array
+
+
+def quartiles(samples: Sequence[float], process_sizes: Sequence[int] = ()) -> tuple[float, float, float]:
+    """Return lower quartile, median and upper quartile, by linear interpolation.
+
+    Of several processes each is the geometric mean of theirs: all count alike, however many samples they took.
+
+    Args:
+        samples: in any order within each process.
+        process_sizes: how many samples each process took, in order (`Timing.process_sizes`); empty for one process.
+
+    Raises:
+        ValueError: there is no sample, or one is not finite, the sizes do not add up, or a sample of several processes
+            is not positive.
+
+    >>> quartiles([4.0, 1.0, 3.0, 2.0, 5.0])
+    (2.0, 3.0, 4.0)
+    >>> quartiles([1.0, 4.0, 4.0, 4.0, 4.0], process_sizes=[1, 4])
+    (2.0, 2.0, 2.0)
+    """
+    parts = [np.quantile(part, [0.25, 0.5, 0.75]) for part in _processes(samples, process_sizes, "samples")]
+    low, median, high = parts[0] if len(parts) == 1 else np.exp(np.mean(np.log(parts), axis=0))
+    return float(low), float(median), float(high)
+
+
+def _processes(samples: Sequence[float], sizes: Sequence[int], what: str) -> list[NDArray[np.float64]]:
+    return _by_process(finite(samples, 1, what), sizes, what)
+
+
+def _tails(resampled: NDArray[np.float64], confidence: float) -> tuple[float, float]:
+    tail = (1.0 - confidence) / 2.0
+    low, high = np.quantile(resampled, [tail, 1.0 - tail])
+    return float(low), float(high)
+
+
+def median_interval(
+    samples: Sequence[float], confidence: float = 0.95, seed: int = 0, process_sizes: Sequence[int] = ()
+) -> tuple[float, float]:
+    """Return the interval of the median that `quartiles` gives.
+
+    Of one process it is the percentile bootstrap of its samples: the doubt **within that process only**. A process
+    keeps the memory, the clocks and the neighbours it found; another one, or the same a few minutes later, may lie far
+    outside. Identical samples give a width of zero, and so does a single one, of which nothing more can be said: show
+    the number of samples beside the interval. With fewer than about six samples it is little more than their range.
+
+    Where `process_sizes` says which samples belong together, what differs between processes is added as Student's t of
+    their log medians: three processes that differ by s (standard deviation) give about 2.5 s to either side, two give
+    9 s. By simulation (`tests/statistics/test_medians.py`) two such runs overlap in nine of ten cases as long as the
+    machine forgets its state within three times the time between two processes; what lasts for a whole run, no interval
+    of that run can see.
+
+    Args:
+        samples: in any order within each process; the result does not depend on it.
+        confidence: probability the interval is meant to cover.
+        seed: of the resampling.
+        process_sizes: how many samples each process took, in order (`Timing.process_sizes`); empty for one process.
+
+    Raises:
+        ValueError: there is no sample, or one is not finite, `confidence` is not between 0 and 1, the sizes do not
+            add up, or a sample of several processes is not positive.
+    """
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
+    processes = _processes(samples, process_sizes, "samples")
+    return _tails(_resampled_medians(processes, np.random.default_rng(seed)), confidence)
+
+
+def time_summary(samples_ms: Sequence[float], process_sizes: Sequence[int] = ()) -> dict[str, Any]:
+    """Return what `Timing` says of its samples: median, quartiles and the 95 % interval of the median, by field.
+
+    Args:
+        samples_ms: raw, in order.
+        process_sizes: how many samples each process took; empty for one process.
+
+    Raises:
+        ValueError: see `median_interval`.
+    """
+    q1, median, q3 = quartiles(samples_ms, process_sizes)
+    low, high = median_interval(samples_ms, process_sizes=process_sizes)
+    return {"median_ms": median, "q1_ms": q1, "q3_ms": q3, "low_ms": low, "high_ms": high}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """How many times one quantity is another, with its interval.
+
+    Args:
+        value: the median of the ratios of pairs, or the ratio of the medians where there are no pairs; of several
+            processes their geometric mean.
+        low: lower end of the interval.
+        high: upper end.
+        num_pairs: that were compared; 0 where the samples were not taken in turns.
+    """
+
+    value: float
+    low: float
+    high: float
+    num_pairs: int
+
+
+def time_ratio(
+    samples_a: Sequence[float],
+    samples_b: Sequence[float],
+    *,
+    is_paired: bool,
+    sizes_a: Sequence[int] = (),
+    sizes_b: Sequence[int] = (),
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Ratio:
+    """Return how many times a takes what b takes, with its interval.
+
+    Samples taken in turns are pairs: sample k of both, of the same process, is that of the same round. What slowed the
+    machine in that round slowed both, and drops out of their ratio. The series may differ in length, because a slower
+    callable spends its budget in fewer rounds: the rounds that only one has say nothing and are left out. The ratios
+    are then treated as samples in `median_interval`.
+
+    Without pairing (two runs, two bundles) both medians are resampled for themselves. Both intervals know of processes
+    what `median_interval` knows: of one, only what differs within it.
+
+    Args:
+        samples_a: positive, in the order in which they were taken.
+        samples_b: likewise.
+        is_paired: both were taken in turns: their records have the same, non-empty `bundle`.
+        sizes_a: samples of each process (`Timing.process_sizes`); empty for one.
+        sizes_b: likewise.
+        confidence: probability the interval is meant to cover.
+        seed: of the resampling.
+
+    Raises:
+        ValueError: no samples, one that is not positive and finite, sizes that do not add up, or pairs of different
+            numbers of processes.
+
+    >>> time_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0, 1.0], is_paired=True)
+    Ratio(value=2.0, low=2.0, high=2.0, num_pairs=3)
+    """
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
+    first, second = _processes(samples_a, sizes_a, "samples_a"), _processes(samples_b, sizes_b, "samples_b")
+    if min(float(part.min()) for part in (*first, *second)) <= 0:
+        raise ValueError("expected positive samples; a time of zero has no ratio")
+    rng = np.random.default_rng(seed)
+    if not is_paired:
+        value = _middle(first) / _middle(second)
+        low, high = _tails(_resampled_medians(first, rng) / _resampled_medians(second, rng), confidence)
+        return Ratio(value=value, low=low, high=high, num_pairs=0)
+    if len(first) != len(second):
+        raise ValueError(f"expected pairs of as many processes; got {len(first)} and {len(second)}")
+    rounds = [min(a.size, b.size) for a, b in zip(first, second, strict=True)]
+    ratios = [a[:count] / b[:count] for a, b, count in zip(first, second, rounds, strict=True)]
+    low, high = _tails(_resampled_medians(ratios, rng), confidence)
+    return Ratio(value=_middle(ratios), low=low, high=high, num_pairs=sum(rounds))

@@ -1,0 +1,394 @@
+"""MoBA: each query attends to the block it stands in and to the k - 1 blocks whose mean key it likes best.
+
+Lu et al. 2025, "MoBA: Mixture of Block Attention for Long-Context LLMs", arXiv 2502.13189, equations 2 to 6 and
+algorithm 1.
+    out_i = softmax(q_i K_N(i)^T / sqrt(D)) V_N(i),   N(i) = keys of the chosen blocks, causal only j <= i
+    score of block n for query i = <q_i, mean of the keys of block n>; minus infinity for blocks of the future
+Symbols: the paper's block size B is `block_size` C, its k is `top_k`, the own block among them.
+Routing is causal: only whole blocks of the past are scored, and the own block is taken without a score, so that its
+mean, which holds later keys, decides nothing.
+Cost: time O(B H L (k C + L / C) D): the scores of blocks are the second term, as large as the first at about 2 k C^2
+tokens; memory O(B H L k D).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import AbstractAttention
+from attn_zoo.attention.decode import KVCache
+from attn_zoo.attention.masks import blank_padding, masked_softmax, zero_padded_rows
+from attn_zoo.attention.oracle import expand_kv_heads
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention_with_lse
+from attn_zoo.kernels.blocks.call import Backend
+from attn_zoo.kernels.blocks.layout import PatternLayout
+from attn_zoo.kernels.blocks.merge import merge_attention
+from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
+from attn_zoo.registry import VariantConfig, register_attention
+
+_LARGEST_TILE = 64  # tokens that the engine's blocks have at most
+_MOST_SCORES = 1 << 22  # of one head that exist at a time, so that memory stays linear in the length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MobaConfig(VariantConfig):
+    """The paper's scaling-law models: blocks of 512 tokens, of which a query sees 3.
+
+    Args:
+        block_size: C, tokens in a block of keys; the last one may be shorter.
+        top_k: k, blocks that a query sees, its own among them.
+        backend: `"gather"` runs anywhere, `"flex"` is FlexAttention on a GPU, `"triton"` are our own kernels on a GPU;
+            `"auto"` takes one on a GPU where it can serve the call. A named one runs or is refused.
+    """
+
+    block_size: int = 512
+    top_k: int = 3
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        if min(self.block_size, self.top_k) < 1:
+            least = min(self.block_size, self.top_k)
+            raise ValueError(f"block_size, top_k: expected at least 1; got {least}")
+
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        """Return less for FlexAttention, which has no dropout."""
+        if self.backend != "flex":
+            return capabilities
+        return capabilities.without(attention_dropout="backend 'flex' has none")
+
+    @property
+    def tile(self) -> int:
+        """Tokens of the blocks that the engine computes: they divide the routing's."""
+        return math.gcd(self.block_size, _LARGEST_TILE)
+
+    @classmethod
+    def check_options(cls) -> tuple[dict[str, Any], ...]:
+        """Return blocks small enough to leave keys unseen, also such as are not a power of two."""
+        return {"block_size": 16, "top_k": 3}, {"block_size": 12, "top_k": 2}
+
+    @classmethod
+    def budgets(cls, seq_len: int) -> tuple[dict[str, Any], ...]:
+        """Return more and more blocks; the last has them all."""
+        return tuple({"block_size": 8, "top_k": count} for count in (1, 4, -(-seq_len // 8)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnBlockLayout(PatternLayout):
+    """Each query sees the block of `block_size` tokens that it stands in, computed in tiles."""
+
+    query_len: int
+    block_size: int
+    tile: int
+    is_causal: bool
+
+    def make(self, device: str) -> BlockPattern:
+        """Return the pattern: block diagonal."""
+        per_block = self.block_size // self.tile
+        rows = torch.arange(-(-self.query_len // self.tile), device=device)[:, None]
+        tiles = rows // per_block * per_block + torch.arange(per_block, device=device)
+        return make_pattern(
+            tiles[None],
+            tiles <= rows if self.is_causal else tiles < len(rows),
+            query_len=self.query_len,
+            key_len=self.query_len,
+            block_size=self.tile,
+            is_causal=self.is_causal,
+        )
+
+
+def choose_blocks(query: Tensor, key: Tensor, config: MobaConfig, *, is_causal: bool, padding: Tensor | None) -> Tensor:
+    """Return the blocks that each query sees beside its own, int64 `[B, H, L, min(k - 1, blocks)]`; -1 for none.
+
+    Scores are in float32 at least, as the authors'. A block without a key that is not padding is never chosen.
+
+    Args:
+        query: `[B, H, L, D]`, the last L of the S positions.
+        key: `[B, H, S, D]`.
+        config: block size and k.
+        is_causal: choose among the blocks before the query's own.
+        padding: bool `[B, S]`, True = padding, or None.
+    """
+    (batch_size, num_heads, query_len, head_dim), key_len, size = query.shape, key.shape[2], config.block_size
+    num_blocks = -(-key_len // size)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    is_key = torch.ones(1, key_len, dtype=torch.bool, device=key.device) if padding is None else ~padding
+    is_key = torch.nn.functional.pad(is_key, (0, num_blocks * size - key_len)).unflatten(1, (num_blocks, size))
+    keys = torch.nn.functional.pad(blank_padding(key, padding).to(wide), (0, 0, 0, num_blocks * size - key_len))
+    sums = keys.view(batch_size, num_heads, num_blocks, size, head_dim).sum(3)
+    counts = is_key.sum(-1)[:, None, :, None]  # [B or 1, 1, blocks, 1]
+    means = (sums / counts.clamp(min=1)).mT  # [B, H, D, blocks]
+    own = torch.arange(key_len - query_len, key_len, device=key.device) // size
+    block = torch.arange(num_blocks, device=key.device)
+    step = max(1, _MOST_SCORES // num_blocks)
+    routing = []
+    for queries, own_block in zip(query.split(step, dim=2), own.split(step), strict=True):
+        is_choice = block < own_block[:, None] if is_causal else block != own_block[:, None]
+        is_choice = is_choice & (counts[..., 0] > 0)[:, :, None]
+        scores = (queries.to(wide) @ means).masked_fill(~is_choice, float("-inf"))  # [B, H, some of L, blocks]
+        best, blocks = scores.topk(min(config.top_k - 1, num_blocks), dim=-1)
+        routing.append(blocks.masked_fill(best.isneginf(), -1))
+    return routing[0] if len(routing) == 1 else torch.cat(routing, dim=2)
+
+
+def routing_mask(routing: Tensor, key_len: int, config: MobaConfig, *, is_causal: bool) -> Tensor:
+    """Return bool `[B, H, L, S]`, True = may be seen: the own block and the chosen ones."""
+    batch_size, num_heads, query_len, _ = routing.shape
+    position = torch.arange(key_len, device=routing.device)
+    standing = position[key_len - query_len :, None]
+    own = (standing // config.block_size).expand(batch_size, num_heads, -1, -1)
+    chosen = torch.cat([own, routing], dim=-1)  # [B, H, L, k]
+    blocks = torch.zeros(
+        (*routing.shape[:3], -(-key_len // config.block_size) + 1), dtype=torch.bool, device=routing.device
+    )
+    blocks.scatter_(-1, chosen + 1, value=True)  # the first place is for none
+    keep = blocks[..., 1:].repeat_interleave(config.block_size, -1)[..., :key_len]
+    return keep & (position <= standing) if is_causal else keep
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Where each (query, chosen block) is computed: in tiles of queries that share one block.
+
+    Args:
+        place: int64 `[B, H, L * choices]`, the place of each among the tiles' queries; of none, the last place.
+        token: int64 `[B, H, places]`, the query at each place; 0 where there is none.
+        pattern: what each tile sees.
+    """
+
+    place: Tensor
+    token: Tensor
+    pattern: BlockPattern
+
+
+def num_tiles_of(num_pairs: int, num_blocks: int, tile: int) -> int:
+    """Return how many tiles of queries there can be at most, and one more that takes the places of no choice."""
+    return num_pairs // tile + num_blocks + 1
+
+
+def dispatch(routing: Tensor, key_len: int, config: MobaConfig) -> Dispatch:
+    """Sort queries by chosen block, each block's into tiles of their own, without waiting for the device.
+
+    Tiles are as many as there can be at most; those left over see nothing.
+    """
+    batch_size, num_heads, query_len, num_choices = routing.shape
+    num_pairs, num_blocks, tile = query_len * num_choices, -(-key_len // config.block_size), config.tile
+    num_tiles = num_tiles_of(num_pairs, num_blocks, tile)
+    chosen = routing.flatten(2)
+    block, order = torch.where(chosen < 0, num_blocks, chosen).sort(dim=-1, stable=True)  # [B, H, pairs]
+    bounds = torch.arange(num_blocks + 1, device=routing.device).expand(batch_size, num_heads, -1).contiguous()
+    starts = torch.searchsorted(block.contiguous(), bounds)  # of each block's pairs; the last is that of none
+    tiles = (starts.diff() + tile - 1) // tile
+    ends = tiles.cumsum(-1)
+    first_tile = torch.nn.functional.pad(ends - tiles, (0, 1))
+    rank = torch.arange(num_pairs, device=routing.device) - starts.gather(-1, block)
+    place = first_tile.gather(-1, block) * tile + rank
+    place = place.masked_fill(block == num_blocks, num_tiles * tile - 1)
+    token = torch.zeros(batch_size, num_heads, num_tiles * tile, dtype=torch.long, device=routing.device)
+    token.scatter_(-1, place, order // max(num_choices, 1))
+    number = torch.arange(num_tiles, device=routing.device).expand(batch_size, num_heads, -1).contiguous()
+    block_of_tile = torch.searchsorted(ends, number, right=True)[..., None]  # [B, H, tiles, 1]
+    per_block = config.block_size // tile
+    seen = block_of_tile * per_block + torch.arange(per_block, device=routing.device)
+    pattern = make_pattern(
+        seen,
+        (block_of_tile < num_blocks) & (seen < -(-key_len // tile)),
+        query_len=num_tiles * tile,
+        key_len=key_len,
+        block_size=tile,
+        is_dynamic=True,
+    )
+    return Dispatch(torch.zeros_like(place).scatter_(-1, order, place), token, pattern)
+
+
+def moba_pairs(shape: Shape) -> float:
+    """Return the pairs of query and key that see each other in one head.
+
+    Exact but for a shorter last block in the bidirectional form, which counts as chosen as often as the others.
+    """
+    config: MobaConfig = shape.config or MobaConfig()
+    length, size, choices = shape.query_len, config.block_size, config.top_k - 1
+    num_whole, rest = divmod(length, size)
+    if shape.is_causal:
+        few = min(choices, num_whole)  # the first blocks have fewer before them than there are choices
+        chosen = few * (few - 1) // 2 + (num_whole - few) * choices
+        own = num_whole * size * (size + 1) // 2 + rest * (rest + 1) // 2
+        return own + chosen * size * size + rest * min(choices, num_whole) * size
+    num_others = num_whole - (rest == 0)  # blocks to choose from
+    choices, own = min(choices, num_others), num_whole * size * size + rest * rest
+    if num_others < 1:
+        return own
+    seen_from_whole = (length - size) / num_others  # tokens of a block, in the mean
+    return own + num_whole * size * choices * seen_from_whole + rest * choices * size
+
+
+def _gate_products(shape: Shape, config: MobaConfig) -> int:
+    """Return the pairs of query and block that are scored in one head."""
+    return shape.query_len * -(-shape.key_len // config.block_size) if config.top_k > 1 else 0
+
+
+def moba_flops(shape: Shape) -> int:
+    """Count a multiply and an add for each visible pair and feature in both products, and for the scores of blocks."""
+    config: MobaConfig = shape.config or MobaConfig()
+    products = 4 * moba_pairs(shape) + 2 * _gate_products(shape, config)
+    return round(shape.batch_size * shape.num_heads * shape.head_dim * products)
+
+
+def moba_backward_ratio(shape: Shape) -> float:
+    """Count five matrix products for two where attention is computed, and none for the scores of blocks.
+
+    Attention is computed in whole tiles, of which there are as many as the routing can need at most.
+    """
+    config: MobaConfig = shape.config or MobaConfig()
+    tile, num_rows = config.tile, -(-shape.query_len // config.tile)
+    pairs = num_rows * min(num_rows, config.block_size // tile) * tile * tile
+    if config.top_k > 1:
+        num_blocks = -(-shape.key_len // config.block_size)
+        num_tiles = num_tiles_of(shape.query_len * min(config.top_k - 1, num_blocks), num_blocks, tile)
+        pairs += num_tiles * tile * config.block_size
+    return 2.5 * 4 * pairs / (4 * pairs + 2 * _gate_products(shape, config))
+
+
+def moba_state_bytes(shape: Shape, itemsize: int) -> int:
+    """Count the keys and values of all positions so far."""
+    return 2 * shape.batch_size * shape.num_kv_heads * shape.key_len * shape.head_dim * itemsize
+
+
+@register_attention(
+    "moba",
+    config=MobaConfig,
+    capabilities=Capabilities(
+        bidirectional=True,
+        causal=True,
+        cross_attention=False,
+        key_padding_mask=True,
+        decode="kv_cache",
+        grouped_query=True,
+        is_padding_invariant=True,
+        why={
+            "cross_attention": "a query always sees the block it stands in, and stands in none of another sequence",
+            "positions": "queries are sorted by the block they chose, which loses their distances",
+            "is_permutation_invariant": "blocks are made of neighbours",
+        },
+    ),
+    complexity=Complexity(
+        time="B H L (k C + L / C) D",
+        memory="B H L k D",
+        time_exponent=1.82,  # from 1 to 2: the default blocks at four million tokens are still on the way
+        memory_exponent=1,
+        sequential_ops="1",
+        max_path="depends on the data",
+        flops=moba_flops,
+        backward_ratio=moba_backward_ratio,
+        state_bytes=moba_state_bytes,
+    ),
+    reference=Reference(
+        title="MoBA: Mixture of Block Attention for Long-Context LLMs",
+        authors="Lu et al.",
+        year=2025,
+        url="https://arxiv.org/abs/2502.13189",
+        equation="2-6; algorithm 1",
+        code="https://github.com/MoonshotAI/MoBA",
+        deviations=(
+            "The bidirectional form is ours, the paper has the causal one: all blocks but the own are scored.",
+            "A block of padding alone is never chosen, and means are over keys that are not padding.",
+        ),
+    ),
+)
+class MobaAttention(AbstractAttention):
+    """Exact softmax over the own block and the chosen ones.
+
+    Args:
+        config: the variant's options.
+        build: sizes and direction.
+    """
+
+    config: MobaConfig
+
+    def route(self, query: Tensor, key: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Return the blocks that each query sees beside its own, `[B, H, L, choices]`; -1 for none."""
+        with torch.no_grad():
+            return choose_blocks(
+                query,
+                expand_kv_heads(key, self.build.num_heads),
+                self.config,
+                is_causal=self.build.is_causal,
+                padding=key_padding_mask,
+            )
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        build, config = self.build, self.config
+        routing = self.route(query, key, key_padding_mask=key_padding_mask)
+        key, value = (expand_kv_heads(x, build.num_heads) for x in (key, value))
+        options: dict[str, Any] = {
+            "key_padding_mask": key_padding_mask,
+            "dropout_p": build.dropout_p if self.training else 0.0,
+            "backend": config.backend,
+        }
+        own = OwnBlockLayout(
+            query_len=query.shape[2], block_size=config.block_size, tile=config.tile, is_causal=build.is_causal
+        )
+        output, lse = block_sparse_attention_with_lse(query, key, value, own, **options)
+        if routing.shape[-1] == 0:
+            return output
+        plan = dispatch(routing, key.shape[2], config)
+        routed = query.gather(2, plan.token[..., None].expand(-1, -1, -1, query.shape[-1]))
+        outputs, lses = block_sparse_attention_with_lse(routed, key, value, plan.pattern, **options)
+        outputs = outputs.gather(2, plan.place[..., None].expand(-1, -1, -1, query.shape[-1]))
+        lses = lses.gather(2, plan.place)
+        choices = routing.shape[-1]
+        return merge_attention(
+            [output, *outputs.unflatten(2, (-1, choices)).unbind(3)], [lse, *lses.unflatten(2, (-1, choices)).unbind(3)]
+        )
+
+    def reference(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        routing: Tensor | None = None,
+    ) -> Tensor:
+        """Compute softmax under the dense mask of the routing, by default its own, without dropout."""
+        if routing is None:
+            routing = self.route(query, key, key_padding_mask=key_padding_mask)
+        key, value = (expand_kv_heads(blank_padding(x, key_padding_mask), query.shape[1]) for x in (key, value))
+        keep = routing_mask(routing, key.shape[2], self.config, is_causal=self.build.is_causal)
+        if key_padding_mask is not None:
+            keep = keep & ~key_padding_mask[:, None, None]
+        scores = query @ key.mT * query.shape[-1] ** -0.5  # [B, H, L, S]
+        return zero_padded_rows(masked_softmax(scores, keep) @ value, key_padding_mask)
+
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """Return an empty cache of keys and values.
+
+        Raises:
+            UnsupportedError: built bidirectional.
+        """
+        self._require_state()
+        return KVCache.empty(batch_size, self.build.num_kv_heads, self.build.head_dim, device=device, dtype=dtype)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
+        """Attend from one new position to its block so far and to the chosen ones of the cache."""
+        if query.shape[2] != 1:
+            raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
+        return self.prefill(query, key, value, state)
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+        """Attend from new positions, at once where nothing came before, else densely under the mask of the routing."""
+        if state is None:
+            state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
+        is_start = state.length == 0
+        if (length := state.length + query.shape[2]) > self.build.max_seq_len:
+            raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this makes {length}")
+        state = state.append(key, value)
+        run = self.forward if is_start and query.shape[2] > 1 else self.reference
+        return run(query, state.keys, state.values), state
