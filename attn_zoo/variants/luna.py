@@ -41,7 +41,7 @@ class LunaConfig(VariantConfig):
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
         """Return a memory shorter than the sequences."""
-        return {"packed_len": 8}, {"packed_len": 1}
+        return {"packed_len": 8}, {"packed_len": 3}
 
 
 def _sizes(shape: Shape) -> tuple[int, int]:

@@ -210,11 +210,12 @@ def test_impossible_sizes():
         build_attention("retention", BuildContext(embed_dim=EMBED, num_heads=2, max_seq_len=64, is_causal=True))
 
 
-def test_one_graph_for_the_compiler():
+def test_one_graph_for_the_compiler_whatever_the_length():
     mixer: AbstractMixer = make(chunk_len=16)
-    compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
-    hidden = draw(50)
-    torch.testing.assert_close(compiled(hidden), mixer(hidden))
+    compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (50, 70, 200):
+        hidden = draw(length)
+        torch.testing.assert_close(compiled(hidden), mixer(hidden))
 
 
 def test_it_learns_a_language():

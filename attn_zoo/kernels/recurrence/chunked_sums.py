@@ -8,8 +8,6 @@ state S, of which one is kept for each chunk.
 
 from __future__ import annotations
 
-from math import isqrt
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -70,17 +68,18 @@ def chunked_sums_flops(length: int, chunk_len: int, key_dim: int, value_dim: int
 
 
 def _states(parts: Tensor, start: Tensor, decay: Tensor) -> Tensor:
-    """Return S_0 .. S_{n-1} of S_i = decay S_{i-1} + part_i, `[B, H, n, D, V]`, in about 2 sqrt(n) steps.
+    """Return S_0 .. S_{n-1} of S_i = decay S_{i-1} + part_i, `[B, H, n, D, V]`, in O(sqrt(n)) steps.
 
-    All groups of sqrt(n) parts are summed at once, then the groups one after another.
+    Groups of at least sqrt(n) parts are summed side by side, then the groups one after another.
 
     Args:
         parts: `[B, H, n, D, V]`.
         start: S_0 `[B, H, D, V]`.
         decay: `[H, 1, 1, 1]`.
     """
-    count = parts.shape[2]
-    size = isqrt(count - 1) + 1
+    count, size = parts.shape[2], 1
+    while size * size < count:
+        size *= 2
     groups = pad(parts, (0, 0, 0, 0, 0, -count % size)).unflatten(2, (-1, size))
     inside = [torch.zeros_like(groups[:, :, :, 0])]  # of each group, from zero
     for index in range(size):
