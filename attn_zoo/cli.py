@@ -36,7 +36,7 @@ Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
 
 
 def _load(files: list[Path] | None) -> None:
-    from attn_zoo.discovery import load_file
+    from attn_zoo.registry import load_file
 
     for path in files or []:
         load_file(path)
@@ -90,17 +90,32 @@ def list_command(
 
 
 @app.command()
-def show(name: str, files: VariantFiles = None, as_json: Json = False) -> None:
+def show(
+    name: str,
+    files: VariantFiles = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure how cost, sequential operations and path length grow (seconds).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show everything known about a variant: source, claims, capabilities, options."""
+    from dataclasses import asdict
+
     from attn_zoo.attention import describe
-    from attn_zoo.console import print_json, print_variant, variant_data
+    from attn_zoo.console import print_complexity, print_json, print_variant, variant_data
 
     _load(files)
     info = describe(name)
+    rows = None
+    if measure:
+        from attn_zoo.conformance import measure_complexity
+
+        rows = measure_complexity(name)
     if as_json:
-        print_json(variant_data(info))
-    else:
-        print_variant(info)
+        print_json(variant_data(info) | ({} if rows is None else {"measured": [asdict(row) for row in rows]}))
+        return
+    print_variant(info)
+    print_complexity(rows or ())
 
 
 @app.command()

@@ -68,7 +68,7 @@ def draw_roofline(one: PanelAnalysis, looks: Looks) -> Page | None:
             taken += _draw_points(roof, series, looks[label], lengths)
             last, words = series[-1], f"{plain(label)} {percent(series[-1].roof_frac)}"
             radius = _mark_size(last.seq_len, lengths) / 2
-            names.append(PointName(words, looks[label].colour, last.intensity, last.flops_per_s, radius))
+            names.append(PointName(words, looks[label].colour, last.flops_per_byte, last.flops_per_s, radius))
         inside = roof.get_window_extent()
         frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
         draw_point_names(roof, names, frame, taken)
@@ -93,7 +93,7 @@ def _mark_size(length: int, lengths: Sequence[int]) -> float:
 def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> list[Box]:
     """Set up the axes, draw the roof and the data sheet's above it, and return boxes that names must not cover."""
     product, copy = ceilings.matmul_flops_per_s, ceilings.copy_bytes_per_s
-    intensities, rates = [row.intensity for row in every], [row.flops_per_s for row in every]
+    intensities, rates = [row.flops_per_byte for row in every], [row.flops_per_s for row in every]
     left, right = min(*intensities, product / copy) / 2.5, max(*intensities, product / copy) * 3
     log_axis(axes, "x", left, right, lambda value: human_length(value) if value >= 1 else human_number(value), 2)
     axes.set_xlabel("useful FLOP per byte that must move")
@@ -133,7 +133,7 @@ def _along(start: Any, end: Any, radius: float) -> list[Box]:
 
 def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: Sequence[int]) -> list[Box]:
     """Draw a line through the lengths, and a mark for each that grows with it; return boxes around all that."""
-    points = [(row.intensity, row.flops_per_s) for row in series]
+    points = [(row.flops_per_byte, row.flops_per_s) for row in series]
     axes.plot(*zip(*points, strict=True), color=look.colour, ls=look.line, lw=1.1, alpha=0.7, zorder=2.5)
     boxes = []
     pixels = axes.transData.transform(points)
