@@ -64,9 +64,9 @@ def luna_projection_flops(shape: Shape) -> int:
 
 
 def luna_bytes(shape: Shape, itemsize: int) -> int:
-    """Count inputs, output and the first memory."""
+    """Count inputs, output, and the first memory or the norm of a later one. What passes between layers is left out."""
     packed_len, width = _sizes(shape)
-    return shape.io_bytes(itemsize) + packed_len * width * itemsize
+    return shape.io_bytes(itemsize) + (2 if shape.layer_index else packed_len) * width * itemsize
 
 
 def luna_projection_bytes(shape: Shape, itemsize: int) -> int:

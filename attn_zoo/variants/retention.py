@@ -126,7 +126,7 @@ def retention_state_bytes(shape: Shape, itemsize: int) -> int:
         memory="B H L (C + V)",
         time_exponent=1,
         memory_exponent=1,
-        sequential_ops="sqrt(L / C)",
+        sequential_ops="sqrt(L)",
         max_path="1",
         flops=retention_flops,
         projection_flops=retention_projection_flops,
