@@ -90,17 +90,32 @@ def list_command(
 
 
 @app.command()
-def show(name: str, files: VariantFiles = None, as_json: Json = False) -> None:
+def show(
+    name: str,
+    files: VariantFiles = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure how cost, sequential operations and path length grow (seconds).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show everything known about a variant: source, claims, capabilities, options."""
+    from dataclasses import asdict
+
     from attn_zoo.attention import describe
-    from attn_zoo.console import print_json, print_variant, variant_data
+    from attn_zoo.console import print_complexity, print_json, print_variant, variant_data
 
     _load(files)
     info = describe(name)
+    rows = None
+    if measure:
+        from attn_zoo.conformance import measure_complexity
+
+        rows = measure_complexity(name)
     if as_json:
-        print_json(variant_data(info))
-    else:
-        print_variant(info)
+        print_json(variant_data(info) | ({} if rows is None else {"measured": [asdict(row) for row in rows]}))
+        return
+    print_variant(info)
+    print_complexity(rows or ())
 
 
 @app.command()
@@ -317,7 +332,7 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
 
     store = Store(folder)
     planned, scan = _stored_plan(store, files, data_dir), store.scan()
-    now = standing(planned, list(scan.records.values()), store.parts.count())
+    now = standing(planned, list(scan.records.values()), store.repeats.count())
     if as_json:
         counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
         left = [item.cell.id for item in now.left]
@@ -343,9 +358,8 @@ def retry(
     jobs: Jobs = 1,
 ) -> None:
     """Run the cells of a folder again that failed. The old records are kept in its folder `replaced`."""
-    from attn_zoo.matrix.status_sets import ANSWERS
     from attn_zoo.matrix.store.store import Store
-    from attn_zoo.records import STATUSES
+    from attn_zoo.records import ANSWERS, STATUSES
 
     planned = _stored_plan(Store(folder), files, data_dir)
     statuses = only or [status for status in STATUSES if status not in ANSWERS]

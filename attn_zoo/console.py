@@ -15,7 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
-    from attn_zoo.conformance import CheckResult
+    from attn_zoo.conformance import CheckResult, MeasuredComplexity
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 
@@ -23,6 +23,7 @@ __all__ = [
     "err",
     "out",
     "print_checks",
+    "print_complexity",
     "print_json",
     "print_plan",
     "print_standing",
@@ -141,6 +142,20 @@ def print_variant(info: VariantInfo) -> None:
         out.print("No options.")
 
 
+def print_complexity(rows: Sequence[MeasuredComplexity]) -> None:
+    """Print claimed and measured exponents of the sequence length, one table for each direction."""
+    for row in rows:
+        growths = (
+            ("cost of a layer", row.cost),
+            ("sequential operations", row.sequential_ops),
+            ("maximum path length", row.max_path),
+        )
+        cells = [(what, f"L^{growth.claimed:g}", growth.in_words()) for what, growth in growths]
+        out.print()
+        title = f"Growth with the length L, {'causal' if row.is_causal else 'bidirectional'}"
+        print_table(title, ("", "claimed", "measured"), cells)
+
+
 def variant_data(info: VariantInfo) -> dict[str, Any]:
     """Return a `VariantInfo` as plain data, without the formulas."""
     cost = {key: value for key, value in asdict(info.complexity).items() if not callable(value)}
@@ -209,8 +224,8 @@ def print_plan(plan: Plan) -> None:
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         out.print(f"refused: {escape(cells[0])}{more}: {escape(reason)}", soft_wrap=True)
     refused = sum(len(cells) for cells in reasons.values())
-    rounds = max((item.num_rounds for item in plan.cells), default=1)
-    repeated = sum(item.num_rounds > 1 and item.refusal is None for item in plan.cells)
+    rounds = max((item.separate_repeats for item in plan.cells), default=1)
+    repeated = sum(item.separate_repeats > 1 and item.refusal is None for item in plan.cells)
     repeats = f"{repeated} of them in up to {rounds} rounds over the matrix, a process each time; " if repeated else ""
     places = {(item.cell.device, item.cell.threads) for item in plan.cells if item.estimate_s is not None}
     rates = sorted({(device, assumed_rate(device, threads) / 1e9) for device, threads in places})
@@ -235,7 +250,7 @@ def print_summary(summary: Summary) -> None:
         more = f" and {len(summary.left) - len(shown)} more" if len(summary.left) > len(shown) else ""
         why = f" ({summary.stopped})" if summary.stopped else ""
         out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
-        kept = f"; {summary.num_parts} of their repeats are kept" if summary.num_parts else ""
+        kept = f"; {summary.num_repeats} of their repeats are kept" if summary.num_repeats else ""
         out.print(f"the same command goes on from here{kept}")
     elif summary.counts:
         out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)

@@ -233,6 +233,7 @@ class Shape:
         is_cross: keys and values come from another sequence.
         position: scheme inside the attention.
         form: how the variant is called.
+        layer_index: 0-based depth, for mechanisms that differ by layer.
         config: the variant's own options, an instance of its config class.
     """
 
@@ -247,6 +248,7 @@ class Shape:
     is_cross: bool = False
     position: Position = "none"
     form: Form = "attention"
+    layer_index: int = 0
     config: Any = None
 
     def __post_init__(self) -> None:

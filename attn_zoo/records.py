@@ -18,6 +18,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from attn_zoo.errors import StoreError
 
 __all__ = [
+    "ANSWERS",
+    "CLEAN",
+    "STOPPERS",
     "COMMIT_FIELDS",
     "LOWER_IS_BETTER",
     "MEASURED_PHASES",
@@ -43,14 +46,15 @@ __all__ = [
 SCHEMA_VERSION = 1
 """Of the JSON form. History: 1, first."""
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of the way we measure. Part of every scaling cell's key, so that results never mix. History: 1, first; 2, other
 random inputs on a CPU, drawn on all threads; one gate per run for cells equal in all that a gate depends on; 3,
-freed memory stays in the process that measures."""
+freed memory stays in the process that measures; 4, the digest of a variant covers all of this package that a call
+runs."""
 
-TRAINING_VERSION = 2
+TRAINING_VERSION = 3
 """Of the way we train; likewise for accuracy cells. History: 1, first; 2, every kind of task, bucketing by length,
-self-pretraining."""
+self-pretraining; 3, the digest of a variant covers all of this package that trains it."""
 
 STEP_VERSION = 100 * PROTOCOL_VERSION + TRAINING_VERSION
 """Of training steps that are timed, which depend on both."""
@@ -77,6 +81,15 @@ Status = Literal[
 """What became of a cell. `cancelled` is reserved: a cell that is stopped leaves no record, and the next run takes it
 up."""
 STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
+
+ANSWERS = frozenset({"ok", "unsupported"})
+"""The run did what was asked; every other status makes its exit code 1."""
+
+CLEAN = frozenset({"ok", "unsupported", "gate_failed", "diverged"})
+"""A process is as good after these as before. After any other it is replaced."""
+
+STOPPERS = frozenset({"oom_device", "oom_host", "skipped_after_oom", "timeout"})
+"""After these, longer lengths of the same curve are not tried: they need more of the same."""
 
 CallPass = Literal["infer", "fwd", "bwd", "fwd_bwd"]
 """Passes of one call; see `PASSES`."""
@@ -365,11 +378,12 @@ class Cell(Json):
     """One point of a matrix. Fields that do not apply to its kind are None.
 
     Args:
-        kind: `"scaling"` (time and memory of one call or training step) or `"accuracy"` (a training run).
+        kind: `"scaling"` (time and memory of one call or training step), `"accuracy"` (a training run), or another of
+            `attn_zoo.matrix.kinds`.
         variant: registered name.
         label: what plots call it; the variant's name unless the matrix gives option sets names of their own.
         options: the variant's options as given.
-        variant_digest: of the variant's source file.
+        variant_digest: of the variant's source file and of what the measured code imports.
         dtype: name of the floating-point type.
         device: `"cpu"` or `"cuda"`.
         batch_size: B.
@@ -392,12 +406,12 @@ class Cell(Json):
         grid: the names among `overrides` that the matrix tunes: the same trials for every variant, of which the report
             takes the one that is best on validation.
         data_digest: of the task's data.
-        together: digest of all that are timed in turns with this cell, itself included, and in how many processes;
-            empty where it is timed alone. The same for all lengths.
+        together: digest of all that are timed in turns with this cell, itself included, and of the number of
+            repeats; empty where it is timed alone. The same for all lengths.
         protocol_version: `PROTOCOL_VERSION` or, for accuracy, `TRAINING_VERSION`; for training steps `STEP_VERSION`.
     """
 
-    kind: Literal["scaling", "accuracy"]
+    kind: str
     variant: str
     label: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -444,38 +458,33 @@ class Cell(Json):
 
     @property
     def id(self) -> str:
-        """Readable name, such as `linformer/scaling/fwd/L4096/bf16/seed0`. Not unique across option sets."""
+        """Readable name, such as `linformer/scaling/fwd/L4096/bf16/seed0`. Not unique across option sets.
+
+        What a training protocol decides is not repeated.
+        """
         short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(
             self.dtype, self.dtype
         )
-        name = self.label or self.variant
-        if self.kind == "scaling":
-            extra = [
-                part
-                for part, is_on in (
-                    ("mixer", self.scope == "mixer"),
-                    (str(self.protocol), self.scope == "model"),
-                    (f"B{self.batch_size}", self.scope == "model"),
-                    ("causal", self.is_causal),
-                    ("padded", self.has_padding),
-                    (f"dropout{self.dropout_p:g}", self.dropout_p > 0 and self.scope != "model"),
-                    (f"D{self.head_dim}", self.head_dim not in (None, 64) and self.scope != "model"),
-                )
-                if is_on
-            ]
-            return "/".join([name, self.kind, str(self.pass_), f"L{self.seq_len}", short, *extra, f"seed{self.seed}"])
-        extra = [
-            part
-            for part, is_on in (
-                (short, self.dtype != "float32"),
-                ("causal", self.is_causal),
-                ("pretrain", bool(self.overrides.get("pretrain")) and "pretrain" not in self.grid),
-            )
-            if is_on
-        ]
-        extra += [f"{tried}{_short(self.overrides.get(tried))}" for tried in self.grid]
-        place = [str(self.task), str(self.level), str(self.protocol)]
-        return "/".join([name, self.kind, *place, *extra, f"seed{self.seed}"])
+        is_training, has_own_sizes = self.task is not None, self.protocol is None
+        parts = (
+            (str(self.task), is_training),
+            (str(self.level), is_training),
+            (str(self.protocol), is_training),
+            (str(self.pass_), self.pass_ is not None),
+            (f"L{self.seq_len}", self.seq_len is not None),
+            (short, not is_training or self.dtype != "float32"),
+            ("mixer", self.scope == "mixer"),
+            (str(self.protocol), not is_training and not has_own_sizes),
+            (f"B{self.batch_size}", not is_training and not has_own_sizes),
+            ("causal", self.is_causal),
+            ("padded", self.has_padding),
+            (f"dropout{self.dropout_p:g}", has_own_sizes and self.dropout_p > 0),
+            (f"D{self.head_dim}", has_own_sizes and self.head_dim not in (None, 64)),
+            ("pretrain", bool(self.overrides.get("pretrain")) and "pretrain" not in self.grid),
+        )
+        tried = [f"{name}{_short(self.overrides.get(name))}" for name in self.grid]
+        named = [text for text, is_said in parts if is_said]
+        return "/".join([self.label or self.variant, self.kind, *named, *tried, f"seed{self.seed}"])
 
     @property
     def num_tokens(self) -> float | None:
@@ -486,8 +495,8 @@ class Cell(Json):
         return self.batch_size * (self.seq_len - padded)
 
     @property
-    def lane(self) -> str:
-        """Cells of one lane differ in length only; a worker may run them one after another, ascending."""
+    def curve(self) -> str:
+        """Equal for cells that differ in length only."""
         data = asdict(self)
         del data["seq_len"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]

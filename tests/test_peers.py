@@ -100,7 +100,7 @@ import torch
 from attn_zoo import UnsupportedError, load_file
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
-from attn_zoo.matrix.cell.step_workload import StepWorkload
+from attn_zoo.matrix.kinds.step import StepWorkload
 
 load_file(sys.argv[1], None)
 group = {"variants": [sys.argv[2]], "seq_len": 48, "batch_size": 3, "device": "cpu", "has_padding": True}

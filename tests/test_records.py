@@ -163,7 +163,7 @@ def test_equal_cells_have_equal_keys_after_a_trip_through_json(cell):
     copy = Cell.from_dict(json.loads(cell.to_json()))
     assert copy == cell
     assert copy.key == cell.key
-    assert copy.lane == cell.lane
+    assert copy.curve == cell.curve
     reordered = replace(cell, options=dict(reversed(cell.options.items())))
     assert reordered.key == cell.key
 
@@ -186,7 +186,7 @@ def test_any_changed_field_changes_the_key(name):
     changed = replace(CELL, **{name: another(get_type_hints(Cell)[name], getattr(CELL, name))})
     assert changed != CELL
     assert changed.key != CELL.key
-    assert (changed.lane == CELL.lane) == (name == "seq_len"), "cells of one lane differ in length only"
+    assert (changed.curve == CELL.curve) == (name == "seq_len"), "cells of one curve differ in length only"
 
 
 def test_equal_numbers_of_another_type_give_the_same_key():

@@ -93,7 +93,7 @@ def test_12_no_variant_is_charged_for_activation_checkpointing():
 
 
 def test_13_inputs_are_random_numbers():
-    from attn_zoo.matrix.cell.workload import make_call_workload
+    from attn_zoo.matrix.kinds.scaling import make_call_workload
     from attn_zoo.records import Cell
 
     cell = Cell(

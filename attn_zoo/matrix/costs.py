@@ -1,53 +1,122 @@
-"""What the formulas of a variant say about one cell: the driver adds it to records, so that reports need no variant."""
+"""What the formulas of a variant say about a cell, and the sizes that they take."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-from attn_zoo.metadata import Shape
-from attn_zoo.records import Cell, Record
+from attn_zoo.attention import BuildContext
+from attn_zoo.metadata import Form, Shape
+from attn_zoo.records import Cell
 from attn_zoo.registry import VariantConfig, make_config, variants
 
-__all__ = ["DTYPE_BYTES", "shape_of", "with_costs"]
+__all__ = [
+    "DTYPE_BYTES",
+    "Claims",
+    "build_context",
+    "call_shape",
+    "claims",
+    "config_of",
+    "forward_flops",
+    "stored_claims",
+]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def shape_of(cell: Cell, config: VariantConfig) -> Shape:
-    """Return the sizes of a scaling cell as cost formulas take them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claims:
+    """Fields of a record that formulas decide; see `Record`."""
 
-    Args:
-        cell: a scaling cell.
-        config: its variant's options.
-    """
-    assert cell.batch_size is not None and cell.num_heads is not None  # noqa: PT018  a scaling cell has all sizes
-    assert cell.seq_len is not None and cell.head_dim is not None  # noqa: PT018
-    return Shape(
-        batch_size=cell.batch_size,
-        num_heads=cell.num_heads,
-        num_kv_heads=cell.num_kv_heads or cell.num_heads,
-        query_len=cell.seq_len,
-        key_len=cell.seq_len,
-        head_dim=cell.head_dim,
-        is_causal=cell.is_causal,
-        form="attention" if cell.scope == "attention" else "mixer",
-        config=config,
-    )
+    flops: int | None = None
+    projection_flops: int | None = None
+    min_bytes: int | None = None
+    backward_ratio: float | None = None
 
 
-def with_costs(record: Record) -> Record:
-    """Return the record with what its variant claims of one call; a training step has no claims."""
-    cell = record.cell
-    if record.flops is None or cell.scope == "model" or cell.variant not in variants:
-        return record
-    variant = variants[cell.variant]
+def claims(cell: Cell) -> Claims:
+    """Return what the variant's formulas say of one forward of a scaling cell."""
+    variant, shape = variants[cell.variant], call_shape(cell)
+    flops = variant.flops(shape)
+    if flops is None:
+        return Claims()
     try:
-        shape = shape_of(cell, make_config(variant.config, cell.options, cell.variant))
-        return replace(
-            record,
+        return Claims(
+            flops=flops,
             projection_flops=variant.projection_flops(shape),
             min_bytes=variant.min_bytes(shape, DTYPE_BYTES[cell.dtype]),
             backward_ratio=variant.backward_ratio(shape),
         )
-    except Exception:  # somebody else's formula must not stop a run whose measurement is done
-        return record
+    except Exception:  # somebody else's formula must not spoil a measurement that is done
+        return Claims(flops=flops)
+
+
+@cache
+def _config(cls: type[VariantConfig], options: str, name: str) -> VariantConfig:
+    return make_config(cls, json.loads(options), name)
+
+
+def config_of(cell: Cell) -> VariantConfig:
+    """Return the options of a cell's variant."""
+    cls = variants[cell.variant].config
+    return _config(cls, json.dumps(cell.options, sort_keys=True), cell.variant)  # type: ignore[arg-type]
+
+
+def build_context(cell: Cell) -> BuildContext:
+    """Return what a cell's variant is built for.
+
+    Raises:
+        ValueError: the cell leaves out a size.
+    """
+    for name in ("num_heads", "head_dim", "batch_size", "seq_len"):
+        if getattr(cell, name) is None:
+            raise ValueError(f"a {cell.kind} cell needs {name}")
+    assert cell.num_heads is not None and cell.head_dim is not None and cell.seq_len is not None  # noqa: PT018
+    return BuildContext(
+        embed_dim=cell.num_heads * cell.head_dim,
+        num_heads=cell.num_heads,
+        num_kv_heads=cell.num_kv_heads or cell.num_heads,
+        head_dim=cell.head_dim,
+        max_seq_len=cell.seq_len,
+        is_causal=cell.is_causal,
+        dropout_p=cell.dropout_p,
+        seed=cell.seed,
+    )
+
+
+def call_shape(cell: Cell) -> Shape:
+    """Return all sizes of one call, as cost formulas take them.
+
+    Raises:
+        ValueError: the cell leaves out a size.
+    """
+    context = build_context(cell)
+    assert cell.batch_size is not None  # checked above
+    form: Form = "attention" if cell.scope == "attention" else "mixer"
+    return context.shape(cell.batch_size, context.max_seq_len, config=config_of(cell), form=form)
+
+
+def forward_flops(cell: Cell) -> float:
+    """Return the FLOPs of one forward of the variant, by its formula or else its claimed exponent."""
+    shape, variant = call_shape(cell), variants[cell.variant]
+    if (flops := variant.flops(shape)) is not None:
+        return float(flops)
+    growth = float(shape.query_len**variant.complexity.time_exponent)
+    return 4.0 * shape.batch_size * shape.num_heads * growth * shape.head_dim
+
+
+def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return exponents, formulas and exactness by variant, stored with a run so that a report need load no variant."""
+    return {
+        name: {
+            "time_exponent": variants[name].complexity.time_exponent,
+            "memory_exponent": variants[name].complexity.memory_exponent,
+            "time": variants[name].complexity.time,
+            "memory": variants[name].complexity.memory,
+            "is_exact": variants[name].capabilities.is_exact,
+        }
+        for name in sorted(set(names) & set(variants))
+    }

@@ -242,10 +242,11 @@ def sample_in_turns(
 ) -> None:
     """Take samples in rounds, so that whatever slows the machine for a while slows all members alike.
 
-    In each round every member gives one, in an order drawn anew.
+    Each round takes one of every member, in a new random order.
 
     A member takes part in every round from the first on, until its own budget is spent, and then leaves: sample k of
-    each member is that of round k. One that raises leaves too; the others go on.
+    each member is that of round k. One that raises leaves too; the others go on. A single member takes as many at once
+    as its stopwatch does.
 
     Args:
         members: warmed up.
@@ -259,7 +260,7 @@ def sample_in_turns(
             for index in order.sample(living, len(living)):
                 at(index)
                 try:
-                    members[index].take(1)
+                    members[index].take(1 if len(members) > 1 else None)
                 except KeyboardInterrupt:
                     raise
                 except BaseException as error:  # a callable may even call sys.exit

@@ -1,5 +1,6 @@
 """Small plans over misbehaving variants, and a fake environment where the real one does not matter."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -7,9 +8,11 @@ from unittest import mock
 import pytest
 
 from attn_zoo.discovery import load_file
+from attn_zoo.matrix.cell.run_order import run_order
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
-from attn_zoo.records import Environment
+from attn_zoo.matrix.plan.work_order import WorkOrder
+from attn_zoo.records import Cell, Environment, Record
 from attn_zoo.registry import tasks, variants
 
 VARIANT_FILE = str(Path(__file__).with_name("misbehaving.py"))
@@ -83,6 +86,20 @@ def training_plan(names: list[Any], **changes: Any) -> Plan:
         **changes,
     }
     return make_plan(parse_matrix({"name": "test", "accuracy": [group]}, "test.toml"), variant_files=[TRAINING_FILE])
+
+
+def run_cell(cell: Cell, *, has_count: bool = True, **order: Any) -> Record:
+    """Run one cell in this process."""
+    (record,) = run_order(WorkOrder(cells=(cell,), has_count=(has_count,), **order))
+    return record
+
+
+def run_cells_in_turns(
+    cells: Sequence[Cell], *, tell: Callable[[int], object] | None = None, **order: Any
+) -> list[Record]:
+    """Run cells in this process, timed in turns."""
+    whole = WorkOrder(cells=tuple(cells), isolation="interleaved", **order)
+    return run_order(whole, tell or (lambda _: None))
 
 
 def environment(**changes: Any) -> Environment:

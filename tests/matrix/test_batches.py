@@ -13,7 +13,7 @@ import pytest
 from attn_zoo.matrix.drive import worker_pool as module
 from attn_zoo.matrix.drive.engines.process import WorkerProcess
 from attn_zoo.matrix.drive.run_plan import run
-from attn_zoo.matrix.drive.worker_pool import Crew, Settings
+from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import VARIANT_FILE, tiny_plan
@@ -31,10 +31,10 @@ class Watched(WorkerProcess):
         self.seen = psutil.Process(self._process.pid)
         Watched.made.append(self)
 
-    def run(self, request, limits_s, should_stop):
+    def run(self, order, limits_s, should_stop):
         Watched.loading.append(sum(each.is_starting() for each in Watched.made))
         Watched.waiting.append(sum(each.is_waiting for each in Watched.made))
-        return super().run(request, limits_s, should_stop)
+        return super().run(order, limits_s, should_stop)
 
 
 def watch(monkeypatch, cores):
@@ -121,8 +121,9 @@ def test_a_gate_is_asked_once_in_a_run_and_its_no_reaches_every_cell(outcome):
 
 def test_one_that_waits_uses_no_processor_and_dies_with_the_crew(tmp_path):
     items = tiny_plan(["fake_ok"], seq_len=[16, 24]).cells
-    with Crew(Settings(logs=tmp_path, variant_files=(VARIANT_FILE,)), lambda: False, lambda: False, items) as crew:
-        crew.ask(items[:1], isolation="cell", attempt=1, data_dir=None, checkpoint_dir=None, weights_dir=None)
+    settings = Settings(logs=tmp_path, variant_files=(VARIANT_FILE,))
+    with WorkerPool(settings, lambda: False, lambda: False, items) as pool:
+        pool.ask(items[:1], isolation="cell", attempt=1)
         first, other = Watched.made
         assert not first.seen.is_running(), "what it measured leaves with it"
         before = processor_s(other)
@@ -133,8 +134,8 @@ def test_one_that_waits_uses_no_processor_and_dies_with_the_crew(tmp_path):
 
 def test_a_death_while_waiting_is_no_fate_of_a_cell(tmp_path, monkeypatch):
     class Killed(Watched):
-        def run(self, request, limits_s, should_stop):
-            answer = super().run(request, limits_s, should_stop)
+        def run(self, order, limits_s, should_stop):
+            answer = super().run(order, limits_s, should_stop)
             if self is Watched.made[0]:
                 os.kill(Watched.made[1].seen.pid, signal.SIGKILL)
                 wait_until_dead(Watched.made[1])
@@ -151,8 +152,8 @@ def test_a_stop_ends_those_that_wait_and_those_that_still_load(tmp_path):
     items = tiny_plan(["fake_ok"], seq_len=[16, 24]).cells
     begin = time.monotonic()
     settings = Settings(logs=tmp_path, variant_files=(VARIANT_FILE,))
-    with Crew(settings, lambda: True, lambda: True, items) as crew:  # stopped while the first two load
-        answer = crew.ask(items[:1], isolation="cell", attempt=1, data_dir=None, checkpoint_dir=None, weights_dir=None)
+    with WorkerPool(settings, lambda: True, lambda: True, items) as pool:  # stopped while the first two load
+        answer = pool.ask(items[:1], isolation="cell", attempt=1)
     assert getattr(answer, "why", None) == "stopped"
     assert len(Watched.made) == 2
     assert num_alive() == 0

@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.errors import StoreError
-from attn_zoo.matrix.costs import with_costs
+from attn_zoo.matrix.costs import Claims, claims
 from attn_zoo.matrix.drive import machine_ceilings as module
 from attn_zoo.matrix.drive import run_plan as runner
 from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, measure_missing
 from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings, Record
-from tests.matrix.conftest import environment, tiny_plan, training_plan
+from tests.matrix.conftest import environment, run_cell, tiny_plan, training_plan
 from tests.matrix.test_runner import FakeEngine
 
 MACHINE = environment()
@@ -155,12 +155,13 @@ def test_the_text_names_what_is_doubtful():
 
 def test_records_get_their_least_traffic_and_the_cost_of_their_backward():
     (item, *_) = tiny_plan(["full"], seq_len=[16]).cells
-    record = with_costs(Record(cell=item.cell, status="ok", flops=4 * 16 * 16 * 8))
+    record = run_cell(item.cell, budget_s=0.01)
+    assert record.flops == 4 * 16 * 16 * 8
     assert record.min_bytes == 4 * 16 * 8 * 4  # four tensors of one head in float32
     assert record.backward_ratio == 2.5
-    assert with_costs(replace(record, flops=None, min_bytes=None)).min_bytes is None
-    mixer = replace(item.cell, scope="mixer")
-    assert with_costs(Record(cell=mixer, status="ok", flops=1)).min_bytes is None, "projections have no formula"
+    assert claims(tiny_plan(["fake_ok"], seq_len=[16]).cells[0].cell) == Claims(), "without a formula there are none"
+    mixer = claims(replace(item.cell, scope="mixer"))
+    assert (mixer.flops, mixer.projection_flops) == (record.flops + 4 * 2 * 16 * 8 * 8, 4 * 2 * 16 * 8 * 8)
     old = json.loads(record.to_json())
     del old["min_bytes"], old["backward_ratio"]
     assert Record.from_dict(old).backward_ratio is None

@@ -8,8 +8,8 @@ import pytest
 
 from attn_zoo.matrix.drive import worker_pool as module
 from attn_zoo.matrix.drive.engines.process import Ended
-from attn_zoo.matrix.drive.worker_pool import Crew, Settings
-from attn_zoo.records import Cell, Record, Status
+from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.records import Record, Status
 from tests.matrix.conftest import tiny_plan, training_plan
 
 
@@ -22,20 +22,19 @@ class FakeProcess:
 
     def __init__(self, log, threads):
         self.log, self.threads, self.waited_s = log, threads, 0.25
-        self.requests, self.is_closed, self.is_waiting = [], False, True
+        self.orders, self.is_closed, self.is_waiting = [], False, True
         self.verdicts: dict[str, str] = {}
         FakeProcess.made.append(self)
 
     def is_starting(self, wait_s=0.0):
         return False
 
-    def run(self, request, limits_s, should_stop):
-        self.requests.append((request, limits_s, len(FakeProcess.made)))
+    def run(self, order, limits_s, should_stop):
+        self.orders.append((order, limits_s, len(FakeProcess.made)))
         self.verdicts = {f"by {len(FakeProcess.made)}": "held"}
         if FakeProcess.is_dying:
             return Ended("exit", -11)
-        cells = [Cell.from_dict(data) for data in request["cells"]]
-        return [Record(cell=cell, status=FakeProcess.status, phases={"timing": 2.0}) for cell in cells]
+        return [Record(cell=cell, status=FakeProcess.status, phases={"timing": 2.0}) for cell in order.cells]
 
     def close(self):
         self.is_closed = True
@@ -47,7 +46,7 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "WorkerProcess", FakeProcess)
     monkeypatch.setattr(module, "num_cores", lambda: 2)
     monkeypatch.setattr(module, "available_bytes", lambda: 2**40)
-    return lambda ahead=(): Crew(Settings(logs=tmp_path), lambda: False, lambda: False, ahead)
+    return lambda ahead=(): WorkerPool(Settings(logs=tmp_path), lambda: False, lambda: False, ahead)
 
 
 def planned(device="cpu", **changes):
@@ -56,114 +55,114 @@ def planned(device="cpu", **changes):
 
 
 def test_a_lane_keeps_its_process_until_a_failure(start):
-    crew, items = start(), planned(isolation="lane")
-    crew.ask(items[:1], keeps=True, has_next=True)
-    crew.ask(items[1:2], keeps=True, has_next=True)
-    assert [len(process.requests) for process in FakeProcess.made] == [2]
+    pool, items = start(), planned(isolation="lane")
+    pool.ask(items[:1], keeps=True, has_next=True)
+    pool.ask(items[1:2], keeps=True, has_next=True)
+    assert [len(process.orders) for process in FakeProcess.made] == [2]
     FakeProcess.status = "error"
-    crew.ask(items[2:], keeps=True, has_next=True)
+    pool.ask(items[2:], keeps=True, has_next=True)
     assert FakeProcess.made[0].is_closed
     FakeProcess.status = "ok"
-    crew.ask(items[:1], keeps=True)
+    pool.ask(items[:1], keeps=True)
     assert len(FakeProcess.made) == 2
-    crew.close()
+    pool.close()
     assert all(process.is_closed for process in FakeProcess.made)
 
 
 def test_on_a_gpu_the_next_process_starts_while_one_measures(start):
-    crew, items = start(), planned("cuda")
+    pool, items = start(), planned("cuda")
     for item in items:
-        crew.ask([item], has_next=item is not items[-1])
-    started_when_asked = [process.requests[0][2] for process in FakeProcess.made]
+        pool.ask([item], has_next=item is not items[-1])
+    started_when_asked = [process.orders[0][2] for process in FakeProcess.made]
     assert started_when_asked == [2, 3, 3], "each finds its successor started; the last has none"
-    assert all(len(process.requests) == 1 and process.is_closed for process in FakeProcess.made)
+    assert all(len(process.orders) == 1 and process.is_closed for process in FakeProcess.made)
 
 
-def num_started_at_each_request(crew, items):
+def num_started_at_each_order(pool, items):
     """Return how many processes had been started when each cell was asked for."""
     FakeProcess.made = []
     for item in items:
-        crew.ask([item])
-    return [request[2] for process in FakeProcess.made for request in process.requests]
+        pool.ask([item])
+    return [order[2] for process in FakeProcess.made for order in process.orders]
 
 
 def test_on_a_cpu_as_many_processes_start_at_once_as_there_are_cores_and_cells(start, monkeypatch):
     items = planned()
-    assert num_started_at_each_request(start(items), items) == [2, 2, 3]
+    assert num_started_at_each_order(start(items), items) == [2, 2, 3]
     monkeypatch.setattr(module, "num_cores", lambda: 64)
-    assert num_started_at_each_request(start(items), items) == [3, 3, 3]
-    assert num_started_at_each_request(start(), items) == [1, 2, 3], "what is not known to come is not started for"
+    assert num_started_at_each_order(start(items), items) == [3, 3, 3]
+    assert num_started_at_each_order(start(), items) == [1, 2, 3], "what is not known to come is not started for"
     many = tiny_plan(["fake_ok"], seq_len=list(range(16, 36))).cells
-    assert num_started_at_each_request(start(many), many)[0] == module.MAX_BATCH
+    assert num_started_at_each_order(start(many), many)[0] == module.MAX_STARTING
     monkeypatch.setattr(module, "available_bytes", lambda: int(2 * module.WAITING_BYTES / module.WAITING_FRAC))
-    assert num_started_at_each_request(start(items), items) == [3, 3, 3], "one measures, two wait"
+    assert num_started_at_each_order(start(items), items) == [3, 3, 3], "one measures, two wait"
     monkeypatch.setattr(module, "available_bytes", lambda: module.WAITING_BYTES)
-    assert num_started_at_each_request(start(items), items) == [1, 2, 3]
+    assert num_started_at_each_order(start(items), items) == [1, 2, 3]
 
 
 def test_only_cells_that_the_processes_suit_are_started_for(start, monkeypatch):
     monkeypatch.setattr(module, "num_cores", lambda: 64)
     first, second, third = planned()
     other = replace(second, cell=replace(second.cell, threads=2))
-    assert num_started_at_each_request(start([first, other, third]), [first, other, third]) == [1, 2, 3]
+    assert num_started_at_each_order(start([first, other, third]), [first, other, third]) == [1, 2, 3]
     assert [process.threads for process in FakeProcess.made] == [1, 2, 1]
     gpu = replace(second, cell=replace(second.cell, device="cuda"))
-    assert num_started_at_each_request(start([first, gpu]), [first, gpu]) == [1, 2]
+    assert num_started_at_each_order(start([first, gpu]), [first, gpu]) == [1, 2]
     training = training_plan(["fake_train_ok"], seeds=[0, 1]).cells
-    assert num_started_at_each_request(start(training), training) == [1, 2]
+    assert num_started_at_each_order(start(training), training) == [1, 2]
 
 
 def test_a_lane_needs_one_process_and_the_next_lane_another(start):
     items = tiny_plan(["fake_ok", "fake_slow"], seq_len=[16, 24], isolation="lane").cells
     lanes = [[item for item in items if item.cell.variant == name] for name in ("fake_ok", "fake_slow")]
-    crew = start(items)
+    pool = start(items)
     for lane in lanes:
         for item in lane:
-            crew.ask([item], keeps=True)
-        crew.end_lane()
-    assert [len(process.requests) for process in FakeProcess.made] == [2, 2]
-    assert [process.requests[0][2] for process in FakeProcess.made] == [2, 2]
+            pool.ask([item], keeps=True)
+        pool.end_lane()
+    assert [len(process.orders) for process in FakeProcess.made] == [2, 2]
+    assert [process.orders[0][2] for process in FakeProcess.made] == [2, 2]
     assert all(process.is_closed for process in FakeProcess.made)
 
 
 def test_one_that_died_while_it_waited_is_replaced(start):
     items = planned()
-    with start(items) as crew:
-        crew.ask(items[:1])
+    with start(items) as pool:
+        pool.ask(items[:1])
         FakeProcess.made[1].is_waiting = False
-        crew.ask(items[1:2])
-    assert [len(process.requests) for process in FakeProcess.made] == [1, 0, 1, 0]
+        pool.ask(items[1:2])
+    assert [len(process.orders) for process in FakeProcess.made] == [1, 0, 1, 0]
     assert all(process.is_closed for process in FakeProcess.made)
 
 
 def test_verdicts_of_the_gate_go_to_the_processes_after(start):
     items = planned()
-    crew = start()
+    pool = start()
     for item in items:
-        crew.ask([item])
-    told = [process.requests[0][0]["verdicts"] for process in FakeProcess.made]
+        pool.ask([item])
+    told = [process.orders[0][0].verdicts for process in FakeProcess.made]
     assert told == [{}, {"by 1": "held"}, {"by 1": "held", "by 2": "held"}]
     start().ask(items[:1])
-    assert FakeProcess.made[-1].requests[0][0]["verdicts"] == {}, "another run asks its gates again"
+    assert FakeProcess.made[-1].orders[0][0].verdicts == {}, "another run asks its gates again"
 
 
 def test_a_process_with_other_threads_is_not_used(start):
-    crew, items = start(), planned("cuda")
-    crew.ask(items[:1], has_next=True)
+    pool, items = start(), planned("cuda")
+    pool.ask(items[:1], has_next=True)
     other = replace(items[1], cell=replace(items[1].cell, threads=2))
-    crew.ask([other])
-    assert [(process.threads, len(process.requests)) for process in FakeProcess.made] == [(1, 1), (1, 0), (2, 1)]
+    pool.ask([other])
+    assert [(process.threads, len(process.orders)) for process in FakeProcess.made] == [(1, 1), (1, 0), (2, 1)]
     assert all(process.is_closed for process in FakeProcess.made)
 
 
 def test_a_spare_that_nobody_needed_is_ended(start):
-    crew, items = start(), planned("cuda")
-    crew.ask(items[:1], has_next=True)
-    crew.close()
+    pool, items = start(), planned("cuda")
+    pool.ask(items[:1], has_next=True)
+    pool.close()
     assert [process.is_closed for process in FakeProcess.made] == [True, True]
 
 
-def test_what_a_request_costs_is_shared_by_its_cells(start, monkeypatch):
+def test_what_an_order_costs_is_shared_by_its_cells(start, monkeypatch):
     now = iter([0.0, 1.0, 1.0, 3.0, 3.0, 13.0])  # made, asked, taking, taken, going on, answered
     monkeypatch.setattr("attn_zoo.matrix.drive.worker_pool.time.monotonic", lambda: next(now))
     found = start().ask(planned()[:2])
@@ -179,8 +178,8 @@ def test_cells_whose_processes_started_together_share_that_time(start, monkeypat
     items = planned()[:2]
     now = iter([0.0, 0.0, 0.0, 6.0, 6.0, 16.0, 17.0, 17.0, 17.0, 20.0])  # 6 s to start two, 10 s and 3 s to answer
     monkeypatch.setattr("attn_zoo.matrix.drive.worker_pool.time.monotonic", lambda: next(now))
-    crew = start(items)
-    found = [record for item in items for record in crew.ask([item])]
+    pool = start(items)
+    found = [record for item in items for record in pool.ask([item])]
     assert [record.phases["start"] for record in found] == [3.25, 3.25]
     assert [record.phases["driver"] for record in found] == [0.0, 1.0]
     assert sum(sum(record.phases.values()) for record in found) == 20.0
@@ -188,5 +187,5 @@ def test_cells_whose_processes_started_together_share_that_time(start, monkeypat
 
 def test_an_end_without_an_answer_is_handed_on(start, monkeypatch):
     monkeypatch.setattr(FakeProcess, "is_dying", True)
-    crew = start()
-    assert crew.ask(planned()[:1]) == Ended("exit", -11)
+    pool = start()
+    assert pool.ask(planned()[:1]) == Ended("exit", -11)

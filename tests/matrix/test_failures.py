@@ -11,7 +11,7 @@ import pytest
 
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.drive.supervise import run_lane
-from attn_zoo.matrix.drive.worker_pool import Crew, Settings
+from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import tiny_plan
@@ -154,7 +154,7 @@ class Ending:
     def is_over(self):
         return self.is_ending
 
-    def may_start(self, item, *beside):
+    def may_start(self, *bundle):
         return True
 
     def started(self, item):
@@ -178,7 +178,7 @@ def test_workers_that_are_ended_with_the_run_leave_no_record(is_ending, tmp_path
     control = Ending(is_ending)
     plan = tiny_plan(["fake_terminated"], seq_len=[1024], timeout_s=60)
     settings = Settings(logs=tmp_path, variant_files=plan.variant_files)
-    with Crew(settings, control.should_stop, control.is_over, plan.cells) as crew:
-        run_lane(plan.cells, crew, control)
+    with WorkerPool(settings, control.should_stop, control.is_over, plan.cells) as pool:
+        run_lane(plan.cells, pool, control)
     found = [(record.status, record.reason) for record in control.records]
     assert found == ([] if is_ending else [("crashed", "the process was ended by SIGTERM (2 attempts)")])

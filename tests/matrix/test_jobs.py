@@ -46,7 +46,7 @@ class Notes:
         self.check()
         return self.stop
 
-    def may_start(self, item, *beside):
+    def may_start(self, *bundle):
         self.check()
         return not self.stop
 
@@ -79,12 +79,12 @@ class FakeLanes:
         self.fail_on = fail_on
         self.settings: list[Settings] = []
 
-    def __call__(self, items, crew, control, prior=()):
+    def __call__(self, items, pool, control, prior=()):
         item = items[0]
         with self.lock:
             self.running.add(item.cell.id)
             self.together.append(frozenset(self.running))
-            self.settings.append(crew.settings)
+            self.settings.append(pool.settings)
         if item.cell.kind == "accuracy":
             if item.cell.variant == self.fail_on:
                 with self.lock:

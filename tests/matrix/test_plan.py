@@ -11,7 +11,7 @@ from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.matrix.plan.estimate import assumed_rate
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
-from attn_zoo.matrix.plan.source_digest import _digest, source_digest
+from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.registry import variants
 from tests.matrix.conftest import VARIANT_FILE, make_matrix, tiny_plan
 
@@ -48,10 +48,10 @@ def test_expansion_is_complete_unique_deterministic_and_sharded_without_loss(gro
     if len(groups) == 1:
         assert len(keys) == matrix.num_cells
     assert keys == [item.cell.key for item in make_plan(parse_matrix({"name": "x", "scaling": groups}, "y")).cells]
-    lanes = [lane for lane, _ in itertools.groupby(item.cell.lane for item in plan.cells)]
-    assert len(lanes) == len(set(lanes)), "a lane is torn apart"
-    for _, lane in itertools.groupby(plan.cells, key=lambda item: item.cell.lane):
-        lengths = [item.cell.seq_len or 0 for item in lane]
+    curves = [curve for curve, _ in itertools.groupby(item.cell.curve for item in plan.cells)]
+    assert len(curves) == len(set(curves)), "a curve is torn apart"
+    for _, curve in itertools.groupby(plan.cells, key=lambda item: item.cell.curve):
+        lengths = [item.cell.seq_len or 0 for item in curve]
         assert lengths == sorted(lengths)
     shards = [make_plan(matrix, shard=(index, count)).cells for index in range(1, count + 1)]
     assert sorted(keys) == sorted(item.cell.key for shard in shards for item in shard)
@@ -145,32 +145,6 @@ def test_only_keeps_matching_cells():
         make_plan(matrix, shard=(3, 2))
 
 
-def test_a_cell_key_depends_on_the_source_and_the_kernels_it_imports(tmp_path, monkeypatch):
-    kernels = tmp_path / "kernels"
-    kernels.mkdir()
-    (kernels / "first.py").write_text("from attn_zoo.kernels import second\n")
-    (kernels / "second.py").write_text("x = 1\n")
-    (kernels / "third.py").write_text("x = 1\n")
-    monkeypatch.setattr("attn_zoo.kernels.__path__", [str(kernels)])
-    source = tmp_path / "variant.py"
-    source.write_text("from attn_zoo.kernels.first import something\n")
-    digests = set()
-    for path, text in (
-        (source, None),
-        (source, "from attn_zoo.kernels.first import something  # edited\n"),
-        (kernels / "second.py", "x = 2\n"),
-    ):
-        if text is not None:
-            path.write_text(text)
-        _digest.cache_clear()
-        digests.add(_digest(source))
-    assert len(digests) == 3
-    (kernels / "third.py").write_text("x = 2\n")
-    _digest.cache_clear()
-    assert _digest(source) in digests, "a kernel that is not imported does not matter"
-    _digest.cache_clear()
-
-
 def test_the_digest_is_in_the_cell():
     (cell, *_) = (item.cell for item in tiny_plan(["fake_ok"]).cells)
     assert cell.variant_digest == source_digest(variants["fake_ok"]) != ""
@@ -185,22 +159,22 @@ def test_probe_asks_constructors_and_survives_what_they_do():
     assert refused == {"fake_picky/scaling/fwd/L1024": ("max_seq_len", "at most 800 tokens")}
 
 
-def test_what_is_timed_in_turns_is_one_track_and_each_length_one_unit():
+def test_what_is_timed_in_turns_is_one_lane_and_each_length_one_bundle():
     plan = tiny_plan(["full", "fake_ok"], isolation="interleaved", passes=["fwd", "bwd"], seq_len=[64, 16], repeats=3)
-    tracks = [list(items) for _, items in itertools.groupby(plan.cells, key=lambda item: item.track)]
-    assert len(tracks) == 2, "one for each pass"
-    for track in tracks:
-        units = [list(items) for _, items in itertools.groupby(track, key=lambda item: item.unit)]
-        assert [[(item.cell.label, item.cell.seq_len) for item in unit] for unit in units] == [
+    lanes = [list(items) for _, items in itertools.groupby(plan.cells, key=lambda item: item.lane)]
+    assert len(lanes) == 2, "one for each pass"
+    for lane in lanes:
+        bundles = [list(items) for _, items in itertools.groupby(lane, key=lambda item: item.bundle)]
+        assert [[(item.cell.label, item.cell.seq_len) for item in bundle] for bundle in bundles] == [
             [("full", 16), ("fake_ok", 16)],
             [("full", 64), ("fake_ok", 64)],
         ]
-        assert {item.cell.together for item in track} == {track[0].track}
-        assert {item.repeats for item in track} == {3}
+        assert {item.cell.together for item in lane} == {lane[0].lane}
+        assert {item.repeats for item in lane} == {3}
     for shard in (1, 2):
         cells = tiny_plan(["full", "fake_ok"], isolation="interleaved", passes=["fwd", "bwd"], seq_len=[64, 16]).matrix
         part = make_plan(cells, shard=(shard, 2)).cells
-        assert len({item.track for item in part}) == 1, "a shard tears nothing apart"
+        assert len({item.lane for item in part}) == 1, "a shard tears nothing apart"
 
 
 def test_another_peer_or_number_of_processes_is_another_cell_and_alone_is_the_old_one():
@@ -218,10 +192,10 @@ def test_another_peer_or_number_of_processes_is_another_cell_and_alone_is_the_ol
 
 def test_a_lane_shares_its_process_with_the_other_passes_of_its_variant_only():
     lanes = tiny_plan(["full", "fake_ok"], isolation="lane", passes=["fwd", "bwd"]).cells
-    assert len({item.cell.lane for item in lanes}) == 4
-    assert len({item.track for item in lanes}) == 2
+    assert len({item.cell.curve for item in lanes}) == 4
+    assert len({item.lane for item in lanes}) == 2
     isolated = tiny_plan(["full", "fake_ok"], passes=["fwd", "bwd"]).cells
-    assert {item.track for item in isolated} == {item.cell.lane for item in isolated}
+    assert {item.lane for item in isolated} == {item.cell.curve for item in isolated}
 
 
 def test_flops_are_counted_once_for_cells_that_differ_in_length_and_pass():

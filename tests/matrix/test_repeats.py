@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import pytest
 
 from attn_zoo.errors import StoreError
-from attn_zoo.matrix.drive.merge_repeats import pooled
+from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.drive.run_plan import run, standing
 from attn_zoo.matrix.drive.supervise import run_lane
-from attn_zoo.matrix.drive.worker_pool import Crew, Settings
-from attn_zoo.matrix.plan.planned import PlannedCell
-from attn_zoo.matrix.store.repeats import Parts
+from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.matrix.store.repeats import Repeats
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record, Timing
 from tests.matrix.conftest import environment, tiny_plan
@@ -106,9 +106,9 @@ def test_groups_may_differ_in_their_repeats(tmp_path):
 def test_a_run_that_is_stopped_loses_the_running_repeat_only(tmp_path):
     plan, store = plan_of(), Store(tmp_path / "run")
     summary = run(plan, store, engine=FakeEngine(stop_at=(32, 1)))
-    assert (summary.new, len(summary.left), summary.num_parts, summary.exit_code) == (0, 2, 3, 130)
+    assert (summary.new, len(summary.left), summary.num_repeats, summary.exit_code) == (0, 2, 3, 130)
     assert parts_of(store) == ["1.json", "1.json", "2.json"]
-    now = standing(plan, store.records(), store.parts.count())
+    now = standing(plan, store.records(), store.repeats.count())
     assert sorted(now.begun.values()) == [1, 2]
     engine, stream = FakeEngine(), io.StringIO()
     summary = run(plan, store, engine=engine, progress=PlainProgress(stream))
@@ -199,7 +199,7 @@ def test_a_matrix_with_fewer_repeats_still_runs_the_last_one(tmp_path):
 
 
 def test_nothing_is_overwritten(tmp_path):
-    parts = Parts(tmp_path)
+    parts = Repeats(tmp_path)
     (item,) = plan_of([16]).cells
     record = Record(cell=item.cell, status="ok", timing=timing(1.0))
     parts.write(record, 1)
@@ -218,19 +218,19 @@ def test_machines_of_a_cluster_get_all_repeats_of_a_track_at_once(tmp_path):
 def test_the_budget_of_a_cell_is_shared_by_its_repeats_and_its_estimate_covers_all():
     (one,), (three,) = (plan_of([16], repeats=count, budget_s=0.6).cells for count in (1, 3))
     assert (one.budget_s, three.budget_s) == (0.6, pytest.approx(0.2))
-    assert three.num_rounds == 3
+    assert three.separate_repeats == 3
     assert one.estimate_s is not None
     assert three.estimate_s is not None
     assert three.estimate_s > one.estimate_s, "three starts"
     (turns,) = plan_of([16], repeats=3, isolation="interleaved").cells
-    assert turns.num_rounds == 1, "its processes follow each other"
+    assert turns.separate_repeats == 1, "its processes follow each other"
 
 
-def test_records_of_two_environments_are_not_pooled():
+def test_records_of_two_environments_are_not_merge_repeats():
     (item,) = plan_of([16]).cells
     records = [Record(cell=item.cell, status="ok", environment=name, timing=timing(1.0)) for name in "ab"]
     with pytest.raises(ValueError, match="one environment"):
-        pooled(records)
+        merge_repeats(records)
 
 
 @pytest.mark.parametrize(("isolation", "lengths"), [("cell", [16]), ("lane", [16, 24])])
@@ -265,8 +265,8 @@ def test_a_cell_that_fails_in_a_lane_is_not_repeated(tmp_path):
 
     files = plan.variant_files
     control, settings = Collector(), Settings(logs=tmp_path, variant_files=files)
-    with Crew(settings, control.should_stop, control.is_over, rounds) as crew:
-        run_lane(rounds, crew, control)
+    with WorkerPool(settings, control.should_stop, control.is_over, rounds) as pool:
+        run_lane(rounds, pool, control)
     assert [(record.cell.seq_len, record.status) for record in Collector.records] == [
         (16, "ok"),
         (900, "error"),

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError
+from attn_zoo.matrix.kinds.scaling import ScalingGroup
 from attn_zoo.matrix.plan.expand import make_plan
-from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix
+from attn_zoo.matrix.plan.schema import Matrix, load_matrix, parse_matrix
 
 GOOD = """
 name = "quick"
@@ -31,12 +32,18 @@ def problems_of(text: str, tmp_path: Path) -> str:
     return str(caught.value)
 
 
+def scaling_group(matrix: Matrix) -> ScalingGroup:
+    [(_, _, group)] = matrix.groups()
+    assert isinstance(group, ScalingGroup)
+    return group
+
+
 def test_defaults_reach_the_groups(tmp_path):
     path = tmp_path / "quick.toml"
     path.write_text(GOOD)
     matrix = load_matrix(path)
-    assert matrix.scaling[0].batch_size == (2,)
-    assert matrix.scaling[0].head_dim == (16, 32)
+    assert scaling_group(matrix).batch_size == (2,)
+    assert scaling_group(matrix).head_dim == (16, 32)
     assert matrix.num_cells == 4
     assert matrix.source == "quick.toml"
 
@@ -145,7 +152,7 @@ repeats = 3
     path = tmp_path / "good.toml"
     for isolation in ("cell", "lane", "interleaved"):
         path.write_text(text + f'isolation = "{isolation}"\n')
-        assert load_matrix(path).scaling[0].repeats == 3
+        assert scaling_group(load_matrix(path)).repeats == 3
     assert "scaling[0].repeats: expected at least 1; got 0" in problems_of(text.replace("3", "0"), tmp_path)
 
 
@@ -161,7 +168,8 @@ def test_one_label_means_one_thing(tmp_path):
     assert "scaling[0].variants[1]: label 'linformer' already means linformer with other" in problems_of(text, tmp_path)
     fine = text.replace('{name = "linformer",', '{name = "linformer", label = "linformer k=3",')
     (tmp_path / "fine.toml").write_text(fine)
-    assert [entry.label for entry in load_matrix(tmp_path / "fine.toml").scaling[0].variants] == ["", "linformer k=3"]
+    group = scaling_group(load_matrix(tmp_path / "fine.toml"))
+    assert [entry.label for entry in group.variants] == ["", "linformer k=3"]
 
 
 def test_files_that_are_no_matrix(tmp_path):

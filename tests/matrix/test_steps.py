@@ -13,10 +13,9 @@ from torch._dynamo import config
 from attn_zoo import AbstractMixer, VariantConfig, register_mixer
 from attn_zoo.errors import ConfigError
 from attn_zoo.kernels.trace import note_path
-from attn_zoo.matrix.cell import step_workload as steps
-from attn_zoo.matrix.cell.worker import run_cell, run_cells_in_turns
 from attn_zoo.matrix.drive.progress import SilentProgress
 from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.kinds import step as steps
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.store.store import Store
@@ -27,7 +26,7 @@ from attn_zoo.training import updates
 from attn_zoo.training.batches import Batch
 from attn_zoo.training.graphed_update import NUM_EAGER, GraphedUpdate
 from attn_zoo.training.learner import AbstractLearner, Learner, step_protocol
-from tests.matrix.conftest import VARIANT_FILE, training_plan
+from tests.matrix.conftest import VARIANT_FILE, run_cell, run_cells_in_turns, training_plan
 
 TINY = {"seq_len": [16], "batch_size": 2, "device": "cpu", "threads": 1, "budget_s": 0.02, "timeout_s": 60}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.plan.estimate import TrainingTimes
+from attn_zoo.matrix.kinds.accuracy import TrainingForecast
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix, restore_matrix
 from attn_zoo.records import Record, Score
@@ -192,13 +192,13 @@ class TestForecast:
         (first, same_trial, other_trial, *_) = plan.cells
         other_variant = next(item for item in plan.cells if item.cell.variant == "fake_train_slow")
         elsewhere = next(item for item in plan.cells if item.cell.level == "recall")
-        times = TrainingTimes()
-        assert times.forecast_s(first.cell) == 0.0
+        times = TrainingForecast()
+        assert times.seconds(first) == 0.0
         times.add(self.record(first, 10.0))
-        assert [times.forecast_s(item.cell) for item in (same_trial, other_trial, other_variant)] == [10.0, 10.0, 10.0]
-        assert times.forecast_s(elsewhere.cell) == 0.0
+        assert [times.seconds(item) for item in (same_trial, other_trial, other_variant)] == [10.0, 10.0, 10.0]
+        assert times.seconds(elsewhere) == 0.0
         times.add(self.record(other_variant, 100.0))
-        assert times.forecast_s(other_variant.cell) == 100.0
-        assert times.forecast_s(same_trial.cell) == 10.0
+        assert times.seconds(other_variant) == 100.0
+        assert times.seconds(same_trial) == 10.0
         times.add(replace(self.record(same_trial, 1e6), status="timeout"))
-        assert times.forecast_s(same_trial.cell) == 10.0, "only finished trainings count"
+        assert times.seconds(same_trial) == 10.0, "only finished trainings count"

@@ -16,12 +16,12 @@ from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.cell.random_inputs import normal, padding_of
 from attn_zoo.matrix.cell.trial import _refuse_impossible
-from attn_zoo.matrix.cell.worker import run_cell, run_cells_in_turns
-from attn_zoo.matrix.cell.workload import make_call_workload
+from attn_zoo.matrix.costs import Claims
+from attn_zoo.matrix.kinds.scaling import make_call_workload
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
-from tests.matrix.conftest import tiny_plan
+from tests.matrix.conftest import run_cell, run_cells_in_turns, tiny_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,7 +146,7 @@ def test_ctrl_c_is_not_a_result(monkeypatch):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attn_zoo.matrix.cell.trial.make_workload", interrupt)
+    monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.make_call_workload", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_cell(cell())
 
@@ -159,7 +159,7 @@ def test_an_accuracy_cell_is_a_training(monkeypatch, tmp_path):
         seen.update(cell=cell, **where)
         return TrainingResult(status="diverged", reason="loss is nan at step 3", kernels=("sdpa.math",), num_params=7)
 
-    monkeypatch.setattr("attn_zoo.matrix.cell.train.run_training", train)
+    monkeypatch.setattr("attn_zoo.training.run_training", train)
     record = run_cell(wanted, data_dir=tmp_path, checkpoint_dir=tmp_path / "c", weights_dir=tmp_path / "w")
     weights = tmp_path / "w" / f"{wanted.key}.safetensors"
     assert seen == {
@@ -240,14 +240,14 @@ def test_out_of_memory_on_the_gpu_is_a_result():
 def test_a_time_that_the_hardware_cannot_reach_is_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     on_gpu = replace(cell(), device="cuda", dtype="bfloat16")
-    flops = 4 * 10**12  # 4 ms at 1000 TFLOP/s, which is above the data sheet; 10 ms are fine
-    _refuse_impossible(on_gpu, flops, 10.0)
+    claims = Claims(flops=4 * 10**12)  # 4 ms at 1000 TFLOP/s, which is above the data sheet; 10 ms are fine
+    _refuse_impossible(on_gpu, claims, 10.0)
     with pytest.raises(AttnZooError, match=r"rejected: .* is above the peak of NVIDIA H200"):
-        _refuse_impossible(on_gpu, flops, 3.0)
+        _refuse_impossible(on_gpu, claims, 3.0)
     backward = replace(on_gpu, pass_="fwd_bwd")
     with pytest.raises(AttnZooError, match="rejected"):
-        _refuse_impossible(backward, flops, 10.0)
-    _refuse_impossible(replace(on_gpu, device="cpu"), flops, 3.0)
+        _refuse_impossible(backward, claims, 10.0)
+    _refuse_impossible(replace(on_gpu, device="cpu"), claims, 3.0)
 
 
 def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_only(monkeypatch):

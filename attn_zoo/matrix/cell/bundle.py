@@ -1,4 +1,4 @@
-"""Several cells of one length in this process, timed in turns, so that peers are compared under the same conditions.
+"""A bundle of cells in this process: one, or several of one length that are timed in turns, as peers are compared.
 
 Each is built, passes its gate and is warmed up; then samples are taken in rounds; then each is weighed by itself. They
 share their inputs, so that memory does not grow with their number: each adds its parameters and, in the backward alone,
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from attn_zoo.matrix.cell.conditions import Conditions
-from attn_zoo.matrix.cell.outcomes import outcome_of, short_trace
+from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.cell.trial import Trial
 from attn_zoo.measure.stopwatch import stopwatch_for
 from attn_zoo.measure.timing import sample_in_turns
 from attn_zoo.records import Record
 
-__all__ = ["measure_together"]
+__all__ = ["measure_bundle"]
 
 
 class _Ledger:
@@ -50,7 +50,7 @@ class _Ledger:
             self._tell(index)
 
 
-def measure_together(
+def measure_bundle(
     records: Sequence[Record],
     trials: Sequence[Trial],
     *,
@@ -58,7 +58,7 @@ def measure_together(
     tell: Callable[[int], object],
     room_bytes: int | None = None,
 ) -> list[Record]:
-    """Measure cells in turns and return their records. Every exception but Ctrl-C becomes a status of its own cell.
+    """Measure cells and return their records. Every exception but Ctrl-C becomes a status of its own cell.
 
     Where an error has left the device unusable, only the records of failures are returned: for the others another
     process must begin anew.
@@ -79,12 +79,10 @@ def measure_together(
         return [index for index in range(len(trials)) if index not in failures]
 
     def failed(index: int, error: BaseException) -> None:
-        status, reason = outcome_of(error, room_bytes)
-        trace = short_trace(error) if status == "error" else ""
-        failures[index] = replace(records[index], status=status, reason=reason, trace=trace)
+        failures[index] = failure_record(records[index], error, room_bytes)
         trials[index].drop()
 
-    def attempt(step: Callable[[int], object], index: int) -> None:
+    def guarded(step: Callable[[int], object], index: int) -> None:
         nonlocal is_usable
         ledger.at(index, has_phases=True)
         try:
@@ -106,7 +104,7 @@ def measure_together(
 
     for index in range(len(trials)):
         if is_usable:
-            attempt(prepare, index)
+            guarded(prepare, index)
     order = living() if is_usable else []
     with Conditions(trials[0].device) as conditions:
         sample_in_turns(
@@ -125,9 +123,9 @@ def measure_together(
     for step in (lambda index: trials[index].end_timing(), finish):  # all graphs go before anything is weighed
         for index in living():
             if is_usable:
-                attempt(step, index)
-    found = {**done, **failures} if is_usable else failures
-    return [_with_times(found[index], trials[index]) for index in sorted(found)]
+                guarded(step, index)
+    ended = {**done, **failures} if is_usable else failures
+    return [_with_times(ended[index], trials[index]) for index in sorted(ended)]
 
 
 def _with_times(record: Record, trial: Trial) -> Record:

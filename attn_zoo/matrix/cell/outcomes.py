@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import re
 import traceback
+from dataclasses import replace
 
 import torch
 
 from attn_zoo.errors import GateError, UnsupportedError
-from attn_zoo.records import Status
+from attn_zoo.records import Record, Status
 
-__all__ = ["outcome_of", "short_trace"]
+__all__ = ["failure_record", "outcome_of", "short_trace"]
 
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 _HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory")
@@ -61,3 +62,9 @@ def short_trace(error: BaseException) -> str:
     """Return the end of the traceback, where the cause is."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     return "\n".join(lines[-_TRACE_LINES:])[-_TRACE_CHARS:]
+
+
+def failure_record(record: Record, error: BaseException, room_bytes: int | None = None) -> Record:
+    """Return the record of a cell that an exception ended; arguments as in `outcome_of`."""
+    status, reason = outcome_of(error, room_bytes)
+    return replace(record, status=status, reason=reason, trace=short_trace(error) if status == "error" else "")

@@ -1,11 +1,11 @@
-"""A scaling cell in this process: build, check, time and weigh one call; bit by bit, so that cells can take turns."""
+"""A timed cell in this process: build, check, time and weigh its work; step by step, so that cells can take turns."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -13,26 +13,31 @@ from torch import Tensor
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.conditions import Conditions
-from attn_zoo.matrix.cell.workload import AbstractWorkload, make_workload
+from attn_zoo.matrix.cell.workload import AbstractWorkload
+from attn_zoo.matrix.costs import Claims
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
-from attn_zoo.measure.timing import Sampling, quiet_collector
-from attn_zoo.records import Cell, Memory, Record, Timing
+from attn_zoo.measure.timing import Sampling
+from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
 from attn_zoo.registry import variants
 
-__all__ = ["Trial", "measure_scaling"]
+__all__ = ["MakeWorkload", "Trial"]
+
+MakeWorkload = Callable[[Cell, Sequence[Tensor] | None], AbstractWorkload]
+"""Builds what a cell times, from inputs to share or from new ones."""
 
 COUNT_BELOW_MS = 2_000.0
 """FLOPs are counted by one more forward, where that is cheap; the formula needs none."""
 
 
 class Trial:
-    """One scaling cell on its way to a record: `prepare`, then samples of `sampling`, then `finish`.
+    """One timed cell on its way to a record: `prepare`, then samples of `sampling`, then `finish`.
 
     Args:
         record: of the cell, otherwise empty.
+        make_workload: builds what is timed.
         budget_s: seconds of sampling.
         has_energy: also measure energy, where the device tells.
         has_count: also count FLOPs, where that is cheap.
@@ -46,6 +51,7 @@ class Trial:
     def __init__(
         self,
         record: Record,
+        make_workload: MakeWorkload,
         budget_s: float,
         *,
         has_energy: bool = False,
@@ -53,6 +59,7 @@ class Trial:
         is_repeat: bool = False,
     ) -> None:
         self._record, self._cell, self._budget_s = record, record.cell, budget_s
+        self._make_workload = make_workload
         self._has_energy, self._has_count, self._is_repeat = has_energy, has_count, is_repeat
         self.phases: dict[str, float] = {}
         self._work: AbstractWorkload | None = None
@@ -106,7 +113,7 @@ class Trial:
         if cell.threads is not None:
             torch.set_num_threads(cell.threads)
         with self.phase("build"):
-            self._work = work = make_workload(cell, inputs)
+            self._work = work = self._make_workload(cell, inputs)
         if not self._is_repeat:
             with self.phase("gate"):
                 self._checks = work.gate()
@@ -141,8 +148,8 @@ class Trial:
         cell, work, timing = self._cell, self._work, self._timing
         assert work is not None
         assert timing is not None
-        flops = work.flops
-        _refuse_impossible(cell, work.pass_flops, timing.median_ms)
+        claims = work.claims()
+        _refuse_impossible(cell, claims, timing.median_ms)
         memory = energy = counted = None
         if not self._is_repeat:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
@@ -158,9 +165,9 @@ class Trial:
             clocks_mhz=conditions.clocks_mhz,
             energy_joules=energy.joules if energy else None,
             memory=memory,
-            flops=flops,
             counted_flops=counted,
             num_params=work.num_params,
+            **asdict(claims),
         )
 
     def _weigh(self, work: AbstractWorkload, median_ms: float) -> tuple[Memory, Energy | None, int | None]:
@@ -186,20 +193,12 @@ class Trial:
             self._work.release()
 
 
-def measure_scaling(trial: Trial) -> Record:
-    """Measure one cell by itself and return its record. Raises as the steps of `Trial` do."""
-    trial.prepare()
-    with Conditions(trial.device) as conditions, trial.phase("timing"), quiet_collector():
-        while not trial.sampling.is_done:
-            trial.sampling.take()
-    trial.end_timing()
-    return trial.finish(conditions)
-
-
-def _refuse_impossible(cell: Cell, flops: float | None, median_ms: float) -> None:
+def _refuse_impossible(cell: Cell, claims: Claims, median_ms: float) -> None:
     """Raise `AttnZooError` if the work cannot have been done in that time: then the timing or the formula is wrong."""
-    if flops is None or cell.device != "cuda" or median_ms <= 0:
+    if claims.flops is None or cell.device != "cuda" or median_ms <= 0:
         return
+    ratio = 2.0 if claims.backward_ratio is None else claims.backward_ratio  # two products for each of the forward
+    flops = claims.flops * PASSES[cell.pass_ or "fwd"].num_forwards(ratio)
     name = torch.cuda.get_device_name()
     if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops):
         raise AttnZooError(f"rejected: {problem}")

@@ -1,4 +1,4 @@
-"""Run one cell, or several in turns, and turn every way a worker process can end into a named outcome."""
+"""Run one bundle, and turn every way a worker process can end into a named outcome."""
 
 from __future__ import annotations
 
@@ -11,106 +11,89 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
-from attn_zoo.matrix.drive.merge_repeats import pooled
-from attn_zoo.matrix.drive.worker_pool import Crew
-from attn_zoo.matrix.plan.planned import PlannedCell
+from attn_zoo.matrix.drive.merge_repeats import merge_repeats
+from attn_zoo.matrix.drive.worker_pool import WorkerPool
+from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record, Status
 
-__all__ = ["run_alone", "run_in_turns"]
+__all__ = ["run_bundle"]
 
 _MAX_ATTEMPTS = 2
 _FOREIGN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_BYTES, _TAIL_LINES = 8000, 14
 
 
-def run_alone(item: PlannedCell, crew: Crew, has_next: bool) -> list[Record] | None:
-    """Return the record of one cell, or None if the run was stopped.
+def run_bundle(
+    items: Sequence[PlannedCell], pool: WorkerPool, has_next: bool, *, is_alone: bool = False
+) -> list[Record] | None:
+    """Return the records of one bundle, run in as many processes as its cells ask for; None if the run was stopped.
+
+    A cell that ends its process keeps the blame; others of the bundle begin anew without it. One that runs out of
+    memory, where others hold some too, is run again by itself: then the failure is its own, or its timing says
+    `timed_alone`.
 
     Args:
-        item: to run.
-        crew: of its track.
-        has_next: another cell will follow.
-    """
-    cell, settings = item.cell, crew.settings
-    checkpoint = settings.checkpoints / cell.key if settings.checkpoints and cell.kind == "accuracy" else None
-    isolation = "cell" if item.isolation == "interleaved" else item.isolation
-    for attempt in range(1, _MAX_ATTEMPTS + 1):
-        began, clock = datetime.now(UTC), time.monotonic()
-        answer = crew.ask(
-            [item],
-            keeps=isolation == "lane" and has_next,
-            has_next=has_next,
-            isolation=isolation,
-            attempt=attempt,
-            is_repeat=item.repeat > 0,
-            data_dir=str(settings.data_dir) if settings.data_dir else None,
-            checkpoint_dir=str(checkpoint) if checkpoint else None,
-            weights_dir=str(settings.weights) if settings.weights and item.keep_weights else None,
-        )
-        if not isinstance(answer, Ended):
-            return answer
-        if _is_stopped(answer, crew):
-            return None
-        if _is_foreign(answer) and attempt < _MAX_ATTEMPTS:
-            continue  # killed from outside, for no reason of its own: that says nothing about the cell
-        record = _failure(item, answer, crew.log(item), crew.settings.environment, attempt, began, clock)
-        return [replace(record, isolation=isolation)]
-    raise AssertionError("the last attempt returns")
-
-
-def run_in_turns(items: Sequence[PlannedCell], crew: Crew, has_next: bool) -> list[Record] | None:
-    """Return the records of cells that are timed in turns, in as many processes as they ask for; None if stopped.
-
-    A cell that ends its process keeps the blame; the others begin anew without it. One that runs out of memory, where
-    the others hold some too, is run again by itself: then the failure is its own, or its timing says `timed_alone`.
-
-    Args:
-        items: one length of each lane.
-        crew: of their track.
+        items: one cell, or one length of all curves that are timed in turns.
+        pool: of their lane.
         has_next: other cells will follow.
+        is_alone: run a single cell by itself that is planned to be timed in turns.
     """
-    bundle = _bundle_id(items)
-    found: dict[str, list[Record]] = {item.cell.key: [] for item in items}
+    first, settings = items[0], pool.settings
+    isolation = "cell" if is_alone else first.isolation
+    is_in_turns = isolation == "interleaved"
+    bundle = _bundle_id(items) if is_in_turns else ""
+    num_processes = first.successive_repeats if is_in_turns else 1
+    is_training = not kind_of(first.cell).is_timed
+    measured: dict[str, list[Record]] = {item.cell.key: [] for item in items}
     final: dict[str, Record] = {}
-    num_processes = items[0].num_processes
     for process in range(num_processes):
         attempt = 1
-        while left := [item for item in items if item.cell.key not in final and len(found[item.cell.key]) <= process]:
+        while left := [
+            item for item in items if item.cell.key not in final and len(measured[item.cell.key]) <= process
+        ]:
             began, clock = datetime.now(UTC), time.monotonic()
-            answer = crew.ask(
+            answer = pool.ask(
                 left,
+                keeps=isolation == "lane" and has_next,
                 has_next=has_next or process + 1 < num_processes,
-                isolation="interleaved",
+                isolation=isolation,
                 attempt=attempt,
                 bundle=bundle,
                 seed=1000 * left[0].cell.seed + process,
-                is_repeat=process > 0,
+                is_repeat=process > 0 or first.repeat > 0,
+                checkpoint_dir=_folder(settings.checkpoints, first.cell.key) if is_training else None,
+                weights_dir=_folder(settings.weights) if first.keep_weights else None,
             )
             if not isinstance(answer, Ended):
                 for record in answer:
                     if record.status == "ok":
-                        found[record.cell.key].append(record)
+                        measured[record.cell.key].append(record)
                     else:
                         final[record.cell.key] = record
-            elif _is_stopped(answer, crew):
+            elif _is_stopped(answer, pool):
                 return None
             elif _is_foreign(answer) and attempt < _MAX_ATTEMPTS:
-                attempt += 1
+                attempt += 1  # killed from outside, for no reason of its own: that says nothing about the cells
             else:
                 guilty = left[answer.at]
-                record = _failure(guilty, answer, crew.log(left[0]), crew.settings.environment, attempt, began, clock)
-                final[guilty.cell.key] = replace(record, isolation="interleaved", bundle=bundle)
+                record = _failure(guilty, answer, pool.log(left[0]), settings.environment, attempt, began, clock)
+                final[guilty.cell.key] = replace(record, isolation=isolation, bundle=bundle)
                 attempt = 1
     for item in items:
         key = item.cell.key
         if key not in final:
-            final[key] = pooled(found[key])
+            final[key] = merge_repeats(measured[key])
         elif final[key].status in {"oom_device", "oom_host"} and len(items) > 1:
-            again = run_alone(item, crew, has_next)
+            again = run_bundle([item], pool, has_next, is_alone=True)
             if again is None:
                 return None
             final[key] = _marked(again[0])
     return [final[item.cell.key] for item in items]
+
+
+def _folder(folder: Path | None, name: str = "") -> str | None:
+    return str(folder / name) if folder else None
 
 
 def _marked(record: Record) -> Record:
@@ -143,9 +126,9 @@ def _failure(
     )
 
 
-def _is_stopped(ended: Ended, crew: Crew) -> bool:
+def _is_stopped(ended: Ended, pool: WorkerPool) -> bool:
     """Tell whether the run is at its end: whoever ended it, such as a batch system, ended its workers too."""
-    return ended.why == "stopped" or (_is_foreign(ended) and crew.is_over())
+    return ended.why == "stopped" or (_is_foreign(ended) and pool.is_over())
 
 
 def _is_foreign(ended: Ended) -> bool:

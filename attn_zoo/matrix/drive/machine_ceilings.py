@@ -18,8 +18,9 @@ from os import getpid
 
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.engines.process import spawn_environment
+from attn_zoo.matrix.kinds.catalogue import kind_of
 from attn_zoo.matrix.limits import die_with_parent
-from attn_zoo.matrix.plan.planned import PlannedCell
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings
@@ -65,7 +66,7 @@ def measure_missing(
     subjects = {
         (item.cell.device, item.cell.threads, item.cell.dtype)
         for item in items
-        if item.cell.kind == "scaling" and item.refusal is None
+        if kind_of(item.cell).is_timed and item.refusal is None
     }
     if not subjects:
         return

@@ -8,10 +8,10 @@ from dataclasses import replace
 from attn_zoo.records import Record
 from attn_zoo.statistics import quartiles, time_summary
 
-__all__ = ["pooled"]
+__all__ = ["merge_repeats"]
 
 
-def pooled(records: Sequence[Record]) -> Record:
+def merge_repeats(records: Sequence[Record]) -> Record:
     """Return the first record with the samples of all, and an interval that covers what differs between processes.
 
     Gate, memory and the like are of the first process. Flags are those of any; `kernels_differ` is added where the

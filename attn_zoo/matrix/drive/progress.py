@@ -7,7 +7,7 @@ import sys
 import time
 from typing import IO, ClassVar, Protocol
 
-from attn_zoo.matrix.plan.expand import PlannedCell
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record
 
 __all__ = ["LiveProgress", "PlainProgress", "Progress", "SilentProgress", "describe", "make_progress", "span"]

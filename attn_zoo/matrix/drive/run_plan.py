@@ -7,25 +7,94 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from attn_zoo.matrix.drive.done_and_left import Standing, Summary, standing
+from attn_zoo.matrix.costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import measure_missing
 from attn_zoo.matrix.drive.progress import Progress, SilentProgress
 from attn_zoo.matrix.drive.session import Session
 from attn_zoo.matrix.drive.supervise import Control
 from attn_zoo.matrix.drive.worker_pool import Settings
-from attn_zoo.matrix.plan.expand import Plan, PlannedCell
+from attn_zoo.matrix.plan.expand import Plan
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store
-from attn_zoo.matrix.variant_claims import claims_of
-from attn_zoo.records import Record
+from attn_zoo.records import ANSWERS, Record
 
 __all__ = ["Engine", "Standing", "Summary", "run", "standing"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """How a plan and the records of a folder compare.
+
+    Args:
+        done: cells with a record.
+        left: cells without.
+        stale: records whose source or data changed since: kept, but not part of the plan any more.
+        other: records of other matrices.
+        begun: repeats that cells of `left` have already, by key.
+    """
+
+    done: tuple[Record, ...]
+    left: tuple[PlannedCell, ...]
+    stale: tuple[Record, ...]
+    other: tuple[Record, ...]
+    begun: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a run did.
+
+    Args:
+        counts: cells of the plan by status, records of earlier runs included.
+        new: how many of them are new.
+        left: cells without a record.
+        num_repeats: repeats that cells of `left` have already.
+        stopped: why it ended early: `"interrupted"`, `"time limit"`, or None.
+        folder: where the records are.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    new: int = 0
+    left: tuple[PlannedCell, ...] = ()
+    num_repeats: int = 0
+    stopped: str | None = None
+    folder: Path = Path()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if every cell with a record is ok or unsupported, 1 if one failed, 130 after Ctrl-C."""
+        if self.stopped == "interrupted":
+            return 130
+        return int(any(status not in ANSWERS for status in self.counts))
+
+
+def standing(plan: Plan, records: Sequence[Record], repeats: Mapping[str, int] | None = None) -> Standing:
+    """Compare a plan with records; nothing is run.
+
+    Args:
+        plan: of all cells.
+        records: of the folder.
+        repeats: how many there are of cells that are not done, by key.
+    """
+    by_key = {record.cell.key: record for record in records}
+    planned = {item.cell.key for item in plan.cells}
+    ids = {item.cell.id for item in plan.cells}
+    outside = [record for key, record in by_key.items() if key not in planned]
+    return Standing(
+        done=tuple(by_key[item.cell.key] for item in plan.cells if item.cell.key in by_key),
+        left=tuple(item for item in plan.cells if item.cell.key not in by_key),
+        stale=tuple(record for record in outside if record.cell.id in ids),
+        other=tuple(record for record in outside if record.cell.id not in ids),
+        begun={key: count for key, count in (repeats or {}).items() if key in planned and key not in by_key},
+    )
+
 
 Lanes = Sequence[tuple[Sequence[PlannedCell], Sequence[Record]]]
 
@@ -97,7 +166,7 @@ def run(
         environment,
         allow_mixed_env=allow_mixed_env,
         shard=plan.shard,
-        claims=claims_of({item.cell.variant for item in plan.cells}),
+        claims=stored_claims({item.cell.variant for item in plan.cells}),
     ) as scan:
         if scan.problems:
             progress.say(f"{len(scan.problems)} files were no records and are now in {store.folder / 'quarantine'}")
@@ -109,8 +178,8 @@ def run(
                 del records[key]
         left = standing(plan, list(records.values())).left
         limit_s = None if time_limit_min is None else time_limit_min * 60
-        parts = _parts(store, plan, records, "" if engine.is_remote else environment.digest)
-        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, parts)
+        repeats = _repeats(store, plan, records, "" if engine.is_remote else environment.digest)
+        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, repeats)
         settings = Settings(
             logs=store.logs,
             environment=environment.digest,
@@ -119,8 +188,8 @@ def run(
             checkpoints=store.checkpoints,
             weights=store.weights,
         )
-        total = sum(item.num_rounds for item in plan.cells)
-        missing = sum(item.num_rounds - len(parts.get(item.cell.key, ())) for item in left)
+        total = sum(item.separate_repeats for item in plan.cells)
+        missing = sum(item.separate_repeats - len(repeats.get(item.cell.key, ())) for item in left)
         progress.begin(total, total - missing, len(plan.cells))
         if num_compiled := sum(bool(item.cell.overrides.get("compile")) for item in left if item.refusal is None):
             progress.say(f"cells that are compiled first, in silence and up to a minute each: {num_compiled}")
@@ -131,17 +200,17 @@ def run(
                 for item in left:
                     if item.refusal is not None:
                         session.finished(_refused(item, environment.digest))
-                engine.run(_lanes(left, records, parts, is_joined=engine.is_remote), settings, session)
+                engine.run(_lanes(left, records, repeats, is_joined=engine.is_remote), settings, session)
         finally:
             progress.end()
     for record in session.new:
         records[record.cell.key] = record
-    now = standing(plan, list(records.values()), store.parts.count())
+    now = standing(plan, list(records.values()), store.repeats.count())
     return Summary(
         counts=dict(Counter(record.status for record in now.done)),
         new=len(session.new),
         left=now.left,
-        num_parts=sum(now.begun.values()),
+        num_repeats=sum(now.begun.values()),
         stopped=session.stopped,
         folder=store.folder,
     )
@@ -154,46 +223,48 @@ def _refused(item: PlannedCell, environment: str) -> Record:
     return Record(cell=item.cell, status="unsupported", reason=reason, environment=environment, started=started)
 
 
-def _parts(store: Store, plan: Plan, records: Mapping[str, Record], environment: str) -> dict[str, list[Record]]:
+def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environment: str) -> dict[str, list[Record]]:
     """Return the repeats that cells without a record have, by key; tidy away what a killed run left of the others."""
-    found: dict[str, list[Record]] = {}
-    begun = store.parts.count()
+    usable: dict[str, list[Record]] = {}
+    begun = store.repeats.count()
     for item in plan.cells:
         key = item.cell.key
         if key not in begun:
             continue
         if key not in records:
-            found[key] = store.parts.take(key, environment, most=item.num_rounds - 1)
+            usable[key] = store.repeats.take(key, environment, most=item.separate_repeats - 1)
         elif records[key].status == "ok":
-            store.parts.drop(key)
+            store.repeats.drop(key)
         else:
-            store.parts.retire(key)
-    return found
+            store.repeats.retire(key)
+    return usable
 
 
 def _lanes(
-    left: Sequence[PlannedCell], records: Mapping[str, Record], parts: Mapping[str, Sequence[Record]], is_joined: bool
+    left: Sequence[PlannedCell], records: Mapping[str, Record], repeats: Mapping[str, Sequence[Record]], is_joined: bool
 ) -> Lanes:
-    """Group runnable cells by round over the matrix and by track, each with the records that its lanes have.
+    """Group runnable cells by repeat and by lane, each with the records that its curves have.
 
     Args:
         left: cells without a record.
         records: by key.
-        parts: repeats that there are, by key.
-        is_joined: all rounds of a track in one lane, for an engine whose lanes run on different machines: repeats of
-            one cell belong on one.
+        repeats: those that there are, by key.
+        is_joined: all repeats of a lane in one, for an engine whose lanes run on different machines: repeats of one
+            cell belong on one.
     """
     prior: dict[str, list[Record]] = {}
     for record in records.values():
-        prior.setdefault(record.cell.lane, []).append(record)
+        prior.setdefault(record.cell.curve, []).append(record)
     runnable = [item for item in left if item.refusal is None]
-    tracks: dict[tuple[int, str], list[PlannedCell]] = {}
-    for repeat in range(max((item.num_rounds for item in runnable), default=0)):
+    lanes: dict[tuple[int, str], list[PlannedCell]] = {}
+    for repeat in range(max((item.separate_repeats for item in runnable), default=0)):
         for item in runnable:
-            if len(parts.get(item.cell.key, ())) <= repeat < item.num_rounds:
-                place = (0 if is_joined else repeat, item.track)
-                tracks.setdefault(place, []).append(replace(item, repeat=repeat))
-    return [
-        (items, [record for lane in dict.fromkeys(item.cell.lane for item in items) for record in prior.get(lane, [])])
-        for items in tracks.values()
-    ]
+            if len(repeats.get(item.cell.key, ())) <= repeat < item.separate_repeats:
+                place = (0 if is_joined else repeat, item.lane)
+                lanes.setdefault(place, []).append(replace(item, repeat=repeat))
+
+    def known(items: Sequence[PlannedCell]) -> list[Record]:
+        curves = dict.fromkeys(item.cell.curve for item in items)
+        return [record for curve in curves for record in prior.get(curve, [])]
+
+    return [(items, known(items)) for items in lanes.values()]

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 
-from attn_zoo.matrix.costs import with_costs
-from attn_zoo.matrix.drive.merge_repeats import pooled
+from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.supervise import Control
-from attn_zoo.matrix.plan.estimate import TrainingTimes, scaled_seconds
-from attn_zoo.matrix.plan.expand import PlannedCell
+from attn_zoo.matrix.kinds.catalogue import KINDS, kind_of
+from attn_zoo.matrix.kinds.kind import Forecast
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store
-from attn_zoo.records import Environment, Record
-from attn_zoo.registry import variants
+from attn_zoo.records import Cell, Environment, Record
 
 __all__ = ["GRACE_S", "Session"]
 
@@ -33,7 +32,7 @@ class Session(Control):
         todo: cells without a record.
         earlier: records that there are already.
         jobs: trainings at once.
-        parts: repeats that cells without a record have already, by key.
+        repeats: those that cells without a record have already, by key.
 
     Attributes:
         stopped: why no further cell may start, or None.
@@ -48,15 +47,17 @@ class Session(Control):
         todo: Sequence[PlannedCell],
         earlier: Sequence[Record],
         jobs: int,
-        parts: Mapping[str, Sequence[Record]],
+        repeats: Mapping[str, Sequence[Record]],
     ) -> None:
         self._store, self._progress, self._jobs = store, progress, jobs
         self._began = time.monotonic()
         self._deadline = None if time_limit_s is None else self._began + time_limit_s
         self._waiting = {item.cell.key: item for item in todo}
-        self._parts = {item.cell.key: list(parts.get(item.cell.key, ())) for item in todo}
-        self._known: dict[str, Record] = {}
-        self._trainings = TrainingTimes(earlier)
+        self._repeats = {item.cell.key: list(repeats.get(item.cell.key, ())) for item in todo}
+        self._forecasts = {kind.name: kind.forecast() for kind in KINDS}
+        for record in earlier:
+            if not kind_of(record.cell).is_timed:  # that of a timed one sums its repeats
+                self._forecast_of(record.cell).add(record)
         self._kill_at: float | None = None
         self.stopped: str | None = None
         self.new: list[Record] = []
@@ -76,32 +77,25 @@ class Session(Control):
     def is_over(self) -> bool:
         return self.stopped == "interrupted" or (self._deadline is not None and time.monotonic() >= self._deadline)
 
+    def _forecast_of(self, cell: Cell) -> Forecast:
+        return self._forecasts[kind_of(cell).name]
+
     def forecast_s(self, item: PlannedCell) -> float:
-        """Return the seconds that a cell, or its next repeat, will take.
+        """Return the seconds that a cell, or its next repeat, will take."""
+        if repeats := self._repeats.get(item.cell.key):
+            return repeats[-1].duration_s
+        return self._forecast_of(item.cell).seconds(item)
 
-        Known from the repeat before, from shorter lengths of its lane, or from trainings like it; otherwise estimated.
-        """
-        if parts := self._parts.get(item.cell.key):
-            return parts[-1].duration_s
-        if item.cell.kind == "accuracy":
-            return self._trainings.forecast_s(item.cell)
-        known, cell = self._known.get(item.cell.lane), item.cell
-        if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
-            exponent = variants[cell.variant].complexity.time_exponent
-            return scaled_seconds(known.duration_s, known.cell.seq_len, cell.seq_len, exponent)
-        return (item.estimate_s or 0.0) / item.num_rounds
-
-    def may_start(self, item: PlannedCell, *beside: PlannedCell) -> bool:
+    def may_start(self, *bundle: PlannedCell) -> bool:
         if self.is_over():
             self.stopped = self.stopped or "time limit"
             return False
-        if item.cell.key not in self._waiting:
+        cell = bundle[0].cell
+        if cell.key not in self._waiting:
             return False  # an earlier repeat failed, which is the cell's result
-        if self._deadline is None:
-            return True
-        if item.cell.kind == "accuracy":
-            return True  # it goes on from its checkpoint another time
-        forecast_s = sum(min(self.forecast_s(each), each.timeout_s) for each in (item, *beside))
+        if self._deadline is None or not kind_of(cell).is_timed:
+            return True  # a training goes on from its checkpoint another time
+        forecast_s = sum(min(self.forecast_s(item), item.timeout_s) for item in bundle)
         if time.monotonic() + forecast_s <= self._deadline:
             return True
         self.stopped = self.stopped or "time limit"  # cells of other lanes may still fit
@@ -110,8 +104,8 @@ class Session(Control):
     def started(self, item: PlannedCell) -> None:
         left_s = 0.0
         for key, waiting in self._waiting.items():
-            rounds = waiting.num_rounds - len(self._parts[key])
-            left_s += rounds * self.forecast_s(waiting) / (self._jobs if waiting.cell.kind == "accuracy" else 1)
+            num_left = waiting.separate_repeats - len(self._repeats[key])
+            left_s += num_left * self.forecast_s(waiting) / (1 if kind_of(waiting.cell).is_timed else self._jobs)
         self._progress.started(item, left_s)
 
     def should_stop(self) -> bool:
@@ -131,30 +125,28 @@ class Session(Control):
         said: a crash now and then is a result too.
         """
         key = record.cell.key
-        rounds = self._waiting[key].num_rounds
-        parts = self._parts[key]
-        self._known[record.cell.lane] = record
-        step = f"repeat {len(parts) + 1} of {rounds}" if rounds > 1 else ""
+        num_repeats = self._waiting[key].separate_repeats
+        repeats = self._repeats[key]
+        self._forecast_of(record.cell).add(record)
+        step = f"repeat {len(repeats) + 1} of {num_repeats}" if num_repeats > 1 else ""
         num_done = 1
         if record.status == "ok":
-            parts.append(record)
-            if len(parts) < rounds:
-                self._store.parts.write(record, len(parts))
+            repeats.append(record)
+            if len(repeats) < num_repeats:
+                self._store.repeats.write(record, len(repeats))
                 self._progress.finished(record, step)
                 return
-            record = pooled(parts)
-        elif rounds > 1:
-            num_done = rounds - len(parts)
-            if parts:
+            record = merge_repeats(repeats)
+        elif num_repeats > 1:
+            num_done = num_repeats - len(repeats)
+            if repeats:
                 record = replace(record, reason=f"{step}: {record.reason}")
-        record = with_costs(record)
         self._store.write(record)
         if record.status == "ok":
-            self._store.parts.drop(key)
+            self._store.repeats.drop(key)
         else:
-            self._store.parts.retire(key)
+            self._store.repeats.retire(key)
         del self._waiting[key]
-        self._trainings.add(record)
         self.new.append(record)
         self._progress.finished(record, step, num_done)
 

@@ -1,7 +1,7 @@
-"""The worker processes of a run's lanes: the one at work, the one that a lane keeps, and those that wait their turn.
+"""The worker processes of a run: the one at work, the one that a lane keeps, and those that wait for an order.
 
 Most of a process's start is loading torch, which takes no part in what is measured. So several load it at once, before
-the first of them measures, and then wait for a request without using the processor. On a CPU nothing is measured while
+the first of them measures, and then wait for an order without using the processor. On a CPU nothing is measured while
 a process loads; on a GPU, which that does not disturb, the next one loads meanwhile.
 """
 
@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
+from attn_zoo.matrix.kinds.catalogue import kind_of
 from attn_zoo.matrix.limits import available_bytes, num_cores
-from attn_zoo.matrix.plan.planned import PlannedCell
-from attn_zoo.matrix.status_sets import CLEAN
-from attn_zoo.records import Record
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.matrix.plan.work_order import WorkOrder
+from attn_zoo.records import CLEAN, Record
 
-__all__ = ["Crew", "Settings"]
+__all__ = ["WorkerPool", "Settings"]
 
-MAX_BATCH = 8
+MAX_STARTING = 8
 """Processes that start at once."""
 
 WAITING_BYTES, WAITING_FRAC = 200 * 2**20, 0.05
@@ -54,8 +55,8 @@ class Settings:
     threads: int | None = None
 
 
-class Crew:
-    """Hands requests to worker processes and accounts for the time around what they measure. Close it, or use `with`.
+class WorkerPool:
+    """Hands orders to worker processes and accounts for the time around what they measure. Close it, or use `with`.
 
     Args:
         settings: of the run.
@@ -76,7 +77,7 @@ class Crew:
         self._places = {(item.cell.key, item.repeat): place for place, item in enumerate(self._ahead)}
         self._kept: WorkerProcess | None = None
         self._waiting: list[WorkerProcess] = []
-        self._share_s = 0.0  # of each process of the latest batch, in the time that the batch took to start
+        self._share_s = 0.0  # of each process that started at last, in the time that they took together
         self._verdicts: dict[str, Any] = {}
         self._since = time.monotonic()
 
@@ -91,15 +92,15 @@ class Crew:
         return self.settings.logs / f"{item.cell.key}.log"
 
     def ask(
-        self, items: Sequence[PlannedCell], *, keeps: bool = False, has_next: bool = False, **request: Any
+        self, items: Sequence[PlannedCell], *, keeps: bool = False, has_next: bool = False, **fields: Any
     ) -> list[Record] | Ended:
         """Have one process run these cells, and return its records with all their phases, or how it ended.
 
         Args:
-            items: one cell, or those to be timed in turns.
-            keeps: the process may serve the next request too, if this one ends well.
+            items: a bundle.
+            keeps: the process may serve the next order too, if this one ends well.
             has_next: another process will be needed after this one, whatever lies ahead.
-            request: the rest of what the worker is told.
+            fields: the rest of the order.
         """
         first, settings = items[0], self.settings
         began = time.monotonic()
@@ -108,19 +109,20 @@ class Crew:
         if first.cell.device == "cuda" and num_after and not keeps and not self._waiting:
             self._start(first, worker.threads, 1)
         taken = time.monotonic()
-        whole = {
-            "cells": [item.cell.to_dict() for item in items],
-            "budget_s": first.budget_s,
-            "has_energy": first.has_energy,
-            "has_count": [item.has_count for item in items],
-            "environment": settings.environment,
-            "variant_files": settings.variant_files,
-            "log": str(self.log(first)),
-            "verdicts": dict(self._verdicts),
-            **request,
-        }
+        order = WorkOrder(
+            cells=tuple(item.cell for item in items),
+            budget_s=first.budget_s,
+            has_energy=first.has_energy,
+            has_count=tuple(item.has_count for item in items),
+            environment=settings.environment,
+            variant_files=settings.variant_files,
+            data_dir=str(settings.data_dir) if settings.data_dir else None,
+            log=str(self.log(first)),
+            verdicts=dict(self._verdicts),
+            **fields,
+        )
         try:
-            answer = worker.run(whole, [item.timeout_s for item in items], self._should_stop)
+            answer = worker.run(order, [item.timeout_s for item in items], self._should_stop)
         except BaseException:
             worker.kill()
             raise
@@ -142,15 +144,15 @@ class Crew:
         return [_with_shares(record, shared, len(answer)) for record in answer]
 
     def _num_after(self, item: PlannedCell) -> int:
-        """Return how many more processes the cells after this one need in a row, up to a batch of them."""
+        """Return how many more processes the cells after this one need in a row, up to MAX_STARTING."""
         place = self._places.get((item.cell.key, item.repeat), len(self._ahead))
-        found: dict[object, int] = {}
+        needed: dict[object, int] = {}
         for later in islice(self._ahead, place + 1, None):
-            if _kind(later) != _kind(item) or sum(found.values()) >= MAX_BATCH:
+            if _kind(later) != _kind(item) or sum(needed.values()) >= MAX_STARTING:
                 break
             if _sharing(later) != _sharing(item):
-                found[_sharing(later)] = later.num_processes
-        return sum(found.values())
+                needed[_sharing(later)] = later.successive_repeats
+        return sum(needed.values())
 
     def _take(self, item: PlannedCell, num_after: int) -> tuple[WorkerProcess, float]:
         """Return a process for the item, and seconds that it owes to one before it: less than 0 if others owe it."""
@@ -164,8 +166,8 @@ class Crew:
         self._drop_unless(lambda worker: worker.threads == threads and (worker.is_starting() or worker.is_waiting))
         is_new = not self._waiting
         if is_new:
-            has_batch = is_cpu and item.cell.kind == "scaling"
-            self._start(item, threads, 1 + (min(num_after, _num_spare()) if has_batch else 0))
+            has_more = is_cpu and kind_of(item.cell).is_timed
+            self._start(item, threads, 1 + (min(num_after, _num_spare()) if has_more else 0))
         if is_cpu:
             for worker in self._waiting:
                 while worker.is_starting(_TICK_S) and not self._should_stop():
@@ -204,20 +206,20 @@ class Crew:
 
 def _sharing(item: PlannedCell) -> object:
     """Return what is equal for cells that one process may run, one after another or in turns."""
-    return (item.track, item.repeat) if item.isolation == "lane" else item.unit
+    return (item.lane, item.repeat) if item.isolation == "lane" else item.bundle
 
 
 def _kind(item: PlannedCell) -> object:
     """Return what is equal for cells that a process which was started for one of them suits."""
-    return item.cell.kind, item.cell.device, item.cell.threads
+    return kind_of(item.cell).name, item.cell.device, item.cell.threads
 
 
 def _num_spare() -> int:
     """Return how many processes may wait while another measures: no more start at once than there are cores."""
-    return min(MAX_BATCH, num_cores(), 1 + int(available_bytes() * WAITING_FRAC / WAITING_BYTES)) - 1
+    return min(MAX_STARTING, num_cores(), 1 + int(available_bytes() * WAITING_FRAC / WAITING_BYTES)) - 1
 
 
 def _with_shares(record: Record, shared: dict[str, float], count: int) -> Record:
-    """Add an equal share of what was spent for all cells of a request."""
+    """Add an equal share of what was spent for all cells of an order."""
     phases = {**record.phases, **{name: seconds / count for name, seconds in shared.items()}}
     return replace(record, phases={name: round(seconds, 4) for name, seconds in phases.items()})

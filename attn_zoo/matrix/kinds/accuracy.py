@@ -1,31 +1,185 @@
-"""The cells of an accuracy group: every variant on every task, direction, trial and seed, refused where it cannot be.
+"""`[[accuracy]]`: training runs, variants x seeds on tasks; refused before anything trains where they cannot be.
 
-What a variant refuses is asked here with the same words as when the model is built, so that nothing trains for hours
-beside cells that were never possible.
+What a variant refuses is asked with the same words as when the model is built, so that nothing trains for hours beside
+cells that were never possible.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import TYPE_CHECKING, Any
 
-from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.matrix.kinds.accuracy_problems import directions_of
-from attn_zoo.matrix.plan.groups import AccuracyGroup
-from attn_zoo.matrix.plan.planned import PlannedCell, Refusal
-from attn_zoo.records import TRAINING_VERSION, Cell
-from attn_zoo.registry import tasks
-from attn_zoo.tasks import TaskSpec
+import torch
+from pydantic import Field
 
-__all__ = ["Known", "known_of", "trainings"]
+from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
+from attn_zoo.matrix.cell.outcomes import failure_record
+from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Member, Problem, Seconds, as_axis
+from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
+from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS
+from attn_zoo.matrix.plan.work_order import WorkOrder
+from attn_zoo.records import TRAINING_VERSION, Cell, Record
+from attn_zoo.registry import tasks, variants
+
+if TYPE_CHECKING:
+    from attn_zoo.tasks import AbstractTask, TaskKind, TaskSpec
+
+__all__ = ["Accuracy", "AccuracyGroup"]
+
+MAX_TRIALS = 256
+"""More combinations than that are a search, not a grid."""
+
+
+class AccuracyGroup(Group):
+    """Training runs: variants x seeds on tasks. Where several values are given, every combination is a cell.
+
+    Args:
+        task: registered name.
+        level: difficulty of the task; every task of the group must have it.
+        is_causal: later tokens hidden. A choice for `token_classification` only; absent, every task has its own
+            direction, and `token_classification` both sides.
+        protocol: named training protocol.
+        overrides: fields of the protocol that this group changes; part of the cell's key.
+        grid: values to try for further fields of the protocol: every combination, the same for every variant.
+        keep_weights: store what was trained, as `weights/<key>.safetensors` in the results folder.
+        timeout_s: seconds one training may take.
+    """
+
+    task: Axis[str]
+    level: Axis[str] = ("short",)
+    is_causal: Axis[bool] | None = None
+    protocol: str = "cpu-small"
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, Axis[Any]] = Field(default_factory=dict)
+    keep_weights: bool = False
+    timeout_s: Seconds = 7 * 86_400.0
+
+    @property
+    def num_cells(self) -> int:
+        num_trials = math.prod(len(values) for values in self.grid.values())
+        return super().num_cells * len(self.task) * len(self.level) * len(self.is_causal or (None,)) * num_trials
+
+    def trials(self) -> Iterator[dict[str, Any]]:
+        """Yield the overrides of each combination of the grid, those of the group included."""
+        for values in itertools.product(*self.grid.values()):
+            yield {**self.overrides, **dict(zip(self.grid, values, strict=True))}
+
+
+class Accuracy(AbstractKind):
+    """One training run on one task."""
+
+    name = "accuracy"
+    group = AccuracyGroup
+    is_timed = False
+    rooms = TRAINING_ROOMS
+
+    def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
+        problems: list[Problem] = []
+        given = group.get("level", list(AccuracyGroup.model_fields["level"].default))
+        levels = [level for level in as_axis(given) if isinstance(level, str)]
+        names = group.get("task", ())
+        for index, name in enumerate(as_axis(names)):
+            if not isinstance(name, str):
+                continue
+            path = f"{where}.task[{index}]" if isinstance(names, list) else f"{where}.task"
+            try:
+                task = tasks[name]
+            except UnknownNameError as error:
+                problems.append((path, str(error)))
+                continue
+            problems += _level_problems(task, levels, group.get("is_causal"), where)
+            problems += _protocol_problems(task, group, where)
+        return list(dict.fromkeys(problems))
+
+    def expand(self, group: AccuracyGroup, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
+        @cache
+        def known(task: str, level: str) -> _Known:
+            return _known_of(task, level, data_dir)
+
+        for member, task, level in itertools.product(members, group.task, group.level):
+            data = known(task, level)
+            own = _directions_of(data.spec.kind)[:1] if data.spec else (False,)
+            for is_causal, dtype, overrides in itertools.product(group.is_causal or own, group.dtypes, group.trials()):
+                first = Cell(
+                    kind=self.name,
+                    device=group.device,
+                    threads=group.threads,
+                    dtype=dtype,
+                    is_causal=is_causal,
+                    task=task,
+                    level=level,
+                    protocol=group.protocol,
+                    overrides=overrides,
+                    grid=tuple(sorted(group.grid)),
+                    data_digest=data.digest,
+                    protocol_version=TRAINING_VERSION,
+                    **member,
+                )
+                refusal = data.missing if data.spec is None else _refusal(first, data.spec) or data.missing
+                for seed in group.seeds:
+                    yield PlannedCell(
+                        # A copy of its own for every cell, without tuples, as it comes back from a file.
+                        cell=replace(first, seed=seed, overrides=json.loads(json.dumps(overrides))),
+                        refusal=refusal,
+                        timeout_s=group.timeout_s,
+                        keep_weights=group.keep_weights,
+                    )
+
+    def forecast(self) -> Forecast:
+        return TrainingForecast()
+
+    def run(
+        self,
+        order: WorkOrder,
+        records: Sequence[Record],
+        tell: Callable[[int], object],  # noqa: ARG002 - there is one cell
+        room_bytes: int | None,
+    ) -> list[Record]:
+        begin = time.monotonic()
+        (record,) = records
+        try:
+            record = _train(record, order)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a variant may even call sys.exit
+            record = failure_record(record, error, room_bytes)
+        seconds = time.monotonic() - begin
+        return [replace(record, duration_s=round(seconds, 4), phases={"training": seconds})]
+
+
+def _train(record: Record, order: WorkOrder) -> Record:
+    from attn_zoo.training import run_training  # loads the backbone: only where it trains
+
+    cell = record.cell
+    if cell.threads is not None:
+        torch.set_num_threads(cell.threads)
+    result = run_training(
+        cell,
+        data_dir=Path(order.data_dir) if order.data_dir else None,
+        checkpoint_dir=Path(order.checkpoint_dir) if order.checkpoint_dir else None,
+        weights_path=Path(order.weights_dir) / f"{cell.key}.safetensors" if order.weights_dir else None,
+    )
+    return replace(
+        record,
+        status=result.status,
+        reason=result.reason,
+        score=result.score,
+        kernels=tuple(result.kernels),
+        num_params=result.num_params,
+        is_simulated=variants[cell.variant].capabilities.is_simulated,
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class _Known:
     """What can be known about a task at a level without making its data.
 
     Args:
@@ -39,65 +193,21 @@ class Known:
     missing: Refusal | None = None
 
 
-def known_of(task: str, level: str, data_dir: Path | None) -> Known:
-    """Return what can be known; hashes the files that the task reads, so ask once.
-
-    Args:
-        task: registered name.
-        level: of the task.
-        data_dir: where tasks find local data.
-    """
+def _known_of(task: str, level: str, data_dir: Path | None) -> _Known:
+    """Return what can be known; hashes the files that the task reads, so ask once."""
     spec = None
     try:
         spec = tasks[task](level, data_dir=data_dir).spec
-        return Known(tasks[task].digest(level, data_dir=data_dir), spec)
+        return _Known(tasks[task].digest(level, data_dir=data_dir), spec)
     except (UnsupportedError, ConfigError) as error:
         source = tasks[task].source(level)
         reason = source and source.why_missing(data_dir)  # without the folders of this machine: it goes into a record
-        return Known(spec=spec, missing=("data", reason or str(error)))
-
-
-def trainings(
-    group: AccuracyGroup, common: Mapping[str, Any], known: Callable[[str, str], Known]
-) -> Iterator[PlannedCell]:
-    """Yield the cells of one variant in an accuracy group.
-
-    Args:
-        group: which group.
-        common: fields of the cell that the caller knows: variant, label, options, digest, device, threads.
-        known: `known_of` for a task and a level.
-    """
-    for task, level in itertools.product(group.task, group.level):
-        data = known(task, level)
-        own = directions_of(data.spec.kind)[:1] if data.spec else (False,)
-        for is_causal, dtype, overrides in itertools.product(group.is_causal or own, group.dtypes, group.trials()):
-            first = Cell(
-                kind="accuracy",
-                dtype=dtype,
-                is_causal=is_causal,
-                task=task,
-                level=level,
-                protocol=group.protocol,
-                overrides=overrides,
-                grid=tuple(sorted(group.grid)),
-                data_digest=data.digest,
-                protocol_version=TRAINING_VERSION,
-                **common,
-            )
-            refusal = data.missing if data.spec is None else _refusal(first, data.spec) or data.missing
-            for seed in group.seeds:
-                yield PlannedCell(
-                    # A copy of its own for every cell, without tuples, as it comes back from a file.
-                    cell=replace(first, seed=seed, overrides=json.loads(json.dumps(overrides))),
-                    refusal=refusal,
-                    timeout_s=group.timeout_s,
-                    keep_weights=group.keep_weights,
-                )
+        return _Known(spec=spec, missing=("data", reason or str(error)))
 
 
 def _refusal(cell: Cell, spec: TaskSpec) -> Refusal | None:
     """Return what the variants of a training, or training itself, refuse."""
-    from attn_zoo.training.protocol import resolve_protocol  # imports the model, so only where there is training
+    from attn_zoo.training.protocol import resolve_protocol
     from attn_zoo.training.requirements import require
 
     assert cell.task is not None and cell.protocol is not None  # noqa: PT018  an accuracy cell has both
@@ -108,3 +218,87 @@ def _refusal(cell: Cell, spec: TaskSpec) -> Refusal | None:
     except UnsupportedError as error:
         return (error.capability, error.reason)
     return None
+
+
+def _directions_of(kind: TaskKind) -> tuple[bool, ...]:
+    """Return what `is_causal` may be for a kind of task, the default first."""
+    if kind == "token_classification":
+        return (False, True)
+    return (kind == "causal_lm",)
+
+
+def _level_problems(task: type[AbstractTask], levels: list[str], is_causal: Any, where: str) -> Iterator[Problem]:
+    for level in levels:
+        try:
+            kind = task(level).spec.kind  # makes no data
+        except UnknownNameError as error:
+            yield f"{where}.level", str(error)
+            continue
+        except AttnZooError:
+            continue  # its data say how it is, and they are not here: the plan will refuse the cell
+        allowed = _directions_of(kind)
+        for wanted in () if is_causal is None else as_axis(is_causal):
+            if isinstance(wanted, bool) and wanted not in allowed:
+                text = f"expected {str(allowed[0]).lower()} or nothing, for {task.name} is of kind {kind}"
+                yield f"{where}.is_causal", f"{text}; got {str(wanted).lower()}"
+
+
+def _protocol_problems(task: type[AbstractTask], group: Mapping[str, Any], where: str) -> list[Problem]:
+    """Check the protocol with the overrides alone, then with every combination of the grid."""
+    from attn_zoo.training.protocol import Protocol, resolve_protocol
+
+    protocol = group.get("protocol", AccuracyGroup.model_fields["protocol"].default)
+    overrides, grid = group.get("overrides", {}), group.get("grid", {})
+    if not (isinstance(protocol, str) and isinstance(overrides, dict) and isinstance(grid, dict)):
+        return []
+    twice = sorted(set(overrides) & set(grid))
+    problems = [(f"{where}.grid.{name}", "is in overrides too; a field is either set or tried") for name in twice]
+    known = [item.name for item in fields(Protocol)]
+    unknown = sorted(set(grid) - set(known))
+    problems += [(f"{where}.grid.{name}", f"unknown field of a protocol{suggestion(name, known)}") for name in unknown]
+    axes = {name: as_axis(grid[name]) for name in known if name in grid and name not in twice and grid[name] != []}
+    count = math.prod(len(values) for values in axes.values())
+    if count > MAX_TRIALS:
+        problems.append((f"{where}.grid", f"expected at most {MAX_TRIALS:,} combinations; got {count:,}"))
+        axes = {}
+    settings = task.settings.get(protocol)
+    try:
+        resolve_protocol(protocol, task_settings=settings, overrides=overrides)
+    except UnknownNameError as error:
+        return [*problems, (f"{where}.protocol", str(error))]
+    except ConfigError as error:
+        path = f"{where}.overrides"
+        return [*problems, *((f"{path}.{key}" if key else path, text) for key, text in error.problems)]
+    for values in itertools.product(*axes.values()) if axes else ():
+        trial = dict(zip(axes, values, strict=True))
+        try:
+            resolve_protocol(protocol, task_settings=settings, overrides={**overrides, **trial})
+        except ConfigError as error:
+            for key, text in error.problems:
+                # A field may be wrong beside one that the grid sets; then it stands elsewhere.
+                problems.append((f"{where}.grid.{key}", text) if key in axes else (f"{where}.grid", f"{key}: {text}"))
+    return problems
+
+
+class TrainingForecast(Forecast):
+    """From the same training with another seed, or else from ever less similar ones."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {}
+
+    def add(self, record: Record) -> None:
+        if record.status == "ok" and record.score is not None:
+            for likeness in self._likenesses(record.cell):
+                self._seconds.setdefault(likeness, []).append(record.duration_s)
+
+    def seconds(self, item: PlannedCell) -> float:
+        known = (self._seconds[likeness] for likeness in self._likenesses(item.cell) if likeness in self._seconds)
+        return mean(next(known, [0.0]))
+
+    @staticmethod
+    def _likenesses(cell: Cell) -> Iterator[str]:
+        """Yield what must be equal, most first: all but the seed, all but the trial too, task and protocol alone."""
+        place = [cell.task, cell.level, cell.protocol, cell.device]
+        fixed = {name: value for name, value in cell.overrides.items() if name not in cell.grid}
+        for extra in ([cell.label, cell.dtype, cell.overrides], [cell.label, cell.dtype, fixed], []):
+            yield json.dumps([*place, *extra], sort_keys=True)

@@ -1,101 +1,279 @@
-"""The cells of a `[[step]]` group: training steps of one protocol over lengths, refused where a training would be."""
+"""`[[step]]`: time and memory of one training step of the backbone with the variant inside, over lengths.
+
+What is timed is the step that a training repeats, `Updater.step`, on generated data that lie on the device. A variant
+that brings a whole model of its own (`Variant.learner`) starts from the weights of ours, must say the same of the same
+batch, and is then timed by the step its author wrote. Steps are refused where a training would be.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from attn_zoo.errors import UnknownNameError, UnsupportedError
-from attn_zoo.matrix.costs import DTYPE_BYTES
-from attn_zoo.matrix.plan.estimate import Estimate, attention_flops, estimate, rough_seconds
-from attn_zoo.matrix.plan.groups import StepGroup
-from attn_zoo.matrix.plan.planned import Point
-from attn_zoo.matrix.plan.sentences import Problem
-from attn_zoo.records import PASSES, STEP_VERSION, Cell
-from attn_zoo.registry import make_config, variants
+import torch
+from torch import Tensor
 
-__all__ = ["step_problems", "steps"]
+from attn_zoo.conformance import gate
+from attn_zoo.conformance.tolerance import largest, largest_error, working_tolerance
+from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
+from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
+from attn_zoo.matrix.costs import DTYPE_BYTES, Claims, call_shape, forward_flops
+from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants
+from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
+from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
+from attn_zoo.matrix.plan.planned_cell import Refusal
+from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS
+from attn_zoo.measure.memory import memory_of_update
+from attn_zoo.records import PASSES, STEP_VERSION, Cell, Memory
+from attn_zoo.registry import variants
+
+if TYPE_CHECKING:
+    from attn_zoo.training.learner import AbstractLearner, Learner
+
+__all__ = ["Step", "StepEntry", "StepGroup", "StepWorkload"]
 
 COMPILE_S = 60.0
 """Assumed, for a model that is compiled first."""
 
-
-def step_problems(group: Mapping[str, Any], where: str) -> list[Problem]:
-    """Return what is wrong with the names in a step group that are not about variants.
-
-    Args:
-        group: raw, with defaults.
-        where: path of the group, such as `"step[0]"`.
-    """
-    from attn_zoo.training.protocol import resolve_protocol  # imports the model: only where there is training
-
-    try:
-        resolve_protocol(str(group.get("protocol", StepGroup.model_fields["protocol"].default)))
-    except UnknownNameError as error:
-        return [(f"{where}.protocol", str(error))]
-    return []
+MAX_COMPILED = 200
+"""Models that one process compiles at most: cells of a bundle, or of a lane."""
 
 
-def steps(group: StepGroup, common: Mapping[str, Any]) -> Iterator[Point]:
-    """Yield the cells of one variant in a step group.
+class StepEntry(Entry):
+    """A variant whose training steps are timed.
 
     Args:
-        group: which group.
-        common: fields of the cell that the caller knows: variant, label, options, overrides, digest, device, threads.
+        compile: train through `torch.compile`, on a GPU as CUDA graphs.
     """
-    from attn_zoo.training.protocol import resolve_protocol
 
-    protocol = resolve_protocol(group.protocol)
-    axes: dict[str, Sequence[Any]] = {
-        "dtype": group.dtypes,
-        "batch_size": group.batch_size or (protocol.batch_size,),
-        "has_padding": group.has_padding,
-        "seed": group.seeds,
-        "seq_len": sorted(group.seq_len),
-    }
-    for values in itertools.product(*axes.values()):
-        point = {"scope": "model", "protocol": protocol.name, **dict(zip(axes, values, strict=True))}
-        cell = Cell(
-            kind="scaling",
-            pass_="step",  # noqa: S106 - a word of ours
-            num_heads=protocol.num_heads,
-            num_kv_heads=protocol.num_heads,
-            head_dim=protocol.head_dim or protocol.embed_dim // protocol.num_heads,
-            dropout_p=protocol.dropout_p,
-            protocol_version=STEP_VERSION,
-            **point,
-            **common,
-        )
+    compile: bool = False
+
+    def overrides(self) -> dict[str, Any]:
+        return {"compile": True} if self.compile else {}
+
+
+class StepGroup(TimedGroup):
+    """Time and memory of one training step of the backbone around each variant: batch, forward, loss, backward, update.
+
+    The protocol decides the sizes of the model, dropout and optimiser.
+
+    Args:
+        variants: names, or tables `{name, label, options, compile}`.
+        protocol: named training protocol.
+        batch_size: B; the protocol's own if absent.
+    """
+
+    entry: ClassVar[type[Entry]] = StepEntry
+
+    variants: Variants[StepEntry]
+    protocol: str = "lra-small"
+    batch_size: Axis[Size] | None = None
+
+    @property
+    def num_cells(self) -> int:
+        return super().num_cells * len(self.batch_size or (None,))
+
+
+class Step(TimedKind):
+    """One training step. Its cells are stored as scaling cells of scope `"model"`."""
+
+    name = "step"
+    group = StepGroup
+    rooms = TRAINING_ROOMS
+
+    def owns(self, cell: Cell) -> bool:
+        return cell.kind == "scaling" and cell.scope == "model"
+
+    def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
+        from attn_zoo.training.protocol import resolve_protocol  # loads the backbone: only where it trains
+
         try:
-            rough = _checked(cell, group)
+            resolve_protocol(str(group.get("protocol", StepGroup.model_fields["protocol"].default)))
+        except UnknownNameError as error:
+            return [(f"{where}.protocol", str(error))]
+        return []
+
+    def points(self, group: StepGroup) -> Iterator[dict[str, Any]]:
+        from attn_zoo.training.protocol import resolve_protocol
+
+        protocol = resolve_protocol(group.protocol)
+        fixed = {
+            "kind": "scaling",
+            "scope": "model",
+            "pass_": "step",
+            "protocol": protocol.name,
+            "protocol_version": STEP_VERSION,
+            "num_heads": protocol.num_heads,
+            "num_kv_heads": protocol.num_heads,
+            "head_dim": protocol.head_dim or protocol.embed_dim // protocol.num_heads,
+            "dropout_p": protocol.dropout_p,
+        }
+        axes: dict[str, Sequence[Any]] = {
+            "dtype": group.dtypes,
+            "batch_size": group.batch_size or (protocol.batch_size,),
+            "has_padding": group.has_padding,
+            "seed": group.seeds,
+            "seq_len": sorted(group.seq_len),
+        }
+        for values in itertools.product(*axes.values()):
+            yield {**fixed, **dict(zip(axes, values, strict=True))}
+
+    def refusal(self, cell: Cell) -> Refusal | None:
+        from attn_zoo.training.learner import step_protocol, step_spec
+        from attn_zoo.training.requirements import require
+
+        assert cell.seq_len is not None  # every step has one
+        try:
+            spec = step_spec(cell.seq_len, has_padding=cell.has_padding)
+            require(cell, spec, step_protocol(cell), has_mask=cell.has_padding)
         except UnsupportedError as error:
-            yield point, cell, (error.capability, error.reason), Estimate()
-        else:
-            yield point, cell, None, rough
+            return (error.capability, error.reason)
+        return None
+
+    def estimate(self, cell: Cell, group: StepGroup) -> Estimate:
+        """Return the cost of the attention in every layer and of the linear maps around it."""
+        from attn_zoo.training.learner import step_protocol
+
+        one = call_estimate(cell, group.repeat_budget_s, group.isolation)
+        if one.num_bytes is None:
+            return Estimate()
+        assert cell.seq_len is not None and cell.batch_size is not None  # noqa: PT018  every step has both
+        protocol = step_protocol(cell)
+        tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim
+        feed_forward = 4 * tokens * embed_dim * ffn_dim
+        num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(call_shape(cell)))
+        flops = protocol.num_layers * (forward_flops(cell) + feed_forward) * num_forwards
+        seconds = rough_seconds(flops, cell, group.repeat_budget_s, group.isolation)
+        saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
+        return Estimate(
+            seconds + (COMPILE_S if protocol.compile else 0.0), protocol.num_layers * (one.num_bytes + saved)
+        )
+
+    def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:  # noqa: ARG002
+        return StepWorkload(cell)
 
 
-def _checked(cell: Cell, group: StepGroup) -> Estimate:
-    """Return the rough cost of a cell that no capability refuses: its attention in every layer, and its linear maps.
+@final
+class StepWorkload(AbstractWorkload):
+    """One training step.
+
+    Args:
+        cell: of scope `"model"`.
 
     Raises:
-        UnsupportedError: the variant, or training itself, refuses what it asks.
+        UnsupportedError: the variant, or training itself, refuses what the cell asks.
     """
-    from attn_zoo.training.learner import step_protocol, step_spec
-    from attn_zoo.training.requirements import require
 
-    assert cell.seq_len is not None and cell.batch_size is not None  # noqa: PT018  every step has both
-    protocol, spec = step_protocol(cell), step_spec(cell.seq_len, has_padding=cell.has_padding)
-    require(cell, spec, protocol, has_mask=cell.has_padding)
-    config = make_config(variants[cell.variant].config, cell.options, cell.variant)
-    one = estimate(cell, config, group.repeat_budget_s, group.isolation)
-    if one.num_bytes is None:
-        return Estimate()
-    tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim
-    linear = tokens * (8 * embed_dim**2 + 4 * embed_dim * ffn_dim)
-    flops = protocol.num_layers * (attention_flops(cell, config) + linear) * PASSES["step"].num_forwards(2.0)
-    seconds = rough_seconds(flops, cell, group.repeat_budget_s, group.isolation) + (
-        COMPILE_S if protocol.compile else 0.0
-    )
-    saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
-    return Estimate(seconds, protocol.num_layers * (one.num_bytes + saved))
+    def __init__(self, cell: Cell) -> None:
+        from attn_zoo.training.learner import Learner
+
+        self._cell = cell
+        ours = Learner(cell)
+        own = variants[cell.variant].learner
+        self._learner: AbstractLearner = ours if own is None else own(ours)
+        self._ours: Learner | None = ours
+        if self._learner.protocol.compile:
+            _compile_every_cell()
+        self._before = [parameter.detach().clone() for parameter in self._learner.model.parameters()]
+        self.inputs: Sequence[Tensor] = ()  # the data are small, and the weights must not be shared
+
+    def gate(self) -> tuple[str, ...]:
+        """Check the mixer as every cell's, and a model that is not ours against ours."""
+        cell, ours = self._cell, self._ours
+        assert ours is not None
+        config = ours.config
+        build = config.build_context(is_causal=False, is_cross=False, num_positions=config.max_seq_len)
+        checks = gate(
+            cell.variant,
+            cell.options,
+            build,
+            dtype=cell.dtype,
+            device=cell.device,
+            seq_len=config.max_seq_len,
+            form="mixer",
+        )
+        return checks if self._learner is ours else (*checks, self._check_logits(ours))
+
+    def _check_logits(self, ours: Learner) -> str:
+        """Compare with ours in float64, from the same weights, on the first batch."""
+        batch = ours.batch(1)
+        objective, dtype = ours.trainer.objective, getattr(torch, self._cell.dtype)
+        for learner in (ours, self._learner):
+            learner.model.eval()
+        with torch.enable_grad():  # without gradients modules may take other paths than those that train
+            exact = objective.outputs(copy.deepcopy(ours.model).double(), batch).detach()
+            plain, found = ours.logits(batch).detach(), self._learner.logits(batch).detach()
+        for learner in (ours, self._learner):
+            learner.model.train()
+        error = largest_error(found, exact)
+        allowed = working_tolerance(largest_error(plain, exact), largest(exact), batch.tokens.shape[1], dtype)
+        if error > allowed:
+            text = f"logits are off by {error:.2g} from those of our model with the same weights, allowed {allowed:.2g}"
+            raise GateError("own_logits", f"{self._cell.variant}: {text}")
+        return "own_logits"
+
+    def make_call(self) -> tuple[Call, Call | None]:
+        self._ours = None  # one of the two models is enough from here on
+        return self._learner.step, None
+
+    def check(self, output: object) -> tuple[str, ...]:  # noqa: ARG002 - it is the weights that tell
+        """Check that the step learned something, everywhere: weights are finite, and where there is a gradient changed.
+
+        A gradient no larger than what Adam adds to its square root may leave a weight as it was.
+        """
+        name, eps = self._cell.variant, self._learner.protocol.eps
+        for (parameter, now), before in zip(self._learner.model.named_parameters(), self._before, strict=True):
+            if not bool(torch.isfinite(now).all()):
+                raise GateError("step_is_finite", f"{name}: {parameter} is not finite after one step")
+            if not now.requires_grad:
+                continue
+            if now.grad is None:
+                raise GateError("step_learns", f"{name}: {parameter} got no gradient")
+            if largest(now.grad) > eps and torch.equal(now, before):
+                raise GateError("step_learns", f"{name}: {parameter} has a gradient and did not change in one step")
+        self._before = []
+        return ("step_is_finite", "step_learns")
+
+    def settle(self) -> None:
+        self._learner.settle()
+
+    def memory(self) -> Memory:
+        self._learner.launch_singly()
+        return memory_of_update(self._learner.step, self._held, device=self._cell.device)
+
+    def _held(self) -> list[Tensor]:
+        model = self._learner.model
+        weights = [*model.parameters(), *model.buffers()]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        averages = [item for state in self._learner.optimizer.state.values() for item in state.values()]
+        return [*weights, *grads, *(item for item in averages if isinstance(item, Tensor)), *self._learner.data]
+
+    @property
+    def num_params(self) -> int:
+        return sum(item.numel() for item in self._learner.model.parameters())
+
+    def claims(self) -> Claims:
+        forward, step = self._learner.forward_flops, self._learner.step_flops
+        if not forward or step is None:
+            return Claims(flops=forward)
+        return Claims(flops=forward, backward_ratio=step / forward - 1)
+
+    def counted_flops(self) -> int | None:
+        """Return None: formulas are checked where variants are timed alone."""
+        return None
+
+    def release(self) -> None:
+        """Keep everything: weights and averages are what the next step needs."""
+
+
+def _compile_every_cell() -> None:
+    """Let this process compile the models of as many cells as it likes.
+
+    They share their source, and torch compiles one source for so many models only: the next would run as written.
+    """
+    from torch._dynamo import config  # loads the compiler
+
+    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+    config.fail_on_recompile_limit_hit = True  # an error is better than the time of something else

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.plan.cells import PlannedCell, Refusal, expand
-from attn_zoo.matrix.plan.groups import GROUPS, Entry, Matrix
+from attn_zoo.matrix.kinds.catalogue import KINDS
+from attn_zoo.matrix.kinds.kind import AbstractKind, Entry, Group, Member
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.matrix.plan.probe import probe
+from attn_zoo.matrix.plan.schema import Matrix
+from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.registry import variants
 
-__all__ = ["Plan", "PlannedCell", "Refusal", "Shard", "make_plan"]
+__all__ = ["Plan", "Shard", "make_plan"]
 
 Shard = tuple[int, int]
 """(I, N): the I-th of N parts, counted from 1."""
@@ -77,9 +82,9 @@ def make_plan(
     auto = "cuda" if not is_remote and has_cuda else "cpu"
     matrix = _resolved(matrix, add_variants, device, auto)
     lanes: dict[str, dict[str, PlannedCell]] = {}
-    for item in expand(matrix, has_cuda, data_dir):
+    for item in _expand(matrix, has_cuda, data_dir):
         # What is timed in turns stays together, whatever is done with lanes.
-        lanes.setdefault(item.cell.together or item.cell.lane, {}).setdefault(item.cell.key, item)
+        lanes.setdefault(item.cell.together or item.cell.curve, {}).setdefault(item.cell.key, item)
     ordered = [_ascending(lane.values()) for lane in lanes.values()]
     if shard is not None:
         index, count = shard
@@ -94,12 +99,32 @@ def make_plan(
             raise ConfigError("only", [("", f"no cell matches {', '.join(only)}; a cell's id looks like {example}")])
         cells = kept
     if should_probe:
-        from attn_zoo.matrix.plan.probe import probe
-
         cells = probe(cells, variant_files)
     return Plan(
         matrix=matrix, cells=tuple(cells), device=device or auto, shard=shard, variant_files=tuple(variant_files)
     )
+
+
+def _expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[PlannedCell]:
+    """Yield every cell of the matrix, group by group; some may occur twice."""
+    for _, kind, group in matrix.groups():
+        members = [_member(entry, matrix.options.get(entry.name, {}), kind) for entry in group.variants]
+        for item in kind.expand(group, members, data_dir):
+            if group.device == "cuda" and not has_cuda:
+                refusal = ("cuda", "no CUDA device here")
+                yield PlannedCell(cell=item.cell, refusal=refusal, isolation=item.isolation)
+            else:
+                yield item
+
+
+def _member(entry: Entry, options: Mapping[str, Any], kind: AbstractKind) -> Member:
+    return {
+        "variant": entry.name,
+        "label": entry.label or entry.name,
+        "options": json.loads(json.dumps({**options, **entry.options})),  # a copy of its own for every entry
+        "variant_digest": source_digest(variants[entry.name], kind.rooms),
+        **({"overrides": overrides} if (overrides := entry.overrides()) else {}),
+    }
 
 
 def _ascending(lane: Iterable[PlannedCell]) -> list[PlannedCell]:
@@ -114,9 +139,9 @@ def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
     found: list[PlannedCell] = []
     first: dict[str, PlannedCell] = {}
     for item in cells:
-        seen = first.setdefault(replace(item.cell, pass_=None, together="").lane, item)
-        is_same_lane = item.isolation == "lane" and seen.cell.lane == item.cell.lane
-        found.append(replace(item, has_count=seen is item or is_same_lane))
+        seen = first.setdefault(replace(item.cell, pass_=None, together="").curve, item)
+        is_same_curve = item.isolation == "lane" and seen.cell.curve == item.cell.curve
+        found.append(replace(item, has_count=seen is item or is_same_curve))
     return found
 
 
@@ -131,12 +156,12 @@ def _resolved(matrix: Matrix, names: Sequence[str], device: str | None, auto: st
     for name in names:
         variants[name]
 
-    def resolved(group: Any) -> Any:
+    def resolved(group: Group) -> Group:
         present = {entry.name for entry in group.variants}
-        added = tuple(Entry(name=name) for name in dict.fromkeys(names) if name not in present)
+        added = tuple(group.entry(name=name) for name in dict.fromkeys(names) if name not in present)
         wanted = device or group.device
         update = {"variants": group.variants + added, "device": auto if wanted == "auto" else wanted}
         return group.model_copy(update=update)
 
-    update = {kind: tuple(resolved(group) for group in getattr(matrix, kind)) for kind in GROUPS}
+    update = {kind.name: tuple(resolved(group) for group in getattr(matrix, kind.name)) for kind in KINDS}
     return matrix.model_copy(update=update)

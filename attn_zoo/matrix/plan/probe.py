@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attn_zoo
+from attn_zoo.discovery import load_file
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Cell
-
-if TYPE_CHECKING:
-    from attn_zoo.matrix.plan.expand import PlannedCell
 
 __all__ = ["probe"]
 
@@ -31,11 +31,11 @@ def probe(
     """Return the items, those refused by a constructor with the refusal.
 
     Args:
-        items: planned cells; only scaling cells that are not refused yet are asked.
+        items: planned cells; only timed ones that are not refused yet are asked.
         variant_files: plain files that register variants.
         timeout_s: for all of them; what was not answered by then stays as it was.
     """
-    asked = [item.cell.to_dict() for item in items if item.refusal is None and item.cell.kind == "scaling"]
+    asked = [item.cell.to_dict() for item in items if item.refusal is None and kind_of(item.cell).is_timed]
     if not asked:
         return list(items)
     request = json.dumps({"cells": asked, "variant_files": list(variant_files)})
@@ -70,20 +70,13 @@ def probe(
 
 def main() -> None:
     """Build every module on the device that has no memory; print one JSON line for each refusal."""
-    import torch
-
-    from attn_zoo.discovery import load_file
-    from attn_zoo.errors import UnsupportedError
-    from attn_zoo.matrix.cell.workload import make_module
-
     request = json.load(sys.stdin)
     for path in request["variant_files"]:
         load_file(path, None)
     for data in request["cells"]:
         cell = Cell.from_dict(data)
         try:
-            with torch.device("meta"):
-                make_module(cell)
+            kind_of(cell).build_on_meta(cell)
         except UnsupportedError as error:
             sys.stdout.write(json.dumps([cell.key, error.capability, error.reason]) + "\n")
             sys.stdout.flush()

@@ -1,23 +1,59 @@
-"""Read a matrix from TOML: every problem at once, each with its key's path, what was expected, and near matches."""
+"""A matrix: read from TOML, every problem at once, each with its key's path, what was expected, and near matches."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, create_model
 
-from attn_zoo.errors import ConfigError, suggestion
-from attn_zoo.matrix.plan.groups import GROUPS, MAX_CELLS, Matrix, StepEntry
-from attn_zoo.matrix.plan.names import name_problems, plain_problems
-from attn_zoo.matrix.plan.sentences import Problem, sentences, shown, unknown_key
+from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, suggestion
+from attn_zoo.matrix.kinds.catalogue import KINDS
+from attn_zoo.matrix.kinds.kind import AbstractKind, Group, Problem, StrictModel
+from attn_zoo.matrix.plan.problems import plain_problems, sentences, shown, unknown_key
+from attn_zoo.registry import make_config, variants
 
 __all__ = ["Matrix", "load_matrix", "parse_matrix", "restore_matrix"]
 
 MAX_FILE_BYTES = 1_000_000
+
+MAX_CELLS = 20_000
+"""More is a typing error, or belongs in several matrices."""
+
 _OWN_KEYS = ("variants", "task")  # what a group is about cannot be a default
+
+
+class Matrix(StrictModel):
+    """A whole matrix; for each kind of group there is a field of the kind's name.
+
+    Args:
+        name: letters, digits and `._-`; results folders are named after it.
+        description: one sentence.
+        options: options of each variant, for all groups.
+        source: the file it came from.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    description: str = ""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    source: str = ""
+
+    def groups(self) -> Iterator[tuple[str, AbstractKind, Group]]:
+        """Yield (path, kind, group), such as `("scaling[0]", ...)`, in the order they run."""
+        for kind in KINDS:
+            for index, group in enumerate(getattr(self, kind.name)):
+                yield f"{kind.name}[{index}]", kind, group
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells the matrix expands to, before cells that occur twice are merged."""
+        return sum(group.num_cells for _, _, group in self.groups())
+
+
+_fields: dict[str, Any] = {kind.name: (tuple[kind.group, ...], ()) for kind in KINDS}  # type: ignore[name-defined]
+_MATRIX: type[Matrix] = create_model("Matrix", __base__=Matrix, **_fields)
 
 
 def load_matrix(path: Path | str) -> Matrix:
@@ -60,25 +96,27 @@ def parse_matrix(data: Mapping[str, Any], source: str) -> Matrix:
     resolved: dict[str, Any] = {key: value for key, value in data.items() if key != "defaults"}
     resolved["source"] = source
     if "source" in data:
-        problems.append(("source", unknown_key("source", Matrix)))
-    for kind, model in GROUPS.items():
-        groups = data.get(kind, [])
+        problems.append(("source", unknown_key("source", _MATRIX)))
+    for kind in KINDS:
+        groups = data.get(kind.name, [])
         if not isinstance(groups, list):
-            problems.append((kind, f"expected a list of groups, written [[{kind}]]; got {shown(groups)}"))
-            resolved[kind] = ()
+            text = f"expected a list of groups, written [[{kind.name}]]; got {shown(groups)}"
+            problems.append((kind.name, text))
+            resolved[kind.name] = ()
             continue
-        usable = {key: value for key, value in defaults.items() if key in model.model_fields}
-        resolved[kind] = tuple({**usable, **group} if isinstance(group, dict) else group for group in groups)
+        usable = {key: value for key, value in defaults.items() if key in kind.group.model_fields}
+        resolved[kind.name] = tuple({**usable, **group} if isinstance(group, dict) else group for group in groups)
     matrix: Matrix | None = None
     try:
-        matrix = Matrix.model_validate(resolved)
+        matrix = _MATRIX.model_validate(resolved)
     except ValidationError as error:
-        problems += sentences(error, Matrix)
-    problems += name_problems(data, defaults)
+        problems += sentences(error, _MATRIX)
+    problems += _name_problems(resolved)
     told = {path for path, _ in problems}
-    problems += [item for kind in GROUPS for item in plain_problems(data.get(kind), kind) if item[0] not in told]
+    for kind in KINDS:
+        problems += [item for item in plain_problems(data.get(kind.name), kind.name) if item[0] not in told]
     if matrix is not None:
-        problems += _whole(matrix)
+        problems += _whole_problems(matrix)
     if problems or matrix is None:
         raise ConfigError(source, list(dict.fromkeys(problems)))
     return matrix
@@ -94,7 +132,7 @@ def _defaults(raw: Any) -> tuple[dict[str, Any], list[Problem]]:
     """Return the usable defaults and what is wrong with the others, so that each is reported once and at its place."""
     if not isinstance(raw, dict):
         return {}, [("defaults", f"expected a table, written [defaults]; got {shown(raw)}")]
-    known = {key for model in GROUPS.values() for key in model.model_fields} - set(_OWN_KEYS)
+    known = {key for kind in KINDS for key in kind.group.model_fields} - set(_OWN_KEYS)
     problems: list[Problem] = []
     usable: dict[str, Any] = {}
     for key, value in raw.items():
@@ -102,14 +140,14 @@ def _defaults(raw: Any) -> tuple[dict[str, Any], list[Problem]]:
             keys = ", ".join(sorted(known))
             problems.append((f"defaults.{key}", f"unknown key{suggestion(key, known)}  (keys are {keys})"))
             continue
-        model = next(model for model in GROUPS.values() if key in model.model_fields)
+        model = next(kind.group for kind in KINDS if key in kind.group.model_fields)
         try:
             # Only this field matters here; the others of the group are not given yet.
             model.model_validate({key: value})
         except ValidationError as error:
-            found = [problem for problem in sentences(error, model, ("defaults",)) if _starts(problem[0], key)]
-            if found:
-                problems += found
+            own = [problem for problem in sentences(error, model, ("defaults",)) if _starts(problem[0], key)]
+            if own:
+                problems += own
                 continue
         usable[key] = value
     return usable, problems
@@ -119,37 +157,79 @@ def _starts(path: str, key: str) -> bool:
     return path.removeprefix("defaults.").partition("[")[0].partition(".")[0] == key
 
 
-def _whole(matrix: Matrix) -> list[Problem]:
-    """Check what no single key can: something to do, not too much of it, divisible heads, labels with one meaning."""
+def _name_problems(data: Mapping[str, Any]) -> list[Problem]:
+    """Check names of variants, their options, and what each kind checks, on raw data: also where the rest is wrong."""
     problems: list[Problem] = []
-    if not matrix.groups:
-        kinds = ", ".join(f"[[{kind}]]" for kind in GROUPS)
+    shared = data.get("options", {})
+    shared = shared if isinstance(shared, dict) else {}
+    for name, options in shared.items():
+        problems += _option_problems(name, options, f"options.{name}")
+    for kind in KINDS:
+        for index, group in enumerate(data[kind.name]):
+            if isinstance(group, dict):
+                where = f"{kind.name}[{index}]"
+                problems += _entry_problems(group.get("variants", []), shared, where)
+                problems += kind.problems(group, where)
+    return problems
+
+
+def _entry_problems(entries: Any, shared: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    for index, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+        name = entry.get("name") if isinstance(entry, dict) else entry
+        path = f"{where}.variants[{index}]"
+        if not isinstance(name, str):
+            continue
+        if missing := _unknown(name):
+            yield path, missing
+        elif isinstance(entry, dict) and isinstance(entry.get("options"), dict):
+            base = shared.get(name, {})
+            merged = {**base, **entry["options"]} if isinstance(base, dict) else entry["options"]
+            yield from _option_problems(name, merged, f"{path}.options")
+
+
+def _unknown(name: str) -> str | None:
+    """Return the sentence for a variant that is not registered."""
+    try:
+        variants[name]
+    except UnknownNameError as error:
+        return str(error)
+    return None
+
+
+def _option_problems(name: str, options: Any, path: str) -> list[Problem]:
+    if missing := _unknown(name):
+        return [(path, missing)]
+    if not isinstance(options, dict):
+        return []  # the model says so already
+    plain = plain_problems(options, path)
+    if plain:
+        return plain
+    try:
+        make_config(variants[name].config, options, name)
+    except ConfigError as error:
+        return [(f"{path}.{where}" if where else path, text) for where, text in error.problems]
+    except AttnZooError as error:
+        return [(path, str(error))]
+    return []
+
+
+def _whole_problems(matrix: Matrix) -> list[Problem]:
+    """Check what no single key can: something to do, not too much of it, labels with one meaning."""
+    problems: list[Problem] = []
+    groups = list(matrix.groups())
+    if not groups:
+        kinds = ", ".join(f"[[{kind.name}]]" for kind in KINDS)
         problems.append(("", f"expected at least one group ({kinds}); got none"))
     if matrix.num_cells > MAX_CELLS:
-        worst = max(
-            (
-                (f"{kind}[{index}]", group.num_cells)
-                for kind in GROUPS
-                for index, group in enumerate(getattr(matrix, kind))
-            ),
-            key=lambda pair: pair[1],
-        )
-        problems.append((worst[0], f"expected at most {MAX_CELLS:,} cells in all; this group alone has {worst[1]:,}"))
-    for index, group in enumerate(matrix.scaling):
-        for heads in group.num_heads:
-            if group.num_kv_heads and heads % group.num_kv_heads:
-                text = f"expected a divisor of num_heads = {heads}; got {group.num_kv_heads}"
-                problems.append((f"scaling[{index}].num_kv_heads", text))
-    meaning: dict[str, tuple[str, dict[str, Any], bool]] = {}
-    for kind in GROUPS:
-        for index, any_group in enumerate(getattr(matrix, kind)):
-            for position, entry in enumerate(any_group.variants):
-                options = {**matrix.options.get(entry.name, {}), **entry.options}
-                label = entry.label or entry.name
-                what = (entry.name, options, isinstance(entry, StepEntry) and entry.compile)
-                if meaning.setdefault(label, what) != what:
-                    text = (
-                        f"label {label!r} already means {meaning[label][0]} with other options; give this one a label"
-                    )
-                    problems.append((f"{kind}[{index}].variants[{position}]", text))
+        where, _, worst = max(groups, key=lambda item: item[2].num_cells)
+        text = f"expected at most {MAX_CELLS:,} cells in all; this group alone has {worst.num_cells:,}"
+        problems.append((where, text))
+    meaning: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
+    for where, _, group in groups:
+        for position, entry in enumerate(group.variants):
+            label = entry.label or entry.name
+            what = (entry.name, {**matrix.options.get(entry.name, {}), **entry.options}, entry.overrides())
+            if meaning.setdefault(label, what) != what:
+                text = f"label {label!r} already means {meaning[label][0]} with other options; give this one a label"
+                problems.append((f"{where}.variants[{position}]", text))
     return problems

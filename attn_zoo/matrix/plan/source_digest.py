@@ -1,51 +1,117 @@
-"""What code decides a variant's result: its own file and the kernels it imports. Edits make its records stale."""
+"""Which sources decide a result: the variant's file and all that the measured code imports. Edits make records stale.
+
+Imports are followed through the text of the files, also those inside functions, but only in rooms whose code runs
+while something is measured. How it is measured is in the protocol versions, and what reads results decides nothing.
+"""
 
 from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-import attn_zoo.kernels
+import attn_zoo
 from attn_zoo.registry import Variant
 
-__all__ = ["source_digest"]
+__all__ = ["CALL_ROOMS", "TRAINING_ROOMS", "source_digest", "source_files"]
 
-_KERNELS = "attn_zoo.kernels"
+CALL_ROOMS = ("attention", "kernels", "variants")
+"""Rooms of this package whose code runs in a call of a variant; the first is always imported."""
 
+TRAINING_ROOMS = ("training", "model", "tasks", *CALL_ROOMS)
+"""Likewise in a training step and in a whole training."""
 
-def _imports(path: Path) -> set[str]:
-    """Return the names of the kernel modules that the file imports, read from its text."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            # What is imported may be a module (`from attn_zoo.kernels import sdpa`) or lie in one.
-            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
-    return {name.removeprefix(f"{_KERNELS}.") for name in found if name.startswith(f"{_KERNELS}.")}
+_PACKAGE = "attn_zoo"
 
 
 @cache
-def _digest(source: Path) -> str:
-    folder = Path(attn_zoo.kernels.__path__[0])
-    files, waiting = {source}, [source]
+def _imports(path: Path) -> frozenset[tuple[int, str]]:
+    """Return (level, name) of what a file imports; level 0 is absolute. Each name may be a module or lie in one."""
+    names = set()
+    waiting: list[ast.AST] = [ast.parse(path.read_bytes())]
     while waiting:
-        for name in _imports(waiting.pop()):
-            path = folder.joinpath(*name.split(".")).with_suffix(".py")
-            if path.is_file() and path not in files:
-                files.add(path)
-                waiting.append(path)
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            names |= {(0, alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            stem = f"{node.module}." if node.module else ""
+            names |= {(node.level, f"{stem}{alias.name}") for alias in node.names}
+        waiting += ast.iter_child_nodes(node)
+    return frozenset(names)
+
+
+def _modules_at(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yield the files that importing `a.b.c` below a folder runs: packages on the way, then the module."""
+    for part in parts:
+        if (package := folder / part / "__init__.py").is_file():
+            yield package
+        elif (module := folder / f"{part}.py").is_file():
+            yield module
+        folder = folder / part
+
+
+def _own_package(source: Path, is_plain: bool) -> tuple[str, Path]:
+    """Return the name of the package that a file belongs to and the folder above it; a plain file's has no name."""
+    if is_plain:
+        return "", source.parent
+    top = source.with_suffix("")
+    while (top.parent / "__init__.py").is_file():
+        top = top.parent
+    return top.name, top.parent
+
+
+def source_files(source: Path, rooms: Sequence[str], *, is_plain: bool = False) -> dict[str, Path]:
+    """Return the files that decide a result, by names that are the same on every machine.
+
+    Args:
+        source: the variant's file.
+        rooms: `CALL_ROOMS` or `TRAINING_ROOMS`.
+        is_plain: it belongs to no package, and may import what lies beside it.
+    """
+    root = Path(attn_zoo.__path__[0])
+    own_name, own_folder = _own_package(source, is_plain)
+
+    def resolve(path: Path, level: int, name: str) -> Iterator[Path]:
+        parts = name.split(".")
+        if level:
+            yield from _modules_at(path.parents[level - 1], parts)
+        elif parts[0] == _PACKAGE:
+            if len(parts) > 1 and parts[1] in rooms:
+                yield from _modules_at(root, parts[1:])
+        elif own_name in ("", parts[0]):
+            yield from _modules_at(own_folder, parts)
+
+    # A plug-in need not import what builds and calls it.
+    files = {source, *(root / room / "__init__.py" for room in (rooms[0], "attention"))}
+    waiting = list(files)
+    while waiting:
+        path = waiting.pop()
+        for level, name in _imports(path):
+            new = set(resolve(path, level, name)) - files
+            files |= new
+            waiting += new
+    return {
+        path.relative_to(root.parent if path.is_relative_to(root) else own_folder).as_posix(): path for path in files
+    }
+
+
+@cache
+def _digest(source: Path, rooms: tuple[str, ...], is_plain: bool) -> str:
     digest = hashlib.sha256()
-    for path in sorted(files, key=lambda path: path.name):
-        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    for name, path in sorted(source_files(source, rooms, is_plain=is_plain).items()):
+        digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
 
 
-def source_digest(variant: Variant) -> str:
-    """Return 16 hexadecimal digits that change when the variant's file, or a kernel file it imports, changes.
+def source_digest(variant: Variant, rooms: tuple[str, ...] = CALL_ROOMS) -> str:
+    """Return 16 hexadecimal digits that change when one of the variant's `source_files` does.
 
-    Read once per process: what is imported does not change under a running process either.
+    Computed once per process: what is imported does not change under a running process either.
     """
-    return _digest(Path(variant.source)) if variant.source else variant.digest
+    source = Path(variant.source)  # a notebook names files that do not exist
+    return _digest(source, rooms, variant.provider == source.name) if source.is_file() else ""

@@ -1,8 +1,8 @@
 """Repeats of cells that are not complete: `parts/<key>-<n>.json`, whole or absent like every file of a results folder.
 
-They are no results. When the last repeat is done, the cell gets its one record in `cells` and its parts go; where one
-fails, the failure is the record and the parts move to `replaced`. Then the cell's record is there, and nothing below
-reads its parts any more.
+They are no results. When the last repeat is done, the cell gets its one record in `cells` and they go; where one
+fails, the failure is the record and they move to `replaced`. Then the cell's record is there, and nothing below
+reads them any more.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from attn_zoo.matrix.store.lock import move_aside
 from attn_zoo.records import Record
 from attn_zoo.whole_files import write_whole
 
-__all__ = ["Parts"]
+__all__ = ["Repeats"]
 
 
-class Parts:
-    """The parts of a results folder. Making the object reads and writes nothing.
+class Repeats:
+    """The repeats of a results folder. Making the object reads and writes nothing.
 
     Args:
         folder: the results folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._parts, self._replaced = folder / "parts", folder / "replaced"
+        self._folder, self._replaced = folder / "parts", folder / "replaced"
 
     def _path(self, key: str, number: int) -> Path:
-        return self._parts / f"{key}-{number}.json"
+        return self._folder / f"{key}-{number}.json"
 
     def count(self) -> dict[str, int]:
         """Return how many repeats each cell has that has any, by key; without reading them."""
-        return dict(Counter(path.name.partition("-")[0] for path in self._parts.glob("[!.]*-*.json")))
+        return dict(Counter(path.name.partition("-")[0] for path in self._folder.glob("[!.]*-*.json")))
 
     def take(self, key: str, environment: str, most: int) -> list[Record]:
         """Return the repeats of a cell that a run can go on from, and move its others to `replaced`.
 
         Args:
             key: of the cell.
-            environment: digest of the one that the next repeat will be measured in: parts of another do not count.
+            environment: digest of the one that the next repeat will be measured in: repeats of another do not count.
             most: repeats that can be used.
 
         Raises:
@@ -72,9 +72,9 @@ class Parts:
         if path.exists():
             raise StoreError(f"{path}: there is this repeat already; nothing is overwritten")
         try:
-            self._parts.mkdir(exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise FolderError(f"{self._parts}: cannot be written: {error.strerror}") from None
+            raise FolderError(f"{self._folder}: cannot be written: {error.strerror}") from None
         write_whole(path, record.to_json())
 
     def drop(self, key: str) -> None:
@@ -96,7 +96,7 @@ class Parts:
     def tidy(self) -> None:
         """Remove the folder if nothing is left in it; only for a run that has the results folder for itself."""
         with suppress(OSError):
-            self._parts.rmdir()
+            self._folder.rmdir()
 
     def _of(self, key: str) -> list[Path]:
-        return sorted(self._parts.glob(f"{key}-*.json"))
+        return sorted(self._folder.glob(f"{key}-*.json"))

@@ -7,7 +7,7 @@ parts/<key>-<n>.json  repeats of a cell that is not done; see `attn_zoo.matrix.s
 logs/<key>.log      what the cell printed
 weights/            what was trained, one file per cell, where the matrix asks to keep it
 checkpoints/        state of trainings that have not ended
-replaced/           records that `retry` ran again; parts of no use
+replaced/           records that `retry` ran again; repeats of no use
 quarantine/         files in `cells` that are no records, each with its reason
 """
 
@@ -24,7 +24,7 @@ import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.folder import RunInfo, Scan, differences, read_ceilings, read_info, scan_cells
 from attn_zoo.matrix.store.lock import hold_lock, move_aside
-from attn_zoo.matrix.store.repeats import Parts
+from attn_zoo.matrix.store.repeats import Repeats
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
 from attn_zoo.whole_files import write_whole
 
@@ -38,7 +38,7 @@ class Store:
         folder: existing or not.
 
     Attributes:
-        parts: repeats of cells that are not done.
+        repeats: those of cells that are not done.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -46,7 +46,7 @@ class Store:
         self.logs = self.folder / "logs"
         self.checkpoints = self.folder / "checkpoints"
         self.weights = self.folder / "weights"
-        self.parts = Parts(self.folder)
+        self.repeats = Repeats(self.folder)
         self._cells = self.folder / "cells"
         self._info = self.folder / "run.json"
         self._ceilings = self.folder / "ceilings.json"
@@ -131,7 +131,7 @@ class Store:
                 self._quarantine(name, reason)
             yield scan
             if shard is None:
-                self.parts.tidy()
+                self.repeats.tidy()
 
     def _enter(
         self,

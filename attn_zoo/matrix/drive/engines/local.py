@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from typing import TypeVar
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.drive.engines.shared import SharedControl
 from attn_zoo.matrix.drive.supervise import Control, run_lane
-from attn_zoo.matrix.drive.worker_pool import Crew, Settings
+from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.kinds.catalogue import kind_of
 from attn_zoo.matrix.limits import num_cores
-from attn_zoo.matrix.plan.expand import PlannedCell
-from attn_zoo.records import Record
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.records import Environment, Record
 
 __all__ = ["LocalEngine", "crowding"]
 
@@ -34,6 +36,65 @@ def crowding(cells: Sequence[PlannedCell], jobs: int, cores: int) -> str:
     if total <= cores:
         return ""
     return f"{len(asked)} trainings at once may use {total} threads on {cores} cores: they will slow each other down"
+
+
+_Item = TypeVar("_Item")
+
+
+class _SharedControl(Control):
+    """Passes on to the driver's control, one call at a time.
+
+    Args:
+        control: the driver's.
+        num_jobs: lanes that may run at once; records say so.
+    """
+
+    def __init__(self, control: Control, num_jobs: int) -> None:
+        self._control, self._num_jobs = control, num_jobs
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+
+    def abandon(self) -> None:
+        """End every lane at once, without a record of what is running."""
+        self._is_abandoned = True
+
+    def take(self, items: Iterator[_Item]) -> _Item | None:
+        """Return the next item, or None after the last."""
+        with self._lock:
+            return next(items, None)
+
+    def is_over(self) -> bool:
+        with self._lock:
+            return self._is_abandoned or self._control.is_over()
+
+    def may_start(self, *bundle: PlannedCell) -> bool:
+        with self._lock:
+            return not self._is_abandoned and self._control.may_start(*bundle)
+
+    def started(self, item: PlannedCell) -> None:
+        with self._lock:
+            self._control.started(item)
+
+    def should_stop(self) -> bool:
+        with self._lock:
+            return self._is_abandoned or self._control.should_stop()
+
+    def finished(self, record: Record) -> None:
+        record = replace(record, num_jobs=self._num_jobs)
+        if record.status in {"oom_host", "oom_device"} and self._num_jobs > 1:
+            shared = f"{self._num_jobs} cells may have shared the memory: fewer --jobs leave each more"
+            record = replace(record, reason=f"{record.reason} ({shared})")
+        with self._lock:
+            if not self._is_abandoned:
+                self._control.finished(record)
+
+    def moved_to(self, environment: Environment) -> None:
+        with self._lock:
+            self._control.moved_to(environment)
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._control.say(text)
 
 
 class LocalEngine:
@@ -63,18 +124,18 @@ class LocalEngine:
             settings: of the run.
             control: asked before each cell and told after it.
         """
-        alone = [lane for lane in lanes if self.jobs == 1 or lane[0][0].cell.kind != "accuracy"]
+        alone = [lane for lane in lanes if self.jobs == 1 or kind_of(lane[0][0].cell).is_timed]
         ahead = [item for items, _ in alone for item in items]
-        with Crew(settings, control.should_stop, control.is_over, ahead) as crew:
+        with WorkerPool(settings, control.should_stop, control.is_over, ahead) as pool:
             for items, prior in alone:
                 if control.is_over():
                     return
-                run_lane(items, crew, control, prior)
-        together = [lane for lane in lanes if self.jobs > 1 and lane[0][0].cell.kind == "accuracy"]
-        if together and not control.is_over():
-            self._run_together(together, settings, control)
+                run_lane(items, pool, control, prior)
+        trainings = [lane for lane in lanes if self.jobs > 1 and not kind_of(lane[0][0].cell).is_timed]
+        if trainings and not control.is_over():
+            self._run_at_once(trainings, settings, control)
 
-    def _run_together(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
+    def _run_at_once(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
         num_jobs, cores = min(self.jobs, len(lanes)), num_cores()
         if warning := crowding([item for items, _ in lanes for item in items], num_jobs, cores):
             control.say(warning)
@@ -82,7 +143,7 @@ class LocalEngine:
             import torch
 
             settings = replace(settings, threads=min(max(1, cores // num_jobs), torch.get_num_threads()))
-        shared = SharedControl(control, num_jobs)
+        shared = _SharedControl(control, num_jobs)
         waiting = iter(lanes)
 
         def work() -> None:
@@ -91,11 +152,11 @@ class LocalEngine:
                 lane = shared.take(waiting)
                 if lane is None:
                     return
-                with Crew(settings, shared.should_stop, shared.is_over) as crew:
-                    run_lane(lane[0], crew, shared, lane[1])
+                with WorkerPool(settings, shared.should_stop, shared.is_over) as pool:
+                    run_lane(lane[0], pool, shared, lane[1])
 
-        with ThreadPoolExecutor(num_jobs, thread_name_prefix="lane") as pool:
-            running: set[Future[None]] = {pool.submit(work) for _ in range(num_jobs)}
+        with ThreadPoolExecutor(num_jobs, thread_name_prefix="lane") as threads:
+            running: set[Future[None]] = {threads.submit(work) for _ in range(num_jobs)}
             try:
                 while running:  # short waits, so that Ctrl-C is heard by this thread, which alone can hear it
                     done, running = wait(running, _TICK_S, FIRST_COMPLETED)

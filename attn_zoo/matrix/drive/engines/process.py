@@ -19,6 +19,7 @@ from typing import Any, Literal
 import attn_zoo
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.limits import available_bytes, num_oom_kills, resident_bytes
+from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure.environment import MEASURING_VARIABLES
 from attn_zoo.records import Record
 
@@ -112,16 +113,14 @@ class WorkerProcess:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is alive and blocked on its standard input, ready for a request."""
+        """Whether it is alive and blocked on its standard input, ready for an order."""
         return not self.is_starting() and self._is_ready and self._process.poll() is None
 
-    def run(
-        self, request: dict[str, Any], limits_s: Sequence[float], should_stop: Callable[[], bool]
-    ) -> list[Record] | Ended:
+    def run(self, order: WorkOrder, limits_s: Sequence[float], should_stop: Callable[[], bool]) -> list[Record] | Ended:
         """Have cells run; the clocks start when the worker is ready.
 
         Args:
-            request: for the worker; see `attn_zoo.matrix.cell.worker`.
+            order: for the worker.
             limits_s: seconds that each cell may take; time counts for the one that the worker is at.
             should_stop: asked several times a second; True ends the worker at once.
         """
@@ -130,7 +129,7 @@ class WorkerProcess:
         # Not when it was started: others may have run since, and been killed.
         self._room, self._kills = available_bytes(), num_oom_kills()
         with contextlib.suppress(BrokenPipeError):  # it is gone: the exit code says more
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json.dumps(order.to_dict()).encode() + b"\n")
             self._process.stdin.flush()
         left_s = list(limits_s)
         asked = seen = time.monotonic()

@@ -16,8 +16,8 @@ from typing import Any
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.drive.supervise import Control, run_lane
-from attn_zoo.matrix.drive.worker_pool import Crew, Settings
-from attn_zoo.matrix.plan.expand import PlannedCell
+from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Cell, Environment, Record
 
 __all__ = ["RayEngine"]
@@ -37,7 +37,7 @@ class _Collector:
     def is_over(self) -> bool:
         return False
 
-    def may_start(self, item: PlannedCell, *beside: PlannedCell) -> bool:  # noqa: ARG002
+    def may_start(self, *bundle: PlannedCell) -> bool:  # noqa: ARG002
         return True
 
     def started(self, item: PlannedCell) -> None:
@@ -78,8 +78,8 @@ def _run_on_node(
             weights=Path(folder) / "weights",
         )
         cells = [PlannedCell(**{**item, "cell": Cell.from_dict(item["cell"])}) for item in items]
-        with Crew(settings, collector.should_stop, collector.is_over, cells) as crew:
-            run_lane(cells, crew, collector, [Record.from_dict(data) for data in prior])
+        with WorkerPool(settings, collector.should_stop, collector.is_over, cells) as pool:
+            run_lane(cells, pool, collector, [Record.from_dict(data) for data in prior])
         logs = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in Path(folder).glob("*.log")}
         weights = {path.name: path.read_bytes() for path in Path(folder).glob("weights/*")}
     return {

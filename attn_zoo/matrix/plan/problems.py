@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from attn_zoo.errors import suggestion
-from attn_zoo.matrix.plan.groups import GROUPS, Entry, Matrix, StepEntry
+from attn_zoo.matrix.kinds.catalogue import KINDS
+from attn_zoo.matrix.kinds.kind import Problem
 
-__all__ = ["Problem", "key_path", "sentences", "shown", "unknown_key"]
+__all__ = ["plain_problems", "sentences", "shown", "unknown_key"]
 
-Problem = tuple[str, str]
-"""Path of a key, such as `scaling[0].dtypes[1]`, and a sentence."""
+_GROUPS = {kind.name: kind.group for kind in KINDS}
 
 
-def key_path(parts: tuple[int | str, ...]) -> str:
+def _key_path(parts: tuple[int | str, ...]) -> str:
     """Return the path as users write it: `scaling[0].dtypes[1]`."""
     text = ""
     for part in parts:
@@ -29,17 +30,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _model_at(parts: tuple[int | str, ...], root: type[BaseModel]) -> type[BaseModel]:
-    for part in parts:
-        if part in GROUPS:
-            return GROUPS[str(part)]
-    return root
-
-
 def unknown_key(key: str, model: type[BaseModel]) -> str:
-    """Return the sentence for a key that `model` does not have."""
-    known = sorted(set(model.model_fields) - {"source"} | ({"defaults"} if model is Matrix else set()))
-    return f"unknown key{suggestion(key, known)}  (keys are {', '.join(known)})"
+    """Return the sentence for a key that `model` does not have; `defaults` and `source` of a matrix are special."""
+    known = set(model.model_fields)
+    if "source" in known:
+        known = known - {"source"} | {"defaults"}
+    return f"unknown key{suggestion(key, known)}  (keys are {', '.join(sorted(known))})"
 
 
 def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[Problem]:
@@ -50,10 +46,10 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
         got, context = shown(detail["input"]), detail.get("ctx", {})
         match detail["type"]:
             case "extra_forbidden" if len(parts) > 1 and parts[-3:-2] == ("variants",):
-                keys = ", ".join(StepEntry.model_fields if parts[0] == "step" else Entry.model_fields)
+                keys = ", ".join(_GROUPS[str(parts[0])].entry.model_fields)
                 text = f"unknown key  (keys of a variant's table are {keys})"
             case "extra_forbidden":
-                text = unknown_key(str(parts[-1]), _model_at(parts[:-1], root))
+                text = unknown_key(str(parts[-1]), _GROUPS.get(str(parts[0]), root) if len(parts) > 1 else root)
             case "missing":
                 text = "this key is required"
             case "literal_error":
@@ -80,5 +76,23 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
                 text = f"expected {kind}; got {got}"
             case _:
                 text = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}; got {got}"
-        problems.append((key_path((*prefix, *parts)), text))
+        problems.append((_key_path((*prefix, *parts)), text))
     return problems
+
+
+def plain_problems(value: Any, path: str) -> list[Problem]:
+    """Return what JSON cannot hold exactly: dates, NaN and infinities.
+
+    Args:
+        value: any part of a matrix.
+        path: of its key.
+    """
+    if isinstance(value, dict):
+        return [problem for key, item in value.items() for problem in plain_problems(item, f"{path}.{key}")]
+    if isinstance(value, list):
+        return [problem for index, item in enumerate(value) for problem in plain_problems(item, f"{path}[{index}]")]
+    if isinstance(value, float) and not math.isfinite(value):
+        return [(path, f"expected a finite number; got {value}")]
+    if not isinstance(value, str | int | float | None):
+        return [(path, f"expected a string, number, true or false; got {shown(value)}")]
+    return []

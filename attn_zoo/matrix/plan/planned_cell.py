@@ -5,18 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from attn_zoo.matrix.plan.estimate import Estimate
 from attn_zoo.records import Cell
 
-__all__ = ["PlannedCell", "Point", "Refusal"]
+__all__ = ["PlannedCell", "Refusal"]
 
 Refusal = tuple[str, str]
 """Capability that is missing, and the sentence that says so."""
-
-Point = tuple[dict[str, Any], Cell, Refusal | None, Estimate]
-"""What the axes of a group say of one cell, the cell, why it will not run, and what it will cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +24,13 @@ class PlannedCell:
         refusal: why it will not run, or None.
         isolation: a process of its own; one shared with the shorter lengths of its lane and with the lane's other
             passes; or one in which it is timed in turns with other variants.
-        repeats: processes in which it is timed: with others in turns one after the other, otherwise one in each round
-            over the matrix.
-        repeat: which of these rounds this is, from 0.
-        timeout_s: seconds it may take.
+        repeats: processes in which it is timed.
+        repeat: which repeat this is, from 0; always 0 where repeats follow each other.
+        timeout_s: seconds one repeat may take.
         budget_s: seconds of sampling in each process.
         has_energy: measure energy too.
         has_count: count FLOPs too. One length and pass checks the formula, and the counter takes up to a second to
-            load, so isolated cells leave it to the first of their kind.
+            load, so isolated cells leave it to the first that differs in length and pass only.
         keep_weights: store what was trained.
         estimate_s: rough seconds, set-up included; None where nothing is known (training).
         estimate_bytes: rough bytes at the peak; None likewise.
@@ -55,28 +50,27 @@ class PlannedCell:
     estimate_bytes: int | None = None
 
     @property
-    def num_rounds(self) -> int:
-        """In how many rounds over the matrix it takes part."""
+    def separate_repeats(self) -> int:
+        """Repeats between which the run goes over the other cells of the matrix, so that they are far apart in time."""
         return 1 if self.isolation == "interleaved" else self.repeats
 
     @property
-    def num_processes(self) -> int:
-        """In how many processes it runs in one round, one after the other."""
-        return self.repeats // self.num_rounds
+    def successive_repeats(self) -> int:
+        """Repeats that follow each other: those of a bundle that is timed in turns."""
+        return self.repeats // self.separate_repeats
 
     @property
-    def track(self) -> str:
-        """Cells of one track run one after another, under one supervisor, and may share a process."""
+    def lane(self) -> str:
+        """Equal for cells that run one after another under one supervisor, and may share a process."""
         if self.isolation == "interleaved":
             return self.cell.together
         if self.isolation == "cell":
-            return self.cell.lane
+            return self.cell.curve
         data = {name: value for name, value in asdict(self.cell).items() if name not in {"seq_len", "pass_"}}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]
 
     @property
-    def unit(self) -> tuple[str, int | None, int]:
-        """Cells of one unit run at once: those that are timed in turns, otherwise each cell by itself."""
-        if self.isolation == "interleaved":
-            return self.cell.together, self.cell.seq_len, self.repeat
-        return self.cell.key, self.cell.seq_len, self.repeat
+    def bundle(self) -> tuple[str, int | None, int]:
+        """Equal for cells that run at once: those that are timed in turns, otherwise each cell by itself."""
+        key = self.cell.together if self.isolation == "interleaved" else self.cell.key
+        return key, self.cell.seq_len, self.repeat

@@ -1,0 +1,67 @@
+"""Run one bundle of cells in this process: an order in, one record for each of its cells out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from attn_zoo.discovery import load_file
+from attn_zoo.errors import AttnZooError, ConfigError
+from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.limits import limit_memory
+from attn_zoo.matrix.plan.source_digest import source_digest
+from attn_zoo.matrix.plan.work_order import WorkOrder
+from attn_zoo.records import Record
+from attn_zoo.registry import variants
+
+__all__ = ["answer", "run_order"]
+
+
+def _tell_nobody(index: int) -> None:
+    del index
+
+
+def run_order(
+    order: WorkOrder,
+    tell: Callable[[int], object] = _tell_nobody,
+    room_bytes: int | None = None,
+) -> list[Record]:
+    """Run a bundle in this process and say what became of its cells; every exception but Ctrl-C becomes a status.
+
+    Args:
+        order: what to do. The variants must be registered.
+        tell: told the index of a cell whenever work on it begins.
+        room_bytes: of memory that could be allocated at the start, for messages.
+
+    Returns:
+        A record of each cell; of failures only, where one of them left the device unusable.
+    """
+    return kind_of(order.cells[0]).run(order, _empty_records(order), tell, room_bytes)
+
+
+def _empty_records(order: WorkOrder, **fields: Any) -> list[Record]:
+    common: dict[str, Any] = {
+        "status": "ok",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": order.environment,
+        "isolation": order.isolation,
+        "bundle": order.bundle,
+        "attempt": order.attempt,
+        **fields,
+    }
+    return [Record(cell=cell, **common) for cell in order.cells]
+
+
+def answer(order: WorkOrder, tell: Callable[[int], object]) -> list[Record]:
+    """Run a bundle in a process of its own: with a limit on its memory, plain files loaded, sources compared."""
+    room = limit_memory() if order.cells[0].device == "cpu" else None
+    try:
+        for path in order.variant_files:
+            load_file(path, None)  # this process is the isolation: no need to try the import in another one first
+        for cell in order.cells:
+            if source_digest(variants[cell.variant], kind_of(cell).rooms) != cell.variant_digest:
+                raise ConfigError(cell.variant, [("", "its source was changed while the matrix ran; run again")])
+    except AttnZooError as error:
+        return _empty_records(order, status="error", reason=str(error))
+    return run_order(order, tell, room)

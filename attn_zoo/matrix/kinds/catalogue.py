@@ -1,0 +1,18 @@
+"""All kinds of cell, in the order their groups run."""
+
+from __future__ import annotations
+
+from attn_zoo.matrix.kinds.accuracy import Accuracy
+from attn_zoo.matrix.kinds.kind import AbstractKind
+from attn_zoo.matrix.kinds.scaling import Scaling
+from attn_zoo.matrix.kinds.step import Step
+from attn_zoo.records import Cell
+
+__all__ = ["KINDS", "kind_of"]
+
+KINDS: tuple[AbstractKind, ...] = (Scaling(), Step(), Accuracy())
+
+
+def kind_of(cell: Cell) -> AbstractKind:
+    """Return the kind of a cell."""
+    return next(kind for kind in KINDS if kind.owns(cell))

@@ -1,0 +1,259 @@
+"""`[[scaling]]`: time and memory of one call of a variant, alone or with its projections, over lengths."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast, get_args
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance import check_output, gate
+from attn_zoo.conformance.subject import Form
+from attn_zoo.matrix.cell.random_inputs import normal, padding_of
+from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
+from attn_zoo.matrix.costs import Claims, call_shape, claims, config_of
+from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis
+from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind, make_module
+from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
+from attn_zoo.matrix.plan.planned_cell import Refusal
+from attn_zoo.matrix.plan.source_digest import CALL_ROOMS
+from attn_zoo.measure.memory import memory_of_pass
+from attn_zoo.measure.passes import clear_grads, make_pass
+from attn_zoo.metadata import Request
+from attn_zoo.records import PASSES, PROTOCOL_VERSION, CallPass, Cell, Memory
+from attn_zoo.registry import variants
+
+__all__ = ["CallWorkload", "Scaling", "ScalingGroup", "make_call_workload"]
+
+
+class ScalingGroup(TimedGroup):
+    """Time and memory of one call over lengths. Where several values are given, every combination is a cell.
+
+    Args:
+        passes: what is timed; see `attn_zoo.records.PASSES`.
+        batch_size: B; fixed while the length grows, so that exponents mean something.
+        num_heads: H.
+        num_kv_heads: G; default H.
+        head_dim: D.
+        scope: heads in and out (`"attention"`), or hidden states with projections (`"mixer"`).
+        is_causal: later keys hidden.
+        dropout_p: on attention weights.
+    """
+
+    passes: Axis[CallPass] = ("fwd",)
+    batch_size: Axis[Size] = (1,)
+    num_heads: Axis[Size] = (8,)
+    num_kv_heads: Size | None = None
+    head_dim: Axis[Size] = (64,)
+    scope: Axis[Literal["attention", "mixer"]] = ("attention",)
+    is_causal: Axis[bool] = (False,)
+    dropout_p: Axis[Annotated[float, Field(ge=0, lt=1)]] = (0.0,)
+
+    @property
+    def num_cells(self) -> int:
+        count = super().num_cells * len(self.is_causal) * len(self.dropout_p)
+        for axis in (self.passes, self.batch_size, self.num_heads, self.head_dim, self.scope):
+            count *= len(axis)
+        return count
+
+
+class Scaling(TimedKind):
+    """One call of a variant."""
+
+    name = "scaling"
+    group = ScalingGroup
+    rooms = CALL_ROOMS
+
+    def owns(self, cell: Cell) -> bool:
+        return cell.kind == self.name and cell.scope != "model"  # training steps are stored under the same name
+
+    def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
+        num_kv_heads = group.get("num_kv_heads")
+        if not isinstance(num_kv_heads, int) or num_kv_heads < 1:
+            return []
+        heads = as_axis(group.get("num_heads", list(ScalingGroup.model_fields["num_heads"].default)))
+        return [
+            (f"{where}.num_kv_heads", f"expected a divisor of num_heads = {num_heads}; got {num_kv_heads}")
+            for num_heads in heads
+            if isinstance(num_heads, int) and num_heads % num_kv_heads
+        ]
+
+    def points(self, group: ScalingGroup) -> Iterator[dict[str, Any]]:
+        axes: dict[str, Sequence[Any]] = {
+            "scope": group.scope,
+            "dtype": group.dtypes,
+            "batch_size": group.batch_size,
+            "num_heads": group.num_heads,
+            "head_dim": group.head_dim,
+            "is_causal": group.is_causal,
+            "has_padding": group.has_padding,
+            "dropout_p": group.dropout_p,
+            "pass_": group.passes,
+            "seed": group.seeds,
+            "seq_len": sorted(group.seq_len),
+        }
+        for values in itertools.product(*axes.values()):
+            point = dict(zip(axes, values, strict=True))
+            yield {
+                "kind": self.name,
+                "protocol_version": PROTOCOL_VERSION,
+                "num_kv_heads": group.num_kv_heads or point["num_heads"],
+                **point,
+            }
+
+    def refusal(self, cell: Cell) -> Refusal | None:
+        variant = variants[cell.variant]
+        if cell.scope == "attention" and variant.attention is None:
+            return ("attention", 'needs hidden states [B, L, E]: scope = "mixer"')
+        request = Request(
+            is_causal=cell.is_causal,
+            has_key_padding_mask=cell.has_padding,
+            is_grouped_query=cell.num_kv_heads != cell.num_heads,
+            dropout_p=cell.dropout_p,
+            seq_len=cell.seq_len,
+            dtype=cell.dtype,
+            device=cell.device,
+        )
+        return variant.capabilities_of(config_of(cell)).missing(request)
+
+    def estimate(self, cell: Cell, group: ScalingGroup) -> Estimate:
+        return call_estimate(cell, group.repeat_budget_s, group.isolation)
+
+    def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
+        return make_call_workload(cell, inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallWorkload(AbstractWorkload):
+    """One call of the variant.
+
+    Args:
+        cell: of which this is the work.
+        module: the variant.
+        forward: one call, without arguments.
+        inputs: of that call.
+        key_padding_mask: of that call, or None.
+        leaves: inputs and parameters that take gradients.
+        build: what the module was built for.
+    """
+
+    cell: Cell
+    module: nn.Module
+    forward: Callable[[], Tensor]
+    inputs: Sequence[Tensor]
+    key_padding_mask: Tensor | None
+    leaves: list[Tensor]
+    build: BuildContext
+
+    def gate(self) -> tuple[str, ...]:
+        cell = self.cell
+        return gate(
+            cell.variant,
+            cell.options,
+            self.build,
+            dtype=cell.dtype,
+            device=cell.device,
+            seq_len=self.build.max_seq_len,
+            form=_form(cell),
+        )
+
+    def make_call(self) -> tuple[Call, Call | None]:
+        clear_grads(self.leaves)
+        return make_pass(self.forward, self.leaves, _pass_of(self.cell))
+
+    def check(self, output: object) -> tuple[str, ...]:
+        assert isinstance(output, Tensor)
+        return check_output(
+            output,
+            self.inputs,
+            variant=variants[self.cell.variant],
+            form=_form(self.cell),
+            build=self.build,
+            key_padding_mask=self.key_padding_mask,
+            is_random=self.module.training and self.cell.dropout_p > 0,
+        )
+
+    def memory(self) -> Memory:
+        return memory_of_pass(self.forward, self.leaves, _pass_of(self.cell), device=self.cell.device)
+
+    @property
+    def num_params(self) -> int:
+        return sum(item.numel() for item in self.module.parameters())
+
+    def claims(self) -> Claims:
+        return claims(self.cell)
+
+    def counted_flops(self) -> int | None:
+        """Count one forward without a graph, so that the count needs no more memory than the timing did."""
+        from attn_zoo.measure.flop_count import count_flops  # loads a fifth of a second's worth of torch
+
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
+        try:
+            for leaf in leaves:
+                leaf.requires_grad_(False)
+            with torch.no_grad():
+                return count_flops(self.forward)
+        finally:
+            for leaf in leaves:
+                leaf.requires_grad_(True)
+
+    def release(self) -> None:
+        clear_grads(self.leaves)
+
+
+def _form(cell: Cell) -> Form:
+    return "attention" if cell.scope == "attention" else "mixer"
+
+
+def _pass_of(cell: Cell) -> CallPass:
+    if cell.pass_ not in get_args(CallPass):
+        raise ValueError("a scaling cell needs pass_")
+    return cast(CallPass, cell.pass_)
+
+
+def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> CallWorkload:
+    """Build one call of the variant; arguments as in `TimedKind.workload`."""
+    dtype: torch.dtype = getattr(torch, cell.dtype)
+    torch.manual_seed(cell.seed)
+    module, build = make_module(cell)
+    module = module.to(device=cell.device, dtype=dtype)
+    has_graph = PASSES[_pass_of(cell)].has_graph
+    module.train(has_graph)
+    shape = call_shape(cell)
+    if inputs is None:
+        inputs = [tensor.requires_grad_(has_graph) for tensor in _draw(cell, dtype)]
+    mask = padding_of(shape.batch_size, shape.query_len, cell.device) if cell.has_padding else None
+
+    def forward() -> Tensor:
+        output: Tensor = module(*inputs, key_padding_mask=mask)
+        return output
+
+    parameters = [item for item in module.parameters() if item.requires_grad]
+    return CallWorkload(
+        cell=cell,
+        module=module,
+        forward=forward,
+        inputs=inputs,
+        key_padding_mask=mask,
+        leaves=[*inputs, *parameters],
+        build=build,
+    )
+
+
+def _draw(cell: Cell, dtype: torch.dtype) -> list[Tensor]:
+    """Return query, key and value, or hidden states."""
+    sizes = call_shape(cell)
+    query = (sizes.batch_size, sizes.num_heads, sizes.query_len, sizes.head_dim)
+    key = (sizes.batch_size, sizes.num_kv_heads, sizes.key_len, sizes.head_dim)
+    hidden = (sizes.batch_size, sizes.query_len, sizes.num_heads * sizes.head_dim)
+    shapes = [query, key, key] if cell.scope == "attention" else [hidden]
+    if cell.device == "cpu":
+        return [normal(shape, (cell.seed, index), dtype) for index, shape in enumerate(shapes)]
+    # A GPU draws fast, and all blocks of a tensor from one generator.
+    generator = torch.Generator(cell.device).manual_seed(cell.seed)
+    return [torch.randn(shape, generator=generator, device=cell.device, dtype=dtype) for shape in shapes]

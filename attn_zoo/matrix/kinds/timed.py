@@ -1,0 +1,182 @@
+"""What kinds share that time a piece of work over lengths: alone, or in turns with the same work of other variants."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from attn_zoo.attention import BuildContext, build_attention, build_mixer
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.matrix.cell.bundle import measure_bundle
+from attn_zoo.matrix.cell.trial import Trial
+from attn_zoo.matrix.cell.workload import AbstractWorkload
+from attn_zoo.matrix.costs import build_context
+from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Length, Member, Seconds
+from attn_zoo.matrix.plan.estimate import Estimate
+from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
+from attn_zoo.matrix.plan.work_order import WorkOrder
+from attn_zoo.records import Cell, Record
+from attn_zoo.registry import variants
+
+__all__ = ["TimedGroup", "TimedKind", "make_module"]
+
+
+class TimedGroup(Group):
+    """What groups that are timed over lengths may say.
+
+    Args:
+        seq_len: tokens.
+        has_padding: the last quarter of every second sequence is padding.
+        isolation: a process for each cell, one for all lengths of a lane, or one in which all variants of the group are
+            timed in turns (`"interleaved"`): the way to compare peers.
+        repeats: how many processes time each cell; with several, intervals cover what differs between them. They are
+            far apart in time: the run goes over all cells once, then again; only those that are timed in turns follow
+            each other. Two say little (Student's t has one degree of freedom then): take three or more.
+        timeout_s: seconds one repeat of a cell may take.
+        budget_s: seconds of sampling per cell, shared by its repeats; fewer samples, wider intervals.
+        has_energy: also measure the energy of a call: some seven seconds more per cell, on a GPU that tells.
+    """
+
+    seq_len: Axis[Length]
+    has_padding: Axis[bool] = (False,)
+    isolation: Literal["cell", "lane", "interleaved"] = "cell"
+    repeats: Annotated[int, Field(ge=1, le=20)] = 1
+    timeout_s: Seconds = 600.0
+    budget_s: Seconds = 1.0
+    has_energy: bool = False
+
+    @property
+    def repeat_budget_s(self) -> float:
+        """Seconds of sampling in each process."""
+        return self.budget_s / self.repeats
+
+    @property
+    def num_cells(self) -> int:
+        return super().num_cells * len(self.seq_len) * len(self.has_padding)
+
+
+class _TimedForecast(Forecast):
+    """From a shorter length of the same curve, grown by the claimed exponent; otherwise the estimate of the plan."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Record] = {}
+
+    def add(self, record: Record) -> None:
+        self._latest[record.cell.curve] = record
+
+    def seconds(self, item: PlannedCell) -> float:
+        cell, known = item.cell, self._latest.get(item.cell.curve)
+        if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
+            exponent = max(variants[cell.variant].complexity.time_exponent, 1.0)
+            growth: float = (cell.seq_len / known.cell.seq_len) ** exponent
+            return known.duration_s * growth
+        return (item.estimate_s or 0.0) / item.separate_repeats
+
+
+class TimedKind(AbstractKind):
+    """A kind whose cells are timed."""
+
+    is_timed = True
+
+    @abstractmethod
+    def points(self, group: Any) -> Iterator[dict[str, Any]]:
+        """Yield the fields of each cell that the group decides, but for members, device and threads.
+
+        Shorter sequences come first where all else is equal.
+        """
+
+    @abstractmethod
+    def refusal(self, cell: Cell) -> Refusal | None:
+        """Return why a cell cannot run, or None."""
+
+    @abstractmethod
+    def estimate(self, cell: Cell, group: Any) -> Estimate:
+        """Return the rough cost of one cell that is not refused; of all its repeats."""
+
+    @abstractmethod
+    def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
+        """Build what is timed, and inputs that are the same for the same seed.
+
+        Args:
+            cell: what to build.
+            inputs: of another cell that differs in the variant only, to share instead of drawing the same ones again.
+
+        Raises:
+            UnsupportedError: the variant cannot do what the cell asks.
+        """
+
+    def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:  # noqa: ARG002
+        machine = {"device": group.device, "threads": group.threads}
+        for member in members:
+            for point in self.points(group):
+                cell = Cell(**machine, **point, **member)
+                if group.isolation == "interleaved":
+                    cell = replace(cell, together=_together(group, members, {**machine, **point}))
+                refusal = self.refusal(cell)
+                rough = Estimate() if refusal else self.estimate(cell, group)
+                yield PlannedCell(
+                    cell=cell,
+                    refusal=refusal,
+                    isolation=group.isolation,
+                    repeats=group.repeats,
+                    timeout_s=group.timeout_s,
+                    budget_s=group.repeat_budget_s,
+                    has_energy=group.has_energy,
+                    estimate_s=None if rough.seconds is None else rough.seconds * group.repeats,
+                    estimate_bytes=rough.num_bytes,
+                )
+
+    def build_on_meta(self, cell: Cell) -> None:
+        with torch.device("meta"):
+            make_module(cell)
+
+    def forecast(self) -> Forecast:
+        return _TimedForecast()
+
+    def run(
+        self, order: WorkOrder, records: Sequence[Record], tell: Callable[[int], object], room_bytes: int | None
+    ) -> list[Record]:
+        trials = [
+            Trial(
+                record,
+                self._workload_here,
+                order.budget_s,
+                has_energy=order.has_energy,
+                has_count=has_count,
+                is_repeat=order.is_repeat,
+            )
+            for record, has_count in zip(records, order.has_count or [True] * len(records), strict=True)
+        ]
+        return measure_bundle(records, trials, seed=order.seed, tell=tell, room_bytes=room_bytes)
+
+    def _workload_here(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
+        if cell.device == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedError("cuda", "no CUDA device here")
+        return self.workload(cell, inputs)
+
+
+def make_module(cell: Cell) -> tuple[nn.Module, BuildContext]:
+    """Build the cell's variant where torch's default device is, and return it with what it was built for.
+
+    Raises:
+        UnsupportedError: the variant refuses what the cell asks.
+    """
+    build = build_context(cell)
+    make = build_attention if cell.scope == "attention" else build_mixer
+    return make(cell.variant, build, **cell.options), build
+
+
+def _together(group: TimedGroup, members: Sequence[Member], point: Mapping[str, Any]) -> str:
+    """Return the digest of what is timed in turns and how: another peer, or another source of one, is another cell."""
+    fixed = {name: value for name, value in point.items() if name != "seq_len"}
+    text = json.dumps([list(members), group.repeats, fixed], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]

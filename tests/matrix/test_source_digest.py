@@ -1,0 +1,106 @@
+"""What is timed decides whether records are stale: every source that the measured code imports, and no other."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import attn_zoo
+from attn_zoo.matrix.plan import source_digest as module
+from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, TRAINING_ROOMS, source_digest, source_files
+from attn_zoo.registry import variants
+from tests.matrix.conftest import tiny_plan, training_plan
+
+PACKAGE = Path(attn_zoo.__path__[0])
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """A copy of the package that may be edited."""
+    copy = tmp_path / "attn_zoo"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(attn_zoo, "__path__", [str(copy)])
+    return Path(copy)
+
+
+def digests(source: Path, provider: str = "attn_zoo") -> list[str]:
+    """Return the digests of a call and of a training, as another process would find them."""
+    module._imports.cache_clear()
+    module._digest.cache_clear()
+    variant = replace(variants["full"], source=str(source), provider=provider)
+    return [source_digest(variant, rooms) for rooms in (CALL_ROOMS, TRAINING_ROOMS)]
+
+
+def edit(path: Path) -> None:
+    path.write_text(path.read_text() + "\n# edited\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_stale"),
+    [
+        ("variants/full.py", [True, True]),
+        ("attention/masks.py", [True, True]),
+        ("attention/contract.py", [True, True]),
+        ("kernels/exact/sdpa.py", [True, True]),
+        ("variants/linformer.py", [False, False]),
+        ("kernels/compress/learned.py", [False, False]),
+        ("model/block.py", [False, True]),
+        ("training/loop.py", [False, True]),
+        ("tasks/abstract_task.py", [False, True]),
+        ("report/units.py", [False, False]),
+        ("matrix/drive/session.py", [False, False]),
+    ],
+)
+def test_an_edit_makes_stale_what_runs_the_edited_code(package, name, is_stale):
+    source = package / "variants" / "full.py"
+    before = digests(source)
+    edit(package / name)
+    assert [old != new for old, new in zip(before, digests(source), strict=True)] == is_stale
+
+
+def test_a_plain_file_counts_with_what_lies_beside_it_and_with_what_calls_it(package, tmp_path):
+    source = tmp_path / "mine" / "plug_in.py"
+    source.parent.mkdir()
+    source.write_text("from typing import TYPE_CHECKING\nimport beside\nif TYPE_CHECKING:\n    import unrelated\n")
+    for name in ("beside", "unrelated"):
+        (source.parent / f"{name}.py").write_text("x = 1\n")
+    before = digests(source, "plug_in.py")
+    edit(source.parent / "unrelated.py")
+    assert digests(source, "plug_in.py") == before
+    edit(source.parent / "beside.py")
+    beside = digests(source, "plug_in.py")
+    assert not set(beside) & set(before)
+    edit(package / "attention" / "contract.py")
+    assert not set(digests(source, "plug_in.py")) & set(beside), (
+        "it imports nothing of ours, and is called all the same"
+    )
+
+
+def test_a_module_of_another_package_counts_with_that_package(tmp_path):
+    folder = tmp_path / "theirs"
+    (folder / "zoo").mkdir(parents=True)
+    for name in ("__init__", "zoo/__init__", "kernels", "unused"):
+        (folder / f"{name}.py").write_text("")
+    source = folder / "zoo" / "variant.py"
+    source.write_text("from ..kernels import fast\nimport theirs.absent, stranger\n")
+    (tmp_path / "stranger.py").write_text("")
+    files = source_files(source, CALL_ROOMS)
+    own = {name for name in files if not name.startswith("attn_zoo/")}
+    assert own == {"theirs/zoo/variant.py", "theirs/kernels.py", "theirs/__init__.py"}
+
+
+def test_names_of_sources_are_the_same_on_every_machine():
+    for rooms in (CALL_ROOMS, TRAINING_ROOMS):
+        files = source_files(Path(variants["full"].source), rooms)
+        assert {name.split("/")[1] for name in files} == set(rooms)
+        assert all(path == PACKAGE.parent / name for name, path in files.items())
+
+
+def test_each_kind_of_cell_has_the_digest_of_what_it_runs():
+    (call, *_) = tiny_plan(["fake_ok"]).cells
+    (training,) = training_plan(["fake_train_ok"]).cells
+    assert call.cell.variant_digest == source_digest(variants["fake_ok"], CALL_ROOMS) != ""
+    assert training.cell.variant_digest == source_digest(variants["fake_train_ok"], TRAINING_ROOMS) != ""
