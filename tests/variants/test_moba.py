@@ -188,13 +188,15 @@ def test_decoding_chooses_as_the_forward_does():
     module, inputs = make(), draw(70)
     state = module.init_state(BATCH, dtype=torch.float64)
     expected = module(*inputs)
-    start, state = module.prefill(*(x[:, :, :37] for x in inputs), state)
+    query, key, value = (x[:, :, :37] for x in inputs)
+    start, state = module.prefill(query, key, value, state)
     torch.testing.assert_close(start, expected[:, :, :37], rtol=0, atol=1e-13)
     for i in range(37, 50):
         query, key, value = (x[:, :, i : i + 1] for x in inputs)
         row, state = module.step(query, key, value, state)
         torch.testing.assert_close(row[:, :, 0], expected[:, :, i], rtol=0, atol=1e-13)
-    rest, state = module.prefill(*(x[:, :, 50:] for x in inputs), state)
+    query, key, value = (x[:, :, 50:] for x in inputs)
+    rest, state = module.prefill(query, key, value, state)
     torch.testing.assert_close(rest, expected[:, :, 50:], rtol=0, atol=1e-13)
 
 

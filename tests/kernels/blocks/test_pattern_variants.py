@@ -56,7 +56,7 @@ class StaticPattern(AbstractAttention):
 
 
 def flops(shape: Shape) -> int:
-    pairs = shape.config.layout(shape.query_len, is_causal=shape.is_causal).mean_pairs
+    pairs: float = shape.config.layout(shape.query_len, is_causal=shape.is_causal).mean_pairs
     return round(4 * shape.batch_size * shape.num_heads * shape.head_dim * pairs)
 
 
