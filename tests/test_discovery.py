@@ -108,7 +108,7 @@ def test_folders_of_a_room_hold_what_its_modules_share_and_are_not_imported(tmp_
     (tmp_path / "zoo_plugin_room" / "__init__.py").write_text("")
     (tmp_path / "zoo_plugin_room" / "task.py").write_text("")
     (tmp_path / "zoo_plugin_room" / "shared" / "__init__.py").write_text("raise AssertionError")
-    assert discover("zoo_plugin_room") == []
+    assert discover("zoo_plugin_room", all_or_nothing) == []
     assert "zoo_plugin_room.task" in sys.modules
     assert "zoo_plugin_room.shared" not in sys.modules
 
