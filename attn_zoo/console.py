@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from attn_zoo.metadata import big_o
+
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
     from attn_zoo.conformance import CheckResult, MeasuredComplexity
@@ -111,10 +113,10 @@ def print_variant(info: VariantInfo) -> None:
         out.print(f"differs: {escape(deviation)}")
     out.print()
     rows: list[tuple[str, object]] = [
-        ("time", f"O({cost.time}), grows as N^{cost.time_exponent:g}"),
-        ("memory", f"O({cost.memory}), grows as N^{cost.memory_exponent:g}"),
-        ("sequential operations", f"O({cost.sequential_ops})"),
-        ("maximum path length", f"O({cost.max_path})"),
+        ("time", f"{big_o(cost.time)}, grows as N^{cost.time_exponent:g}"),
+        ("memory", f"{big_o(cost.memory)}, grows as N^{cost.memory_exponent:g}"),
+        ("sequential operations", big_o(cost.sequential_ops)),
+        ("maximum path length", big_o(cost.max_path)),
     ]
     print_table("Claimed cost", ("", ""), rows)
     out.print()
@@ -150,7 +152,10 @@ def print_complexity(rows: Sequence[MeasuredComplexity]) -> None:
             ("sequential operations", row.sequential_ops),
             ("maximum path length", row.max_path),
         )
-        cells = [(what, f"L^{growth.claimed:g}", growth.in_words()) for what, growth in growths]
+        cells = [
+            (what, "-" if growth.claimed is None else f"L^{growth.claimed:g}", growth.in_words())
+            for what, growth in growths
+        ]
         out.print()
         title = f"Growth with the length L, {'causal' if row.is_causal else 'bidirectional'}"
         print_table(title, ("", "claimed", "measured"), cells)

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from attn_zoo.errors import ConfigError
+from attn_zoo.metadata import big_o
 
 __all__ = ["complexity_table", "results_index", "update_readme", "update_results_index", "variant_table"]
 
@@ -29,8 +30,8 @@ def variant_table() -> str:
         flags = (can.causal, can.cross_attention, can.key_padding_mask)
         cells = [
             f"`{name}`",
-            f"O({cost.time})",
-            f"O({cost.memory})",
+            big_o(cost.time),
+            big_o(cost.memory),
             *(_ANSWERS[flag] for flag in flags),
             can.decode.replace("_", " ").replace("none", "no"),
             _ANSWERS[can.is_exact],
@@ -60,11 +61,11 @@ def complexity_table() -> str:
         cost, rows = variants[name].complexity, measure_complexity(name)
         cells = [
             f"`{name}`",
-            f"O({cost.time})",
+            big_o(cost.time),
             exponents([row.cost for row in rows]),
-            f"O({cost.sequential_ops})",
+            big_o(cost.sequential_ops),
             exponents([row.sequential_ops for row in rows]),
-            f"O({cost.max_path})",
+            big_o(cost.max_path),
             exponents([row.max_path for row in rows]),
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -30,6 +30,7 @@ from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Subject, call, call_reference
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.measure.flop_count import count_operations
+from attn_zoo.metadata import DEPENDS_ON_DATA
 from attn_zoo.registry import variants
 
 __all__ = ["CHECKS", "Growth", "MeasuredComplexity", "claimed_exponent", "measure_complexity"]
@@ -50,8 +51,10 @@ _LENGTHS = {"L", "S"}
 _LENGTHS_ELSEWHERE = {"n", "N", "T"}  # read as constants they would claim nothing
 
 
-def claimed_exponent(text: str, *, is_causal: bool = False) -> float:
+def claimed_exponent(text: str, *, is_causal: bool = False) -> float | None:
     """Read the exponent of the sequence length from a claim in the symbols of the design; a logarithm counts as 0.
+
+    None stands for `DEPENDS_ON_DATA`.
 
     Args:
         text: a sum of products and quotients such as `"L / W"`; `"1 (causal: log L)"` claims something else for the
@@ -68,11 +71,13 @@ def claimed_exponent(text: str, *, is_causal: bool = False) -> float:
     """
     both = _BY_DIRECTION.fullmatch(text.strip())
     asked = both["causal" if is_causal else "any"] if both else text
+    if asked == DEPENDS_ON_DATA:
+        return None
     plain = _ROOT.sub(r"\1^0.5", _LOGARITHM.sub("1", asked))
     try:
         return max(_product_exponent(term) for term in plain.split("+"))
     except ValueError:
-        expected = 'a sum of products such as "1", "log L", "L / W" or "1 (causal: L)"'
+        expected = f'"{DEPENDS_ON_DATA}" or a sum of products such as "1", "log L", "L / W" or "1 (causal: L)"'
         raise ConfigError("complexity", [("", f"expected {expected}; got {text!r}")]) from None
 
 
@@ -94,17 +99,19 @@ class Growth:
     """Exponents of the sequence length.
 
     Args:
-        claimed: what the variant says.
+        claimed: what the variant says; None where it says that the data decide.
         measured: what was found; None where nothing could be counted, infinite where no number of layers reaches.
     """
 
-    claimed: float
+    claimed: float | None
     measured: float | None
 
     @property
     def is_contradicted(self) -> bool:
         """Whether the measured exponent is another than the claimed one."""
-        return self.measured is not None and abs(self.measured - self.claimed) > LARGEST_GAP
+        if self.claimed is None or self.measured is None:
+            return False
+        return abs(self.measured - self.claimed) > LARGEST_GAP
 
     def in_words(self) -> str:
         """Return what was measured: `"L^1.0"`, `"constant"`, `"not counted"`, or `"never"` for an infinite path.

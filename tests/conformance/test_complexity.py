@@ -48,9 +48,15 @@ def test_a_claim_may_differ_for_the_causal_form():
     assert claimed_exponent("L", is_causal=True) == 1
 
 
+def test_where_the_data_decide_nothing_is_contradicted():
+    assert claimed_exponent("depends on the data") is None
+    assert claimed_exponent("1 (causal: depends on the data)", is_causal=True) is None
+    assert not Growth(None, 1.0).is_contradicted
+
+
 @pytest.mark.parametrize("text", ["", "a few", "n", "N / w", "L (L + 1)", "1 (bidirectional: L)", "L +", "?"])
 def test_claims_that_cannot_be_read_are_refused(text: str):
-    with pytest.raises(ConfigError, match="expected a sum of products") as caught:
+    with pytest.raises(ConfigError, match="or a sum of products such as") as caught:
         claimed_exponent(text)
     assert repr(text) in str(caught.value)
 
