@@ -172,6 +172,7 @@ class CallWorkload(AbstractWorkload):
             output,
             self.inputs,
             variant=variants[self.cell.variant],
+            config=self.shape.config,
             form=_form(self.cell),
             build=self.build,
             key_padding_mask=self.key_padding_mask,
