@@ -172,7 +172,7 @@ class CallWorkload(AbstractWorkload):
             output,
             self.inputs,
             variant=variants[self.cell.variant],
-            config=self.shape.config,
+            config=config_of(self.cell),
             form=_form(self.cell),
             build=self.build,
             key_padding_mask=self.key_padding_mask,
