@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.errors import StoreError
-from attn_zoo.matrix.costs import Claims, claims
+from attn_zoo.matrix.claimed_costs import Claims, claims
 from attn_zoo.matrix.drive import machine_ceilings as module
 from attn_zoo.matrix.drive import run_plan as runner
 from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, measure_missing

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from attn_zoo.matrix.costs import stored_claims
+from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import measure_missing
 from attn_zoo.matrix.drive.progress import Progress, SilentProgress
