@@ -19,7 +19,7 @@ from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings, Record
 from tests.matrix.conftest import environment, run_cell, tiny_plan, training_plan
-from tests.matrix.test_runner import FakeEngine
+from tests.matrix.drive.test_run_plan import FakeEngine
 
 MACHINE = environment()
 

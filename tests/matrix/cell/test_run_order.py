@@ -23,7 +23,7 @@ from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
 from tests.matrix.conftest import run_cell, run_cells_in_turns, tiny_plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def cell(**changes) -> Cell:
