@@ -80,17 +80,32 @@ def list_command(
 
 
 @app.command()
-def show(name: str, files: VariantFiles = None, as_json: AsJson = False) -> None:
+def show(
+    name: str,
+    files: VariantFiles = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure how cost, sequential operations and path length grow (seconds).")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Show everything known about a variant: source, claims, capabilities, options."""
+    from dataclasses import asdict
+
     from attn_zoo.attention import describe
-    from attn_zoo.console import print_json, print_variant, variant_data
+    from attn_zoo.console import print_complexity, print_json, print_variant, variant_data
 
     load_files(files)
     info = describe(name)
+    rows = None
+    if measure:
+        from attn_zoo.conformance import measure_complexity
+
+        rows = measure_complexity(name)
     if as_json:
-        print_json(variant_data(info))
-    else:
-        print_variant(info)
+        print_json(variant_data(info) | ({} if rows is None else {"measured": [asdict(row) for row in rows]}))
+        return
+    print_variant(info)
+    print_complexity(rows or ())
 
 
 @app.command()

@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from attn_zoo.metadata import big_o
+
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
-    from attn_zoo.conformance import CheckResult
+    from attn_zoo.conformance import CheckResult, MeasuredComplexity
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 
@@ -23,6 +25,7 @@ __all__ = [
     "err",
     "out",
     "print_checks",
+    "print_complexity",
     "print_json",
     "print_plan",
     "print_standing",
@@ -110,10 +113,10 @@ def print_variant(info: VariantInfo) -> None:
         out.print(f"differs: {escape(deviation)}")
     out.print()
     rows: list[tuple[str, object]] = [
-        ("time", f"O({cost.time}), grows as N^{cost.time_exponent:g}"),
-        ("memory", f"O({cost.memory}), grows as N^{cost.memory_exponent:g}"),
-        ("sequential operations", f"O({cost.sequential_ops})"),
-        ("maximum path length", f"O({cost.max_path})"),
+        ("time", f"{big_o(cost.time)}, grows as N^{cost.time_exponent:g}"),
+        ("memory", f"{big_o(cost.memory)}, grows as N^{cost.memory_exponent:g}"),
+        ("sequential operations", big_o(cost.sequential_ops)),
+        ("maximum path length", big_o(cost.max_path)),
     ]
     print_table("Claimed cost", ("", ""), rows)
     out.print()
@@ -139,6 +142,23 @@ def print_variant(info: VariantInfo) -> None:
         print_table("Options", ("name", "default", "type"), [(o.name, o.default, o.type) for o in info.options])
     else:
         out.print("No options.")
+
+
+def print_complexity(rows: Sequence[MeasuredComplexity]) -> None:
+    """Print claimed and measured exponents of the sequence length, one table for each direction."""
+    for row in rows:
+        growths = (
+            ("cost of a layer", row.cost),
+            ("sequential operations", row.sequential_ops),
+            ("maximum path length", row.max_path),
+        )
+        cells = [
+            (what, "-" if growth.claimed is None else f"L^{growth.claimed:g}", growth.in_words())
+            for what, growth in growths
+        ]
+        out.print()
+        title = f"Growth with the length L, {'causal' if row.is_causal else 'bidirectional'}"
+        print_table(title, ("", "claimed", "measured"), cells)
 
 
 def variant_data(info: VariantInfo) -> dict[str, Any]:

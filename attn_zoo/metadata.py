@@ -13,6 +13,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "Capabilities",
     "Causality",
+    "DEPENDS_ON_DATA",
     "Complexity",
     "CostFormula",
     "Decode",
@@ -21,6 +22,7 @@ __all__ = [
     "Reference",
     "Request",
     "Shape",
+    "big_o",
 ]
 
 Form = Literal["attention", "mixer"]
@@ -233,6 +235,7 @@ class Shape:
         is_cross: keys and values come from another sequence.
         position: scheme inside the attention.
         form: how the variant is called.
+        layer_index: 0-based depth, for mechanisms that differ by layer.
         config: the variant's own options, an instance of its config class.
     """
 
@@ -247,6 +250,7 @@ class Shape:
     is_cross: bool = False
     position: Position = "none"
     form: Form = "attention"
+    layer_index: int = 0
     config: Any = None
 
     def __post_init__(self) -> None:
@@ -288,6 +292,18 @@ class Shape:
 
 CostFormula = Callable[[Shape], int]
 
+DEPENDS_ON_DATA = "depends on the data"
+"""Claim of a mechanism whose path length is no function of the sequence length, as it chooses what it sees."""
+
+
+def big_o(claim: str) -> str:
+    """Return a display string of `Complexity` as it is printed.
+
+    >>> big_o("L / W"), big_o(DEPENDS_ON_DATA)
+    ('O(L / W)', 'depends on the data')
+    """
+    return claim if claim == DEPENDS_ON_DATA else f"O({claim})"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Complexity:
@@ -298,8 +314,10 @@ class Complexity:
         memory: likewise, beyond inputs and outputs.
         time_exponent: exponent of the sequence length that time grows with.
         memory_exponent: likewise for memory, inputs and outputs included.
-        sequential_ops: operations that cannot be parallelised ("Attention Is All You Need", table 1).
-        max_path: longest path a signal travels between two positions (same table).
+        sequential_ops: operations that cannot be parallelised ("Attention Is All You Need", table 1): a sum of products
+            such as `"L / W"`, `"1 (causal: log L)"`, or `DEPENDS_ON_DATA`. `attn-zoo check` compares its growth with
+            what it measures (`attn_zoo.conformance.complexity`).
+        max_path: longest path a signal travels between two positions (same table), likewise.
         flops: forward floating-point operations of the mechanism (a multiply-add counts 2), the linear maps between
             hidden states and what it acts on left out; None where no formula is known. Counted are matrix products,
             convolutions and Fourier transforms (5 N log2 N for N complex points, half for real ones); where a mechanism

@@ -65,6 +65,16 @@ def test_lists_fit_eighty_columns(call):
         assert max(len(line) for line in call(*arguments).out.splitlines() if "http" not in line) <= 80, arguments
 
 
+def test_show_measures_what_is_claimed(call):
+    answer = call("show", "local_window", "--measure")
+    assert answer.code == 0
+    assert "Growth with the length L, bidirectional" in answer.out
+    assert re.search(r"maximum path length +L\^1 +L\^0.9", answer.out)
+    (row,) = json.loads(call("show", "linformer", "--measure", "--json").out)["measured"]
+    assert row["sequential_ops"] == {"claimed": 0.0, "measured": 0.0}
+    assert "measured" not in json.loads(call("show", "linformer", "--json").out)
+
+
 def test_show_prints_source_claims_capabilities_and_options(call):
     answer = call("show", "linformer")
     assert answer.code == 0

@@ -133,5 +133,6 @@ class BuildContext:
             is_cross=self.is_cross,
             position=self.position,
             form=form,
+            layer_index=self.layer_index,
             config=config,
         )

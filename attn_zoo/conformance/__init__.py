@@ -1,11 +1,13 @@
 """Conformance: public, named promises that every registered variant must keep, and the gate before a timing.
 
 `run_checks(name)` runs them all and says, for a broken one, the smallest call that shows it. `gate(...)` is the quick
-subset that runs before anything is timed. Neither knows any variant by name.
+subset that runs before anything is timed. `measure_complexity(name)` measures how cost, sequential operations and path
+length grow. None of them knows any variant by name.
 """
 
 from attn_zoo.conformance.catalogue import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, exit_code
+from attn_zoo.conformance.complexity import Growth, MeasuredComplexity, measure_complexity
 from attn_zoo.conformance.gate import GATE_CHECKS, gate
 from attn_zoo.conformance.own_length import check_output
 from attn_zoo.conformance.runner import run_checks
@@ -15,9 +17,12 @@ __all__ = [
     "GATE_CHECKS",
     "Check",
     "CheckResult",
+    "Growth",
+    "MeasuredComplexity",
     "Outcome",
     "check_output",
     "exit_code",
     "gate",
+    "measure_complexity",
     "run_checks",
 ]

@@ -6,6 +6,7 @@ from attn_zoo.conformance import (
     backward,
     carry,
     claims,
+    complexity,
     costs,
     decoding,
     independence,
@@ -29,5 +30,6 @@ CHECKS: tuple[Check, ...] = (
     *randomness.CHECKS,
     *claims.CHECKS,
     *costs.CHECKS,
+    *complexity.CHECKS,
 )
 """Every promise that any variant must keep (`attn-zoo check NAME`)."""

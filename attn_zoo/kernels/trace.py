@@ -14,14 +14,14 @@ _recorders: list[list[str]] = []
 
 
 def note_path(name: str) -> None:
-    """Note that the path `name` (such as `"sdpa.flash"`) runs now. Costs nothing when nobody records."""
+    """Note that the path `name` (such as `"sdpa.flash"`) runs now. Costs nothing while nothing records."""
     for recorder in _recorders:
         if name not in recorder:
             recorder.append(name)
 
 
 # The compiler calls it once, while it traces, and compiles nothing of it. Else a compiled graph would depend on who
-# records, and be compiled anew in the middle of a timing. `torch.compiler.assume_constant_result` does no more than
+# records, and be recompiled in the middle of a timing. `torch.compiler.assume_constant_result` does no more than
 # this, but loads the compiler, which takes seconds.
 note_path._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

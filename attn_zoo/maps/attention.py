@@ -12,7 +12,7 @@ from attn_zoo.attention.effective import attention_call, weight_columns
 from attn_zoo.errors import ConfigError
 from attn_zoo.maps.capture import MapInput, MixerCall, capture_calls, input_of_example, input_of_text
 from attn_zoo.maps.find import find_weights
-from attn_zoo.maps.head_panels import Pool, PooledWeights, draw_heads, make_axis, pool_weights
+from attn_zoo.maps.head_panels import Pool, PooledWeights, draw_heads, make_bins, pool_weights
 from attn_zoo.report.units import shorten
 from attn_zoo.training.weights import Trained, load_trained
 
@@ -81,7 +81,7 @@ def head_weights(
         _expect("--head", heads, numbers)
         chosen = tuple(head for head in numbers if not heads or head in heads)
         index = torch.tensor([head - 1 for head in chosen])
-        rows, columns = (make_axis(symbols, MAX_SQUARES) for symbols in (call.rows, call.columns))
+        rows, columns = (make_bins(symbols, MAX_SQUARES) for symbols in (call.rows, call.columns))
         pieces = (piece[:, index] for piece in weight_columns(attention))
         pooled.append(PooledWeights(call.name, pool_weights(pieces, rows, columns, pool), rows, columns, chosen))
     return pooled

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,7 +18,7 @@ from attn_zoo.report.figures.heat import BAR_ROOM, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, plain, styled
 
-__all__ = ["Axis", "Pool", "PooledWeights", "draw_heads", "make_axis", "pool_weights"]
+__all__ = ["Bins", "Pool", "PooledWeights", "draw_heads", "make_bins", "pool_weights"]
 
 MAX_WIDTH = 15.0
 MIN_PANEL, MAX_PANEL = 1.25, 5.5
@@ -33,7 +34,7 @@ Pool = Literal["max", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class Bins:
     """Positions of one sequence, in bins of equally many.
 
     Args:
@@ -50,9 +51,9 @@ class Axis:
         return -(-len(self.symbols) // self.width)
 
 
-def make_axis(symbols: tuple[str, ...], max_bins: int) -> Axis:
+def make_bins(symbols: tuple[str, ...], max_bins: int) -> Bins:
     """Return the positions in at most `max_bins` bins."""
-    return Axis(symbols, max(1, -(-len(symbols) // max_bins)))
+    return Bins(symbols, max(1, -(-len(symbols) // max_bins)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,12 @@ class PooledWeights:
 
     name: str
     values: NDArray[np.float32]
-    rows: Axis
-    columns: Axis
+    rows: Bins
+    columns: Bins
     heads: tuple[int, ...]
 
 
-def pool_weights(pieces: Iterable[Tensor], rows: Axis, columns: Axis, pool: Pool) -> NDArray[np.float32]:
+def pool_weights(pieces: Iterable[Tensor], rows: Bins, columns: Bins, pool: Pool) -> NDArray[np.float32]:
     """Return `[H, rows, columns]` of pieces of columns `[1, H, L, n]`, holding no more than one piece in full.
 
     Args:
@@ -153,59 +154,48 @@ def _panel_shape(layer: PooledWeights, size: float) -> tuple[float, float]:
     return scale * layer.columns.num_bins, scale * layer.rows.num_bins
 
 
-def _font(axis: Axis, inches: float) -> float:
+def _font(bins: Bins, inches: float) -> float:
     """Return the size of letters that fits one label to each square, or 0 where numbers must do."""
-    font = min(8.0, 72 * inches / axis.num_bins * 0.92)
-    return font if axis.width == 1 and font >= SMALLEST_FONT else 0.0
+    font = min(8.0, 72 * inches / bins.num_bins * 0.92)
+    return font if bins.width == 1 and font >= SMALLEST_FONT else 0.0
 
 
 def _margins(layers: Sequence[PooledWeights], size: float) -> tuple[float, float]:
     """Return inches for labels at the left and below a panel."""
-    left = below = 0.42
-    for layer in layers:
-        for axis, is_row in ((layer.rows, True), (layer.columns, False)):
-            font = _font(axis, size)
-            longest = max(len(symbol) for symbol in axis.symbols)
-            room = 0.3 + min(longest, SYMBOL) * font * 0.62 / 72
-            if font and is_row:
-                left = max(left, room)
-            elif font:
-                below = max(below, room)
-    return left + 0.14, below
+
+    def room(bins: Bins) -> float:
+        longest = min(SYMBOL, max(len(symbol) for symbol in bins.symbols))
+        return max(0.42, 0.3 + longest * _font(bins, size) * 0.62 / 72)
+
+    return max(room(layer.rows) for layer in layers) + 0.14, max(room(layer.columns) for layer in layers)
 
 
 def _label(axes: Axes, layer: PooledWeights, *, is_first: bool) -> None:
     """Name the squares of a panel, or number them where names do not fit; rows only in the first panel of a layer."""
     box = axes.get_window_extent()
-    for axis, pixels, target, is_row in (
-        (layer.columns, box.width, axes.xaxis, False),
-        (layer.rows, box.height, axes.yaxis, True),
-    ):
-        inches = pixels / 100
-        font = _font(axis, inches)
-        name: Literal["x", "y"] = "y" if is_row else "x"
-        if is_row and not is_first:
-            target.set_ticks([])
-            continue
-        if font:
-            names = [plain(symbol, SYMBOL) for symbol in axis.symbols]
-            target.set_ticks(range(len(names)), names, rotation=0 if is_row else 90, fontsize=font)
-            axes.tick_params(axis=name, length=0, pad=2)
-        else:
-            ticks = _numbers(axis, inches)
-            target.set_ticks(
-                [(tick - (axis.width - 1) / 2) / axis.width for tick in ticks], [f"{tick}" for tick in ticks]
-            )
-            axes.tick_params(axis=name, length=2, pad=2, labelsize=7.5)
-        if is_row or is_first:
-            words = "query" if is_row else "key"
-            target.set_label_text(words if font else f"{words} (position)", fontsize=8, color=MUTED)
+    _label_squares(axes.xaxis, layer.columns, box.width / 100, "key" if is_first else "", rotation=90)
+    if is_first:
+        _label_squares(axes.yaxis, layer.rows, box.height / 100, "query", rotation=0)
+    else:
+        axes.set_yticks([])
 
 
-def _numbers(axis: Axis, inches: float) -> list[int]:
-    """Return round positions, few enough to stand beside each other."""
-    length, room = len(axis.symbols), max(2, int(inches / 0.45))
-    step = next(
-        factor * 10**power for power in range(8) for factor in (1, 2, 5) if length / (factor * 10**power) <= room
-    )
-    return list(range(0, length, step))
+def _label_squares(axis: Axis, bins: Bins, inches: float, words: str, rotation: float) -> None:
+    font = _font(bins, inches)
+    if font:
+        names = [plain(symbol, SYMBOL) for symbol in bins.symbols]
+        axis.set_ticks(range(len(names)), names, rotation=rotation, fontsize=font)
+        axis.set_tick_params(length=0, pad=2)
+    else:
+        positions = _round_positions(len(bins.symbols), max(2, int(inches / 0.45)))
+        places = [(position - (bins.width - 1) / 2) / bins.width for position in positions]
+        axis.set_ticks(places, [f"{position}" for position in positions])
+        axis.set_tick_params(length=2, pad=2, labelsize=7.5)
+        words = f"{words} (position)" if words else ""
+    axis.set_label_text(words, fontsize=8, color=MUTED)
+
+
+def _round_positions(length: int, most: int) -> range:
+    """Return multiples of 1, 2 or 5 times a power of ten, at most so many."""
+    steps = (factor * 10**power for power in range(8) for factor in (1, 2, 5))
+    return range(0, length, next(step for step in steps if length / step <= most))

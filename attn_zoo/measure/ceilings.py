@@ -1,4 +1,4 @@
-"""What the machine could do: measured ceilings for the roofline, and data-sheet peaks that nothing true exceeds."""
+"""Limits of the machine: measured ceilings for the roofline, and data-sheet peaks that no true result exceeds."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A call of a few kernels that each take microseconds is as slow as the host launches them. A graph is launched as a
 whole, so its replays show what the GPU itself needs. Two things differ from the time of single calls, and are why it is
-reported apart: the cache is warm, and nobody who trains without graphs will see it.
+reported apart: the cache is warm, and training without graphs will not see it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ PACKAGES = (
     "datasets",
     "ray",
 )
-"""Whose versions are recorded where they are installed. Looked up in the metadata: nothing is imported."""
+"""Packages whose versions are recorded where they are installed, read from their metadata: nothing is imported."""
 
 MEASURING_VARIABLES = {
     # Threads that spin long while they wait lose their core to any other process and are late at every barrier.

@@ -88,7 +88,7 @@ class Operations:
 
 
 class _OpaqueOperation(BaseException):
-    """Something ran whose operations nobody knows. Not an `Exception`: no fall-back in the callable may swallow it."""
+    """An operation ran whose FLOPs are unknown. Not an `Exception`: no fall-back in the callable may swallow it."""
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -57,7 +57,7 @@ class SavedTensors:
     """Watches what autograd saves for backward while active. Use as a context manager around the forward.
 
     Sees built-in operations, `ctx.save_for_backward` of custom functions, and what a compiled graph saves, which need
-    not be compiled anew for it; a tensor that a custom function hangs on `ctx` under a name of its own is invisible.
+    not be recompiled for it; a tensor that a custom function hangs on `ctx` under a name of its own is invisible.
     What activation checkpointing drops is not counted; what it keeps is.
 
     Attributes:
@@ -72,13 +72,13 @@ class SavedTensors:
         self.most_bytes = 0
 
     def _pack(self, tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor.detach())  # a tensor that knows its graph would keep that graph, and itself, alive for ever
+        kept = _Kept(tensor.detach())  # a tensor that knows its graph would keep that graph, and itself, alive forever
         self._kept.add(kept)
         self._has_grown = True
         return kept
 
     def _unpack(self, kept: _Kept) -> Tensor:
-        if self._has_grown:  # the first tensor that a backward asks for: none has been let go of yet
+        if self._has_grown:  # the first tensor that a backward asks for: none has been released yet
             self._has_grown, self.most_bytes = False, max(self.most_bytes, self.num_bytes)
         return kept.tensor
 
@@ -144,7 +144,7 @@ def _cpu_growth(run: _Run, is_backward_alone: bool) -> tuple[int, Tensor, int]:
 def _cpu_rise(update: Callable[[], object]) -> int:
     """Return how far tensor memory rises in an update above its state before.
 
-    The profiler sees nobody release what was allocated before it began, gradients for instance. So it sees two.
+    The profiler does not see the release of what was allocated before it began, such as gradients. So it watches two.
     """
     with profiler.profile(use_cpu=True, profile_memory=True) as profile:
         update()

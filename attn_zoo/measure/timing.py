@@ -242,7 +242,7 @@ def sample_in_turns(
 ) -> None:
     """Take samples in rounds, so that whatever slows the machine for a while slows all members alike.
 
-    In each round every member gives one, in an order drawn anew.
+    Each round takes one of every member, in a new random order.
 
     A member takes part in every round from the first on, until its own budget is spent, and then leaves: sample k of
     each member is that of round k. One that raises leaves too; the others go on. A single member takes as many at once

@@ -44,12 +44,14 @@ class AbstractObjective(ABC):
     def build_model(self, config: ModelConfig) -> nn.Module:
         """Return the model."""
 
-    def encoder(self, model: nn.Module) -> Encoder:  # noqa: ARG002
+    def encoder(self, model: nn.Module) -> Encoder:
         """Return the part of the model that pretraining shares.
 
         Raises:
             UnsupportedError: there is none.
         """
+        if isinstance(model, Classifier | Retriever | TokenClassifier):
+            return model.encoder
         raise UnsupportedError("pretrain", f"a model for {self.spec.kind} has no encoder over one input to pretrain")
 
     def prepare(self, batch: Batch, step: int) -> Batch:  # noqa: ARG002 - for objectives that draw
@@ -58,7 +60,11 @@ class AbstractObjective(ABC):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits, `[..., C]` for labels `[...]`."""
-        logits: Tensor = model(batch.tokens, batch.key_padding_mask)
+        logits: Tensor
+        if batch.other_tokens is None:
+            logits = model(batch.tokens, batch.key_padding_mask)
+        else:
+            logits = model(batch.tokens, batch.other_tokens, batch.key_padding_mask, batch.other_padding_mask)
         return logits
 
     def losses(self, outputs: Tensor, batch: Batch) -> Tensor:
@@ -89,10 +95,6 @@ class ClassificationObjective(AbstractObjective):
     def build_model(self, config: ModelConfig) -> nn.Module:
         return Classifier(config, self.spec.num_classes)
 
-    def encoder(self, model: nn.Module) -> Encoder:
-        assert isinstance(model, Classifier)
-        return model.encoder
-
 
 @final
 class PairObjective(AbstractObjective):
@@ -103,14 +105,6 @@ class PairObjective(AbstractObjective):
     def build_model(self, config: ModelConfig) -> nn.Module:
         return Retriever(config, self.spec.num_classes)
 
-    def encoder(self, model: nn.Module) -> Encoder:
-        assert isinstance(model, Retriever)
-        return model.encoder
-
-    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch.tokens, batch.other_tokens, batch.key_padding_mask, batch.other_padding_mask)
-        return logits
-
 
 @final
 class TokenObjective(AbstractObjective):
@@ -118,10 +112,6 @@ class TokenObjective(AbstractObjective):
 
     def build_model(self, config: ModelConfig) -> nn.Module:
         return TokenClassifier(config, self.spec.num_classes, is_causal=self.is_causal)
-
-    def encoder(self, model: nn.Module) -> Encoder:
-        assert isinstance(model, TokenClassifier)
-        return model.encoder
 
 
 @final
@@ -142,10 +132,6 @@ class Seq2SeqObjective(AbstractObjective):
 
     def build_model(self, config: ModelConfig) -> nn.Module:
         return Seq2Seq(config)
-
-    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch.tokens, batch.other_tokens, batch.key_padding_mask, batch.other_padding_mask)
-        return logits
 
     def predictions(self, model: nn.Module, outputs: Tensor, batch: Batch, *, is_test: bool) -> Tensor:
         if not is_test:

@@ -40,12 +40,14 @@ class FullConfig(VariantConfig):
     backend: Backend = "auto"
 
     def narrow(self, capabilities: Capabilities) -> Capabilities:
-        """Return less for FlexAttention, which has no dropout and compiles for every length."""
-        if self.backend != "flex":
-            return capabilities
-        return capabilities.without(
-            attention_dropout="backend 'flex' has none", decode="backend 'flex' compiles for every length"
-        )
+        """Return less: FlexAttention has no dropout and compiles for every length; xformers is given no mask."""
+        if self.backend == "flex":
+            return capabilities.without(
+                attention_dropout="backend 'flex' has none", decode="backend 'flex' compiles for every length"
+            )
+        if self.backend == "xformers":
+            return capabilities.without(key_padding_mask="backend 'xformers' is offered without masks only")
+        return capabilities
 
 
 def full_flops(shape: Shape) -> int:

@@ -212,6 +212,26 @@ def mixer_state_bytes(shape: Shape, itemsize: int) -> int:
     return shape.batch_size * shape.key_len * shape.embed_dim * itemsize
 
 
+class SumsKeysInTurn(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        weights = self.weights(scores, self.keep(query, key, mask))
+        output = torch.zeros_like(query)
+        for position in range(key.shape[-2]):  # each sum waits for the one before
+            one = slice(position, position + 1)
+            output = output + weights[..., one] * value[..., one, :]
+        return output
+
+
+class SeesNeighboursOnly(Softmax):
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        return (torch.arange(query.shape[-2])[:, None] - torch.arange(key.shape[-2])).abs() <= 2
+
+
+class ClaimsInWords(Softmax):
+    pass
+
+
 DECODE = {"causal": True, "decode": "kv_cache"}
 MIXER = {**DECODE, "positions": ("none",)}
 MIXER_COST = {
@@ -224,7 +244,7 @@ MIXER_COST = {
 CLAIMS = (
     Broken(cls=WrongScaleInFloat32, check="matches_reference"),
     Broken(cls=WrongScale, check="matches_oracle", capabilities={"is_exact": True}),
-    Broken(cls=MissesOneKeyForEver, check="converges", config=WindowConfig),
+    Broken(cls=MissesOneKeyForEver, check="converges", config=WindowConfig, complexity={"max_path": "L / W"}),
     Broken(cls=ForgetsOldTokens, check="decode", capabilities=DECODE),
     Broken(cls=DeclaresDecodeOnly, check="decode", also=frozenset({"decode_state_bytes"}), capabilities=DECODE),
     Broken(
@@ -290,4 +310,7 @@ CLAIMS = (
         check="flops_formula",
         complexity={"flops": quadratic_flops, "time_exponent": 1},
     ),
+    Broken(cls=SumsKeysInTurn, check="complexity_claims"),
+    Broken(cls=SeesNeighboursOnly, check="complexity_claims"),
+    Broken(cls=ClaimsInWords, check="complexity_claims", complexity={"sequential_ops": "a few"}),
 )

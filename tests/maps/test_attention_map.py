@@ -19,7 +19,7 @@ from attn_zoo.maps import attention as attention_module
 from attn_zoo.maps.attention import attention_map, head_weights
 from attn_zoo.maps.capture import MixerCall, capture_calls, input_of_example
 from attn_zoo.maps.find import find_weights
-from attn_zoo.maps.head_panels import Axis, PooledWeights, draw_heads, make_axis, pool_weights
+from attn_zoo.maps.head_panels import Bins, PooledWeights, draw_heads, make_bins, pool_weights
 from attn_zoo.report.figures.heat import weight_shades
 from attn_zoo.report.figures.style import format_of, save_figure
 from attn_zoo.training.weights import load_trained
@@ -105,7 +105,7 @@ def pieces(weights: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("pool", ["max", "mean"])
 def test_squares_are_means_or_extremes_of_their_pairs(pool: Any):
     weights = torch.randn(2, 13, 17, generator=torch.Generator().manual_seed(0))
-    rows, columns = make_axis(("q",) * 11, 4), make_axis(("k",) * 15, 5)  # the rest is padding
+    rows, columns = make_bins(("q",) * 11, 4), make_bins(("k",) * 15, 5)  # the rest is padding
     assert (rows.width, rows.num_bins, columns.width, columns.num_bins) == (3, 4, 3, 5)
     found = pool_weights(pieces(weights, 4), rows, columns, pool)
     for row in range(4):
@@ -117,7 +117,7 @@ def test_squares_are_means_or_extremes_of_their_pairs(pool: Any):
 
 
 def test_short_inputs_are_not_binned():
-    axis = make_axis(("a", "b"), 96)
+    axis = make_bins(("a", "b"), 96)
     assert (axis.width, axis.num_bins) == (1, 2)
 
 
@@ -156,7 +156,7 @@ def test_binning_is_stated(zoo: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("length", "num_heads"), [(1, 1), (3, 2), (40, 8), (96, 4), (700, 2)])
 def test_labels_fit_into_the_figure(length: int, num_heads: int):
     symbols = tuple(f"w{index}$x" for index in range(length))  # a dollar must not start mathematics
-    axis = make_axis(symbols, 96)
+    axis = make_bins(symbols, 96)
     values = np.random.default_rng(0).random((num_heads, axis.num_bins, axis.num_bins)).astype(np.float32)
     layers = [PooledWeights(f"layer {n}", values, axis, axis, tuple(range(1, num_heads + 1))) for n in (1, 2)]
     figure = draw_heads(layers, title="title", note="a line\nand another")
@@ -191,7 +191,7 @@ def test_figures_are_written_by_suffix(zoo: Path, tmp_path: Path):
 
 
 def test_axis_counts_the_last_short_bin():
-    assert Axis(("a",) * 7, 3).num_bins == 3
+    assert Bins(("a",) * 7, 3).num_bins == 3
 
 
 def test_effective_weights_of_a_trained_compression_predict_the_mixer(zoo: Path):

@@ -24,7 +24,7 @@ class FakeClock:
 
 
 class FakeCall:
-    """Takes the given times, in milliseconds, one per call; the last for ever after. Counts its calls."""
+    """Takes the given times, in milliseconds, one per call; the last one forever. Counts its calls."""
 
     def __init__(self, clock: FakeClock, times_ms: Iterable[float], cpu_frac: float = 1.0) -> None:
         times = list(times_ms)

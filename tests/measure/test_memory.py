@@ -131,12 +131,12 @@ def test_an_update_is_weighed_with_all_that_it_holds():
     weight, box = torch.rand(N, N), [torch.rand(N, N)]
 
     def update() -> None:
-        box.clear()  # as gradients are: released and made anew
+        box.clear()  # as gradients are: released and allocated again
         box.append(weight + 1)
         weight.copy_((weight * 2) * box[0])  # two temporaries
 
-    found = memory_of_update(update, lambda: [weight, *box])
-    assert units(found) == {"peak": 4, "extra": 2, "saved": None, "input": 2, "output": None}, "no backward, no number"
+    memory = memory_of_update(update, lambda: [weight, *box])
+    assert units(memory) == {"peak": 4, "extra": 2, "saved": None, "input": 2, "output": None}, "no backward, no number"
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
@@ -161,8 +161,8 @@ def test_what_an_update_saves_is_counted_when_its_backward_begins(x: Tensor, is_
             called().backward()
 
     for num_backwards in (1, 2):
-        found = memory_of_update(partial(update, num_backwards), lambda: [x], has_process=False)
-        assert found.saved_bytes == 2 * UNIT
+        memory = memory_of_update(partial(update, num_backwards), lambda: [x], has_process=False)
+        assert memory.saved_bytes == 2 * UNIT
     assert num_graphs == is_compiled, "what is watched is the graph that was timed"
     torch.compiler.reset()
 

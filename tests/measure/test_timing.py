@@ -86,7 +86,7 @@ def test_loops_are_corrected_when_a_single_call_looked_dearer_than_it_is(clock):
     assert timing.flags == ()
 
 
-def test_a_call_nobody_can_see_is_too_short(clock):
+def test_a_call_below_the_resolution_is_too_short(clock):
     timing = Sampling(lambda: None, stopwatch=clock.stopwatch()).run()
     assert "too_short" in timing.flags
 
@@ -215,14 +215,14 @@ def members(clock: FakeClock, *costs_ms: float, **changes) -> list[Sampling]:
     return made
 
 
-def nobody(index: int, error: BaseException) -> None:
+def unexpected(index: int, error: BaseException) -> None:
     raise AssertionError(f"member {index} failed: {error}")
 
 
 def test_every_round_has_every_member_once_until_its_budget_is_spent():
     clock, order = FakeClock(), list[int]()
     fast, slow = members(clock, 5.0, 20.0)
-    sample_in_turns([fast, slow], at=order.append, failed=nobody)
+    sample_in_turns([fast, slow], at=order.append, failed=unexpected)
     assert [len(fast.timing().samples_ms), len(slow.timing().samples_ms)] == [20, 5]
     for number in range(5):
         assert sorted(order[2 * number : 2 * number + 2]) == [0, 1], "both, once"
@@ -232,7 +232,7 @@ def test_every_round_has_every_member_once_until_its_budget_is_spent():
 def test_the_order_is_drawn_anew_in_each_round_and_the_same_for_the_same_seed():
     def order(seed: int) -> list[int]:
         seen: list[int] = []
-        sample_in_turns(members(FakeClock(), *[10.0] * 3, max_samples=20), seed=seed, at=seen.append, failed=nobody)
+        sample_in_turns(members(FakeClock(), *[10.0] * 3, max_samples=20), seed=seed, at=seen.append, failed=unexpected)
         return seen
 
     first = order(1)
@@ -249,7 +249,7 @@ def test_a_slow_spell_of_the_machine_hits_the_same_rounds_of_all():
     for sampling in made:
         sampling.begin()
         sampling.warm_up()
-    sample_in_turns(made, at=lambda _: None, failed=nobody)
+    sample_in_turns(made, at=lambda _: None, failed=unexpected)
     first, second = (sampling.timing().samples_ms for sampling in made)
     assert first == pytest.approx(second)
     assert max(first) == pytest.approx(30.0)
@@ -275,7 +275,7 @@ def test_a_member_that_raises_leaves_and_the_others_go_on(error):
     breaking.begin()
     breaking.warm_up()
     fine = members(clock, 10.0)[0]
-    sample_in_turns([breaking, fine], at=lambda _: None, failed=lambda index, found: failures.append((index, found)))
+    sample_in_turns([breaking, fine], at=lambda _: None, failed=lambda index, error: failures.append((index, error)))
     assert failures == [(0, error)]
     assert len(fine.timing().samples_ms) == 10
 
@@ -286,11 +286,11 @@ def test_ctrl_c_is_passed_on():
     breaking.begin()
     breaking.warm_up()
     with pytest.raises(KeyboardInterrupt):
-        sample_in_turns([breaking], at=lambda _: None, failed=nobody)
+        sample_in_turns([breaking], at=lambda _: None, failed=unexpected)
 
 
-def test_nobody_is_nothing_to_do():
-    sample_in_turns([], at=lambda _: None, failed=nobody)
+def test_no_members_take_no_samples():
+    sample_in_turns([], at=lambda _: None, failed=unexpected)
 
 
 def test_the_first_call_gives_its_result_away():

@@ -248,6 +248,16 @@ def test_decoding_step_by_step_equals_the_causal_forward(position, num_kv_heads,
     torch.testing.assert_close(torch.cat(outputs, dim=2), attention(query, key, value))
 
 
+def test_a_backend_narrows_what_the_variant_can_do():
+    attention, tensors = make(backend="xformers"), heads(5, dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="'xformers' is offered without masks") as refusal:
+        attention(*tensors, key_padding_mask=padding(5))
+    assert refusal.value.capability == "key_padding_mask"
+    with pytest.raises(UnsupportedError, match="'flex' has none") as refusal:
+        make(backend="flex", dropout_p=0.1)
+    assert refusal.value.capability == "attention_dropout"
+
+
 def test_decoding_refuses_what_it_cannot_mean():
     with pytest.raises(UnsupportedError, match="is_causal=True") as refusal:
         make().init_state(1)

@@ -38,13 +38,13 @@ def test_both_layouts_are_one_mechanism(options: dict[str, Any], is_cross: bool,
     context = torch.randn(2, 70, 12, dtype=torch.float64, requires_grad=True) if is_cross else None
     mask = padding(40 if context is None else 70) if is_padded else None
     upstream = torch.randn(2, 40, 12, dtype=torch.float64)
-    found = []
+    results = []
     for mixer in (project_first, compress_first):
         out = mixer(hidden, context=context, key_padding_mask=mask)
         leaves = [hidden, *([] if context is None else [context]), *mixer.parameters()]
-        found.append((out, *torch.autograd.grad(out, leaves, upstream)))
+        results.append((out, *torch.autograd.grad(out, leaves, upstream)))
         torch.testing.assert_close(mixer.reference(hidden, context=context, key_padding_mask=mask), out)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-10)
 
 
 def test_compress_first_compresses_shared_inputs_once_and_decodes_across():

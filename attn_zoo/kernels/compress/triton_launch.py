@@ -5,7 +5,7 @@ Under torch's compiler they are operators that it takes whole: `torch.ops.attn_z
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,35 +30,20 @@ ADD_ROWS, ADD_BLOCK = 8, 256
 
 
 class _Sizes(NamedTuple):
-    """What decides how a call is cut.
-
-    Args:
-        batch_size: B.
-        groups: G.
-        length: S.
-        head_dim: D.
-        matrix_batches: B, or 1 where sequences share a matrix.
-        blocks: G, or 1 where heads share a matrix: blocks of heads that do.
-        rank: k.
-        num_tokens: tokens, one or two.
-        num_matrices: matrices, one or two.
-        item_bytes: of one number.
-        slots: multiprocessors of the device.
-        shared_bytes: shared memory of one of them.
-    """
+    """What decides how a call is cut: sizes of the call, and of the device."""
 
     batch_size: int
     groups: int
     length: int
     head_dim: int
-    matrix_batches: int
-    blocks: int
+    matrix_batches: int  # B, or 1 where sequences share a matrix
+    blocks: int  # G, or 1 where heads share a matrix: blocks of heads that do
     rank: int
     num_tokens: int
     num_matrices: int
     item_bytes: int
-    slots: int
-    shared_bytes: int
+    slots: int  # multiprocessors
+    shared_bytes: int  # shared memory of each
 
     @property
     def heads(self) -> int:
@@ -82,17 +67,11 @@ class _Sizes(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How one launch is cut.
-
-    Args:
-        grid: programs along three dimensions.
-        width: positions of one program, or 0 where it has one tile of them.
-        options: what the kernel is compiled for.
-    """
+    """How one launch is cut."""
 
     grid: tuple[int, int, int]
-    width: int
-    options: dict[str, Any]
+    width: int  # positions of one program, or 0 where it has one tile of them
+    options: dict[str, Any]  # what the kernel is compiled for
 
 
 @lru_cache
@@ -180,7 +159,8 @@ def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return tensors[0], tensors[-1]
 
 
-def _compress(call: CompressCall) -> list[Tensor]:
+def _compress(call: CompressCall, _: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Return matrix^T tokens of each pair, `[B, G, k, D]`."""
     tokens, sizes = call.tokens, _sizes(call)
     cut, size = _cut_sum(sizes), sizes.result_size
     splits, count = cut.grid[1], sizes.num_results
@@ -206,6 +186,7 @@ def _compress(call: CompressCall) -> list[Tensor]:
 
 
 def _grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the tokens, in their layout, zero in padding."""
     sizes = _sizes(call)
     cut = _cut_grad_tokens(sizes)
     out = [torch.empty_like(x) for x in call.tokens]
@@ -220,6 +201,7 @@ def _grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the matrices."""
     sizes = _sizes(call)
     cut = _cut_grad_matrices(sizes)
     out = [torch.empty_like(x) for x in call.matrices]
@@ -233,80 +215,54 @@ def _grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
     return out
 
 
-# --- the same as operators ---
-
-_OF_CALL = "Tensor[] tokens, Tensor[] matrices, Tensor? mask"
-_library = torch.library.Library("attn_zoo", "FRAGMENT")
-_library.define(f"compress({_OF_CALL}) -> Tensor[]")
-_library.define(f"compress_grad_tokens({_OF_CALL}, Tensor[] grads) -> Tensor[]")
-_library.define(f"compress_grad_matrices({_OF_CALL}, Tensor[] grads) -> Tensor[]")
-
 _Tensors = list[Tensor]
+_library = torch.library.Library("attn_zoo", "FRAGMENT")
 
 
-def _call(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None) -> CompressCall:
-    return CompressCall(tuple(tokens), tuple(matrices), mask)
+def _traceable(
+    name: str, function: Callable[[CompressCall, Sequence[Tensor]], _Tensors], fake: Callable[..., _Tensors]
+) -> Callable[..., _Tensors]:
+    """Return `function`, which under torch's compiler is the operator `attn_zoo::name` that it takes whole.
+
+    Args:
+        name: of the operator.
+        function: of a call and the gradients of its results, of which a forward has none.
+        fake: makes results of the right sizes from the operator's arguments.
+    """
+    _library.define(f"{name}(Tensor[] tokens, Tensor[] matrices, Tensor? mask, Tensor[] grads) -> Tensor[]")
+
+    def implementation(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None, grads: _Tensors) -> _Tensors:
+        return function(CompressCall(tuple(tokens), tuple(matrices), mask), grads)
+
+    for key in ("CUDA", "CPU"):  # on a CPU Triton's interpreter
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"attn_zoo::{name}", fake, lib=_library)
+    operator = getattr(torch.ops.attn_zoo, name)
+
+    def run(call: CompressCall, grads: Sequence[Tensor] = ()) -> _Tensors:
+        if torch.compiler.is_compiling():
+            results: _Tensors = operator(list(call.tokens), list(call.matrices), call.mask, list(grads))
+            return results
+        return function(call, grads)
+
+    run.__doc__ = function.__doc__
+    return run
 
 
-def _compress_operator(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None) -> _Tensors:
-    return _compress(_call(tokens, matrices, mask))
-
-
-def _grad_tokens_operator(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None, grads: _Tensors) -> _Tensors:
-    return _grad_tokens(_call(tokens, matrices, mask), grads)
-
-
-def _grad_matrices_operator(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None, grads: _Tensors) -> _Tensors:
-    return _grad_matrices(_call(tokens, matrices, mask), grads)
-
-
-def _compress_fake(tokens: _Tensors, matrices: _Tensors, mask: Any) -> _Tensors:  # noqa: ARG001
+def _fake_results(tokens: _Tensors, matrices: _Tensors, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
     batch_size, groups, _, head_dim = tokens[0].shape
     count = max(len(tokens), len(matrices))
     return [tokens[0].new_empty(batch_size, groups, matrices[0].shape[3], head_dim) for _ in range(count)]
 
 
-def _grad_tokens_fake(tokens: _Tensors, matrices: Any, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
+def _fake_grad_tokens(tokens: _Tensors, matrices: Any, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
     return [torch.empty_like(x) for x in tokens]
 
 
-def _grad_matrices_fake(tokens: Any, matrices: _Tensors, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
+def _fake_grad_matrices(tokens: Any, matrices: _Tensors, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
     return [torch.empty_like(x) for x in matrices]
 
 
-for _name, _implementation, _fake in (
-    ("compress", _compress_operator, _compress_fake),
-    ("compress_grad_tokens", _grad_tokens_operator, _grad_tokens_fake),
-    ("compress_grad_matrices", _grad_matrices_operator, _grad_matrices_fake),
-):
-    for _key in ("CUDA", "CPU"):  # on a CPU Triton's interpreter
-        _library.impl(_name, _implementation, _key)
-    torch.library.register_fake(f"attn_zoo::{_name}", _fake, lib=_library)
-
-
-def compress(call: CompressCall) -> list[Tensor]:
-    """Return matrix^T tokens of each pair, `[B, G, k, D]`."""
-    if torch.compiler.is_compiling():
-        results: list[Tensor] = torch.ops.attn_zoo.compress(list(call.tokens), list(call.matrices), call.mask)
-        return results
-    return _compress(call)
-
-
-def grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the tokens, in their layout, zero in padding."""
-    if torch.compiler.is_compiling():
-        results: list[Tensor] = torch.ops.attn_zoo.compress_grad_tokens(
-            list(call.tokens), list(call.matrices), call.mask, list(grads)
-        )
-        return results
-    return _grad_tokens(call, grads)
-
-
-def grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the matrices."""
-    if torch.compiler.is_compiling():
-        results: list[Tensor] = torch.ops.attn_zoo.compress_grad_matrices(
-            list(call.tokens), list(call.matrices), call.mask, list(grads)
-        )
-        return results
-    return _grad_matrices(call, grads)
+compress = _traceable("compress", _compress, _fake_results)
+grad_tokens = _traceable("compress_grad_tokens", _grad_tokens, _fake_grad_tokens)
+grad_matrices = _traceable("compress_grad_matrices", _grad_matrices, _fake_grad_matrices)

@@ -66,7 +66,7 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _block_mask(
     query_len: int, key_len: int, is_causal: bool, key_padding_mask: Tensor | None, device: torch.device
 ) -> BlockMask | None:
-    # Without a mask, the CPU kernel of torch 2.13 reads memory that nobody wrote if the last block is not full: of 200
+    # Without a mask, the CPU kernel of torch 2.13 reads uninitialised memory if the last block is not full: of 200
     # tokens the first rows were wrong by 0.4 or NaN, in some processes. With one it is right.
     is_ragged = bool(query_len % BLOCK_SIZE or key_len % BLOCK_SIZE)
     if not is_causal and key_padding_mask is None and not (is_ragged and device.type == "cpu"):

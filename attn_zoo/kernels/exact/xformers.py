@@ -1,4 +1,4 @@
-"""Exact attention by xformers, an optional peer: whether it works is found out by running it, never by importing it.
+"""Exact attention by xformers, an optional peer: whether it works is tried by running it, not by importing it.
 
 Lefaudeux et al. 2022, https://github.com/facebookresearch/xformers. Its wheels import on machines where none of their
 operators can run.

@@ -26,7 +26,7 @@ class Efficiency:
 
     Args:
         flops: useful ones of the pass.
-        num_bytes: that the pass must move at least.
+        min_bytes: that the pass must move at least.
         roof_frac: time that the measured ceilings allow over the time it took.
         mfu: share of the product rate on the data sheet, or None where there is none.
         realised: measured speed-up over the fastest exact kernel as a share of what the FLOPs promise; None for exact
@@ -38,7 +38,7 @@ class Efficiency:
     seq_len: int
     median_ms: float
     flops: float
-    num_bytes: float
+    min_bytes: float
     backward_ratio: float
     roof_frac: float
     mfu: float | None
@@ -53,12 +53,12 @@ class Efficiency:
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second that moved at least."""
-        return self.num_bytes / self.median_ms * 1e3
+        return self.min_bytes / self.median_ms * 1e3
 
     @property
-    def intensity(self) -> float:
+    def flops_per_byte(self) -> float:
         """FLOP per byte."""
-        return self.flops / self.num_bytes
+        return self.flops / self.min_bytes
 
 
 def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
@@ -91,8 +91,8 @@ def pass_flops(point: Point, pass_: str) -> float | None:
 
 def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
     flops = pass_flops(point, pass_) or 0.0
-    num_bytes = float(point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
-    roof_frac = ceilings.floor_s(flops, num_bytes) / (point.median_ms * 1e-3)
+    min_bytes = float(point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
+    roof_frac = ceilings.floor_s(flops, min_bytes) / (point.median_ms * 1e-3)
     peak = ceilings.peak_flops_per_s
     promised = None if exact is None or series.is_exact else pass_flops(exact, pass_)
     return Efficiency(
@@ -100,7 +100,7 @@ def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings
         seq_len=point.seq_len,
         median_ms=point.median_ms,
         flops=flops,
-        num_bytes=num_bytes,
+        min_bytes=min_bytes,
         backward_ratio=point.record.backward_ratio or 0.0,
         roof_frac=roof_frac,
         mfu=flops / (point.median_ms * 1e-3) / peak if peak else None,

@@ -27,6 +27,7 @@ __all__ = [
     "name_mark",
     "score_axis",
     "set_ticks",
+    "value_axis",
 ]
 
 ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.7}
@@ -61,28 +62,35 @@ def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
 
 
 def log_axis(
-    axes: Axes, values: Sequence[float], show: Callable[[float], str], base: Literal[2, 10], pad: float = 1.25
+    axes: Axes, name: Literal["x", "y"], low: float, high: float, show: Callable[[float], str], base: int
 ) -> None:
-    """Set up a logarithmic value axis with at most about eight ticks in people's units.
+    """Set up a logarithmic axis from `low` to `high` with at most about nine ticks in people's units.
 
     Args:
         axes: to change.
-        values: everything drawn, positive.
+        name: which of the two.
+        low: positive limit.
+        high: positive limit.
         show: text of a tick.
         base: 10 for times and rates, 2 for bytes and factors.
-        pad: factor of air above and below.
     """
+    axes.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
+    bottom, top = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
+    steps: tuple[float, ...] = (1,)
+    if base == 10 and top - bottom <= 3:
+        steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5)
+    ticks = [step * float(base) ** power for power in range(bottom, top + 1) for step in steps]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    set_ticks(axes.xaxis if name == "x" else axes.yaxis, ticks[:: math.ceil(len(ticks) / 9)], show)
+
+
+def value_axis(axes: Axes, values: Sequence[float], show: Callable[[float], str], base: int, pad: float = 1.25) -> None:
+    """Set up a logarithmic value axis around everything drawn, with a factor `pad` of air above and below."""
     low, high = min(values) / pad, max(values) * pad
     if high / low < 3:  # flat curves: keep the axis from exaggerating noise
         middle = math.sqrt(low * high)
         low, high = middle / 3**0.5, middle * 3**0.5
-    axes.set_yscale("log", base=base)
-    axes.set_ylim(low, high)
-    bottom, top = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
-    steps = (1, 2, 5) if base == 10 and top - bottom <= 3 else (1,)
-    ticks = [step * float(base) ** power for power in range(bottom, top + 1) for step in steps]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    set_ticks(axes.yaxis, ticks[:: math.ceil(len(ticks) / 8)], show)
+    log_axis(axes, "y", low, high, show, base)
 
 
 def score_axis(axis: Axis, metric: Metric, words: str, num_ticks: int = 6) -> None:

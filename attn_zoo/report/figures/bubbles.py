@@ -6,14 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis, set_ticks
-from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, mark_boxes
+from attn_zoo.report.figures.axes import draw_mark, log_axis, name_mark, score_axis
+from attn_zoo.report.figures.labels import Box, PointName, box_of, covered, draw_point_names, mark_boxes
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.units import human_bytes, human_number
@@ -123,7 +124,7 @@ def _draw(
         for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
             _draw_bubble(axes, bubble, bubble.radius(most))
         inside = axes.get_window_extent()
-        frame = Box(inside.x0 + 2, inside.y0 + 2, inside.x1 + (8 if has_peaks else 26), inside.y1 + 8)
+        frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 + (8 if has_peaks else 26), inside.y1 + 8)
         draw_point_names(axes, names, frame, taken)
         if has_peaks:
             _draw_size_legend(page, most, page.width - 1.34, top)
@@ -141,12 +142,7 @@ def _speed_axis(axes: Axes, speeds: Sequence[float]) -> None:
     spread = max(math.log(high / low), math.log(2.0))
     middle = math.log(low * high) / 2
     left, right = (math.exp(middle + side * 0.68 * spread) for side in (-1, 1))  # names need air on both sides
-    axes.set_xscale("log")
-    axes.set_xlim(left, right)
-    steps = (1, 1.5, 2, 3, 5, 7) if right / left < 12 else (1, 2, 5)
-    powers = range(math.floor(math.log10(left)), math.ceil(math.log10(right)) + 1)
-    ticks = [step * 10.0**power for power in powers for step in steps]
-    set_ticks(axes.xaxis, [tick for tick in ticks if left <= tick <= right], _speed)
+    log_axis(axes, "x", left, right, _speed, 10)
     axes.set_xlabel("training speed (tokens per second, logarithmic; right is faster)")
 
 
@@ -168,22 +164,22 @@ def _draw_floors(axes: Axes, marks: Mapping[str, float], drawn: Sequence[Box], m
             for at in (0.0, 1.0, 0.3, 0.5, 0.7)
             for is_above in sides
         ]
-        best = min(names, key=lambda text: sum(Box.of(text.get_window_extent()).overlap(box) for box in drawn))
-        for text in names:
-            if text is not best:
-                text.remove()
+        extents = [box_of(text.get_window_extent()) for text in names]
+        best = int(np.argmin(covered(extents, drawn)))
+        for text in (*names[:best], *names[best + 1 :]):
+            text.remove()
         draw_mark(axes, value)
         height = float(axes.transData.transform((1.0, value))[1])
-        boxes += [Box.of(best.get_window_extent()), Box(inside.x0, height - 2, inside.x1, height + 2)]
+        boxes += [extents[best], (inside.x0, height - 2, inside.x1, height + 2)]
     return boxes
 
 
 def _interval_boxes(axes: Axes, bubbles: Sequence[_Bubble]) -> list[Box]:
-    boxes = []
+    boxes: list[Box] = []
     for bubble in bubbles:
         if bubble.ends is not None:
             (x, low), (_, high) = axes.transData.transform([(bubble.speed, end) for end in bubble.ends]).tolist()
-            boxes.append(Box(x - 2, low, x + 2, high))
+            boxes.append((x - 2, low, x + 2, high))
     return boxes
 
 

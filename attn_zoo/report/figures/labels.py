@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
 from attn_zoo.report.figures.page import text_size
 from attn_zoo.report.figures.style import MUTED
@@ -18,12 +20,15 @@ __all__ = [
     "Box",
     "EndLabel",
     "PointName",
+    "box_of",
+    "covered",
     "draw_end_labels",
     "draw_point_names",
     "label_room",
-    "mark_boxes",
     "labels_height",
+    "mark_boxes",
     "spread",
+    "square",
 ]
 
 NAME_SIZE = 10
@@ -139,44 +144,26 @@ def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: 
     return [min(max(value, lowest), highest) + offset for value, offset in zip(free, offsets, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangle in pixels."""
+Box = tuple[float, float, float, float]
+"""Left, lower, right and upper edge in pixels."""
 
-    x0: float
-    y0: float
-    x1: float
-    y1: float
 
-    @classmethod
-    def of(cls, extent: Bbox) -> Box:
-        """Return the box of what was drawn."""
-        return cls(extent.x0, extent.y0, extent.x1, extent.y1)
+def box_of(extent: Bbox) -> Box:
+    """Return the box of what was drawn."""
+    return extent.x0, extent.y0, extent.x1, extent.y1
 
-    @classmethod
-    def around(cls, x: float, y: float, radius: float) -> Box:
-        """Return the square around a point."""
-        return cls(x - radius, y - radius, x + radius, y + radius)
 
-    @property
-    def middle(self) -> tuple[float, float]:
-        """Its centre."""
-        return (self.x0 + self.x1) / 2, (self.y0 + self.y1) / 2
+def square(x: float, y: float, radius: float) -> Box:
+    """Return the square around a point."""
+    return x - radius, y - radius, x + radius, y + radius
 
-    @property
-    def radius(self) -> float:
-        """Half its width."""
-        return (self.x1 - self.x0) / 2
 
-    def overlap(self, other: Box) -> float:
-        """Return the area that both cover."""
-        width = min(self.x1, other.x1) - max(self.x0, other.x0)
-        height = min(self.y1, other.y1) - max(self.y0, other.y0)
-        return max(0.0, width) * max(0.0, height)
-
-    def outside(self, frame: Box) -> float:
-        """Return the area that lies beyond `frame`."""
-        return (self.x1 - self.x0) * (self.y1 - self.y0) - self.overlap(frame)
+def covered(boxes: Sequence[Box], others: Sequence[Box]) -> NDArray[np.float64]:
+    """Return for each box the sum of the areas that it shares with the others, in square pixels."""
+    own, other = np.reshape(boxes, (-1, 1, 4)), np.reshape(others, (1, -1, 4))
+    sides = np.minimum(own[..., 2:], other[..., 2:]) - np.maximum(own[..., :2], other[..., :2])
+    areas: NDArray[np.float64] = np.prod(np.clip(sides, 0.0, None), axis=-1).sum(axis=-1)
+    return areas
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +179,9 @@ class PointName:
 
 def mark_boxes(axes: Axes, names: Sequence[PointName]) -> list[Box]:
     """Return the squares around the marks of the points. Limits and scales of the axes must be final."""
-    pixels = axes.transData.transform([(name.x, name.y) for name in names])
+    pixels = axes.transData.transform([(name.x, name.y) for name in names]).tolist()
     scale = _figure_of(axes).dpi / 72
-    return [Box.around(float(x), float(y), name.radius * scale) for (x, y), name in zip(pixels, names, strict=True)]
+    return [square(x, y, name.radius * scale) for (x, y), name in zip(pixels, names, strict=True)]
 
 
 def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: Sequence[Box]) -> None:
@@ -210,54 +197,52 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
     """
     figure = _figure_of(axes)
     marks = mark_boxes(axes, names)
-    sizes = [text_size(name.name, POINT_NAME_SIZE, "bold") for name in names]
-    pixels = [(figure.dpi * width + 3, figure.dpi * height) for width, height in sizes]
-    for name, mark, box in zip(names, marks, _places(marks, pixels, frame, taken), strict=True):
-        x, y = mark.middle
-        near = (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))
-        if math.hypot(near[0] - x, near[1] - y) > mark.radius + 9:
+    middles = [_middle(mark) for mark in marks]
+    crowds = [sum(1 / (1 + math.dist(middle, other)) for other in middles) for middle in middles]
+    words = list(taken)
+    for index in sorted(range(len(names)), key=lambda index: (-crowds[index], index)):
+        name, (x, y), radius = names[index], middles[index], (marks[index][2] - marks[index][0]) / 2
+        width, height = text_size(name.name, POINT_NAME_SIZE, "bold")
+        box = _place((x, y), radius, (figure.dpi * width + 3, figure.dpi * height), words, marks, frame)
+        words.append(box)
+        near = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
+        if math.dist(near, (x, y)) > radius + 9:
             ends = axes.transData.inverted().transform([near, (x, y)])
             axes.plot(ends[:, 0], ends[:, 1], color=name.colour, lw=0.7, alpha=0.6, zorder=2.2)
-        across, up = box.middle
+        across, up = _middle(box)
         style: dict[str, Any] = {"fontsize": POINT_NAME_SIZE, "fontweight": "bold", "color": name.colour}
         figure.text(across / figure.bbox.width, up / figure.bbox.height, name.name, ha="center", va="center", **style)
+
+
+def _middle(box: Box) -> tuple[float, float]:
+    return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
 
 
 _ANGLES = [math.radians(angle) for angle in (0, 90, 180, 270, 45, 135, 315, 225, 20, 340, 160, 200, 65, 115, 245, 295)]
 _GAPS = (4.0, 14.0, 28.0, 44.0, 62.0, 82.0, 104.0, 130.0)
 
 
-def _places(marks: Sequence[Box], sizes: Sequence[tuple[float, float]], frame: Box, taken: Sequence[Box]) -> list[Box]:
-    """Return a box of each size beside its mark: the nearest one that covers nothing, or else the least."""
-    order = sorted(range(len(marks)), key=lambda index: (-_crowd(marks, index), index))
-    placed: dict[int, Box] = {}
-    for index in order:
-        words = [*placed.values(), *taken]
-
-        def cost(candidate: tuple[Box, float], words: Sequence[Box] = words) -> float:
-            box, distance = candidate
-            covered = 4 * sum(box.overlap(word) for word in words) + sum(box.overlap(mark) for mark in marks)
-            return covered + 8 * box.outside(frame) + 0.02 * distance
-
-        placed[index] = min(_candidates(marks[index], *sizes[index]), key=cost)[0]
-    return [placed[index] for index in range(len(marks))]
-
-
-def _crowd(marks: Sequence[Box], index: int) -> float:
-    distances = [math.dist(mark.middle, marks[index].middle) for mark in marks]
-    return sum(1 / (1 + distance) for distance in distances)
-
-
-def _candidates(mark: Box, width: float, height: float) -> Iterator[tuple[Box, float]]:
-    """Yield boxes around the mark with their distance from it, the nearest first."""
-    x, y = mark.middle
+def _place(
+    middle: tuple[float, float],
+    radius: float,
+    size: tuple[float, float],
+    words: Sequence[Box],
+    marks: Sequence[Box],
+    frame: Box,
+) -> Box:
+    """Return the nearest box of this size beside a mark that covers nothing, or else the least."""
+    boxes, distances = [], []
     for gap in _GAPS:
         for angle in _ANGLES:
             across, up = math.cos(angle), math.sin(angle)
             # The box touches the circle of this radius with the side or corner that faces the point.
-            left = x + across * (mark.radius + gap) - width * (1 - across) / 2
-            low = y + up * (mark.radius + gap) - height * (1 - up) / 2
-            yield Box(left, low, left + width, low + height), gap
+            left = middle[0] + across * (radius + gap) - size[0] * (1 - across) / 2
+            low = middle[1] + up * (radius + gap) - size[1] * (1 - up) / 2
+            boxes.append((left, low, left + size[0], low + size[1]))
+            distances.append(gap)
+    outside = size[0] * size[1] - covered(boxes, [frame])
+    costs = 4 * covered(boxes, words) + covered(boxes, marks) + 8 * outside + 0.02 * np.array(distances)
+    return boxes[int(np.argmin(costs.round(6)))]  # the first of those that differ in rounding only
 
 
 def _figure_of(axes: Axes) -> Figure:

@@ -17,15 +17,17 @@ from matplotlib.axes import Axes
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.efficiency import Efficiency
-from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
+from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, value_axis
 from attn_zoo.report.figures.labels import (
     Box,
     EndLabel,
     PointName,
+    box_of,
     draw_end_labels,
     draw_point_names,
     label_room,
     labels_height,
+    square,
 )
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
@@ -66,9 +68,9 @@ def draw_roofline(one: PanelAnalysis, looks: Looks) -> Page | None:
             taken += _draw_points(roof, series, looks[label], lengths)
             last, words = series[-1], f"{plain(label)} {percent(series[-1].roof_frac)}"
             radius = _mark_size(last.seq_len, lengths) / 2
-            names.append(PointName(words, looks[label].colour, last.intensity, last.flops_per_s, radius))
+            names.append(PointName(words, looks[label].colour, last.flops_per_byte, last.flops_per_s, radius))
         inside = roof.get_window_extent()
-        frame = Box(inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
+        frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
         draw_point_names(roof, names, frame, taken)
         _draw_bytes(below, rows, looks, ceilings)
         draw_end_labels(below, labels)
@@ -91,17 +93,13 @@ def _mark_size(length: int, lengths: Sequence[int]) -> float:
 def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> list[Box]:
     """Set up the axes, draw the roof and the data sheet's above it, and return boxes that names must not cover."""
     product, copy = ceilings.matmul_flops_per_s, ceilings.copy_bytes_per_s
-    intensities, rates = [row.intensity for row in every], [row.flops_per_s for row in every]
+    intensities, rates = [row.flops_per_byte for row in every], [row.flops_per_s for row in every]
     left, right = min(*intensities, product / copy) / 2.5, max(*intensities, product / copy) * 3
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(left, right)
-    powers = range(math.ceil(math.log2(left)), math.floor(math.log2(right)) + 1)
-    ticks = [2.0**power for power in powers][:: math.ceil(len(powers) / 10)]
-    set_ticks(axes.xaxis, ticks, lambda value: human_length(value) if value >= 1 else human_number(value))
+    log_axis(axes, "x", left, right, lambda value: human_length(value) if value >= 1 else human_number(value), 2)
     axes.set_xlabel("useful FLOP per byte that must move")
     tops = [product, ceilings.peak_flops_per_s or 0.0]
     values = [*rates, min(product, left * copy * 2), max(*tops, *rates)]
-    log_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
+    value_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
     boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
     if ceilings.peak_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
         boxes += _draw_ceiling(axes, ceilings.peak_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
@@ -122,20 +120,20 @@ def _draw_ceiling(axes: Axes, product: float, copy: float, source: str, colour: 
         middle = (math.sqrt(start * ridge), math.sqrt(start * copy * product))
         offset, va = ((-2, 3), "bottom") if is_sheet else ((2, -3), "top")
         annotate_along(axes, words, middle, offset, high - low, va=va, color=colour)
-    ceiling = Box(float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
-    return [Box.of(flat.get_window_extent()), ceiling, *_along(low, high, 6)]
+    ceiling = (float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
+    return [box_of(flat.get_window_extent()), ceiling, *_along(low, high, 6)]
 
 
 def _along(start: Any, end: Any, radius: float) -> list[Box]:
     """Return squares that cover the line between two points in pixels."""
     count = max(2, math.ceil(math.hypot(*(end - start)) / (2 * radius + 4)))
     points = (start + share * (end - start) for share in np.linspace(0, 1, count))
-    return [Box.around(float(x), float(y), radius) for x, y in points]
+    return [square(float(x), float(y), radius) for x, y in points]
 
 
 def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: Sequence[int]) -> list[Box]:
     """Draw a line through the lengths, and a mark for each that grows with it; return boxes around all that."""
-    points = [(row.intensity, row.flops_per_s) for row in series]
+    points = [(row.flops_per_byte, row.flops_per_s) for row in series]
     axes.plot(*zip(*points, strict=True), color=look.colour, ls=look.line, lw=1.1, alpha=0.7, zorder=2.5)
     boxes = []
     pixels = axes.transData.transform(points)
@@ -143,7 +141,7 @@ def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: 
         size = _mark_size(row.seq_len, lengths)
         face, edge = ("white", look.colour) if row.doubt else (look.colour, "white")
         axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=1.1 if row.doubt else 0.6, zorder=3)
-        boxes.append(Box.around(float(pixel[0]), float(pixel[1]), 0.7 * size))
+        boxes.append(square(float(pixel[0]), float(pixel[1]), 0.7 * size))
     return boxes + [box for start, end in pairwise(pixels) for box in _along(start, end, 2)]
 
 
@@ -152,7 +150,7 @@ def _draw_bytes(axes: Axes, rows: Rows, looks: Looks, ceilings: Ceilings) -> Non
     every = [row for series in rows.values() for row in series]
     length_axis(axes, sorted({row.seq_len for row in every}))
     tops = [rate for rate in (ceilings.copy_bytes_per_s, ceilings.peak_bytes_per_s) if rate is not None]
-    log_axis(axes, [*(row.bytes_per_s for row in every), *tops], human_bandwidth, 10, 1.5)
+    value_axis(axes, [*(row.bytes_per_s for row in every), *tops], human_bandwidth, 10, 1.5)
     axes.set_title("Bytes that must move, per second", loc="left", pad=4)
     for rate, colour, width in zip(tops, (INK, MUTED), (1.4, 0.8), strict=False):
         axes.axhline(rate, color=colour, lw=width, zorder=1.2)

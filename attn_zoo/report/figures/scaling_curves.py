@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,13 +13,14 @@ from matplotlib.lines import Line2D
 from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.fits import Growth, Quantity, growth
 from attn_zoo.report.analysis.series import Point, Series
-from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, set_ticks
+from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, set_ticks, value_axis
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import held_words, outcome
+from attn_zoo.statistics import Crossover
 
 __all__ = ["draw_memory", "draw_speed_up", "draw_time"]
 
@@ -65,11 +64,9 @@ def draw_time(one: PanelAnalysis, looks: Looks) -> Page | None:
         for end in (point.median_ms, point.low_ms, point.high_ms, point.timing.q1_ms, point.timing.q3_ms)
         if end > 0
     ]
-    crossings = {
-        crossing.label: crossing.result for crossing in one.crossings if crossing.is_fastest and crossing.result
-    }
     legend = [_marker("median, 95 % interval, quartile band")]
-    if any(crossing.length for crossing in crossings.values()):
+    crossings = {curve.label: crossing for curve in curves if (crossing := _crossing(one, curve)) is not None}
+    if any(crossing.length is not None for crossing in crossings.values()):
         words = f"crossover with {_baseline_name(one)}"
         legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
 
@@ -184,7 +181,7 @@ def _draw(
     *,
     title: str,
     show: Callable[[float], str],
-    base: Literal[2, 10],
+    base: int,
     values: Sequence[float],
     labels: Sequence[EndLabel],
     legend: Sequence[Line2D],
@@ -219,7 +216,7 @@ def _draw(
         length_axis(axes, sorted(lengths))
         if failed:
             _draw_strip(strip[0], failed, looks, axes)
-        log_axis(axes, values, show, base)
+        value_axis(axes, values, show, base)
         draw(axes)
         for curve in curves:
             draw_curve(axes, curve.points, curve.look, curve.look.line, is_open=curve.series.is_simulated)
@@ -259,13 +256,19 @@ def _growth_words(grown: Growth) -> str:
     return f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
 
 
-def _wins(one: PanelAnalysis, curve: _Curve) -> str:
+def _crossing(one: PanelAnalysis, curve: _Curve) -> Crossover | None:
+    """Return where the curve crosses the fastest exact one; None where that was not measured."""
     crossing = one.crossing(curve.label)
-    if crossing is None or crossing.result is None or len(crossing.result.lengths) == 1:
+    return None if crossing is None else crossing.result
+
+
+def _wins(one: PanelAnalysis, curve: _Curve) -> str:
+    crossing = _crossing(one, curve)
+    if crossing is None or len(crossing.lengths) == 1:
         return ""  # at one length nothing crosses
-    if crossing.result.length is not None:
-        return f"faster from {round_length(crossing.result.length)}"
-    return "always faster" if crossing.result.kind == "always_faster" else "never faster"
+    if crossing.length is not None:
+        return f"faster from {round_length(crossing.length)}"
+    return "always faster" if crossing.kind == "always_faster" else "never faster"
 
 
 def _baseline_name(one: PanelAnalysis) -> str:
@@ -283,19 +286,11 @@ def _draw_spread(axes: Axes, curve: _Curve) -> None:
 
 def _draw_crossing(axes: Axes, curve: _Curve, length: float, interval: tuple[float | None, float | None]) -> None:
     """Draw a diamond on the curve, with the interval of the crossing length as a horizontal line."""
-    height, colour = _interpolate(curve.points, length), curve.look.colour
+    x, y = np.log(curve.points).T
+    height, colour = math.exp(np.interp(math.log(length), x, y)), curve.look.colour
     left, right = axes.get_xlim()
     axes.plot([interval[0] or left, interval[1] or right], [height] * 2, color=colour, lw=1.2, zorder=4, scalex=False)
     axes.plot([length], [height], marker="D", ms=8, mfc="white", mec=colour, mew=1.6, zorder=5)
-
-
-def _interpolate(points: Sequence[tuple[int, float]], length: float) -> float:
-    """Return the value on the line through the points on log-log axes."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= length <= x1:
-            share = math.log(length / x0) / math.log(x1 / x0)
-            return math.exp(math.log(y0) + share * math.log(y1 / y0))
-    return points[0][1] if length < points[0][0] else points[-1][1]
 
 
 def _reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None:

@@ -108,18 +108,14 @@ def _long_row(one: PanelAnalysis, point: Efficiency) -> dict[str, Any]:
         "variant": point.label,
         "pass": one.panel.title,
         "settings": one.panel.subtitle,
-        "seq_len": point.seq_len,
-        "median_ms": point.median_ms,
-        "flops": point.flops,
-        "min_bytes": point.num_bytes,
-        "flops_per_byte": point.intensity,
-        "flops_per_s": point.flops_per_s,
-        "bytes_per_s": point.bytes_per_s,
-        "roof_frac": point.roof_frac,
-        "mfu": point.mfu,
-        "realised": point.realised,
-        "backward_ratio": point.backward_ratio,
+        **{name: getattr(point, name) for name in _NUMBERS},
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,
         "doubt": point.doubt,
     }
+
+
+_NUMBERS = (
+    *("seq_len", "median_ms", "flops", "min_bytes", "flops_per_byte", "flops_per_s", "bytes_per_s", "roof_frac"),
+    *("mfu", "realised", "backward_ratio"),
+)

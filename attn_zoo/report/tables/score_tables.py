@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.floor import CHANCE
 from attn_zoo.report.analysis.learning import AXES, Axis, best_within, budgets, seed_curves
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval, pair
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.analysis.training_runs import TrainingRun
+from attn_zoo.report.analysis.training_runs import TrainingRun, Trial
 from attn_zoo.report.measurements import COSTS, Measurement
-from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column
+from attn_zoo.report.tables.table import (
+    Column,
+    Row,
+    Table,
+    interval_column,
+    interval_values,
+    number_column,
+    text_column,
+)
 from attn_zoo.report.units import capital, human_flops, human_ms
 from attn_zoo.report.wording import failure_words
 
@@ -47,16 +55,12 @@ def _row(score: LabelScore) -> dict[str, Any]:
         "start": score.start or "scratch",
         "tuned": score.trial,
         "num_trials": score.num_trials,
-        "score": score.mean,
-        "score_low": score.low,
-        "score_high": score.high,
+        **interval_values("score", score.mean, score.low, score.high),
         "size_error": score.size_error,
         "validation": score.validation,
         "num_seeds": len(score.values),
         "num_runs": len(score.runs),
-        "difference": difference.mean if difference else None,
-        "difference_low": difference.low if difference else None,
-        "difference_high": difference.high if difference else None,
+        **interval_values("difference", *(getattr(difference, name, None) for name in ("mean", "low", "high"))),
         "num_paired": difference.num_paired if difference else None,
         "is_settled": difference.is_settled if difference else None,
         "best_floor": standing.floor if standing else "",
@@ -74,13 +78,10 @@ def _row(score: LabelScore) -> dict[str, Any]:
 
 def _floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
     """Return references, then chance and the floors, as rows of a table with these fields, best first."""
-    empty: dict[str, Any] = dict.fromkeys(fields)
-    known = sorted(group.references.items(), key=lambda mark: group.metric.order(mark[1]))
-    references = [{**empty, "variant": f"reference: {name}", "score": value} for name, value in known]
-    return references + [
-        {**empty, "variant": "chance" if name == "chance" else f"floor: {name}", "score": value}
-        for name, value in reversed(group.marks.items())
-    ]
+    references = sorted(group.references.items(), key=lambda mark: group.metric.order(mark[1]))
+    marks = [(f"reference: {name}", value) for name, value in references]
+    marks += [(name if name == CHANCE else f"floor: {name}", value) for name, value in reversed(group.marks.items())]
+    return [{**dict.fromkeys(fields), "variant": name, "score": value} for name, value in marks]
 
 
 def accuracy_table(group: AccuracyGroup) -> Table:
@@ -158,13 +159,9 @@ def _cost_column(cost: Measurement) -> Column:
     def show(row: Row) -> str:
         if row[cost.name] is None:
             return ""
-        extra = (
-            row["params"]
-            if cost.name == "num_params"
-            else "shared"
-            if cost.is_of_time and row["is_time_shared"]
-            else ""
-        )
+        extra = row["params"] if cost.name == "num_params" else ""
+        if cost.is_of_time and row["is_time_shared"]:
+            extra = "shared"
         return cost.show(row[cost.name]) + (f" ({extra})" if extra else "")
 
     return Column(heading=cost.heading, show=show, sort=lambda row: row[cost.name], priority=cost.priority)
@@ -175,17 +172,10 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
     limits = budgets(group.scores)
     if not limits:
         return None
-    rows = []
-    for score in group.scores:
-        found: Mapping[Axis, list[float | None]] = {
-            axis: [best_within(curve, limits[axis], group.metric) for curve in seed_curves(score, "validation", axis)]
-            for axis in limits
-        }
-        means = {
-            axis: fmean(v for v in values if v is not None) if values and None not in values else None
-            for axis, values in found.items()
-        }
-        rows.append({"variant": score.name, **{f"at_{axis}": means.get(axis) for axis in AXES}})
+    rows = [
+        {"variant": score.name} | {f"at_{axis}": _mean_within(score, axis, limits, group.metric) for axis in AXES}
+        for score in group.scores
+    ]
     rows.sort(key=lambda row: group.metric.order(row["at_" + next(iter(limits))]))  # type: ignore[arg-type]
     headings = {
         "steps": lambda value: f"at {value:,.0f} steps",
@@ -212,6 +202,14 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
     )
 
 
+def _mean_within(score: LabelScore, axis: Axis, limits: Mapping[Axis, float], metric: Metric) -> float | None:
+    """Return the mean over seeds of the best score within a limit, or None where a seed has none."""
+    curves = seed_curves(score, "validation", axis) if axis in limits else []
+    values = [best_within(curve, limits[axis], metric) for curve in curves]
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
+
+
 def trials_table(group: AccuracyGroup) -> Table | None:
     """Return every trial of every label with its validation score; None where nothing was tuned."""
     if not group.setting.tuned:
@@ -220,7 +218,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
     rows = []
     for key, trials in group.trials.items():
         for trial in trials:
-            validation, low, high = mean_with_interval([run.score.validation for run in trial.runs if run.score])
+            validation = mean_with_interval([run.score.validation for run in trial.runs if run.score])
             failed = [run.record.status for run in trial.runs if not run.score]
             tests = [run.score.value for run in trial.runs if run.score]
             rows.append(
@@ -228,9 +226,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
                     "variant": names[key],
                     "trial": trial.words,
                     "values": ", ".join(str(trial.values.get(name, "")) for name in group.setting.tuned),
-                    "validation": validation,
-                    "validation_low": low,
-                    "validation_high": high,
+                    **interval_values("validation", *validation),
                     "num_seeds": len(trial.scored),
                     "test": fmean(tests) if tests and trial.is_selected else None,
                     "failed": failure_words(failed, len(trial.runs)),
@@ -304,22 +300,20 @@ def _gains(group: AccuracyGroup, label: str, starts: list[str]) -> dict[str, Any
     for index, start in enumerate(starts):
         after = group.find(label, start)
         gain = pair(after.runs, scratch.runs) if after and scratch else None
-        # Positive is better, whatever the direction of the metric.
-        ends = [None, None, None] if gain is None else [gain.mean, gain.low, gain.high]
-        if group.metric.is_lower_better:
+        ends = [gain.mean, gain.low, gain.high] if gain else [None, None, None]
+        if group.metric.is_lower_better:  # positive is better, whatever the direction of the metric
             ends = [None if end is None else -end for end in (ends[0], ends[2], ends[1])]
         row |= {
             f"start_{index}": start,
             **_interval(f"after_{index}", after),
-            **dict(zip((f"gain_{index}", f"gain_{index}_low", f"gain_{index}_high"), ends, strict=True)),
+            **interval_values(f"gain_{index}", *ends),
             f"extra_s_{index}": after.costs["pretrain_s"] if after else None,
         }
     return row
 
 
 def _interval(key: str, score: LabelScore | None) -> dict[str, Any]:
-    found = (score.mean, score.low, score.high) if score else (None, None, None)
-    return dict(zip((key, f"{key}_low", f"{key}_high"), found, strict=True))
+    return interval_values(key, *((score.mean, score.low, score.high) if score else (None, None, None)))
 
 
 def overview_table(overview: Overview) -> Table:
@@ -383,64 +377,45 @@ _SCORE_FIELDS = (
 
 
 def score_table(analysis: Analysis) -> Table:
-    """Return one row per run and, below it, one per entry of its breakdown; `part` is empty for the whole test set."""
-    rows = [row for group in analysis.accuracy for row in _group_rows(group)]
+    """Return, for files only, one row per run and one per entry of its breakdown.
+
+    The column `part` is empty for the whole test set.
+    """
     return Table(
         name="scores",
         title="All scores",
         note="One row per training run; parts are scores for the test items with these properties.",
-        columns=(
-            text_column("variant", "variant", priority=0),
-            Column(heading="task", show=lambda row: f"{row['task']} {row['level']}", align="left", priority=1),
-            number_column("seed", "seed", "{:.0f}".format, priority=1),
-            text_column("start", "start", priority=3),
-            text_column("trial", "trial", priority=2),
-            text_column("part", "part", priority=0),
-            Column(heading="score", show=_score, sort=lambda row: row["value"], priority=0),
-            number_column("items", "num_items", "{:,.0f}".format, priority=2),
-            text_column("outcome", "status", priority=2),
+        columns=(),
+        rows=tuple(
+            row
+            for group in analysis.accuracy
+            for trials in group.trials.values()
+            for trial in trials
+            for run in trial.runs
+            for row in _score_rows(group, trial, run)
         ),
-        rows=tuple(rows),
         fields_if_empty=_SCORE_FIELDS,
     )
 
 
-def _score(row: Row) -> str:
-    return "" if row["value"] is None else Metric(row["metric"]).show(row["value"])
-
-
-def _group_rows(group: AccuracyGroup) -> list[dict[str, Any]]:
-    rows = []
-    for trials in group.trials.values():
-        for trial in trials:
-            for run in trial.runs:
-                common = _common(group, run) | {"trial": trial.words, "is_selected": trial.is_selected}
-                parts = [{"part": "", "value": run.value, "num_items": run.score.num_examples if run.score else None}]
-                parts += [_part(entry) for entry in (run.score.breakdown if run.score else ())]
-                rows += [{name: (common | part)[name] for name in _SCORE_FIELDS} for part in parts]
-    return rows
-
-
-def _common(group: AccuracyGroup, run: TrainingRun) -> dict[str, Any]:
-    setting = group.setting
-    return {
+def _score_rows(group: AccuracyGroup, trial: Trial, run: TrainingRun) -> list[Row]:
+    score = run.score
+    common = {name: getattr(group.setting, name, None) for name in _SCORE_FIELDS} | {
         "variant": run.label,
-        "task": setting.task,
-        "level": setting.level,
-        "protocol": setting.protocol,
-        "overrides": setting.overrides,
-        "is_causal": setting.is_causal,
-        "dtype": setting.dtype,
-        "device": setting.device,
         "start": run.start or "scratch",
+        "trial": trial.words,
+        "is_selected": trial.is_selected,
         "seed": run.seed,
         "status": run.record.status,
         "metric": group.metric.name,
-        "validation": run.score.validation if run.score else None,
+        "part": "",
+        "value": run.value,
+        "num_items": score.num_examples if score else None,
+        "validation": score.validation if score else None,
     }
+    return [common, *(common | _part(entry) for entry in (score.breakdown if score else ()))]
 
 
 def _part(entry: Mapping[str, float]) -> dict[str, Any]:
-    axes = {name: value for name, value in entry.items() if name not in {"value", "num_items"}}
-    said = ", ".join(f"{name}={value:g}" for name, value in axes.items())
-    return {"part": said or json.dumps(axes), "value": entry.get("value"), "num_items": entry.get("num_items")}
+    axes = [f"{name}={value:g}" for name, value in entry.items() if name not in {"value", "num_items"}]
+    return {"part": ", ".join(axes) or "{}", "value": entry.get("value"), "num_items": entry.get("num_items")}

@@ -25,6 +25,7 @@ __all__ = [
     "escape_markdown",
     "guard_frame",
     "interval_column",
+    "interval_values",
     "length_columns",
     "number_column",
     "text_column",
@@ -133,6 +134,11 @@ def interval_column(
         sort=lambda row: row[key],
         priority=priority,
     )
+
+
+def interval_values(key: str, value: float | None, low: float | None, high: float | None) -> dict[str, float | None]:
+    """Return what a row holds for `interval_column`."""
+    return {key: value, f"{key}_low": low, f"{key}_high": high}
 
 
 def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:

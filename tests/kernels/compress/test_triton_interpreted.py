@@ -96,14 +96,14 @@ def test_a_pair_is_two_compressions(shared: str, max_rank: int, monkeypatch: pyt
     other_matrix = matrix if shared == "matrix" else (matrix.detach() - 0.1).requires_grad_()
     mask = padding(150)
     leaves = list(dict.fromkeys((tokens, other_tokens, matrix, other_matrix)))
-    found = []
+    results = []
     upstream = [torch.randn(2, 3, 20, 8).half() for _ in range(2)]
     for path, dtype in ((TRITON, torch.float16), ("chunked", torch.float64)):
         wide = {x: x.detach().to(dtype).requires_grad_() for x in leaves}
         pairs = (wide[tokens], wide[other_tokens]), (wide[matrix], wide[other_matrix])
         out = compress_pair(*pairs, key_padding_mask=mask, path=path)
-        found.append((*out, *torch.autograd.grad(out, list(wide.values()), [x.to(dtype) for x in upstream])))
-    for mine, truth in zip(*found, strict=True):
+        results.append((*out, *torch.autograd.grad(out, list(wide.values()), [x.to(dtype) for x in upstream])))
+    for mine, truth in zip(*results, strict=True):
         torch.testing.assert_close(mine.double(), truth, rtol=2e-3, atol=2e-3 * truth.abs().max().item())
 
 
@@ -134,7 +134,7 @@ def test_operators_are_registered_as_torch_expects(is_padded: bool):
     tensors, mask = ([tokens.detach()], [matrix.detach()]), padding(70) if is_padded else None
     operators = torch.ops.attn_zoo
     for operator, given in (
-        (operators.compress, (*tensors, mask)),
+        (operators.compress, (*tensors, mask, [])),
         (operators.compress_grad_tokens, (*tensors, mask, [grad])),
         (operators.compress_grad_matrices, (*tensors, mask, [grad])),
     ):

@@ -11,10 +11,10 @@ from attn_zoo.kernels.exact.few_keys import attend_in_parts, num_parts
 def tensors(is_interleaved: bool, batch_size: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     lengths = (48, 5, 5)
-    found = [torch.randn(batch_size, 3, n, 4, generator=generator, dtype=torch.float64) for n in lengths]
+    drawn = [torch.randn(batch_size, 3, n, 4, generator=generator, dtype=torch.float64) for n in lengths]
     if is_interleaved:
-        found = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
-    return [x.requires_grad_() for x in found]
+        drawn = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in drawn]
+    return [x.requires_grad_() for x in drawn]
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

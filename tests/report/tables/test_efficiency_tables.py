@@ -35,7 +35,7 @@ def analysed(tmp_path, records, ceilings=None, **more):
 def test_every_pass_counts_its_own_work(tmp_path, pass_, flops, num_bytes):
     found = analysed(tmp_path, exact_and_half(pass_=pass_)).panels[0].efficiency["full"][0]
     assert found.flops == flops * 1e9
-    assert found.num_bytes == num_bytes * 1e7
+    assert found.min_bytes == num_bytes * 1e7
     assert found.flops_per_s == pytest.approx(flops * 1e9 / 0.020)
     assert found.bytes_per_s == pytest.approx(num_bytes * 1e7 / 0.020)
     assert found.roof_frac == pytest.approx(flops * 0.010 / 0.020)  # 1 GFLOP at 100 GFLOP/s is 10 ms

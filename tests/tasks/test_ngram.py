@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from attn_zoo.tasks.floors.ngram_model import ngram_bits
+from attn_zoo.tasks.byte_lm import ngram_bits
 
 
 def plain_prob(train: bytes, context: bytes, byte: int) -> float:

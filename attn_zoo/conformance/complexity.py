@@ -1,0 +1,317 @@
+"""Measure the complexity table of "Attention Is All You Need" (Vaswani et al. 2017, table 1) beside the claims.
+
+Three exponents of the sequence length L, for every direction of a variant, on a CPU in float64:
+
+* cost of a layer: of the operations that run (the products of `count_operations`, or the sums where there are none),
+  without projections;
+* sequential operations: of the longest chain in the autograd graph of the readable reference, from output to input. A
+  loop over time grows with L; matrix products over all positions do not;
+* maximum path length: of that chain times the number of layers until an output depends on every token it may see. One
+  layer is asked at a time which tokens its outputs depend on, so that nothing underflows through many layers.
+
+A count of nodes of a graph says how much must wait for how much, not how long it takes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.check import Check, Finding, Violation, passed
+from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.subject import Subject, call, call_reference
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.measure.flop_count import count_operations
+from attn_zoo.metadata import DEPENDS_ON_DATA
+from attn_zoo.registry import variants
+
+__all__ = ["CHECKS", "Growth", "MeasuredComplexity", "claimed_exponent", "measure_complexity"]
+
+COST_LENGTHS = (128, 256)
+LENGTHS, FURTHER_LENGTHS = (32, 64, 128), (256, 512)
+"""Of sequential operations and paths. Where paths are short, further lengths tell a logarithm from a power."""
+SHORT_PATH = 500
+"""In nodes."""
+LARGEST_GAP = 0.6
+"""Between claimed and measured exponent: a logarithm, which counts as 0, looks like 0.2 to 0.5 at these lengths."""
+
+_LOGARITHM = re.compile(r"\blog(?:_\w+)?\s*(?:\([^()]*\)|\w+)")
+_ROOT = re.compile(r"\bsqrt\((\w)\)")
+_FACTOR = re.compile(r"(?P<name>[A-Za-z](?:_\w+)?|\d+(?:\.\d+)?)(?:\^(?P<power>\d+(?:\.\d+)?))?")
+_BY_DIRECTION = re.compile(r"(?P<any>.*?)\s*\(causal: (?P<causal>.*)\)")
+_LENGTHS = {"L", "S"}
+_LENGTHS_ELSEWHERE = {"n", "N", "T"}  # read as constants they would claim nothing
+
+
+def claimed_exponent(text: str, *, is_causal: bool = False) -> float | None:
+    """Read the exponent of the sequence length from a claim in the symbols of the design; a logarithm counts as 0.
+
+    None stands for `DEPENDS_ON_DATA`.
+
+    Args:
+        text: a sum of products and quotients such as `"L / W"`; `"1 (causal: log L)"` claims something else for the
+            causal form.
+        is_causal: which of the two is asked for.
+
+    Raises:
+        ConfigError: the text cannot be read.
+
+    >>> [claimed_exponent(text) for text in ("1", "log(L / C)", "L / W", "2 L + C", "sqrt(L)", "L^2 D")]
+    [0.0, 0.0, 1.0, 1.0, 0.5, 2.0]
+    >>> claimed_exponent("1 (causal: L)", is_causal=True)
+    1.0
+    """
+    both = _BY_DIRECTION.fullmatch(text.strip())
+    asked = both["causal" if is_causal else "any"] if both else text
+    if asked == DEPENDS_ON_DATA:
+        return None
+    plain = _ROOT.sub(r"\1^0.5", _LOGARITHM.sub("1", asked))
+    try:
+        return max(_product_exponent(term) for term in plain.split("+"))
+    except ValueError:
+        expected = f'"{DEPENDS_ON_DATA}" or a sum of products such as "1", "log L", "L / W" or "1 (causal: L)"'
+        raise ConfigError("complexity", [("", f"expected {expected}; got {text!r}")]) from None
+
+
+def _product_exponent(term: str) -> float:
+    above, *below = (_factors_exponent(part) for part in term.split("/"))
+    return above - sum(below)
+
+
+def _factors_exponent(text: str) -> float:
+    factors = text.replace("*", " ").split()
+    matches = [_FACTOR.fullmatch(factor) for factor in factors]
+    if not factors or any(match is None or match["name"] in _LENGTHS_ELSEWHERE for match in matches):
+        raise ValueError(text)
+    return sum((float(match["power"] or 1) for match in matches if match and match["name"] in _LENGTHS), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Exponents of the sequence length.
+
+    Args:
+        claimed: what the variant says; None where it says that the data decide.
+        measured: what was found; None where nothing could be counted, infinite where no number of layers reaches.
+    """
+
+    claimed: float | None
+    measured: float | None
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the measured exponent is another than the claimed one."""
+        if self.claimed is None or self.measured is None:
+            return False
+        return abs(self.measured - self.claimed) > LARGEST_GAP
+
+    def in_words(self) -> str:
+        """Return what was measured: `"L^1.0"`, `"constant"`, `"not counted"`, or `"never"` for an infinite path.
+
+        >>> [Growth(0, measured).in_words() for measured in (1.02, 0.0, None, math.inf)]
+        ['L^1.0', 'constant', 'not counted', 'never']
+        """
+        if self.measured is None:
+            return "not counted"
+        if math.isinf(self.measured):
+            return "never"
+        return "constant" if abs(self.measured) < 0.05 else f"L^{self.measured:.1f}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredComplexity:
+    """One row of the table: one direction of a variant under one set of options.
+
+    Args:
+        variant: its name.
+        is_causal: direction.
+        cost: operations of a layer.
+        sequential_ops: operations that wait for each other.
+        max_path: operations between two positions, through as many layers as it takes.
+    """
+
+    variant: str
+    is_causal: bool
+    cost: Growth
+    sequential_ops: Growth
+    max_path: Growth
+
+
+def measure_complexity(name: str, options: Mapping[str, Any] | None = None) -> tuple[MeasuredComplexity, ...]:
+    """Measure a variant in each direction it has, bidirectional first.
+
+    Args:
+        name: a registered variant.
+        options: of the variant; None means the first set that its checks use, whose windows and blocks are small.
+
+    Raises:
+        UnknownNameError: no such variant.
+        ConfigError: an option is impossible, or a claim cannot be read.
+
+    >>> [(row.sequential_ops.measured, row.max_path.measured) for row in measure_complexity("full")]
+    [(0.0, 0.0), (0.0, 0.0)]
+    """
+    variant = variants[name]
+    build = BuildContext(embed_dim=16, num_heads=2, max_seq_len=1, is_causal=not variant.capabilities.bidirectional)
+    subject = Subject(
+        variant=variant,
+        form="mixer",
+        options=variant.config.check_options()[0] if options is None else options,
+        build=build,
+        dtypes=(torch.float64,),
+        lengths=(),
+    )
+    return _measure(subject)
+
+
+def _measure(subject: Subject) -> tuple[MeasuredComplexity, ...]:
+    claims = subject.variant.complexity
+    rows = []
+    for build in subject.contexts(with_cross=False):
+        claimed = partial(claimed_exponent, is_causal=build.is_causal)
+        sequential, path = _sequential_and_path(subject, build)
+        rows.append(
+            MeasuredComplexity(
+                variant=subject.variant.name,
+                is_causal=build.is_causal,
+                cost=Growth(claims.time_exponent, _cost_exponent(subject, build)),
+                sequential_ops=Growth(claimed(claims.sequential_ops), sequential),
+                max_path=Growth(claimed(claims.max_path), path),
+            )
+        )
+    return tuple(rows)
+
+
+def _sequential_and_path(subject: Subject, build: BuildContext) -> tuple[float, float]:
+    depths: dict[int, float] = {}
+    paths: dict[int, float] = {}
+    for wanted in LENGTHS + FURTHER_LENGTHS:
+        length = subject.fit(wanted)
+        if wanted in FURTHER_LENGTHS and max(paths.values()) > SHORT_PATH:
+            break
+        built = replace(build, max_seq_len=length)  # some ranks and windows follow from it
+        depths[length] = _depth(subject, built, length)
+        paths[length] = depths[length] * _num_layers(subject, built, length)
+    longest = sorted(paths)[-len(LENGTHS) :]
+    return _exponent(depths), _exponent({length: paths[length] for length in longest})
+
+
+def _exponent(values: Mapping[int, float]) -> float:
+    """Return the slope of log value over log length by least squares."""
+    if math.inf in values.values():
+        return math.inf
+    x, y = [math.log(length) for length in values], [math.log(value) for value in values.values()]
+    centre = sum(x) / len(x)
+    slope = sum((a - centre) * b for a, b in zip(x, y, strict=True)) / sum((a - centre) ** 2 for a in x)
+    return round(slope, 6) + 0.0
+
+
+def _cost_exponent(subject: Subject, build: BuildContext) -> float | None:
+    form = subject.variant.form
+    subject = replace(subject, form=form)
+    counts: dict[int, float] = {}
+    for length in map(subject.fit, COST_LENGTHS):
+        try:
+            module = subject.make(replace(build, max_seq_len=length))
+        except UnsupportedError:  # these options need hidden states, as a mixer around an attention has them
+            return None
+        inputs = subject.inputs(build, length, batch_size=1)
+        with torch.no_grad():
+            counted = count_operations(partial(call, module, inputs))
+        if counted is None:
+            return None
+        projections = subject.variant.projection_flops(build.shape(1, length, config=subject.config, form=form))
+        counts[length] = counted.products - projections or counted.additions
+    return _exponent(counts) if min(counts.values()) > 0 else None
+
+
+def _depth(subject: Subject, build: BuildContext, length: int) -> int:
+    """Return the number of nodes on the longest chain from the reference's output to its input."""
+    inputs = subject.inputs(build, length, batch_size=1).leaves()
+    return _longest_chain(call_reference(subject.module(build), inputs), inputs.tensors[0])
+
+
+def _longest_chain(output: Tensor, leaf: Tensor) -> int:
+    longest: dict[Any, float] = {}
+    stack = [output.grad_fn]
+    while stack:  # recursion would be as deep as the chain
+        node = stack[-1]
+        if node is None or node in longest:
+            stack.pop()
+            continue
+        before = [edge for edge, _ in node.next_functions if edge is not None]
+        if waiting := [edge for edge in before if edge not in longest]:
+            stack += waiting
+            continue
+        stack.pop()
+        if getattr(node, "variable", None) is leaf:
+            longest[node] = 0
+        else:  # a chain that ends at a parameter mixes nothing
+            longest[node] = max((longest[edge] + 1 for edge in before), default=-math.inf)
+    depth = longest.get(output.grad_fn, -math.inf)
+    if depth < 1:
+        raise Violation("the output of the readable reference depends on no input", f"{list(output.shape)}")
+    return int(depth)
+
+
+def _num_layers(subject: Subject, build: BuildContext, length: int) -> float:
+    """Return the number of layers until two outputs depend on every token that they may see; infinite for never.
+
+    Asked are the last position and, as it may be special, the one in the middle.
+    """
+    targets = torch.tensor([length - 1, length // 2])
+    wanted = torch.ones(2, length, dtype=torch.bool)
+    if build.is_causal:
+        wanted = torch.arange(length) <= targets[:, None]
+    seen = torch.arange(length) == targets[:, None]  # [2, L]: after no layer, each position depends on itself
+    for num_layers in range(1, length + 1):
+        inputs = subject.inputs(build, length, batch_size=2, seed=num_layers)  # what is chosen by the data changes
+        seen = seen | _seen_through(subject, build.at_layer(num_layers - 1), inputs, seen)
+        if bool((seen | ~wanted).all()):
+            return num_layers
+    return math.inf
+
+
+def _seen_through(subject: Subject, build: BuildContext, inputs: Inputs, seen: Tensor) -> Tensor:
+    """Return which tokens the outputs at the positions in `seen` `[2, L]` depend on; an entry of the batch for each."""
+    inputs = inputs.leaves()
+    output = call_reference(subject.module(build), inputs)
+    weights = random_tensor(output.shape, 7, output.dtype, "cpu")
+    (gradient,) = torch.autograd.grad((output * weights * seen[..., None]).sum(), inputs.tensors)
+    return gradient.ne(0).any(-1)
+
+
+def _complexity_claims(subject: Subject) -> Finding:
+    words = []
+    try:
+        rows = _measure(subject)
+    except ConfigError as error:
+        raise Violation("a claim cannot be read", str(error)) from None
+    for row in rows:
+        direction = "causal" if row.is_causal else "bidirectional"
+        for what, growth in (("sequential operations", row.sequential_ops), ("maximum path length", row.max_path)):
+            if growth.is_contradicted:
+                raise Violation(
+                    f"{what}: another growth than claimed",
+                    f"{direction}: measured {growth.in_words()}; claims L^{growth.claimed:g}",
+                )
+        words.append(f"{direction}: sequential {row.sequential_ops.in_words()}, path {row.max_path.in_words()}")
+    return passed("; ".join(words))
+
+
+CHECKS = (
+    Check(
+        name="complexity_claims",
+        summary="sequential operations and maximum path length grow with the length as claimed",
+        run=_complexity_claims,
+        forms=("mixer",),
+    ),
+)

@@ -1,0 +1,151 @@
+"""The measured complexity table: claims that are read, chains and paths that are counted, what is contradicted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_zoo.conformance import measure_complexity, run_checks
+from attn_zoo.conformance.complexity import Growth, claimed_exponent
+from attn_zoo.errors import ConfigError, UnknownNameError
+from tests.conformance.broken import Broken, Softmax, SoftmaxMixer, registered
+from tests.conformance.broken_claims import SeesNeighboursOnly, SumsKeysInTurn
+
+
+@pytest.mark.parametrize(
+    ("text", "exponent"),
+    [
+        ("1", 0),
+        ("2", 0),
+        ("log L", 0),
+        ("log(L / C)", 0),
+        ("log_2 L", 0),
+        ("L", 1),
+        ("L / W", 1),
+        ("L/k", 1),
+        ("L log L", 1),
+        ("2 L + C", 1),
+        ("S k + 1", 1),
+        ("L^2 D", 2),
+        ("L^1.5", 1.5),
+        ("L S", 2),
+        ("L / L", 0),
+        ("sqrt(L)", 0.5),
+        ("sqrt(L) C", 0.5),
+        ("1 (causal: L)", 0),
+    ],
+)
+def test_claims_are_read(text: str, exponent: float):
+    assert claimed_exponent(text) == exponent
+
+
+def test_a_claim_may_differ_for_the_causal_form():
+    assert claimed_exponent("1 (causal: L / C)", is_causal=True) == 1
+    assert claimed_exponent("L", is_causal=True) == 1
+
+
+def test_where_the_data_decide_nothing_is_contradicted():
+    assert claimed_exponent("depends on the data") is None
+    assert claimed_exponent("1 (causal: depends on the data)", is_causal=True) is None
+    assert not Growth(None, 1.0).is_contradicted
+
+
+@pytest.mark.parametrize("text", ["", "a few", "n", "N / w", "L (L + 1)", "1 (bidirectional: L)", "L +", "?"])
+def test_claims_that_cannot_be_read_are_refused(text: str):
+    with pytest.raises(ConfigError, match="or a sum of products such as") as caught:
+        claimed_exponent(text)
+    assert repr(text) in str(caught.value)
+
+
+def measured(cls: type[Any], **changes: Any) -> tuple[tuple[float | None, float | None, float | None], ...]:
+    with registered(Broken(cls=cls, check="", **changes)) as name:
+        rows = measure_complexity(name)
+    return tuple((row.cost.measured, row.sequential_ops.measured, row.max_path.measured) for row in rows)
+
+
+def test_softmax_is_quadratic_parallel_and_direct():
+    assert measured(Softmax, capabilities={"causal": True}) == ((2.0, 0.0, 0.0), (2.0, 0.0, 0.0))
+    assert measured(SoftmaxMixer) == ((2.0, 0.0, 0.0),)
+
+
+def test_a_loop_is_sequential_and_its_path_as_long():
+    ((cost, sequential, path),) = measured(SumsKeysInTurn)
+    assert cost == 2.0
+    assert sequential == pytest.approx(1, abs=0.2)
+    assert path == pytest.approx(1, abs=0.2)
+
+
+def test_a_window_needs_layers_in_proportion_to_the_length():
+    ((_, sequential, path),) = measured(SeesNeighboursOnly)
+    assert sequential == 0
+    assert path == pytest.approx(1, abs=0.1)
+
+
+class TwoHalves(Softmax):
+    """No position ever sees the other half."""
+
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        is_late = torch.arange(query.shape[-2]) >= query.shape[-2] // 2
+        return is_late[:, None] == is_late
+
+
+def test_a_path_that_never_arrives_is_infinite_and_contradicts_every_claim():
+    ((_, _, path),) = measured(TwoHalves)
+    assert path == math.inf
+    with registered(Broken(cls=TwoHalves, check="")) as name:
+        (result,) = run_checks(name, checks=["complexity_claims"])
+    assert result.outcome == "failed"
+    assert result.message == "maximum path length: another growth than claimed"
+    assert result.example == "bidirectional: measured never; claims L^0"
+
+
+class ReachesTwiceAsFar(Softmax):
+    """Layer n sees tokens 2^n before it: two positions are joined in log L layers."""
+
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        distance = torch.arange(query.shape[-2])[:, None] - torch.arange(key.shape[-2])
+        reach: int = 2**self.build.layer_index
+        return (distance == 0) | (distance == reach)
+
+
+def test_layers_are_built_at_their_own_depth():
+    changes: dict[str, Any] = {"capabilities": {"bidirectional": False, "causal": True}}
+    ((_, _, path),) = measured(ReachesTwiceAsFar, **changes)
+    assert path is not None
+    assert 0 < path < 0.4
+    with registered(Broken(cls=ReachesTwiceAsFar, check="", complexity={"max_path": "log L"}, **changes)) as name:
+        (result,) = run_checks(name, checks=["complexity_claims"])
+    assert result.outcome == "passed"
+
+
+class ForgetsItsInput(SoftmaxMixer):
+    def forward(
+        self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(hidden.detach())
+
+
+def test_a_reference_without_a_path_to_its_input_is_a_finding():
+    with registered(Broken(cls=ForgetsItsInput, check="")) as name:
+        (result,) = run_checks(name, checks=["complexity_claims"])
+    assert result.outcome == "failed"
+    assert "depends on no input" in result.message
+
+
+def test_what_was_not_counted_contradicts_nothing():
+    assert not Growth(2.0, None).is_contradicted
+    assert Growth(0.0, math.inf).is_contradicted
+    assert Growth(1.0, 0.2).is_contradicted
+    assert not Growth(1.0, 0.8).is_contradicted
+
+
+def test_options_and_names():
+    rows = measure_complexity("word_convolution", {"max_dilation": 1024})
+    assert [row.is_causal for row in rows] == [False, True]
+    assert all(row.max_path.measured < 0.5 for row in rows if row.max_path.measured is not None)  # dilated: log L
+    with pytest.raises(UnknownNameError):
+        measure_complexity("no_such_variant")
