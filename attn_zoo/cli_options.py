@@ -18,7 +18,7 @@ DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Wher
 
 def load_files(files: list[Path] | None) -> None:
     """Load the files of `--variant-file`."""
-    from attn_zoo.discovery import load_file
+    from attn_zoo.registry import load_file
 
     for path in files or []:
         load_file(path)

@@ -30,12 +30,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"errors"},
     "folder": {"errors", "records"},
     "statistics": {"errors"},
-    "registry": WORDS | {"discovery", "attention"},  # attention for annotations only, discovery when first asked
-    "discovery": WORDS | {"registry"},
+    "discovery": WORDS,
+    "registry": WORDS | {"discovery", "attention"},  # attention for annotations only
     "kernels": WORDS,
     "attention": WORDS | {"registry", "kernels"},
     "variants": WORDS | {"registry", "attention", "kernels"},
-    "model": WORDS | {"attention"},
+    "model": WORDS | {"registry", "attention"},
     "tasks": WORDS | {"registry"},
     "training": WORDS | {"records", "statistics", "registry", "attention", "model", "tasks", "kernels"},
     "measure": WORDS | {"records", "statistics"},
@@ -87,7 +87,7 @@ def imports_of(path: Path) -> set[tuple[str, str]]:
 def test_imports_follow_the_arrows(path):
     part = part_of(path)
     allowed = MAY_IMPORT[part] | {part}
-    names = {name for name in dir(attn_zoo) if not name.startswith("_")} | {"__version__"}
+    names = {*attn_zoo.__all__, "__version__"}
     wrong = {module for other, module in imports_of(path) if other not in allowed and other not in names}
     assert wrong == set()
 
@@ -102,6 +102,35 @@ def test_imports_are_absolute(path):
 def test_variants_do_not_import_each_other():
     for path in (ROOT / "variants").glob("*.py"):
         assert not [module for part, module in imports_of(path) if part == "variants"], path.name
+
+
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def _imported_modules() -> dict[str, frozenset[str]]:
+    """Return for every module of this package which others it imports when it runs: annotations do not count."""
+    known = {_module_of(path) for path in FILES}
+    found = {}
+    for path in FILES:
+        tree, wanted = ast.parse(path.read_text()), set()
+        annotations = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if id(node) in annotations:
+                continue
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                wanted |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        # `attn_zoo` itself loads its names when they are first asked for.
+        found[_module_of(path)] = frozenset((wanted & known) - {_module_of(path), "attn_zoo"})
+    return found
 
 
 def test_there_is_no_drawer_for_odds_and_ends():

@@ -82,7 +82,7 @@ class TrainingRun:
 
 def group_training_runs(results: Results) -> list[tuple[Setting, list[TrainingRun]]]:
     """Return all training runs, by setting in a stable order; of a cell that occurs twice, the last."""
-    last = {one.cell.key: one for one in results.observations if one.cell.kind == "accuracy"}
+    last = {one.cell.key: one for one in results.observations if one.is_training}
     by_setting: dict[Setting, list[Observation]] = {}
     for one in results.observations:
         if last.get(one.cell.key) is one:

@@ -74,10 +74,10 @@ def status_table(analysis: Analysis) -> Table:
     for one in analysis.results.observations:
         cell, record = one.cell, one.record
         if record.status != "ok":
-            is_timed = cell.kind == "scaling"
-            what = PASS_TITLES.get(cell.pass_ or "", "") if is_timed else f"{cell.task} {cell.level or ''}".strip()
+            training = f"{cell.task} {cell.level or ''}".strip()
+            what = training if one.is_training else PASS_TITLES.get(cell.pass_ or "", "")
             key = (one.label, record.status, what, cell.dtype, cell.device, record.reason)
-            grouped.setdefault(key, []).append(cell.seq_len or 0 if is_timed else 0)
+            grouped.setdefault(key, []).append(0 if one.is_training else cell.seq_len or 0)
     fields = ("variant", "status", "what", "dtype", "device", "reason", "num_cells", "lengths")
     rows = [
         dict(zip(fields, (*key, len(lengths), _length_list(lengths)), strict=True))
