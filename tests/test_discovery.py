@@ -102,6 +102,17 @@ def test_a_bad_package_is_listed_with_its_reason_and_the_others_work(site):
     assert type(attention).__name__ == "Values"
 
 
+def test_folders_of_a_room_hold_what_its_modules_share_and_are_not_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "zoo_plugin_room" / "shared").mkdir(parents=True)
+    (tmp_path / "zoo_plugin_room" / "__init__.py").write_text("")
+    (tmp_path / "zoo_plugin_room" / "task.py").write_text("")
+    (tmp_path / "zoo_plugin_room" / "shared" / "__init__.py").write_text("raise AssertionError")
+    assert discover("zoo_plugin_room", all_or_nothing) == []
+    assert "zoo_plugin_room.task" in sys.modules
+    assert "zoo_plugin_room.shared" not in sys.modules
+
+
 def test_a_package_that_hangs_is_given_up(site):
     site(zoo_plugin_hangs="while True: pass")
     (failure,) = discover("attn_zoo.variants", all_or_nothing, timeout_s=1)
