@@ -131,6 +131,11 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
         kernel = _cpu_flash
     else:
         kernel = partial(_torch_choice if _is_torchs_choice(name, call) else _pinned, name)
+    return _with_kernel(kernel, call)
+
+
+def _with_kernel(kernel: _Kernel, call: ExactCall) -> _Attend:
+    """Return what gives the kernel the bias that calls like this one need."""
     if not call.has_bias:
         return partial(_unbiased, kernel)
     if call.has_alibi_or_offset or (call.is_causal and kernel is not _cpu_flash):
