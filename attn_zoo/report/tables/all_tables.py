@@ -45,7 +45,7 @@ def summary_tables(analysis: Analysis) -> list[Table]:
 
 
 def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
-    found = (
+    tables = (
         accuracy_table(group),
         pretraining_table(group),
         cost_table(group),
@@ -53,7 +53,7 @@ def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
         trials_table(group),
         published_table(group, analysis.variants),
     )
-    return [table for table in found if table is not None]
+    return [table for table in tables if table is not None]
 
 
 def long_tables(analysis: Analysis) -> list[Table]:
