@@ -19,10 +19,9 @@ if TYPE_CHECKING:
         describe,
         list_variants,
     )
-    from attn_zoo.discovery import load_file
     from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError, UnsupportedError
     from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
-    from attn_zoo.registry import VariantConfig, register_attention, register_mixer, register_task
+    from attn_zoo.registry import VariantConfig, load_file, register_attention, register_mixer, register_task
 
 __version__ = "0.1.0"
 
@@ -45,7 +44,7 @@ _HOME = {
     "build_mixer": "attention",
     "describe": "attention",
     "list_variants": "attention",
-    "load_file": "discovery",
+    "load_file": "registry",
     "register_attention": "registry",
     "register_mixer": "registry",
     "register_task": "registry",

@@ -36,7 +36,7 @@ Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
 
 
 def _load(files: list[Path] | None) -> None:
-    from attn_zoo.discovery import load_file
+    from attn_zoo.registry import load_file
 
     for path in files or []:
         load_file(path)

@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _load(files: list[Path] | None) -> None:
-    from attn_zoo.discovery import load_file
+    from attn_zoo.registry import load_file
 
     for path in files or []:
         load_file(path)

@@ -13,17 +13,29 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.registry import LoadFailure, tasks, variants
 
-__all__ = ["IMPORT_TIMEOUT_S", "discover", "load_file"]
+__all__ = ["IMPORT_TIMEOUT_S", "Guard", "LoadFailure", "discover", "import_file"]
 
 IMPORT_TIMEOUT_S = 60.0
+
+Guard = Callable[[], AbstractContextManager[None]]
+"""Makes a context that forgets what its block registered when the block fails: half a provider is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadFailure:
+    """A provider that could not be loaded: the others still work, and this one is listed with its reason."""
+
+    provider: str
+    reason: str
+
 
 _TRIAL = "ATTN_ZOO_IMPORT_TRIAL"
 """Set in the child process that tries an import, so that a module which itself asks for the variants starts no more."""
@@ -39,21 +51,9 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
 
 
-@contextmanager
-def _all_or_nothing() -> Iterator[None]:
-    """Forget what the block registered when it fails: half a provider is none."""
-    before = variants.names, tasks.names
+def _guarded(provider: str, load: Callable[[], object], guard: Guard) -> list[LoadFailure]:
     try:
-        yield
-    except BaseException:
-        variants.keep_only(before[0])
-        tasks.keep_only(before[1])
-        raise
-
-
-def _guarded(provider: str, load: Callable[[], object]) -> list[LoadFailure]:
-    try:
-        with _all_or_nothing():
+        with guard():
             load()
     except KeyboardInterrupt:
         raise
@@ -87,19 +87,20 @@ def _probe(argument: str, code: str, timeout_s: float) -> str | None:
     return f"ended the process at import, with exit code {done.returncode}"
 
 
-def _load_entry_point(entry: EntryPoint, timeout_s: float) -> list[LoadFailure]:
+def _load_entry_point(entry: EntryPoint, guard: Guard, timeout_s: float) -> list[LoadFailure]:
     provider = f"{entry.dist.name} ({entry.value})" if entry.dist else entry.value
     hang = _probe(entry.value.partition(":")[0], "import importlib; importlib.import_module(sys.argv[1])", timeout_s)
     if hang:
         return [LoadFailure(provider=provider, reason=hang)]
-    return _guarded(provider, entry.load)
+    return _guarded(provider, entry.load, guard)
 
 
-def discover(group: str, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailure]:
+def discover(group: str, guard: Guard, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailure]:
     """Import every module of the package named `group`, then every entry point in the group of the same name.
 
     Args:
         group: `"attn_zoo.variants"` or `"attn_zoo.tasks"`.
+        guard: put around each foreign provider.
         timeout_s: how long one foreign module may take to import.
 
     Returns:
@@ -112,15 +113,16 @@ def discover(group: str, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailur
     if _TRIAL in os.environ:  # a module on trial that asks for the variants must not be blamed for its neighbours
         return failures
     for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
-        failures += _load_entry_point(entry, timeout_s)
+        failures += _load_entry_point(entry, guard, timeout_s)
     return failures
 
 
-def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
-    """Import a plain Python file so that it registers its variants or tasks. Loading a file twice does nothing.
+def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
+    """Import a plain Python file under a name of its own. A second time does nothing.
 
     Args:
         path: of the file.
+        guard: put around the import.
         timeout_s: how long the import may take, tried in a child process first; None for a process that is itself
             expendable, which then needs no trial.
 
@@ -143,7 +145,7 @@ def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> N
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _all_or_nothing():
+        with guard():
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]

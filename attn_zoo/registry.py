@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
 
+from attn_zoo.discovery import IMPORT_TIMEOUT_S, LoadFailure, discover, import_file
 from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
 from attn_zoo.metadata import Capabilities, Complexity, Form, Reference, Shape
 
@@ -25,10 +27,11 @@ if TYPE_CHECKING:
     from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, BuildContext
 
 __all__ = [
-    "LoadFailure",
     "Registry",
     "Variant",
     "VariantConfig",
+    "all_or_nothing",
+    "load_file",
     "make_config",
     "register_attention",
     "register_mixer",
@@ -169,14 +172,6 @@ class Variant:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadFailure:
-    """A provider that could not be loaded: the others still work, and this one is listed with its reason."""
-
-    provider: str
-    reason: str
-
-
 @dataclass
 class Registry(Generic[_Entry]):
     """Names and entries of one kind, discovered on first use.
@@ -252,20 +247,36 @@ class Registry(Generic[_Entry]):
         return len(self._entries)
 
 
-def _discover_variants() -> list[LoadFailure]:
-    from attn_zoo.discovery import discover
+@contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Forget what the block registered when it fails: half a provider is none."""
+    before = variants.names, tasks.names
+    try:
+        yield
+    except BaseException:
+        variants.keep_only(before[0])
+        tasks.keep_only(before[1])
+        raise
 
-    return discover("attn_zoo.variants")
+
+variants: Registry[Variant] = Registry(
+    "variant", "attn-zoo list", lambda: discover("attn_zoo.variants", all_or_nothing)
+)
+tasks: Registry[Any] = Registry("task", "attn-zoo list tasks", lambda: discover("attn_zoo.tasks", all_or_nothing))
 
 
-def _discover_tasks() -> list[LoadFailure]:
-    from attn_zoo.discovery import discover
+def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
+    """Import a plain Python file so that it registers its variants or tasks. Loading a file twice does nothing.
 
-    return discover("attn_zoo.tasks")
+    Args:
+        path: of the file.
+        timeout_s: how long the import may take, tried in a child process first; None for a process that is itself
+            expendable, which then needs no trial.
 
-
-variants: Registry[Variant] = Registry("variant", "attn-zoo list", _discover_variants)
-tasks: Registry[Any] = Registry("task", "attn-zoo list tasks", _discover_tasks)
+    Raises:
+        ConfigError: the file is missing, or raises, exits or hangs when imported.
+    """
+    import_file(path, all_or_nothing, timeout_s)
 
 
 def _provider_of(owner: Callable[..., Any]) -> tuple[str, str]:

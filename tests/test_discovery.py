@@ -12,7 +12,7 @@ from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
 from attn_zoo.discovery import discover
 from attn_zoo.errors import ConfigError
-from attn_zoo.registry import tasks, variants
+from attn_zoo.registry import all_or_nothing, tasks, variants
 
 VARIANT = """
 import attn_zoo
@@ -85,7 +85,7 @@ def test_a_bad_package_is_listed_with_its_reason_and_the_others_work(site):
         zoo_plugin_asks="import attn_zoo; attn_zoo.list_variants()\n" + VARIANT.format(name="plugin_asks"),
     )
     list(variants)
-    failures = discover("attn_zoo.variants")
+    failures = discover("attn_zoo.variants", all_or_nothing)
     assert reasons_by_package(failures) == {
         "zoo_plugin_raises": "ValueError: first line",
         "zoo_plugin_exits": "called sys.exit('no licence') at import",
@@ -102,9 +102,20 @@ def test_a_bad_package_is_listed_with_its_reason_and_the_others_work(site):
     assert type(attention).__name__ == "Values"
 
 
+def test_folders_of_a_room_hold_what_its_modules_share_and_are_not_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "zoo_plugin_room" / "shared").mkdir(parents=True)
+    (tmp_path / "zoo_plugin_room" / "__init__.py").write_text("")
+    (tmp_path / "zoo_plugin_room" / "task.py").write_text("")
+    (tmp_path / "zoo_plugin_room" / "shared" / "__init__.py").write_text("raise AssertionError")
+    assert discover("zoo_plugin_room", all_or_nothing) == []
+    assert "zoo_plugin_room.task" in sys.modules
+    assert "zoo_plugin_room.shared" not in sys.modules
+
+
 def test_a_package_that_hangs_is_given_up(site):
     site(zoo_plugin_hangs="while True: pass")
-    (failure,) = discover("attn_zoo.variants", timeout_s=1)
+    (failure,) = discover("attn_zoo.variants", all_or_nothing, timeout_s=1)
     assert failure.provider == "zoo_plugin_hangs (zoo_plugin_hangs)"
     assert failure.reason == "did not finish importing within 1 s"
     assert "full" in variants
@@ -112,7 +123,7 @@ def test_a_package_that_hangs_is_given_up(site):
 
 def test_a_package_that_waits_for_input_does_not_wait(site):
     site(zoo_plugin_reads="input()")
-    (failure,) = discover("attn_zoo.variants", timeout_s=30)
+    (failure,) = discover("attn_zoo.variants", all_or_nothing, timeout_s=30)
     assert failure.reason.startswith(("EOFError", "OSError"))
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import pytest
 
 from attn_zoo import AbstractAttention, AbstractMixer, Capabilities, Complexity, ConfigError, Reference, VariantConfig
+from attn_zoo.discovery import LoadFailure
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.registry import (
-    LoadFailure,
     Registry,
     make_config,
     register_attention,

@@ -5,7 +5,7 @@ subset that runs before anything is timed. `measure_complexity(name)` measures h
 length grow. None of them knows any variant by name.
 """
 
-from attn_zoo.conformance.catalogue import CHECKS
+from attn_zoo.conformance.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, exit_code
 from attn_zoo.conformance.complexity import Growth, MeasuredComplexity, measure_complexity
 from attn_zoo.conformance.gate import GATE_CHECKS, gate

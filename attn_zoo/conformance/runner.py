@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.catalogue import CHECKS
+from attn_zoo.conformance.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
 from attn_zoo.conformance.subject import Form, Subject
 from attn_zoo.errors import UnknownNameError, UnsupportedError

@@ -142,7 +142,7 @@ def _verdict_word(row: Row) -> str:
 
 
 def _measured(results: Results) -> pd.DataFrame:
-    frame = flat_frame([one for one in results.observations if one.is_timed and one.cell.kind == "scaling"])
+    frame = flat_frame([one for one in results.observations if one.is_timed])
     frame["num_processes"] = [max(1, len(sizes)) for sizes in frame["process_sizes"]]
     # The latest of repeated cells; a null never equals a null in a merge key of this type, so give it a value.
     frame = frame[[*_MATCH, "median_ms", "flags", *_ENDS]].drop_duplicates(list(_MATCH), keep="last")

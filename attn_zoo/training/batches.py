@@ -109,31 +109,29 @@ class Batcher:
 
     def feed(self, split: Split) -> Feed:
         """Return the split ready for `batch`."""
-        other_tokens, other_lengths = split.other_tokens, split.other_lengths
-        on_device = Split(
-            tokens=split.tokens.to(self.device),
-            lengths=split.lengths.to(self.device),
-            labels=split.labels.to(self.device),
-            other_tokens=None if other_tokens is None else other_tokens.to(self.device),
-            other_lengths=None if other_lengths is None else other_lengths.to(self.device),
-        )
+        # Groups stay on the host, where scores are broken down.
+        tensors = {name: tensor for name, tensor in split.tensors().items() if name != "groups"}
+        on_device = Split(**{name: tensor.to(self.device) for name, tensor in tensors.items()})
         groups = None if split.groups is None else split.groups.cpu()
-        return Feed(on_device, split.lengths.cpu(), None if other_lengths is None else other_lengths.cpu(), groups)
+        other_lengths = None if split.other_lengths is None else split.other_lengths.cpu()
+        return Feed(on_device, split.lengths.cpu(), other_lengths, groups)
 
     def batch(self, feed: Feed, rows: Tensor) -> Batch:
         """Return the given rows (indices on the host)."""
-        picked = feed.split.select(send(rows, self.device))
+        # Not as a `Split`, which would look at the lengths: no step waits for the device.
+        on_device = send(rows, self.device)
+        picked = {name: tensor[on_device] for name, tensor in feed.split.tensors().items()}
         lengths = feed.lengths[rows]
-        tokens, mask = self._padded(picked.tokens, picked.lengths, lengths)
+        tokens, mask = self._padded(picked["tokens"], picked["lengths"], lengths)
         num_tokens, num_positions, width = int(lengths.sum(dtype=torch.int64)), tokens.numel(), tokens.shape[1]
         other_tokens = other_mask = None
-        if picked.other_tokens is not None and picked.other_lengths is not None and feed.other_lengths is not None:
+        if feed.other_lengths is not None:
             lengths = feed.other_lengths[rows]
-            other_tokens, other_mask = self._padded(picked.other_tokens, picked.other_lengths, lengths)
+            other_tokens, other_mask = self._padded(picked["other_tokens"], picked["other_lengths"], lengths)
             num_tokens += int(lengths.sum(dtype=torch.int64))
             num_positions += other_tokens.numel()
             width = other_tokens.shape[1] if self.spec.kind == "seq2seq" else width
-        labels = picked.labels.long()
+        labels = picked["labels"].long()
         if labels.ndim == 2:
             labels = _fitted(labels, width, IGNORED_LABEL)
         return Batch(tokens, mask, labels, num_tokens, num_positions, other_tokens, other_mask)

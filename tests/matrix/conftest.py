@@ -7,13 +7,12 @@ from unittest import mock
 
 import pytest
 
-from attn_zoo.discovery import load_file
 from attn_zoo.matrix.cell.run_order import run_order
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Cell, Environment, Record
-from attn_zoo.registry import tasks, variants
+from attn_zoo.registry import load_file, tasks, variants
 
 VARIANT_FILE = str(Path(__file__).with_name("misbehaving.py"))
 TRAINING_FILE = str(Path(__file__).with_name("training_subjects.py"))

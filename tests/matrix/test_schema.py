@@ -220,7 +220,7 @@ def test_the_matrices_of_peers_can_be_planned_with_their_files(path):
     code = """
         import sys
         from pathlib import Path
-        from attn_zoo.discovery import load_file
+        from attn_zoo.registry import load_file
         from attn_zoo.matrix.plan.expand import make_plan
         from attn_zoo.matrix.plan.schema import load_matrix
         for path in sorted(Path(sys.argv[1]).with_name("peers").glob("*.py")):

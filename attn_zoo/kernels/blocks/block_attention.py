@@ -102,7 +102,7 @@ class _BlockAttention(torch.autograd.Function):
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? padding, Tensor? slopes, Tensor? seed, Tensor? indices, "
     "Tensor? counts, str layout, SymInt[] numbers, float scale, float dropout_p, str backend, "
-    "bool has_lse"
+    "bool has_lse, bool needs_grad"
 )
 _NUM_TENSORS = 8  # of these
 
@@ -143,11 +143,11 @@ def _as_pattern(
 
 def _as_call(*given: Any) -> tuple[Backend, BlockCall]:
     """Return the path and the call that the operator's arguments stand for."""
-    query, key, value, padding, slopes, seed, indices, counts, layout, numbers, scale, dropout_p, backend, has_lse = (
-        given
+    query, key, value, padding, slopes, seed, *table, scale, dropout_p, backend, has_lse, needs_grad = given
+    pattern = _as_pattern(query, key, *table)
+    path = choose_path(
+        query, pattern.block_size, dropout_p=dropout_p, scale=scale, needs_grad=needs_grad, backend=backend
     )
-    pattern = _as_pattern(query, key, indices, counts, layout, numbers)
-    path = choose_path(query, pattern.block_size, dropout_p=dropout_p, scale=scale, backend=backend)
     return path, BlockCall(query, key, value, padding, pattern, slopes, scale, dropout_p, seed, has_lse)
 
 
@@ -273,16 +273,19 @@ def _attend(
     has_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if torch.compiler.is_compiling():
         # Where the inputs are, so that nothing waits for it; the gather path alone reads it on the host.
         seed = torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
-        given = (query, key, value, padding, slopes, seed, *_as_numbers(pattern), scale, dropout_p, backend, has_lse)
-        compiled: tuple[Tensor, Tensor] = _operator(*given)
+        given = (*_as_numbers(pattern), scale, dropout_p, backend, has_lse, needs_grad)
+        compiled: tuple[Tensor, Tensor] = _operator(query, key, value, padding, slopes, seed, *given)
         return compiled
     if isinstance(pattern, PatternLayout):
         pattern = pattern.pattern(str(query.device))
     _check_sizes(query, key, pattern, slopes)
-    path = choose_path(query, pattern.block_size, dropout_p=dropout_p, scale=scale, backend=backend)
+    path = choose_path(
+        query, pattern.block_size, dropout_p=dropout_p, scale=scale, needs_grad=needs_grad, backend=backend
+    )
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
     make_call = partial(

@@ -60,8 +60,30 @@ _TRITON_SIZES = (16, 32, 64, 128)  # a matrix product has 16 rows at least, and 
 _TRITON_CAPABILITY = (8, 0)  # Ampere, for bfloat16 and asynchronous copies
 
 
+@cache
+def _backward_tile(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the tile of FlexAttention's backward, which torch takes from a table, whatever tiles a call names.
+
+    Blocks that it does not divide have no kernel at all ("NoValidChoicesError"). 1 where torch does not say.
+    """
+    from torch._inductor.virtualized import V
+
+    try:
+        configs = V.choices.get_flex_attention_bwd_configs(head_dim, dtype, "cuda")
+        sizes = [max(each.block_m1, each.block_n1, each.block_m2, each.block_n2) for each in configs]
+    except (AttributeError, TypeError):  # another version of torch
+        return 1
+    return min(sizes, default=1)
+
+
 def why_not_flex(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, dropout_p: float = 0.0
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    dropout_p: float = 0.0,
+    *,
+    needs_grad: bool = False,
 ) -> str | None:
     """Return the sentence that says why FlexAttention cannot serve a call, or None when it can."""
     if device.type != "cuda":
@@ -76,6 +98,8 @@ def why_not_flex(
         return f"FlexAttention needs head_dim >= {_FLEX_MIN_HEAD_DIM}; got {head_dim}"
     if block_size < _FLEX_MIN_BLOCK_SIZE or block_size & (block_size - 1):
         return f"FlexAttention needs block_size a power of two >= {_FLEX_MIN_BLOCK_SIZE}; got {block_size}"
+    if needs_grad and block_size % (tile := _backward_tile(head_dim, dtype)):
+        return f"FlexAttention's backward needs block_size a multiple of {tile} on this device; got {block_size}"
     return None
 
 
@@ -103,13 +127,18 @@ def why_not_triton(
 
 
 def choose_path(
-    query: Tensor, block_size: int, *, dropout_p: float = 0.0, scale: float = 1.0, backend: Backend = "auto"
+    query: Tensor,
+    block_size: int,
+    *,
+    dropout_p: float = 0.0,
+    scale: float = 1.0,
+    needs_grad: bool = False,
+    backend: Backend = "auto",
 ) -> Backend:
     """Return the path that serves a call; see `block_sparse_attention` for arguments and errors."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return _choose(
-        query.device, query.dtype, query.shape[-1], block_size, dropout_p, scale, backend, is_interpreted=is_interpreted
-    )
+    sizes = query.device, query.dtype, query.shape[-1], block_size
+    return _choose(*sizes, dropout_p, scale, backend, needs_grad=needs_grad, is_interpreted=is_interpreted)
 
 
 @cache  # asked in every call, and looking for a package takes longer than the rest of a small one
@@ -122,11 +151,12 @@ def _choose(
     scale: float,
     backend: Backend,
     *,
+    needs_grad: bool,
     is_interpreted: bool,  # noqa: ARG001  # part of the key
 ) -> Backend:
     reasons: dict[str, Callable[[], str | None]] = {
         "triton": lambda: why_not_triton(device, dtype, head_dim, block_size, scale),
-        "flex": lambda: why_not_flex(device, dtype, head_dim, block_size, dropout_p),
+        "flex": lambda: why_not_flex(device, dtype, head_dim, block_size, dropout_p, needs_grad=needs_grad),
         "gather": lambda: None,
     }
     if backend == "auto":

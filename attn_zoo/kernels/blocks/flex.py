@@ -11,6 +11,7 @@ Dong et al. 2024, "Flex Attention", arXiv 2412.05496. Three parts keep every lis
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -169,11 +170,10 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _kernel_options(block_size: int) -> dict[str, Any]:
-    """Return tiles that divide the blocks; the defaults are made for blocks of 128."""
+    """Return tiles of the forward that divide the blocks; those of the backward torch takes from its own table."""
     tile = min(_TILE, block_size)
-    names = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
     # The kernel for few queries splits keys by its own blocks, which need not divide ours.
-    return {**dict.fromkeys(names, tile), "FORCE_USE_FLEX_ATTENTION": True}
+    return {"fwd_BLOCK_M": tile, "fwd_BLOCK_N": tile, "FORCE_USE_FLEX_ATTENTION": True}
 
 
 def _dense_rows(call: BlockCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -238,7 +238,9 @@ def flex_forward(call: BlockCall) -> tuple[Tensor, Tensor | None]:
             return output, extra.lse
 
         try:
-            with torch._dynamo.config.patch(recompile_limit=_MAX_KERNELS):
+            with torch._dynamo.config.patch(recompile_limit=_MAX_KERNELS), warnings.catch_warnings():
+                # The compiler looks at `.grad` of its inputs, which are no leaves here.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
                 parts = [attend(pattern.key_len, listed_block_mask(pattern, padding))]
                 if pattern.num_global:
                     has_mask = padding is not None or pattern.rule is not None

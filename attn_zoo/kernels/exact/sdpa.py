@@ -131,6 +131,11 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
         kernel = _cpu_flash
     else:
         kernel = partial(_torch_choice if _is_torchs_choice(name, call) else _pinned, name)
+    return _with_kernel(kernel, call)
+
+
+def _with_kernel(kernel: _Kernel, call: ExactCall) -> _Attend:
+    """Return what gives the kernel the bias that calls like this one need."""
     if not call.has_bias:
         return partial(_unbiased, kernel)
     if call.has_alibi_or_offset or (call.is_causal and kernel is not _cpu_flash):
@@ -231,8 +236,8 @@ def _padded(kernel: _Kernel, call: ExactCall) -> Tensor:
     """Run a kernel with padding alone, or with its own causal flag: one row of bias for all rows of a sequence."""
     padding, query = call.key_padding_mask, call.query
     assert padding is not None
-    bias = torch.zeros(padding.shape, dtype=_bias_dtype(kernel, query), device=padding.device)
-    bias = bias.masked_fill(padding, float("-inf"))[:, None, None]  # [B, 1, 1, S]
+    bias = padding.to(_bias_dtype(kernel, query)).masked_fill_(padding, float("-inf"))
+    bias = bias.view(padding.shape[0], 1, 1, -1)
     if kernel is _cpu_flash:  # it reads a broadcast bias in place, and gives zeros for rows that see nothing
         return kernel(query, call.key, call.value, bias, call.dropout_p, call.is_causal)
     bias, is_empty = guard_empty_rows(bias)

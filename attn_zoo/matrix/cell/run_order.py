@@ -6,14 +6,13 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from attn_zoo.discovery import load_file
 from attn_zoo.errors import AttnZooError, ConfigError
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import limit_memory
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Record
-from attn_zoo.registry import variants
+from attn_zoo.registry import load_file, variants
 
 __all__ = ["answer", "run_order"]
 

@@ -18,7 +18,7 @@ from os import getpid
 
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.engines.process import spawn_environment
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import die_with_parent
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.lock import hold_lock

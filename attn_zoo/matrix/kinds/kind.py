@@ -1,6 +1,6 @@
 """What a kind of cell is: the model of its groups in a matrix, and how these become cells, forecasts and records.
 
-Behaviour of a kind stands in its own module beside this one and nowhere else. `catalogue.py` lists them.
+Behaviour of a kind stands in its own module beside this one and nowhere else. `all_kinds.py` lists them.
 """
 
 from __future__ import annotations

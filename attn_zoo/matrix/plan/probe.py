@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import attn_zoo
-from attn_zoo.discovery import load_file
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Cell
+from attn_zoo.registry import load_file
 
 __all__ = ["probe"]
 

@@ -36,6 +36,11 @@ class Observation:
         return self.record.cell
 
     @property
+    def is_training(self) -> bool:
+        """Whether it is a training run; everything else is a call or step to be timed."""
+        return self.cell.kind == "accuracy"
+
+    @property
     def is_timed(self) -> bool:
         """Whether it is a call or step that was measured."""
         return self.record.status == "ok" and self.record.timing is not None

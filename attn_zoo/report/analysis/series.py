@@ -14,7 +14,7 @@ from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 from attn_zoo.statistics import time_summary
 
-__all__ = ["Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels", "panel_setting"]
+__all__ = ["Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels"]
 
 Part = TypeVar("Part", Record, Timing, Memory)
 
@@ -58,7 +58,7 @@ class Point:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Throughput of a training step, padding excluded; None for what is no step."""
+        """Throughput of a training step, padding excluded; None for a single call."""
         return token_rates(self.record).get("tokens_per_s")
 
     @property
@@ -166,7 +166,7 @@ class Panel:
         return sorted({one.seq_len for series in self.series for one in series.outcomes})
 
 
-def panel_setting(one: Observation) -> dict[str, Any]:
+def _setting(one: Observation) -> dict[str, Any]:
     """Return everything but mechanism and length that decides a timing; see `PANEL_FIELDS`."""
     given = {"environment": one.environment, "pass": one.cell.pass_ or "", "protocol": one.cell.protocol or ""}
     return {name: given[name] if name in given else getattr(one.cell, name) for name in PANEL_FIELDS}
@@ -176,8 +176,8 @@ def make_panels(results: Results) -> list[Panel]:
     """Return the panels of all that was to be timed, in a stable order."""
     groups: dict[tuple[Any, ...], list[Observation]] = {}
     for one in results.observations:
-        if one.cell.kind == "scaling" and one.cell.seq_len is not None:
-            groups.setdefault(tuple(panel_setting(one).values()), []).append(one)
+        if not one.is_training and one.cell.seq_len is not None:
+            groups.setdefault(tuple(_setting(one).values()), []).append(one)
     passes = list(PASS_TITLES)
 
     def order(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -82,7 +82,7 @@ class TrainingRun:
 
 def group_training_runs(results: Results) -> list[tuple[Setting, list[TrainingRun]]]:
     """Return all training runs, by setting in a stable order; of a cell that occurs twice, the last."""
-    last = {one.cell.key: one for one in results.observations if one.cell.kind == "accuracy"}
+    last = {one.cell.key: one for one in results.observations if one.is_training}
     by_setting: dict[Setting, list[Observation]] = {}
     for one in results.observations:
         if last.get(one.cell.key) is one:
@@ -130,7 +130,7 @@ def _runs(members: Sequence[Observation]) -> list[TrainingRun]:
 
 
 def _starts(records: Sequence[Record]) -> list[str]:
-    """Return for each run what the model had learned before; several ways of it are told apart by their settings.
+    """Return for each run what the model had learned before; its settings distinguish several ways of pretraining.
 
     A run that failed left no score to say so: it belongs to the finished ones with the same settings, or is judged by
     its settings where there is none.

@@ -124,24 +124,18 @@ def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: 
     >>> spread([1.0, 1.0], [1.0, 1.0], 0.0, 10.0)
     [0.5, 1.5]
     """
-    offsets, position = [], 0.0
-    for index, height in enumerate(heights):
-        position += (heights[index - 1] + height) / 2 if index else 0.0
-        offsets.append(position)
-    # Pool adjacent violators: with the offsets taken away, "not overlapping" becomes "not decreasing".
-    blocks: list[tuple[float, int]] = []
-    for centre, offset in zip(wanted, offsets, strict=True):
-        value, count = centre - offset, 1
-        while blocks and blocks[-1][0] > value:
-            before, size = blocks.pop()
-            value, count = (before * size + value * count) / (size + count), size + count
-        blocks.append((value, count))
-    free = [value for value, count in blocks for _ in range(count)]
-    if not free:
+    from scipy.optimize import isotonic_regression  # a fifth of a second that no other part of a report needs
+
+    if not wanted:
         return []
-    lowest = low + heights[0] / 2
-    highest = max(lowest, high - heights[-1] / 2 - offsets[-1])
-    return [min(max(value, lowest), highest) + offset for value, offset in zip(free, offsets, strict=True)]
+    sizes = np.asarray(heights, dtype=np.float64)
+    offsets = np.cumsum(sizes) - sizes / 2 - sizes[0] / 2
+    # With the offsets taken away, "not overlapping" becomes "not decreasing".
+    free = isotonic_regression(np.asarray(wanted) - offsets).x
+    lowest = low + sizes[0] / 2
+    highest = max(lowest, high - sizes[-1] / 2 - offsets[-1])
+    placed: list[float] = (np.clip(free, lowest, highest) + offsets).tolist()
+    return placed
 
 
 Box = tuple[float, float, float, float]

@@ -21,11 +21,11 @@ __all__ = ["WIDTH", "Page", "text_size"]
 WIDTH = 8.0
 """Inches of a page, where nothing asks for more."""
 
+TITLE_SIZE = 12.5
 _MARGIN = 0.14
 _NOTE_LETTER = 0.0665
 """Inches that a letter of the note takes, on average."""
-_TITLE_SIZE, _TITLE_LETTER = 12.5, 0.121
-_LINE = 0.17
+_NOTE_LINE = 0.17
 
 
 class Page:
@@ -47,12 +47,12 @@ class Page:
         """Inches from the top edge to the end of what stands already."""
         self._places: list[tuple[Axes, float, float, float, float]] = []
         text = plain(title, 120)
-        size = _TITLE_SIZE * min(1.0, width / (_TITLE_LETTER * max(len(text), 1)))
-        self.text(_MARGIN, 0.3, text, fontsize=size, fontweight="bold")
+        excess = text_size(text, TITLE_SIZE, "bold")[0] / (width - 2 * _MARGIN)
+        self.text(_MARGIN, 0.3, text, fontsize=TITLE_SIZE / max(1.0, excess), fontweight="bold")
         letters = max(20, int((width - 2 * _MARGIN) / _NOTE_LETTER))
         for line in (line for part in note.split("\n") for line in wrap(part, letters, break_on_hyphens=False)):
             self.text(_MARGIN, self.bottom + 0.03, plain(line, 2 * letters), fontsize=8.5, color=MUTED)
-            self.bottom += _LINE
+            self.bottom += _NOTE_LINE
         self._grow(self.bottom + 0.08)
 
     def text(self, left: float, top: float, words: str, **style: Any) -> None:

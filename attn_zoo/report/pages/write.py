@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.figures.style import render
 from attn_zoo.report.pages.findings import findings
 from attn_zoo.report.pages.html import build_page

@@ -45,7 +45,7 @@ def summary_tables(analysis: Analysis) -> list[Table]:
 
 
 def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
-    found = (
+    tables = (
         accuracy_table(group),
         pretraining_table(group),
         cost_table(group),
@@ -53,7 +53,7 @@ def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
         trials_table(group),
         published_table(group, analysis.variants),
     )
-    return [table for table in found if table is not None]
+    return [table for table in tables if table is not None]
 
 
 def long_tables(analysis: Analysis) -> list[Table]:
@@ -74,10 +74,10 @@ def status_table(analysis: Analysis) -> Table:
     for one in analysis.results.observations:
         cell, record = one.cell, one.record
         if record.status != "ok":
-            is_timed = cell.kind == "scaling"
-            what = PASS_TITLES.get(cell.pass_ or "", "") if is_timed else f"{cell.task} {cell.level or ''}".strip()
+            training = f"{cell.task} {cell.level or ''}".strip()
+            what = training if one.is_training else PASS_TITLES.get(cell.pass_ or "", "")
             key = (one.label, record.status, what, cell.dtype, cell.device, record.reason)
-            grouped.setdefault(key, []).append(cell.seq_len or 0 if is_timed else 0)
+            grouped.setdefault(key, []).append(0 if one.is_training else cell.seq_len or 0)
     fields = ("variant", "status", "what", "dtype", "device", "reason", "num_cells", "lengths")
     rows = [
         dict(zip(fields, (*key, len(lengths), _length_list(lengths)), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,62 @@ def test_math_is_really_dense_and_flash_is_not():
             attend(*draw(64), backend=backend)
         sizes[backend] = max(saved)
     assert sizes == {"math": 2 * H * 64 * 64, "flash": 2 * H * 64 * D}
+
+
+# --- kernels of CUDA devices are run by code that a CPU can run too ---
+
+
+@pytest.mark.parametrize("run", [sdpa._pinned, sdpa._torch_choice], ids=["pinned", "torch_choice"])
+@pytest.mark.parametrize("num_kv_heads", [H, 1])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"is_causal": True},
+        {"key_padding_mask": half_padded(24)},
+        {"is_causal": True, "key_padding_mask": half_padded(24).flip(1)},  # whose first rows see nothing
+        {"is_causal": True, "slopes": alibi_slopes(H)},
+    ],
+)
+def test_kernels_that_take_no_flags_for_it_are_given_a_bias(run, num_kv_heads, arguments):
+    tensors = draw(24, num_kv_heads=num_kv_heads)
+    given = call(**dict(zip(("query", "key", "value"), tensors, strict=True)), **arguments)
+    with recording() as paths:
+        output = sdpa._with_kernel(partial(run, "flash"), given)(given)
+    assert paths == ["sdpa.flash"]
+    names = {
+        "is_causal": given.is_causal,
+        "key_padding_mask": given.key_padding_mask,
+        "alibi": given.slopes is not None,
+    }
+    plain, exact = attend(*tensors, backend="math", **names), oracle(*tensors, **names)
+    assert_exact(output, plain, exact)
+    grads = [torch.autograd.grad(x.sum(), tensors) for x in (output, plain, exact)]
+    for actual, roughly, true in zip(*grads, strict=True):
+        assert_exact(actual, roughly, true, what="gradient")
+
+
+def test_torchs_own_choice_is_recognised():
+    assert sdpa._is_torchs_choice("flash", call())
+    assert sdpa._is_torchs_choice("flash", call(key_padding_mask=half_padded(8)))
+    assert not sdpa._is_torchs_choice("math", call())
+    assert sdpa._is_torchs_choice("math", call(dropout_p=0.5))
+    assert not sdpa._is_torchs_choice("flash", call(slopes=alibi_slopes(H))), "its bias is made for some rows at a time"
+    strided = draw(8)[0].detach().mT.contiguous().mT
+    assert not sdpa._is_torchs_choice("flash", call(query=strided)), "it is copied first"
+
+
+def test_switches_of_cuda_are_part_of_the_signature():
+    plain = sdpa._cuda_switches()
+    hash(plain)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert sdpa._cuda_switches() != plain
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert sdpa._cuda_switches() != plain
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert sdpa._cuda_switches() == plain
 
 
 # --- chunks ---

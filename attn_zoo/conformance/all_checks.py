@@ -1,0 +1,33 @@
+"""All checks, in the order in which they are run and printed: the simplest promises first."""
+
+from __future__ import annotations
+
+from attn_zoo.conformance.backward import CHECKS as BACKWARD
+from attn_zoo.conformance.carry import CHECKS as CARRY
+from attn_zoo.conformance.check import Check
+from attn_zoo.conformance.claims import CHECKS as CLAIMS
+from attn_zoo.conformance.complexity import CHECKS as COMPLEXITY
+from attn_zoo.conformance.cost_claims import CHECKS as COSTS
+from attn_zoo.conformance.decoding import CHECKS as DECODING
+from attn_zoo.conformance.independence import CHECKS as INDEPENDENCE
+from attn_zoo.conformance.numerics import CHECKS as NUMERICS
+from attn_zoo.conformance.padding import CHECKS as PADDING
+from attn_zoo.conformance.randomness import CHECKS as RANDOMNESS
+from attn_zoo.conformance.shapes import CHECKS as SHAPES
+
+__all__ = ["CHECKS"]
+
+CHECKS: tuple[Check, ...] = (
+    *SHAPES,
+    *INDEPENDENCE,
+    *PADDING,
+    *BACKWARD,
+    *NUMERICS,
+    *DECODING,
+    *CARRY,
+    *RANDOMNESS,
+    *CLAIMS,
+    *COSTS,
+    *COMPLEXITY,
+)
+"""Every promise that any variant must keep (`attn-zoo check NAME`)."""

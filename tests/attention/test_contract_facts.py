@@ -1,0 +1,203 @@
+"""What the contract says once for all variants: calls checked once, prefill, a carry, narrowed capabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attn_zoo import registry
+from attn_zoo.attention import AbstractMixer, BuildContext, Mixed, build_attention, build_mixer
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.metadata import Capabilities
+from attn_zoo.model import Classifier, Encoder, LanguageModel, ModelConfig
+from attn_zoo.registry import VariantConfig, variants
+from tests.conformance.broken import Broken, Softmax, registered
+from tests.conformance.broken_contract import CARRY, SortsByTheFuture, SoundCarry
+
+BUILD = BuildContext(embed_dim=8, num_heads=2, max_seq_len=16)
+
+
+def heads(length: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(3, batch, 2, length, 4)
+    return query, key, value
+
+
+def test_a_signature_is_checked_once(monkeypatch):
+    module = build_attention("full", BUILD)
+    checked: list[torch.Size] = []
+    check = module._check
+
+    def count(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        checked.append(query.shape)
+        check(query, key, value, mask)
+
+    monkeypatch.setattr(module, "_check", count)
+    for length in (5, 7, 5, 5, 7):
+        module(*heads(length))
+    assert [shape[2] for shape in checked] == [5, 7]
+    for _ in range(2):  # what is refused is not remembered
+        with pytest.raises(ValueError, match="max_seq_len = 16"):
+            module(*heads(17))
+    query, key, value = heads(5)
+    with pytest.raises(ValueError, match="value: expected dtype"):
+        module(query, key, value.double())
+    with pytest.raises(ValueError, match="key_padding_mask: expected bool"):
+        module(query, key, value, key_padding_mask=torch.zeros(2, 5))
+
+
+def test_remembered_signatures_are_bounded(monkeypatch):
+    monkeypatch.setattr("attn_zoo.attention.contract.MAX_SIGNATURES", 3)
+    module = build_attention("full", BUILD)
+    for length in range(1, 9):
+        module(*heads(length))
+    assert len(module._checked) <= 3
+
+
+def test_a_fixed_length_is_enforced():
+    class Fixed(Softmax):
+        pass
+
+    fixed = Broken(cls=Fixed, check="", capabilities={"variable_seq_len": False})
+    with registered(fixed) as name:
+        module = build_attention(name, BUILD)
+        assert module(*heads(16)).shape == (2, 2, 16, 4)
+        with pytest.raises(UnsupportedError, match="length 15 is not the max_seq_len = 16") as refusal:
+            module(*heads(15))
+        assert refusal.value.capability == "variable_seq_len"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrowing(VariantConfig):
+    how: Literal["not", "less", "more"] = "not"
+
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        if self.how == "less":
+            return capabilities.without(causal="too short").without(cross_attention="no second sequence")
+        return replace(capabilities, key_padding_mask=True) if self.how == "more" else capabilities
+
+
+class Narrowed(Softmax):
+    pass
+
+
+def test_options_narrow_what_a_variant_can_do():
+    broken = Broken(cls=Narrowed, check="", capabilities={"causal": True, "cross_attention": True}, config=Narrowing)
+    causal = replace(BUILD, is_causal=True)
+    with registered(broken) as name:
+        build_attention(name, causal)
+        with pytest.raises(UnsupportedError, match="no causal form: too short"):
+            build_attention(name, causal, how="less")
+        module = build_mixer(name, BUILD, how="less")
+        assert module.capabilities is not None
+        assert not module.capabilities.cross_attention
+        with pytest.raises(ConfigError, match="may only take away; it adds key_padding_mask"):
+            build_attention(name, BUILD, how="more")
+
+
+@pytest.mark.parametrize("name", ["full", "linear_attention", "local_window", "global_pooling"])
+def test_prefill_starts_from_a_state(name):
+    mixer = build_mixer(name, replace(BUILD, is_causal=True)).double().eval()
+    hidden = torch.randn(2, 12, 8, dtype=torch.float64)
+    with torch.no_grad():
+        expected = mixer(hidden)
+        first, state = mixer.prefill(hidden[:, :5])
+        second, state = mixer.step(hidden[:, 5:6], state)
+        third, _ = mixer.prefill(hidden[:, 6:], state)
+    torch.testing.assert_close(torch.cat([first, second, third], dim=1), expected)
+
+
+def test_prefill_refuses_what_step_refuses():
+    with pytest.raises(UnsupportedError, match="no step-by-step decoding"):
+        build_mixer("linformer", BUILD).prefill(torch.randn(1, 3, 8))
+    with pytest.raises(UnsupportedError, match="decoding needs is_causal=True"):
+        build_mixer("full", BUILD).prefill(torch.randn(1, 3, 8))
+
+
+def test_a_carry_moves_from_layer_to_layer():
+    with registered(Broken(cls=SoundCarry, check="", capabilities=CARRY)) as name:
+        first, second = (build_mixer(name, replace(BUILD, num_layers=2, layer_index=layer)) for layer in (0, 1))
+        hidden = torch.randn(2, 3, 8)
+        assert isinstance(first(hidden), Tensor)
+        output = first.mix(hidden)
+        assert output.carry is not None
+        alone, after = second.mix(output.hidden), second.mix(output.hidden, carry=output.carry)
+        assert not torch.equal(alone.hidden, after.hidden)
+        with pytest.raises(ValueError, match="carry: expected"):
+            second.mix(hidden, carry=output.carry[:1])
+        config = ModelConfig(variant=name, vocab_size=5, max_seq_len=6, embed_dim=8, num_layers=2, position="learned")
+        encoder, tokens = Encoder(config).eval(), torch.randint(5, (2, 6))
+        with torch.no_grad():
+            whole = encoder(tokens)[0]
+            for block in encoder.blocks:  # the same without what passes
+                block.register_forward_pre_hook(
+                    lambda _, args, named: (args, {**named, "carry": None}), with_kwargs=True
+                )
+            assert not torch.allclose(encoder(tokens)[0], whole)
+
+
+def test_a_carry_is_declared_or_refused():
+    hidden = torch.randn(2, 3, 8)
+    with pytest.raises(UnsupportedError, match="passes nothing between layers"):
+        build_mixer("full", BUILD).mix(hidden, carry=torch.zeros(2, 8))
+
+    class Secretive(AbstractMixer):
+        def forward(
+            self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
+        ) -> Tensor | Mixed:
+            return Mixed(hidden, hidden)
+
+    with (
+        registered(Broken(cls=Secretive, check="", capabilities={"positions": ("none",)})) as name,
+        pytest.raises(TypeError, match="without declaring has_carry"),
+    ):
+        build_mixer(name, BUILD)(hidden)
+
+    class Forgetful(AbstractMixer):
+        def forward(
+            self,
+            hidden: Tensor,
+            *,
+            context: Tensor | None = None,
+            key_padding_mask: Tensor | None = None,
+            carry: Tensor | None = None,
+        ) -> Tensor | Mixed:
+            return hidden
+
+    with (
+        registered(Broken(cls=Forgetful, check="", capabilities=CARRY)) as name,
+        pytest.raises(TypeError, match="must return Mixed"),
+    ):
+        build_mixer(name, BUILD)(hidden)
+    with pytest.raises(ValueError, match="a carry between layers cannot be decoded"):
+        replace(variants["full"].capabilities, has_carry=True)
+
+
+def test_routing_that_sees_the_future_times_and_trains_but_models_no_language():
+    masked = Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"})
+    with registered(masked) as name:
+        build_attention(name, replace(BUILD, is_causal=True))(*heads(5))
+        config = ModelConfig(variant=name, vocab_size=5, max_seq_len=6, embed_dim=8)
+        Classifier(config, 2)
+        for make in (LanguageModel, lambda config: Encoder(config, is_causal=True)):
+            with pytest.raises(UnsupportedError, match="masked, but its routing sees the future"):
+                make(config)
+
+
+def test_claims_know_the_form():
+    full = variants["full"]
+    shape = BUILD.shape(2, 16, config=full.config())
+    mixer = replace(shape, form="mixer")
+    flops, ratio = full.flops(shape), full.backward_ratio(mixer)
+    assert flops == 4 * 2 * 2 * 16 * 16 * 4
+    assert full.projection_flops(shape) == 0
+    projections = 4 * 2 * 2 * 16 * 8 * 8
+    assert full.flops(mixer) == flops + projections
+    assert ratio == pytest.approx((2.5 * flops + 2 * projections) / (flops + projections))
+    assert full.min_bytes(mixer, 4) == 4 * (2 * 2 * 16 * 8 + 4 * 8 * 8 + 4 * 8)
+    parameters = sum(item.numel() for item in nn.ModuleList([build_mixer("full", BUILD)]).parameters())
+    assert 4 * parameters == full.min_bytes(mixer, 4) - mixer.io_bytes(4)
+    assert registry.variants["full"] is full
