@@ -82,9 +82,6 @@ class ListOpsLevel(SplitSizes):
 
     Args:
         grammar: distribution of the trees.
-        num_train: examples.
-        num_validation: examples.
-        num_test: examples.
         seed: of the drawing.
         is_balanced: as many examples for every pair of root operator and label.
         is_release: read from published files instead of drawn.

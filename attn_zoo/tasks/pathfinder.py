@@ -118,9 +118,6 @@ class PathfinderLevel(SplitSizes):
 
     Args:
         scene: what is drawn; of read pictures only the side counts.
-        num_train: pictures drawn.
-        num_validation: pictures drawn.
-        num_test: pictures drawn.
         seed: of the drawing, and of the split of read pictures.
         source: where pictures that are read come from.
         drawn: splits that are drawn; the read pictures are shared out among the others in the proportion 8 : 1 : 1.
