@@ -236,8 +236,8 @@ def _padded(kernel: _Kernel, call: ExactCall) -> Tensor:
     """Run a kernel with padding alone, or with its own causal flag: one row of bias for all rows of a sequence."""
     padding, query = call.key_padding_mask, call.query
     assert padding is not None
-    bias = torch.zeros(padding.shape, dtype=_bias_dtype(kernel, query), device=padding.device)
-    bias = bias.masked_fill(padding, float("-inf"))[:, None, None]  # [B, 1, 1, S]
+    bias = padding.to(_bias_dtype(kernel, query)).masked_fill_(padding, float("-inf"))
+    bias = bias.view(padding.shape[0], 1, 1, -1)
     if kernel is _cpu_flash:  # it reads a broadcast bias in place, and gives zeros for rows that see nothing
         return kernel(query, call.key, call.value, bias, call.dropout_p, call.is_causal)
     bias, is_empty = guard_empty_rows(bias)
