@@ -16,7 +16,7 @@ from attn_zoo.conformance import check_output, gate
 from attn_zoo.conformance.subject import Form
 from attn_zoo.matrix.cell.random_inputs import normal, padding_of
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.costs import Claims, call_shape, claims, config_of
+from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, config_of
 from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind, make_module
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate

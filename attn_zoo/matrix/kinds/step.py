@@ -19,7 +19,7 @@ from attn_zoo.conformance import gate
 from attn_zoo.conformance.tolerance import largest, largest_error, working_tolerance
 from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.costs import DTYPE_BYTES, Claims, call_shape, forward_flops
+from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forward_flops
 from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
