@@ -103,8 +103,9 @@ def harmless_padding(
     if key.device.type == "cpu" and not torch.compiler.is_compiling():
         with torch.no_grad():
             wide = torch.promote_types(key.dtype, torch.float32)
-            norms = [torch.linalg.vector_norm(x, dtype=wide) for x in (query, key, value)]
-        if all(torch.isfinite(torch.stack([norms[0] * norms[1], norms[2]])).tolist()):
+            norms = [float(torch.linalg.vector_norm(x, dtype=wide)) for x in (query, key, value)]
+        largest = torch.finfo(wide).max
+        if norms[0] * norms[1] <= largest and norms[2] <= largest:  # neither is so where a NaN is
             return key, value
     return blank_padding(key, key_padding_mask), blank_padding(value, key_padding_mask)
 

@@ -18,7 +18,7 @@ from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_
 from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain, styled
+from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain
 from attn_zoo.report.units import human_length, human_number
 
 __all__ = ["draw_breakdown"]
@@ -41,8 +41,7 @@ def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
     title = f"{group.metric.title} by {' and '.join(_words(name) for name in axes)}: {group.title}"
     note = group.how + (f"; mean over {', '.join(every[2:])}" if len(every) > 2 else "")
     draw = _draw_curves if len(axes) == 1 else _draw_maps
-    with styled():
-        page = draw(group, scores, axes, looks, title, note)
+    page = draw(group, scores, axes, looks, title, note)
     words = (f"{score.name}: {_alt(parts(score, axes), axes, group.metric)}" for score in scores)
     return page.describe("; ".join(words))
 

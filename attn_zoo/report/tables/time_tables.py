@@ -56,7 +56,7 @@ def length_table(one: PanelAnalysis, quantity: Literal["time", "memory"]) -> Tab
             ),
         ),
         rows=tuple(rows),
-        fields_if_empty=("variant", *map(str, panel.lengths)),
+        is_view=True,
     )
 
 
