@@ -173,6 +173,9 @@ def _shared_out(pictures: Published, level: PathfinderLevel) -> dict[str, Tensor
     return tensors
 
 
+_STEPS = {"num_steps": 62_400, "warmup_steps": 312, "eval_every": 312, "pretrain_mask_prob": 0.5}
+
+
 @final
 @register_task("pathfinder")
 class Pathfinder(AbstractTask):
@@ -189,15 +192,8 @@ class Pathfinder(AbstractTask):
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
             "cpu-small": {"pretrain_mask_prob": 0.5},
-            "lra-small": {
-                "batch_size": 256,
-                "num_steps": 62_400,
-                "warmup_steps": 312,
-                "eval_every": 312,
-                "pretrain_mask_prob": 0.5,
-            },
+            "lra-small": {"batch_size": 256, **_STEPS},
             "lra-original": {
-                "pretrain_mask_prob": 0.5,
                 "num_layers": 4,
                 "embed_dim": 32,
                 "num_heads": 4,
@@ -211,9 +207,7 @@ class Pathfinder(AbstractTask):
                 "base_lr": 1e-3,
                 "schedule": "cosine",
                 "batch_size": 512,
-                "num_steps": 62_400,
-                "warmup_steps": 312,
-                "eval_every": 312,
+                **_STEPS,
             },
         }
     )
