@@ -27,7 +27,7 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import TRAINING_VERSION, Cell, Record
-from attn_zoo.registry import capabilities_of, tasks
+from attn_zoo.registry import capabilities_of, tasks, variants
 
 if TYPE_CHECKING:
     from attn_zoo.tasks import AbstractTask, TaskKind, TaskSpec
