@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attn_zoo import cli_maps, cli_results
+from attn_zoo.cli_options import AsJson, DataDir, VariantFiles, load_files
 from attn_zoo.errors import AttnZooError
 
 if TYPE_CHECKING:
@@ -26,20 +27,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-VariantFiles = Annotated[
-    list[Path] | None, typer.Option("--variant-file", help="Python file that registers variants; may be repeated.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default what the matrix says.")]
 MatrixFile = Annotated[Path, typer.Argument(help="TOML file, see benchmarks/.", show_default=False)]
 Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
-
-
-def _load(files: list[Path] | None) -> None:
-    from attn_zoo.registry import load_file
-
-    for path in files or []:
-        load_file(path)
 
 
 def main() -> None:
@@ -63,7 +53,7 @@ def main() -> None:
 def list_command(
     what: Annotated[str, typer.Argument(help="variants or tasks")] = "variants",
     files: VariantFiles = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List what is registered, and what could not be loaded."""
     from attn_zoo.attention import describe
@@ -71,7 +61,7 @@ def list_command(
     from attn_zoo.errors import UnknownNameError
     from attn_zoo.registry import tasks, variants
 
-    _load(files)
+    load_files(files)
     if what == "tasks":
         rows = [(name, (tasks[name].__doc__ or "").strip().partition("\n")[0]) for name in tasks]
         if as_json:
@@ -96,7 +86,7 @@ def show(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure how cost, sequential operations and path length grow (seconds).")
     ] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show everything known about a variant: source, claims, capabilities, options."""
     from dataclasses import asdict
@@ -104,7 +94,7 @@ def show(
     from attn_zoo.attention import describe
     from attn_zoo.console import print_complexity, print_json, print_variant, variant_data
 
-    _load(files)
+    load_files(files)
     info = describe(name)
     rows = None
     if measure:
@@ -127,7 +117,7 @@ def check(
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="Option of the variant, KEY=VALUE in TOML.")
     ] = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a variant against every promise it makes; exit code 1 if one is broken."""
     from dataclasses import asdict
@@ -135,7 +125,7 @@ def check(
     from attn_zoo.conformance import exit_code, run_checks
     from attn_zoo.console import print_checks, print_json
 
-    _load(files)
+    load_files(files)
     results = run_checks(name, _options(option), device=device, checks=only or None)
     if as_json:
         print_json([asdict(result) for result in results])
@@ -164,7 +154,6 @@ def _options(pairs: list[str] | None) -> dict[str, Any]:
 
 OnlyCells = Annotated[list[str] | None, typer.Option("--only", help="Keep cells whose id matches, such as 'full/*'.")]
 Add = Annotated[list[str] | None, typer.Option("--add", help="Add this variant to every group; may be repeated.")]
-DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
 Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Trainings at once; timings always run alone.")]
 ShardOption = Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts only.")]
 
@@ -196,7 +185,7 @@ def _plan(
     from attn_zoo.matrix.plan.expand import make_plan
     from attn_zoo.matrix.plan.schema import load_matrix, restore_matrix
 
-    _load(files)
+    load_files(files)
     return make_plan(
         restore_matrix(matrix) if isinstance(matrix, dict) else load_matrix(matrix),
         device=device,
@@ -219,7 +208,7 @@ def plan(
     device: Device = None,
     shard: ShardOption = None,
     data_dir: DataDir = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the cells of a matrix: what will run, what is refused and why, and rough estimates. Runs nothing."""
     from attn_zoo.console import print_json, print_plan
@@ -323,7 +312,7 @@ def _stored_plan(store: Store, files: list[Path] | None, data_dir: Path | None =
 
 
 @app.command()
-def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None, as_json: Json = False) -> None:
+def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Show what a results folder has, what is left, and what failed with which reason."""
     from attn_zoo.console import print_json, print_standing
     from attn_zoo.matrix.drive.machine_ceilings import ceilings_text

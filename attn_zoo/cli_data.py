@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attn_zoo.cli_options import AsJson, DataDir
+
 if TYPE_CHECKING:
     from attn_zoo.tasks.abstract_task import AbstractTask, SplitName
     from attn_zoo.tasks.sources.source import Source
@@ -18,8 +20,6 @@ data = typer.Typer(help="The data of tasks: list, show, fetch, verify, export.",
 Task = Annotated[str, typer.Argument(help="Name, see attn-zoo data list.", show_default=False)]
 Level = Annotated[str | None, typer.Option(help="Difficulty; by default the first.")]
 SplitOption = Annotated[str, typer.Option(help="train, validation or test")]
-DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def _task(name: str, level: str | None, data_dir: Path | None) -> AbstractTask:
@@ -62,7 +62,7 @@ def _printable(text: str) -> str:
 
 
 @data.command("list")
-def list_command(data_dir: DataDir = None, as_json: Json = False) -> None:
+def list_command(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tasks, their levels, and whether their data are here. Touches no network and makes no data."""
     from attn_zoo.console import out, print_json, print_table
     from attn_zoo.tasks.sources.inventory import describe_levels, hints, table_rows
@@ -132,7 +132,7 @@ def verify_command(
     level: Annotated[str | None, typer.Option(help="Difficulty; by default all.")] = None,
     data_dir: DataDir = None,
     record: Annotated[bool, typer.Option("--record", help="Write a manifest where there is none.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare data files with their manifests; exit code 1 if one is missing, cut short or changed."""
     from attn_zoo.console import out, print_json

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attn_zoo.cli_options import DataDir, VariantFiles, load_files
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -14,10 +16,6 @@ __all__ = ["maps", "register"]
 
 maps = typer.Typer(help="Draw what trained models look at, their positions, learning rates.", no_args_is_help=True)
 
-DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
-VariantFiles = Annotated[
-    list[Path] | None, typer.Option("--variant-file", help="Python file that registers variants; may be repeated.")
-]
 CellPattern = Annotated[
     str | None, typer.Option("--cell", help="Which cell, by id or key, such as 'full/*/seed0'; may have wildcards.")
 ]
@@ -27,13 +25,6 @@ Out = Annotated[Path, typer.Option(help="File to write, .png or .svg.", show_def
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.add_typer(maps, name="maps")
-
-
-def _load(files: list[Path] | None) -> None:
-    from attn_zoo.registry import load_file
-
-    for path in files or []:
-        load_file(path)
 
 
 def _write(figure: Figure, out: Path) -> None:
@@ -71,7 +62,7 @@ def attention(
         raise UnknownNameError("pool", pool, get_args(Pool))
     if text is not None and example is not None:
         raise ConfigError("--text", [("", "expected either --text or --example, not both")])
-    _load(files)
+    load_files(files)
     figure = attention_map(
         folder,
         cell,
@@ -113,7 +104,7 @@ def positions(
             raise ConfigError(", ".join(wrong), [("", "a trained model has its own; leave out either these or FOLDER")])
     elif cell is not None:
         raise ConfigError("--cell", [("", "expected a results folder that keeps it")])
-    _load(files)
+    load_files(files)
     figure = position_map(
         folder,
         cell,

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from attn_zoo.cli_data import data
+from attn_zoo.cli_options import AsJson
 
 __all__ = ["register"]
 
 Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -51,7 +51,7 @@ def compare(
     after: Annotated[Path, typer.Argument(help="Results folder, the candidate.", show_default=False)],
     fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower.")] = False,
     allow_other_env: Annotated[bool, typer.Option(help="Compare across machines or versions all the same.")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two runs cell by cell: how far apart, and whether they agree within their intervals."""
     from attn_zoo.console import out as console
@@ -83,7 +83,7 @@ def export(
     console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Say what works on this machine and, where something does not, why. Every kernel is tried."""
     import torch
 

@@ -35,8 +35,8 @@ ELSEWHERE = {
     "10 the generator has no seed, and medians round": "tests.tasks.test_listops:TestTraps",
     "11 pooling divides by the padded length": "tests.training.test_traps:test_pooling_divides_by_the_true_length",
     "13 GPU work is timed without waiting for it": "tests.measure.test_stopwatch:test_gpu_time_grows_with_the_work",
-    "14 settings at the wrong place are ignored": "tests.matrix.test_schema:test_each_mistake_is_named_at_its_place",
-    "15 a gap counts as 0": "tests.report.test_overview:test_a_missing_score_leaves_the_task_out_of_the_mean",
+    "14 misplaced settings are ignored": "tests.matrix.plan.test_schema:test_each_mistake_is_named_at_its_place",
+    "15 gaps count as 0": "tests.report.analysis.test_task_means:test_a_missing_score_leaves_the_task_out_of_the_mean",
     "18 noisy labels": "tests.tasks.contours.test_pictures:test_label_1_means_that_both_markers_lie_on_one_contour",
 }
 

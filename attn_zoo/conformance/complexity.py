@@ -35,9 +35,11 @@ from attn_zoo.registry import variants
 
 __all__ = ["CHECKS", "Growth", "MeasuredComplexity", "claimed_exponent", "measure_complexity"]
 
-COST_LENGTHS = (128, 256)
-LENGTHS, FURTHER_LENGTHS = (32, 64, 128), (256, 512)
-"""Of sequential operations and paths. Where paths are short, further lengths tell a logarithm from a power."""
+SHORTEST_LEN = 32
+"""Shortest length; the others are multiples, so that what a variant accepts and where its blocks end stays the same."""
+COST_MULTIPLES = (4, 8)
+MULTIPLES, FURTHER_MULTIPLES = (1, 2, 4), (8, 16)
+"""For sequential operations and paths. Where paths are short, longer ones tell a logarithm from a power."""
 SHORT_PATH = 500
 """In nodes."""
 LARGEST_GAP = 0.6
@@ -193,14 +195,14 @@ def _measure(subject: Subject) -> tuple[MeasuredComplexity, ...]:
 def _sequential_and_path(subject: Subject, build: BuildContext) -> tuple[float, float]:
     depths: dict[int, float] = {}
     paths: dict[int, float] = {}
-    for wanted in LENGTHS + FURTHER_LENGTHS:
-        length = subject.fit(wanted)
-        if wanted in FURTHER_LENGTHS and max(paths.values()) > SHORT_PATH:
+    for multiple in MULTIPLES + FURTHER_MULTIPLES:
+        if multiple in FURTHER_MULTIPLES and max(paths.values()) > SHORT_PATH:
             break
+        length = multiple * subject.fit(SHORTEST_LEN)
         built = replace(build, max_seq_len=length)  # some ranks and windows follow from it
         depths[length] = _depth(subject, built, length)
         paths[length] = depths[length] * _num_layers(subject, built, length)
-    longest = sorted(paths)[-len(LENGTHS) :]
+    longest = sorted(paths)[-len(MULTIPLES) :]
     return _exponent(depths), _exponent({length: paths[length] for length in longest})
 
 
@@ -218,7 +220,8 @@ def _cost_exponent(subject: Subject, build: BuildContext) -> float | None:
     form = subject.variant.form
     subject = replace(subject, form=form)
     counts: dict[int, float] = {}
-    for length in map(subject.fit, COST_LENGTHS):
+    for multiple in COST_MULTIPLES:
+        length = multiple * subject.fit(SHORTEST_LEN)
         try:
             module = subject.make(replace(build, max_seq_len=length))
         except UnsupportedError:  # these options need hidden states, as a mixer around an attention has them

@@ -230,7 +230,7 @@ def crossover(
     """Find the length from which x costs less than the baseline, and keeps costing less up to the longest length.
 
     The log ratio of medians is interpolated linearly in log length. Curves that cross several times count by the last
-    crossing from dearer to cheaper. The interval comes from resampling both curves.
+    crossing from more to less expensive. The interval comes from resampling both curves.
 
     Args:
         samples_x: samples by length.

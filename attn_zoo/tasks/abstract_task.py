@@ -1,4 +1,4 @@
-"""What a task is: a frozen description, three splits, the floors of trivial models, a text form for people.
+"""What a task is: a frozen description, three splits, the floors of trivial models, a readable form.
 
 A task knows neither models nor attention. What its kinds put into a `Split` (N examples, L the longest input):
 
@@ -242,7 +242,7 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def show(self, example: Example) -> str:
-        """Return one example as text for people."""
+        """Return one example as readable text."""
 
     def export(self, name: SplitName, out: Path) -> list[Path]:
         """Write a split for other programs and return what was written: here one JSON object per example.

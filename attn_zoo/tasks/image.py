@@ -128,6 +128,9 @@ def block_picture(levels: NDArray[np.integer]) -> str:
     return "\n".join("".join(_SHADES[shade] * 2 for shade in row) for row in shades)
 
 
+_STEPS = {"num_steps": 35_000, "warmup_steps": 175, "eval_every": 175, "pretrain_mask_prob": 0.5}
+
+
 @final
 @register_task("image")
 class Image(AbstractFileTask):
@@ -147,15 +150,8 @@ class Image(AbstractFileTask):
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
             "cpu-small": {"pretrain_mask_prob": 0.5},
-            "lra-small": {
-                "batch_size": 256,
-                "num_steps": 35_000,
-                "warmup_steps": 175,
-                "eval_every": 175,
-                "pretrain_mask_prob": 0.5,
-            },
+            "lra-small": {"batch_size": 256, **_STEPS},
             "lra-original": {
-                "pretrain_mask_prob": 0.5,
                 "num_layers": 1,
                 "embed_dim": 128,
                 "num_heads": 8,
@@ -168,9 +164,7 @@ class Image(AbstractFileTask):
                 "base_lr": 5e-4,
                 "schedule": "cosine",
                 "batch_size": 256,
-                "num_steps": 35_000,
-                "warmup_steps": 175,
-                "eval_every": 175,
+                **_STEPS,
             },
         }
     )

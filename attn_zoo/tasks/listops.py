@@ -82,9 +82,6 @@ class ListOpsLevel(SplitSizes):
 
     Args:
         grammar: distribution of the trees.
-        num_train: examples.
-        num_validation: examples.
-        num_test: examples.
         seed: of the drawing.
         is_balanced: as many examples for every pair of root operator and label.
         is_release: read from published files instead of drawn.
@@ -182,6 +179,9 @@ def generate_splits(level: ListOpsLevel) -> dict[SplitName, Split]:
     return splits
 
 
+_STEPS = {"batch_size": 32, "num_steps": 5_000, "warmup_steps": 1_000, "pretrain_mask_prob": 0.1}
+
+
 @final
 @register_task("listops")
 class ListOps(AbstractCachedTask):
@@ -204,23 +204,14 @@ class ListOps(AbstractCachedTask):
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
             "cpu-small": {"pretrain_mask_prob": 0.1},
-            "lra-small": {
-                "batch_size": 32,
-                "num_steps": 5_000,
-                "warmup_steps": 1_000,
-                "eval_every": 50,
-                "pretrain_mask_prob": 0.1,
-            },
+            "lra-small": {"eval_every": 50, **_STEPS},
             "lra-original": {
-                "pretrain_mask_prob": 0.1,
                 "num_layers": 4,
                 "embed_dim": 512,
                 "num_heads": 8,
                 "ffn_dim": 1_024,
-                "batch_size": 32,
-                "num_steps": 5_000,
-                "warmup_steps": 1_000,
                 "eval_every": 200,
+                **_STEPS,
             },
         }
     )

@@ -118,9 +118,6 @@ class PathfinderLevel(SplitSizes):
 
     Args:
         scene: what is drawn; of read pictures only the side counts.
-        num_train: pictures drawn.
-        num_validation: pictures drawn.
-        num_test: pictures drawn.
         seed: of the drawing, and of the split of read pictures.
         source: where pictures that are read come from.
         drawn: splits that are drawn; the read pictures are shared out among the others in the proportion 8 : 1 : 1.
@@ -176,6 +173,9 @@ def _shared_out(pictures: Published, level: PathfinderLevel) -> dict[str, Tensor
     return tensors
 
 
+_STEPS = {"num_steps": 62_400, "warmup_steps": 312, "eval_every": 312, "pretrain_mask_prob": 0.5}
+
+
 @final
 @register_task("pathfinder")
 class Pathfinder(AbstractTask):
@@ -192,15 +192,8 @@ class Pathfinder(AbstractTask):
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
             "cpu-small": {"pretrain_mask_prob": 0.5},
-            "lra-small": {
-                "batch_size": 256,
-                "num_steps": 62_400,
-                "warmup_steps": 312,
-                "eval_every": 312,
-                "pretrain_mask_prob": 0.5,
-            },
+            "lra-small": {"batch_size": 256, **_STEPS},
             "lra-original": {
-                "pretrain_mask_prob": 0.5,
                 "num_layers": 4,
                 "embed_dim": 32,
                 "num_heads": 4,
@@ -214,9 +207,7 @@ class Pathfinder(AbstractTask):
                 "base_lr": 1e-3,
                 "schedule": "cosine",
                 "batch_size": 512,
-                "num_steps": 62_400,
-                "warmup_steps": 312,
-                "eval_every": 312,
+                **_STEPS,
             },
         }
     )

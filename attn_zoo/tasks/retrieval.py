@@ -127,7 +127,7 @@ class AbstractTextPairs(AbstractFileTask):
         return byte_spec(self.config.max_len, "pair")
 
     def floors(self) -> dict[str, float]:
-        """Return what `pair_floors` finds: no knowledge of order, nor of what stands where."""
+        """Return what `pair_floors` finds: models that ignore order and position."""
         return pair_floors(self.split("train"), self.split("test"))
 
     def references(self) -> dict[str, float]:

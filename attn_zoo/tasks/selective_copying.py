@@ -26,7 +26,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.generated.copying_task import AbstractCopyingTask, SymbolLevel, copying_rows
+from attn_zoo.tasks.copying import AbstractCopyingTask, SymbolLevel, copying_rows
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import Part, Rows, grid
 

@@ -22,7 +22,7 @@ from attn_zoo.training.seeding import batch_rows, derive_seed
 __all__ = ["POOLED_KINDS", "Batch", "Batcher", "DataOrder", "Feed", "send"]
 
 POOLED_KINDS: frozenset[TaskKind] = frozenset({"classification", "pair"})
-"""Kinds of task whose model makes one vector of a sequence."""
+"""Kinds of task whose model pools a sequence to one vector."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ __all__ = ["Checkpoint", "Numbers", "load_checkpoint", "read_tensors", "save_che
 
 @dataclass(kw_only=True, slots=True)
 class Numbers:
-    """Where a run stands.
+    """Progress and costs of a run.
 
     Args:
         step: updates done.
@@ -60,7 +60,7 @@ class Numbers:
     pretrain_flops: float | None = None
 
     def take_pretraining(self, before: Numbers) -> None:
-        """Take over what pretraining cost."""
+        """Record what pretraining cost."""
         self.pretrain_s, self.pretrain_flops = before.train_s, before.train_flops
         self.peak_bytes = before.peak_bytes
 

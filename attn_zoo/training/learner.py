@@ -1,4 +1,4 @@
-"""What learns in a timed training step: our trainer on generated data, or a whole model from elsewhere.
+"""What a timed training step trains: our trainer on generated data, or a whole model from elsewhere.
 
 A step is what a run repeats: take the next batch from the data on the device, forward, loss, backward, update.
 """
@@ -25,11 +25,11 @@ __all__ = ["AbstractLearner", "Learner", "step_protocol", "step_spec"]
 
 NUM_CLASSES, VOCAB_SIZE = 10, 18  # sizes of ListOps
 NUM_BATCHES = 8
-NUM_STEPS = 1_000_000  # so that no schedule comes to its end while steps are timed
+NUM_STEPS = 1_000_000  # so that no schedule ends while steps are timed
 
 
 class AbstractLearner(ABC):
-    """A model that learns.
+    """A model that is trained step by step.
 
     Attributes:
         model: on its device, in training mode.
@@ -49,7 +49,7 @@ class AbstractLearner(ABC):
 
     @abstractmethod
     def logits(self, batch: Batch) -> Tensor:
-        """Return what the model says of a batch, `[B, C]`, in its mode and by the code that trains."""
+        """Return the logits of a batch, `[B, C]`, in the model's mode and by the code that trains."""
 
     @property
     def forward_flops(self) -> int | None:
@@ -103,7 +103,7 @@ def step_protocol(cell: Cell) -> Protocol:
 
 
 def _generated(spec: TaskSpec, protocol: Protocol, seed: int) -> Split:
-    """Return random tokens and labels: a few batches, so that an update does not see what the last one saw."""
+    """Return random tokens and labels: a few batches, so that consecutive updates see different data."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "data"))
     count, seq_len = NUM_BATCHES * protocol.batch_size, spec.max_seq_len
     tokens = torch.randint(1, spec.vocab_size, (count, seq_len), dtype=torch.uint8, generator=generator)

@@ -28,14 +28,14 @@ from attn_zoo.training.weights import save_weights
 
 __all__ = ["Progress", "TrainingResult", "run_training"]
 
-_MOST_CORRECT = 100_000  # items of a test; a record with more digits than that is hard to carry about
+_MOST_CORRECT = 100_000  # items of a test; a longer string would bloat the record
 
 PhaseName = Literal["pretrain", "train"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Args:
         step: updates done in this phase.
@@ -52,7 +52,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingResult:
-    """What became of a run.
+    """Outcome of a run.
 
     Args:
         status: `ok`, `unsupported` or `diverged`.

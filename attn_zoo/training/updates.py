@@ -29,7 +29,9 @@ from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
 __all__ = ["DivergedError", "Updater", "make_optimizer"]
 
-_LOOK_EVERY = 20  # steps between looks at the device for non-finite values; the step is known exactly all the same
+_LOOK_EVERY = (
+    20  # steps between checks for non-finite values, which wait for the device; the step is still known exactly
+)
 
 
 class DivergedError(Exception):
@@ -60,7 +62,7 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
 
 
 class Updater:
-    """A model, its optimiser, and how far they are.
+    """A model, its optimiser, and their progress.
 
     Args:
         model: on its device.
@@ -188,7 +190,7 @@ class Updater:
         self._run = self._learn
 
     def _update(self, step: int, batch: Batch) -> None:
-        """Set what differs between updates, and learn."""
+        """Set learning rate and seed of the update, then run it."""
         protocol = self.protocol
         batch = self.objective.prepare(batch, step)
         if isinstance(self.flops, CompiledFlopCounter):

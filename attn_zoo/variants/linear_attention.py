@@ -2,8 +2,8 @@
 
 Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, equations 4 to 9.
     out_i = phi(q_i) (sum_j phi(k_j) v_j^T) / (phi(q_i) sum_j phi(k_j)),   phi(x) = elu(x) + 1
-The causal form sums j <= i: within chunks of C positions by their C x C weights, across chunks by carried sums (Hua et
-al. 2022, arXiv 2202.10447, section 3.2). Symbols: the paper's N is our L, its M and D our head_dim D.
+The causal form sums j <= i, in chunks of C positions (`kernels.recurrence.chunked_sums`); a value of 1 beside every
+value makes its sums those of the denominator as well. Symbols: the paper's N is our L, its M and D our head_dim D.
 Cost: time O(B H (L + S) D^2), causal O(B H L (C + D) D); memory O(B H L D); decode state O(B G D^2).
 """
 
@@ -19,6 +19,7 @@ from torch.nn.functional import dropout, elu, pad
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import blank_padding, keep_mask
 from attn_zoo.attention.oracle import expand_kv_heads
+from attn_zoo.kernels.recurrence.chunked_sums import chunked_sums, chunked_sums_flops
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
@@ -42,31 +43,19 @@ class LinearAttentionConfig(VariantConfig):
             raise ValueError(f"eps: expected more than 0; got {self.eps}")
 
 
-@dataclass(frozen=True, slots=True)
-class LinearState:
-    """Sums over the positions so far, in float32 at least.
-
-    Args:
-        key_value: sum of phi(k) v^T, `[B, G, D, D]`.
-        key: sum of phi(k), `[B, G, D, 1]`.
-    """
-
-    key_value: Tensor
-    key: Tensor
-
-
 def feature_map(heads: Tensor) -> Tensor:
     """Return phi(x) = elu(x) + 1, positive: x + 1 above zero and exp(x) below, to the last digit of 1."""
     return elu(heads) + 1.0
 
 
 def linear_attention_flops(shape: Shape) -> int:
-    """Count the matrix products: sums of keys and values, what queries read of them, and squares of causal chunks."""
-    pairs = shape.batch_size * shape.num_heads
-    summed = 2 * shape.key_len * shape.head_dim**2
-    read = 2 * shape.query_len * shape.head_dim * (shape.head_dim + 1)
-    squares = 4 * shape.query_len * min(CHUNK_LEN, shape.query_len) * shape.head_dim if shape.is_causal else 0
-    return pairs * (summed + read + squares)
+    """Count the matrix products; the normaliser is what a value of 1 sums to, so values are one wider than D."""
+    pairs, dim = shape.batch_size * shape.num_heads, shape.head_dim
+    if not shape.is_causal:
+        return pairs * (2 * shape.key_len * dim**2 + 2 * shape.query_len * dim * (dim + 1))
+    seeing = min(shape.query_len, shape.key_len)
+    past = 2 * (shape.key_len - seeing) * dim * (dim + 1)
+    return pairs * (chunked_sums_flops(seeing, CHUNK_LEN, dim, dim + 1) + past)
 
 
 def linear_attention_state_bytes(shape: Shape, itemsize: int) -> int:
@@ -140,7 +129,7 @@ class LinearAttention(AbstractAttention):
         query, key, value = self._features(query, key, value, key_padding_mask)
         if self.build.is_causal:
             note_path("linear.chunked")
-            return _causal(query, key, value, self.config.eps).to(dtype)
+            return self._normalised(_causal_sums(query, key, value)[0]).to(dtype)
         note_path("linear.sum")
         total = query @ key.sum(-2)[..., None]  # [B, H, L, 1]
         return ((query @ (key.mT @ value)) / (total + self.config.eps)).to(dtype)
@@ -162,69 +151,56 @@ class LinearAttention(AbstractAttention):
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-    ) -> LinearState:
-        """Return sums over nothing."""
+    ) -> Tensor:
+        """Return sums over nothing: of phi(k) v^T and, in the last column, of phi(k), `[B, G, D, D + 1]`."""
         self._require_state()
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        sizes = (batch_size, self.build.num_kv_heads, self.build.head_dim)
-        zeros = torch.zeros(*sizes, self.build.head_dim + 1, device=device, dtype=wide)
-        return LinearState(zeros[..., :-1], zeros[..., -1:])
+        sizes = (batch_size, self.build.num_kv_heads, self.build.head_dim, self.build.head_dim + 1)
+        return torch.zeros(sizes, device=device, dtype=wide)
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, LinearState]:
+    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, Tensor]:
         """Add one position to the sums and read them: equations 18 to 20 of the paper, O(B H D^2)."""
         if query.shape[2] != 1:
             raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
-        wide = state.key.dtype
-        features, read = feature_map(key.to(wide)), feature_map(query.to(wide))
-        state = LinearState(state.key_value + features.mT @ value.to(wide), state.key + features.mT)
-        sums = (expand_kv_heads(x, self.build.num_heads) for x in (state.key_value, state.key))
-        weighted, total = (read @ x for x in sums)  # [B, H, 1, D], [B, H, 1, 1]
-        return (weighted / (total + self.config.eps)).to(query.dtype), state
+        wide = state.dtype
+        state = state + feature_map(key.to(wide)).mT @ _with_ones(value.to(wide))
+        sums = feature_map(query.to(wide)) @ expand_kv_heads(state, self.build.num_heads)
+        return self._normalised(sums).to(query.dtype), state
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, LinearState]:
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         """Read new positions in chunks, as `forward` does, from the sums of those before."""
         if state is None:
             state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
-        wide, heads = state.key.dtype, self.build.num_heads
-        features, value = feature_map(key.to(wide)), value.to(wide)
-        start = LinearState(*(expand_kv_heads(x, heads) for x in (state.key_value, state.key)))
-        key, many = (expand_kv_heads(x, heads) for x in (features, value))
-        output = _causal(feature_map(query.to(wide)), key, many, self.config.eps, start).to(query.dtype)
-        sums = LinearState(state.key_value + features.mT @ value, state.key + features.sum(-2)[..., None])
-        return output, sums
+        wide, num_heads = state.dtype, self.build.num_heads
+        key, value, start = (expand_kv_heads(x, num_heads) for x in (feature_map(key.to(wide)), value.to(wide), state))
+        sums, last = _causal_sums(feature_map(query.to(wide)), key, value, start)
+        return self._normalised(sums).to(query.dtype), last[:, :: num_heads // self.build.num_kv_heads]
+
+    def _normalised(self, sums: Tensor) -> Tensor:
+        """Return weighted values over the sum of their weights, which is the last column."""
+        return sums[..., :-1] / (sums[..., -1:] + self.config.eps)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, eps: float, start: LinearState | None = None) -> Tensor:
-    """Return causal linear attention `[B, H, L, D]` of features, positions aligned bottom right.
+def _with_ones(value: Tensor) -> Tensor:
+    """Return values `[B, G, S, D + 1]` that end in 1."""
+    return pad(value, (0, 1), value=1.0)
+
+
+def _causal_sums(query: Tensor, key: Tensor, value: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what causal queries read, `[B, H, L, D + 1]`, and the sums after the last key `[B, H, D, D + 1]`.
 
     Args:
-        query: phi(Q) `[B, H, L, D]`.
+        query: phi(Q) `[B, H, L, D]`, aligned bottom right with the keys.
         key: phi(K) `[B, H, S, D]`, zero where padded.
         value: `[B, H, S, D]`.
-        eps: added to the normaliser.
-        start: sums over positions before all of these, for H heads.
+        start: sums over positions before all of these.
     """
-    length, past = query.shape[2], key.shape[2] - query.shape[2]
+    past = key.shape[2] - query.shape[2]
     if past < 0:  # the first queries stand before every key
-        return pad(_causal(query[:, :, -past:], key, value, eps), (0, 0, -past, 0))
-    size = min(CHUNK_LEN, length)
-    before, first = key[:, :, :past], value[:, :, :past]  # seen by every query
-    query, key, value = (
-        pad(x, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
-        for x in (query, key[:, :, past:], value[:, :, past:])
-    )  # [B, H, n, C, D]
-    seen, seen_key = before.mT @ first, before.sum(-2)[..., None]
-    if start is not None:
-        seen, seen_key = seen + start.key_value, seen_key + start.key
-    carried = _carried(key.mT @ value, seen)  # [B, H, n, D, D]
-    carried_key = _carried(key.sum(-2)[..., None], seen_key)  # [B, H, n, D, 1]
-    weights = (query @ key.mT).tril()  # [B, H, n, C, C]
-    total = weights.sum(-1, keepdim=True) + query @ carried_key
-    output = (weights @ value + query @ carried) / (total + eps)
-    return output.flatten(2, 3)[:, :, :length]
-
-
-def _carried(parts: Tensor, start: Tensor) -> Tensor:
-    """Return what each chunk finds: `start` `[B, H, ...]` and the parts `[B, H, n, ...]` of all chunks before it."""
-    sums = torch.cat([start[:, :, None], parts[:, :, :-1]], dim=2)
-    return sums.cumsum(2)
+        sums, last = _causal_sums(query[:, :, -past:], key, value, start)
+        return pad(sums, (0, 0, -past, 0)), last
+    value = _with_ones(value)
+    if past:  # keys that every query sees
+        seen = key[:, :, :past].mT @ value[:, :, :past]
+        start = seen if start is None else start + seen
+    return chunked_sums(query, key[:, :, past:], value[:, :, past:], chunk_len=CHUNK_LEN, start=start)

@@ -85,6 +85,12 @@ def test_a_window_needs_layers_in_proportion_to_the_length():
     assert path == pytest.approx(1, abs=0.1)
 
 
+def test_lengths_are_multiples_of_what_the_variant_accepts():
+    for multiple in (24, 160):
+        assert measured(Softmax, capabilities={"seq_len_multiple": multiple}) == ((2.0, 0.0, 0.0),)
+    assert measured(Softmax, capabilities={"variable_seq_len": False}) == ((2.0, 0.0, 0.0),)
+
+
 class TwoHalves(Softmax):
     """No position ever sees the other half."""
 

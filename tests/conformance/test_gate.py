@@ -29,7 +29,7 @@ def build(*, is_causal: bool = False, max_seq_len: int = 256) -> BuildContext:
 @pytest.mark.parametrize("name", attn_zoo.list_variants())
 def test_lets_sound_variants_pass(name: str, dtype: str) -> None:
     capabilities = attn_zoo.describe(name).capabilities
-    for is_causal in [False, True] if capabilities.causal else [False]:
+    for is_causal in [False] * capabilities.bidirectional + [True] * bool(capabilities.causal):
         held = gate(name, {}, build(is_causal=is_causal), dtype=dtype, seq_len=256)
         assert {"shape_and_dtype", "batch_invariance"} <= set(held) <= set(GATE_CHECKS)
         assert ("causality" in held) == is_causal
@@ -155,7 +155,8 @@ def test_a_long_cell_is_gated_at_short_lengths() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", attn_zoo.list_variants())
 def test_on_a_gpu(name: str, dtype: str) -> None:
-    context = BuildContext(embed_dim=256, num_heads=4, max_seq_len=512)
+    is_causal = not attn_zoo.describe(name).capabilities.bidirectional
+    context = BuildContext(embed_dim=256, num_heads=4, max_seq_len=512, is_causal=is_causal)
     assert "shape_and_dtype" in gate(name, {}, context, dtype=dtype, device="cuda", seq_len=512)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ CONFIG = ModelConfig(variant="full", vocab_size=20, max_seq_len=24, embed_dim=32
 
 def some_tokens(batch_size: int = 3, seq_len: int = 16, seed: int = 0) -> Tensor:
     return torch.randint(1, 20, (batch_size, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def make_model(name: str, like: str = "", **options: Any) -> Classifier | LanguageModel:
+    """Return a classifier around a variant; a language model where it, or the variant `like`, is causal only."""
+    config = replace(CONFIG, variant=name, **options)
+    return Classifier(config, 5) if variants[like or name].capabilities.bidirectional else LanguageModel(config)
 
 
 @pytest.mark.parametrize("position", ["sinusoidal", "learned", "rotary", "none"])
@@ -49,8 +56,10 @@ def test_only_a_model_without_positions_is_blind_to_order(position):
 
 @pytest.mark.parametrize("name", list_variants())
 def test_every_parameter_learns(name):
-    model = Classifier(replace(CONFIG, variant=name, pooling="cls"), 5)
-    model(some_tokens()).square().sum().backward()
+    capabilities = variants[name].capabilities
+    seq_len = 16 if capabilities.variable_seq_len else CONFIG.max_seq_len
+    model = make_model(name, pooling="cls")
+    model(some_tokens(seq_len=seq_len)).square().sum().backward()
     without = [
         key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.isfinite().all()
     ]
@@ -60,7 +69,7 @@ def test_every_parameter_learns(name):
 
 @pytest.mark.parametrize("name", list_variants())
 def test_backbones_of_all_variants_start_equal(name):
-    one, two = Classifier(CONFIG, 5), Classifier(replace(CONFIG, variant=name), 5)
+    one, two = make_model("full", like=name), make_model(name)
     first, second = one.state_dict(), two.state_dict()
     shared = [key for key in first if key in second]
     # Projections too, where the variant consumes heads; a mixer of its own has what it has.

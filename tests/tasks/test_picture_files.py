@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from attn_zoo.registry import tasks
 from attn_zoo.tasks import Split
 from attn_zoo.tasks.abstract_task import export_jsonl
 from attn_zoo.tasks.picture_files import export_images
-from attn_zoo.whole_files import whole_file, whole_folder
 
 
 def ragged(**changes) -> Split:
@@ -121,37 +119,3 @@ def test_what_exists_is_not_overwritten(write, tmp_path):
     with pytest.raises(FolderError, match="exists already and is not overwritten"):
         write(split, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "precious"
-
-
-# Whole or absent
-
-
-@pytest.mark.parametrize("manager", [whole_file, whole_folder])
-def test_a_failure_on_the_way_leaves_nothing(manager, tmp_path):
-    with pytest.raises(KeyboardInterrupt), manager(tmp_path / "out"):
-        raise KeyboardInterrupt
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("manager", [whole_file, whole_folder])
-def test_a_full_disk_is_one_sentence(manager, tmp_path):
-    expected = pytest.raises(FolderError, match="No space left on device; nothing of it was left behind")
-    with expected, manager(tmp_path / "out"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("manager", [whole_file, whole_folder])
-def test_a_place_that_cannot_be_written_is_one_sentence(manager, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(FolderError, match="cannot be written"), manager(tmp_path / "file" / "out"):
-        pass
-
-
-def test_a_file_may_be_replaced_where_that_is_asked_for(tmp_path):
-    (tmp_path / "out").write_text("old")
-    with whole_file(tmp_path / "out", replace=True) as temporary:
-        temporary.write_text("new")
-        assert (tmp_path / "out").read_text() == "old"
-    assert (tmp_path / "out").read_text() == "new"
-    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o644

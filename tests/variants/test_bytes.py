@@ -27,7 +27,13 @@ def test_least_bytes_are_inputs_weights_and_the_output(name, options, num_kv_hea
     variant = variants[name]
     if num_kv_heads < 4 and not variant.capabilities.grouped_query:
         num_kv_heads = 4
-    build = BuildContext(embed_dim=32, num_heads=4, num_kv_heads=num_kv_heads, max_seq_len=LENGTH)
+    build = BuildContext(
+        embed_dim=32,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        max_seq_len=LENGTH,
+        is_causal=not variant.capabilities.bidirectional,
+    )
     torch.manual_seed(0)
     sizes: list[tuple[int, ...]] = [(BATCH, heads, LENGTH, 8) for heads in (4, num_kv_heads, num_kv_heads)]
     if variant.attention is None:

@@ -69,7 +69,8 @@ def exact_attention(
     Raises:
         UnsupportedError: the named backend cannot serve this call. Another one is never taken in its place.
     """
-    is_causal = is_causal and query.shape[2] > 1  # the last query sees everything
+    if is_causal and query.shape[2] == 1:  # the last query sees everything
+        is_causal = False
     call = ExactCall(query, key, value, is_causal, key_padding_mask, slopes, dropout_p, score_bias)
     if torch.compiler.is_compiling():
         return _attend_by(*select_while_compiling(backend, call), call)(call)
@@ -165,7 +166,7 @@ def _math(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropou
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = _as_autocast_would(query, key, value)
     return torch._scaled_dot_product_attention_math(
-        query, key, value, bias, dropout_p, is_causal, enable_gqa=key.shape[1] != query.shape[1]
+        query, key, value, bias, dropout_p, is_causal, enable_gqa=_is_grouped(query, key)
     )[0]
 
 
@@ -174,7 +175,7 @@ def _torch_choice(
 ) -> Tensor:
     """Run the public function, which for this signature takes the kernel `name` by itself."""
     note_path(f"sdpa.{name}")
-    is_grouped = key.shape[1] != query.shape[1]
+    is_grouped = _is_grouped(query, key)
     return scaled_dot_product_attention(query, key, value, bias, dropout_p, is_causal, enable_gqa=is_grouped)
 
 
@@ -182,7 +183,7 @@ def _pinned(
     name: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool
 ) -> Tensor:
     """Run the public function with exactly one kernel allowed."""
-    is_grouped = key.shape[1] != query.shape[1]
+    is_grouped = _is_grouped(query, key)
     if is_grouped and name == "efficient":  # the only one that cannot group
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         is_grouped = False
@@ -199,6 +200,11 @@ def _is_torchs_choice(name: str, call: ExactCall) -> bool:
         return False
     arguments = sdpa_arguments(call, is_grouped=call.is_grouped)
     return int(torch._fused_sdp_choice(*arguments, enable_gqa=call.is_grouped)) == PINS[name].value
+
+
+def _is_grouped(query: Tensor, key: Tensor) -> bool:
+    # Written as a branch: to the compiler, a comparison of sizes may be a symbol, which torch's functions refuse.
+    return True if key.shape[1] != query.shape[1] else False  # noqa: SIM210
 
 
 def _contiguous_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,8 +242,8 @@ def _padded(kernel: _Kernel, call: ExactCall) -> Tensor:
     """Run a kernel with padding alone, or with its own causal flag: one row of bias for all rows of a sequence."""
     padding, query = call.key_padding_mask, call.query
     assert padding is not None
-    bias = torch.zeros(padding.shape, dtype=_bias_dtype(kernel, query), device=padding.device)
-    bias = bias.masked_fill(padding, float("-inf"))[:, None, None]  # [B, 1, 1, S]
+    bias = padding.to(_bias_dtype(kernel, query)).masked_fill_(padding, float("-inf"))
+    bias = bias.view(padding.shape[0], 1, 1, -1)
     if kernel is _cpu_flash:  # it reads a broadcast bias in place, and gives zeros for rows that see nothing
         return kernel(query, call.key, call.value, bias, call.dropout_p, call.is_causal)
     bias, is_empty = guard_empty_rows(bias)

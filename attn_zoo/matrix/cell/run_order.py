@@ -7,12 +7,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from attn_zoo.errors import AttnZooError, ConfigError
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import limit_memory
-from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Record
-from attn_zoo.registry import load_file, variants
+from attn_zoo.registry import load_file
 
 __all__ = ["answer", "run_order"]
 
@@ -59,7 +58,7 @@ def answer(order: WorkOrder, tell: Callable[[int], object]) -> list[Record]:
         for path in order.variant_files:
             load_file(path, None)  # this process is the isolation: no need to try the import in another one first
         for cell in order.cells:
-            if source_digest(variants[cell.variant], kind_of(cell).rooms) != cell.variant_digest:
+            if kind_of(cell).source_digest(cell) != cell.variant_digest:
                 raise ConfigError(cell.variant, [("", "its source was changed while the matrix ran; run again")])
     except AttnZooError as error:
         return _empty_records(order, status="error", reason=str(error))

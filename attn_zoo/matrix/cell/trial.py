@@ -14,7 +14,7 @@ from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.workload import AbstractWorkload
-from attn_zoo.matrix.costs import Claims
+from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call

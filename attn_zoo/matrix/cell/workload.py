@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from attn_zoo.matrix.costs import Claims
+from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.records import Memory
 
 __all__ = ["AbstractWorkload", "Call"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
 from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record, Status
 

@@ -18,7 +18,7 @@ from os import getpid
 
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.engines.process import spawn_environment
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import die_with_parent
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.lock import hold_lock
@@ -34,17 +34,17 @@ _TICK_S = 0.2
 _Place = tuple[str, int | None]
 
 
-def ceilings_text(found: Ceilings) -> str:
+def ceilings_text(one: Ceilings) -> str:
     """Return the figures for people.
 
     >>> ceilings_text(Ceilings(device="cpu", dtype="float32", matmul_flops_per_s=1.2e11, copy_bytes_per_s=2e10))
     'cpu float32: products 0.12 TFLOP/s, copies 20 GB/s'
     """
-    threads = f", {found.threads} threads" if found.threads is not None else ""
-    rates = f"products {found.matmul_flops_per_s / 1e12:.3g} TFLOP/s, copies {found.copy_bytes_per_s / 1e9:.3g} GB/s"
-    idle = f", idle {found.idle_watts:.0f} W" if found.idle_watts is not None else ""
-    doubt = f" ({', '.join(found.flags)})" if found.flags else ""
-    return f"{found.device} {found.dtype}{threads}: {rates}{idle}{doubt}"
+    threads = f", {one.threads} threads" if one.threads is not None else ""
+    rates = f"products {one.matmul_flops_per_s / 1e12:.3g} TFLOP/s, copies {one.copy_bytes_per_s / 1e9:.3g} GB/s"
+    idle = f", idle {one.idle_watts:.0f} W" if one.idle_watts is not None else ""
+    doubt = f" ({', '.join(one.flags)})" if one.flags else ""
+    return f"{one.device} {one.dtype}{threads}: {rates}{idle}{doubt}"
 
 
 def measure_missing(
@@ -81,12 +81,12 @@ def measure_missing(
             return
         say("measuring the ceilings of this machine ...")
         for place, group in groupby(missing, lambda subject: subject[:2]):
-            found = _measure(place, [dtype for *_, dtype in group], should_stop)
-            if isinstance(found, str):
-                say(f"no ceilings of {place[0]}: {found}")
+            measured = _measure(place, [dtype for *_, dtype in group], should_stop)
+            if isinstance(measured, str):
+                say(f"no ceilings of {place[0]}: {measured}")
                 continue
-            store.add_ceilings([replace(one, environment=environment) for one in found])
-            for one in found:
+            store.add_ceilings([replace(one, environment=environment) for one in measured])
+            for one in measured:
                 say(f"  {ceilings_text(one)}")
 
 
@@ -137,7 +137,7 @@ def main() -> None:
         torch.set_num_threads(threads)
     idle = clocks(device)
     with Conditions(device) as conditions:
-        found = measure_ceilings(device, request["dtypes"])
+        measured = measure_ceilings(device, request["dtypes"])
     extra = {
         "threads": threads,
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -146,7 +146,7 @@ def main() -> None:
         "clocks_mhz": conditions.clocks_mhz,
         "flags": conditions.flags,
     }
-    json.dump([replace(one, **extra).to_dict() for one in found], sys.stdout)
+    json.dump([replace(one, **extra).to_dict() for one in measured], sys.stdout)
 
 
 if __name__ == "__main__":

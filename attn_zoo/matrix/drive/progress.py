@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import IO, ClassVar, Protocol
+from typing import IO, ClassVar
 
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record
 
-__all__ = ["LiveProgress", "PlainProgress", "Progress", "SilentProgress", "describe", "make_progress", "span"]
+__all__ = ["LiveProgress", "PlainProgress", "Progress", "describe", "make_progress", "span"]
 
 
 def span(seconds: float) -> str:
@@ -46,8 +46,8 @@ def describe(record: Record) -> str:
     return "ok"
 
 
-class Progress(Protocol):
-    """Told what happens; must not fail and must not take time while a cell is measured."""
+class Progress:
+    """Told what happens; shows nothing. Must not fail and must not take time while a cell is measured."""
 
     def begin(self, total: int, done: int, num_cells: int) -> None:
         """Note how many measurements there are (cells, each with its repeats), how many were done before, and cells."""
@@ -68,28 +68,6 @@ class Progress(Protocol):
         """Stop showing anything."""
 
 
-class SilentProgress(Progress):
-    """Shows nothing."""
-
-    def begin(self, total: int, done: int, num_cells: int) -> None:
-        pass
-
-    def started(self, item: PlannedCell, eta_s: float) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
-
-    def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
 class PlainProgress(Progress):
     """One line per cell, for logs and pipes.
 
@@ -103,20 +81,16 @@ class PlainProgress(Progress):
 
     def _line(self, text: str) -> None:
         # Reasons quote foreign text: nothing in it may steer the terminal.
-        clean = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
-        print(clean, file=self.stream, flush=True)
+        self._print("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text))
+
+    def _print(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
 
     def begin(self, total: int, done: int, num_cells: int) -> None:
         self.total, self.done = total, done
         known = f", {done} of them done before" if done else ""
         repeats = f", {total} measurements with their repeats" if total > num_cells else ""
         self._line(f"{num_cells} cells{repeats}{known}")
-
-    def started(self, item: PlannedCell, eta_s: float) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
 
     def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
         self.done += num_done
@@ -127,9 +101,6 @@ class PlainProgress(Progress):
 
     def say(self, text: str) -> None:
         self._line(text)
-
-    def end(self) -> None:
-        pass
 
 
 class LiveProgress(PlainProgress):
@@ -154,10 +125,10 @@ class LiveProgress(PlainProgress):
         self._live.start()
         super().begin(total, done, num_cells)
 
-    def _line(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)))
+        self._console.print(Text(text))
 
     def started(self, item: PlannedCell, eta_s: float) -> None:
         self._eta_s, self._since = eta_s, time.monotonic()

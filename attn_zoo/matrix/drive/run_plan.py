@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from attn_zoo.matrix.costs import stored_claims
+from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import measure_missing
-from attn_zoo.matrix.drive.progress import Progress, SilentProgress
+from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.session import Session
 from attn_zoo.matrix.drive.supervise import Control
 from attn_zoo.matrix.drive.worker_pool import Settings
@@ -158,7 +158,7 @@ def run(
     from attn_zoo.measure.environment import capture_environment
 
     engine = engine or LocalEngine()
-    progress = progress or SilentProgress()
+    progress = progress or Progress()
     environment = capture_environment()
     matrix = plan.matrix.model_dump(mode="json")
     with store.writing(

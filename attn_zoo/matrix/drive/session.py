@@ -10,7 +10,7 @@ from types import FrameType
 from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.supervise import Control
-from attn_zoo.matrix.kinds.catalogue import KINDS, kind_of
+from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from attn_zoo.matrix.drive.attempts import run_bundle
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
@@ -18,20 +17,23 @@ from attn_zoo.records import STOPPERS, Environment, Record
 __all__ = ["Control", "run_lane", "skipped"]
 
 
-class Control(Protocol):
-    """Who is asked before a cell, and told after it."""
+class Control:
+    """Asked before a bundle, and told after it. As it stands everything may start and run to its end."""
 
     def is_over(self) -> bool:
         """Tell whether no further cell will be allowed to start."""
+        return False
 
-    def may_start(self, *bundle: PlannedCell) -> bool:
+    def may_start(self, *bundle: PlannedCell) -> bool:  # noqa: ARG002
         """Tell whether the cells of a bundle may begin; False leaves them for another run."""
+        return True
 
     def started(self, item: PlannedCell) -> None:
         """Take note that the cell begins."""
 
     def should_stop(self) -> bool:
         """Tell, several times a second, whether the running cell must end now, without a record."""
+        return False
 
     def finished(self, record: Record) -> None:
         """Take the record of a cell."""

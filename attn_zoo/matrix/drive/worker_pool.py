@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import available_bytes, num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.work_order import WorkOrder

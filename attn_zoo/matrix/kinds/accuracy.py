@@ -24,7 +24,7 @@ from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, Unsuppo
 from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Member, Problem, Seconds, as_axis
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
-from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS
+from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import TRAINING_VERSION, Cell, Record
 from attn_zoo.registry import tasks, variants
@@ -81,6 +81,12 @@ class Accuracy(AbstractKind):
     is_timed = False
     rooms = TRAINING_ROOMS
 
+    def source_digest(self, cell: Cell) -> str:
+        own, cross = super().source_digest(cell), cell.overrides.get("cross_variant")
+        if not isinstance(cross, str) or cross not in variants or cross == cell.variant:
+            return own
+        return own[:8] + source_digest(variants[cross], self.rooms)[:8]
+
     def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
         problems: list[Problem] = []
         given = group.get("level", list(AccuracyGroup.model_fields["level"].default))
@@ -123,6 +129,7 @@ class Accuracy(AbstractKind):
                     protocol_version=TRAINING_VERSION,
                     **member,
                 )
+                first = replace(first, variant_digest=self.source_digest(first))
                 refusal = data.missing if data.spec is None else _refusal(first, data.spec) or data.missing
                 for seed in group.seeds:
                     yield PlannedCell(

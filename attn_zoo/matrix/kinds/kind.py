@@ -1,6 +1,6 @@
 """What a kind of cell is: the model of its groups in a matrix, and how these become cells, forecasts and records.
 
-Behaviour of a kind stands in its own module beside this one and nowhere else. `catalogue.py` lists them.
+Behaviour of a kind stands in its own module beside this one and nowhere else. `all_kinds.py` lists them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Cell, Record
+from attn_zoo.registry import variants
 
 __all__ = [
     "AbstractKind",
@@ -155,6 +157,10 @@ class AbstractKind(ABC):
     def owns(self, cell: Cell) -> bool:
         """Tell whether a cell is of this kind."""
         return cell.kind == self.name
+
+    def source_digest(self, cell: Cell) -> str:
+        """Return the digest of all sources that decide what a cell measures."""
+        return source_digest(variants[cell.variant], self.rooms)
 
     def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:  # noqa: ARG002
         """Return what is wrong with names in a group, and with values that depend on them.

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import check_output, gate
-from attn_zoo.conformance.subject import Form
 from attn_zoo.matrix.cell.random_inputs import normal, padding_of
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.costs import Claims, call_shape, claims, config_of
+from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, config_of, form_of
 from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind, make_module
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
@@ -108,7 +107,7 @@ class Scaling(TimedKind):
 
     def refusal(self, cell: Cell) -> Refusal | None:
         variant = variants[cell.variant]
-        if cell.scope == "attention" and variant.attention is None:
+        if form_of(cell) == "attention" and variant.attention is None:
             return ("attention", 'needs hidden states [B, L, E]: scope = "mixer"')
         request = Request(
             is_causal=cell.is_causal,
@@ -159,7 +158,7 @@ class CallWorkload(AbstractWorkload):
             dtype=cell.dtype,
             device=cell.device,
             seq_len=self.build.max_seq_len,
-            form=_form(cell),
+            form=form_of(cell),
         )
 
     def make_call(self) -> tuple[Call, Call | None]:
@@ -172,7 +171,7 @@ class CallWorkload(AbstractWorkload):
             output,
             self.inputs,
             variant=variants[self.cell.variant],
-            form=_form(self.cell),
+            form=form_of(self.cell),
             build=self.build,
             key_padding_mask=self.key_padding_mask,
             is_random=self.module.training and self.cell.dropout_p > 0,
@@ -204,10 +203,6 @@ class CallWorkload(AbstractWorkload):
 
     def release(self) -> None:
         clear_grads(self.leaves)
-
-
-def _form(cell: Cell) -> Form:
-    return "attention" if cell.scope == "attention" else "mixer"
 
 
 def _pass_of(cell: Cell) -> CallPass:
@@ -251,7 +246,7 @@ def _draw(cell: Cell, dtype: torch.dtype) -> list[Tensor]:
     query = (sizes.batch_size, sizes.num_heads, sizes.query_len, sizes.head_dim)
     key = (sizes.batch_size, sizes.num_kv_heads, sizes.key_len, sizes.head_dim)
     hidden = (sizes.batch_size, sizes.query_len, sizes.num_heads * sizes.head_dim)
-    shapes = [query, key, key] if cell.scope == "attention" else [hidden]
+    shapes = [query, key, key] if form_of(cell) == "attention" else [hidden]
     if cell.device == "cpu":
         return [normal(shape, (cell.seed, index), dtype) for index, shape in enumerate(shapes)]
     # A GPU draws fast, and all blocks of a tensor from one generator.

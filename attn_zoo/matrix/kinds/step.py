@@ -19,7 +19,7 @@ from attn_zoo.conformance import gate
 from attn_zoo.conformance.tolerance import largest, largest_error, working_tolerance
 from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.costs import DTYPE_BYTES, Claims, call_shape, forward_flops
+from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forward_flops
 from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
@@ -204,10 +204,10 @@ class StepWorkload(AbstractWorkload):
             learner.model.eval()
         with torch.enable_grad():  # without gradients modules may take other paths than those that train
             exact = objective.outputs(copy.deepcopy(ours.model).double(), batch).detach()
-            plain, found = ours.logits(batch).detach(), self._learner.logits(batch).detach()
+            plain, own = ours.logits(batch).detach(), self._learner.logits(batch).detach()
         for learner in (ours, self._learner):
             learner.model.train()
-        error = largest_error(found, exact)
+        error = largest_error(own, exact)
         allowed = working_tolerance(largest_error(plain, exact), largest(exact), batch.tokens.shape[1], dtype)
         if error > allowed:
             text = f"logits are off by {error:.2g} from those of our model with the same weights, allowed {allowed:.2g}"

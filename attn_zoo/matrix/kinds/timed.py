@@ -19,7 +19,7 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.cell.bundle import measure_bundle
 from attn_zoo.matrix.cell.trial import Trial
 from attn_zoo.matrix.cell.workload import AbstractWorkload
-from attn_zoo.matrix.costs import build_context
+from attn_zoo.matrix.claimed_costs import build_context, form_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Length, Member, Seconds
 from attn_zoo.matrix.plan.estimate import Estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
@@ -171,7 +171,7 @@ def make_module(cell: Cell) -> tuple[nn.Module, BuildContext]:
         UnsupportedError: the variant refuses what the cell asks.
     """
     build = build_context(cell)
-    make = build_attention if cell.scope == "attention" else build_mixer
+    make = build_attention if form_of(cell) == "attention" else build_mixer
     return make(cell.variant, build, **cell.options), build
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.kinds.catalogue import KINDS
+from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Entry, Group, Member
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.probe import probe
@@ -136,13 +136,13 @@ def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
 
     The counter takes up to a second to load, so only a process that runs many lengths counts all of them.
     """
-    found: list[PlannedCell] = []
+    counted: list[PlannedCell] = []
     first: dict[str, PlannedCell] = {}
     for item in cells:
         seen = first.setdefault(replace(item.cell, pass_=None, together="").curve, item)
         is_same_curve = item.isolation == "lane" and seen.cell.curve == item.cell.curve
-        found.append(replace(item, has_count=seen is item or is_same_curve))
-    return found
+        counted.append(replace(item, has_count=seen is item or is_same_curve))
+    return counted
 
 
 def _has_cuda() -> bool:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from attn_zoo.records import Cell
+from attn_zoo.records import Cell, Json
 
 __all__ = ["PlannedCell", "Refusal"]
 
@@ -16,7 +16,7 @@ Refusal = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedCell:
+class PlannedCell(Json):
     """A cell and how it will be run.
 
     Args:

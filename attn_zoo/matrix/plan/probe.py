@@ -15,7 +15,7 @@ from pathlib import Path
 
 import attn_zoo
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Cell
 from attn_zoo.registry import load_file

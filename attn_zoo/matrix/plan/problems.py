@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from attn_zoo.errors import suggestion
-from attn_zoo.matrix.kinds.catalogue import KINDS
+from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import Problem
 
 __all__ = ["plain_problems", "sentences", "shown", "unknown_key"]

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, ValidationError, create_model
 
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, suggestion
-from attn_zoo.matrix.kinds.catalogue import KINDS
+from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Group, Problem, StrictModel
 from attn_zoo.matrix.plan.problems import plain_problems, sentences, shown, unknown_key
 from attn_zoo.registry import make_config, variants

@@ -48,7 +48,7 @@ class Repeats:
         Raises:
             StoreError: a file cannot be moved, or a newer version of this package wrote it.
         """
-        found: list[Record] = []
+        usable: list[Record] = []
         for number in range(1, most + 1):
             try:
                 record = read_record(self._path(key, number), key)
@@ -58,9 +58,9 @@ class Repeats:
                 break  # absent, or damaged: what comes after it is of no use
             if record.environment != environment or record.status != "ok":
                 break
-            found.append(record)
-        self.retire(key, beyond=len(found))
-        return found
+            usable.append(record)
+        self.retire(key, beyond=len(usable))
+        return usable
 
     def write(self, record: Record, number: int) -> None:
         """Store a repeat, counted from 1.

@@ -123,7 +123,7 @@ class Store:
         with hold_lock(self.folder, shard):
             with hold_lock(self.folder, None, name=".lock-info", wait=True):
                 self._enter(matrix, environment, allow_mixed_env, claims or {})
-            if shard is None:  # nobody else writes: what a killed run left half-written is nobody's
+            if shard is None:  # nobody else writes, so these were left by a killed run
                 for path in (*self._cells.glob(".*.tmp"), *self.folder.glob("parts/.*.tmp")):
                     path.unlink(missing_ok=True)
             scan = self.scan()
@@ -180,9 +180,9 @@ class Store:
         """
         return read_ceilings(self.folder)
 
-    def add_ceilings(self, found: Iterable[Ceilings]) -> None:
+    def add_ceilings(self, ceilings: Iterable[Ceilings]) -> None:
         """Store ceilings; of what was measured before, the first stays."""
-        first = {one.subject: one for one in (*found, *self.ceilings())}
+        first = {one.subject: one for one in (*ceilings, *self.ceilings())}
         data = {"schema": SCHEMA_VERSION, "ceilings": [first[subject].to_dict() for subject in sorted(first, key=str)]}
         write_whole(self._ceilings, json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
 

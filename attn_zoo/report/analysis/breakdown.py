@@ -56,9 +56,11 @@ def parts(score: LabelScore, axes: Sequence[str]) -> list[Part]:
         for entry in run.score.breakdown:
             place = tuple(entry[name] for name in axes)
             own.setdefault(place, []).append((entry["value"], entry.get("num_items", 1.0)))
-        for place, found in own.items():
-            items = sum(count for _, count in found)
-            value = sum(value * count for value, count in found) / items if items else fmean(v for v, _ in found)
+        for place, scored in own.items():
+            items = sum(count for _, count in scored)
+            value = (
+                sum(value * count for value, count in scored) / items if items else fmean(value for value, _ in scored)
+            )
             by_place.setdefault(place, []).append(value)
     made = []
     for place, values in sorted(by_place.items()):

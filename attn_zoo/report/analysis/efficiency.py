@@ -69,7 +69,7 @@ def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
     if panel.ceilings is None or panel.pass_ not in PASSES:
         return {}
     exact = {point.seq_len: point for point in (panel.baseline.points if panel.baseline else ())}
-    found = {}
+    by_label = {}
     for series in panel.series:
         rows = [
             _row(series, point, exact.get(point.seq_len), panel.pass_, panel.ceilings)
@@ -77,8 +77,8 @@ def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
             if not series.is_simulated and point.record.flops and point.record.min_bytes and point.median_ms > 0
         ]
         if rows:
-            found[series.label] = rows
-    return found
+            by_label[series.label] = rows
+    return by_label
 
 
 def pass_flops(point: Point, pass_: str) -> float | None:

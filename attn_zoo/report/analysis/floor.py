@@ -49,7 +49,7 @@ class Standing:
 
 
 def floor_words(name: str) -> str:
-    """Return what a floor is called in a sentence.
+    """Return the name of a floor in a sentence.
 
     >>> floor_words("root_operator"), floor_words("chance")
     ('the root-operator floor', 'chance')

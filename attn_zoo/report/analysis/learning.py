@@ -67,18 +67,18 @@ def mean_curve(score: LabelScore, what: What, axis: Axis) -> list[tuple[float, f
         {step: point for (step, _), point in zip(own, curve, strict=True)}
         for own, curve in zip(steps, places, strict=True)
     ]
-    common = sorted(set.intersection(*(set(found) for found in by_step)))
-    return [(fmean(found[step][0] for found in by_step), fmean(found[step][1] for found in by_step)) for step in common]
+    common = sorted(set.intersection(*(set(own) for own in by_step)))
+    return [(fmean(own[step][0] for own in by_step), fmean(own[step][1] for own in by_step)) for step in common]
 
 
 def budgets(scores: Sequence[LabelScore]) -> dict[Axis, float]:
     """Return for each axis the most that every label with a curve has spent: what they can be compared at."""
-    found: dict[Axis, float] = {}
+    limits: dict[Axis, float] = {}
     for axis in AXES:
         ends = [curve[-1][0] for score in scores if (curve := mean_curve(score, "validation", axis))]
         if len(ends) > 1 and len(ends) == sum(bool(mean_curve(score, "validation", "steps")) for score in scores):
-            found[axis] = min(ends)
-    return found
+            limits[axis] = min(ends)
+    return limits
 
 
 def best_within(curve: Sequence[tuple[float, float]], budget: float, metric: Metric) -> float | None:

@@ -178,8 +178,8 @@ class AccuracyGroup:
     @property
     def marks(self) -> dict[str, float]:
         """Chance and floors by name, worst first."""
-        found = dict(self.floors) | ({"chance": self.chance} if self.chance is not None else {})
-        return dict(sorted(found.items(), key=lambda mark: self.metric.order(mark[1]), reverse=True))
+        marks = dict(self.floors) | ({"chance": self.chance} if self.chance is not None else {})
+        return dict(sorted(marks.items(), key=lambda mark: self.metric.order(mark[1]), reverse=True))
 
     @property
     def is_shared(self) -> bool:

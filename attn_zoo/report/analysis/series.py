@@ -58,7 +58,7 @@ class Point:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Throughput of a training step, padding excluded; None for what is no step."""
+        """Throughput of a training step, padding excluded; None for a single call."""
         return token_rates(self.record).get("tokens_per_s")
 
     @property

@@ -74,8 +74,8 @@ class Overview:
 
 def _scored(group: AccuracyGroup, label: str) -> LabelScore | None:
     """Return the score of `label` from scratch (or from the only start of the group), if a run finished."""
-    found = group.find(label, group.starts[0]) if group.starts else None
-    return found if found is not None and found.mean is not None else None
+    score = group.find(label, group.starts[0]) if group.starts else None
+    return score if score is not None and score.mean is not None else None
 
 
 def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
@@ -83,7 +83,7 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
 
     Overrides may differ between tasks, as published settings do, unless a task occurs with several of them.
     """
-    found = []
+    overviews = []
     for how, members in _by_protocol(groups).items():
         metric = members[0].metric
         seen = {score.label for group in members for score in group.scores}
@@ -92,7 +92,7 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
         if len(members) < 2 or not labels:
             continue
         common = tuple(group for group in members if all(_scored(group, label) for label in labels))
-        found.append(
+        overviews.append(
             Overview(
                 name=slug("tasks", metric.name, how),
                 how=how,
@@ -103,17 +103,17 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
                 without=tuple(sorted(seen - set(labels))),
             )
         )
-    return found
+    return overviews
 
 
 def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGroup]]:
-    found: dict[str, list[AccuracyGroup]] = {}
+    by_how: dict[str, list[AccuracyGroup]] = {}
     for group in groups:
         # A mean has no meaning over bits of different data, whose scales differ.
         if any(score.mean is not None for score in group.scores) and not group.metric.is_lower_better:
-            found.setdefault(_how(group), []).append(group)
+            by_how.setdefault(_how(group), []).append(group)
     split: dict[str, list[AccuracyGroup]] = {}
-    for how, members in found.items():
+    for how, members in by_how.items():
         is_repeated = len({group.title for group in members}) < len(members)
         for group in members:
             changes = ", ".join(f"{name}={json.dumps(value)}" for name, value in group.setting.changes.items())

@@ -130,7 +130,7 @@ def _runs(members: Sequence[Observation]) -> list[TrainingRun]:
 
 
 def _starts(records: Sequence[Record]) -> list[str]:
-    """Return for each run what the model had learned before; several ways of it are told apart by their settings.
+    """Return for each run what the model had learned before; its settings distinguish several ways of pretraining.
 
     A run that failed left no score to say so: it belongs to the finished ones with the same settings, or is judged by
     its settings where there is none.

@@ -15,10 +15,10 @@ from attn_zoo.report.analysis.floor import FAR
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_ticks
-from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares
+from attn_zoo.report.figures.heat import BAR_ROOM, Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain, styled
+from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain
 from attn_zoo.report.units import human_length, human_number
 
 __all__ = ["draw_breakdown"]
@@ -41,8 +41,7 @@ def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
     title = f"{group.metric.title} by {' and '.join(_words(name) for name in axes)}: {group.title}"
     note = group.how + (f"; mean over {', '.join(every[2:])}" if len(every) > 2 else "")
     draw = _draw_curves if len(axes) == 1 else _draw_maps
-    with styled():
-        page = draw(group, scores, axes, looks, title, note)
+    page = draw(group, scores, axes, looks, title, note)
     words = (f"{score.name}: {_alt(parts(score, axes), axes, group.metric)}" for score in scores)
     return page.describe("; ".join(words))
 
@@ -124,15 +123,8 @@ def _draw_maps(
     note += "; mean over seeds, one colour scale for all"
     note += ", white: no result" if any(np.isnan(grid).any() for grid in grids) else ""
     page = Page(title, note)
-    panels = page.panels(
-        len(scores),
-        height=min(3.0, max(1.2, 0.24 * len(up))),
-        columns=columns,
-        left=0.78,
-        right=1.0,
-        gap=0.3,
-        above=0.4,
-    )
+    height = min(3.0, max(1.2, 0.24 * len(up)))
+    panels = page.panels(len(scores), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=0.3, above=0.4)
     shades = _shades(np.concatenate([grid.ravel() for grid in grids]), group)
     bar = draw_colour_bar(page, panels[columns - 1], shades, metric.tick)
     if group.chance is not None and shades.norm(group.chance) >= 0:

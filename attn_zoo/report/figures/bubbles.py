@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.axes import draw_mark, log_axis, name_mark, score_axis
 from attn_zoo.report.figures.labels import Box, PointName, box_of, covered, draw_point_names, mark_boxes
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
+from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.units import human_bytes, human_number
 
 __all__ = ["draw_bubbles", "draw_task_means"]
@@ -90,11 +90,7 @@ def draw_task_means(overview: Overview, looks: Looks) -> Page | None:
 
 
 def _draw(
-    title: str,
-    said: Sequence[str],
-    bubbles: Sequence[_Bubble],
-    marks: Mapping[str, float],
-    metric: Metric,
+    title: str, said: Sequence[str], bubbles: Sequence[_Bubble], marks: Mapping[str, float], metric: Metric
 ) -> Page | None:
     if len(bubbles) < 2:
         return None
@@ -106,28 +102,27 @@ def _draw(
     if unknown:
         said = [*said, f"memory not measured{': ' + ', '.join(unknown) if has_peaks else ''}"]
     most = max((bubble.peak_bytes for bubble in bubbles if bubble.peak_bytes), default=0.0)
-    with styled():
-        page = Page(title, "; ".join(said))
-        top = page.bottom
-        (axes,) = page.panels(height=HEIGHT, right=1.5 if has_peaks else 0.3, below=0.62)
-        _speed_axis(axes, [bubble.speed for bubble in bubbles])
-        values += near.values()
-        span = max(values) - min(values) or 0.02 * (abs(values[0]) or 1.0)
-        axes.set_ylim(min(values) - 0.1 * span, max(values) + 0.14 * span)
-        score_axis(axes.yaxis, metric, f"{metric.axis} on test", num_ticks=7)
-        names = [
-            PointName(plain(bubble.name, 30), bubble.look.colour, bubble.speed, bubble.value, bubble.radius(most))
-            for bubble in bubbles
-        ]
-        bars = _interval_boxes(axes, bubbles)
-        taken = bars + _draw_floors(axes, near, mark_boxes(axes, names) + bars, metric)
-        for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
-            _draw_bubble(axes, bubble, bubble.radius(most))
-        inside = axes.get_window_extent()
-        frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 + (8 if has_peaks else 26), inside.y1 + 8)
-        draw_point_names(axes, names, frame, taken)
-        if has_peaks:
-            _draw_size_legend(page, most, page.width - 1.34, top)
+    page = Page(title, "; ".join(said))
+    top = page.bottom
+    (axes,) = page.panels(height=HEIGHT, right=1.5 if has_peaks else 0.3, below=0.62)
+    _speed_axis(axes, [bubble.speed for bubble in bubbles])
+    values += near.values()
+    span = max(values) - min(values) or 0.02 * (abs(values[0]) or 1.0)
+    axes.set_ylim(min(values) - 0.1 * span, max(values) + 0.14 * span)
+    score_axis(axes.yaxis, metric, f"{metric.axis} on test", num_ticks=7)
+    names = [
+        PointName(plain(bubble.name, 30), bubble.look.colour, bubble.speed, bubble.value, bubble.radius(most))
+        for bubble in bubbles
+    ]
+    bars = _interval_boxes(axes, bubbles)
+    taken = bars + _draw_floors(axes, near, mark_boxes(axes, names) + bars, metric)
+    for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
+        _draw_bubble(axes, bubble, bubble.radius(most))
+    inside = axes.get_window_extent()
+    frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 + (8 if has_peaks else 26), inside.y1 + 8)
+    draw_point_names(axes, names, frame, taken)
+    if has_peaks:
+        _draw_size_legend(page, most, page.width - 1.34, top)
     return page.describe("; ".join(_alt(bubble, metric) for bubble in bubbles))
 
 
@@ -196,14 +191,12 @@ def _draw_bubble(axes: Axes, bubble: _Bubble, radius: float) -> None:
 def _draw_size_legend(page: Page, most: float, left: float, top: float) -> None:
     """Draw three sizes with their memory, at the right of the axes."""
     page.text(left, top + 0.06, "peak memory\n(area)", fontsize=8.5, color=MUTED, va="top")
-    y = top + 0.54
+    middle = top + 0.54
     for share in (1.0, 0.5, 0.1):
         radius = _radius(share) / 72
-        axes = page.axes(left, y, 2 * radius, 2 * radius)
+        axes = page.axes(left, middle, 2 * radius, 2 * radius)
         axes.axis("off")
-        axes.set_xlim(-1, 1)
-        axes.set_ylim(-1, 1)
-        axes.scatter([0], [0], s=(144 * radius) ** 2, facecolors=INK, alpha=0.18, edgecolors="none", clip_on=False)
-        axes.scatter([0], [0], s=(144 * radius) ** 2, facecolors="none", edgecolors=MUTED, lw=1.0, clip_on=False)
-        page.text(left + 2 * radius + 0.08, y + radius, human_bytes(share * most), fontsize=8.5, color=INK)
-        y += 2 * radius + 0.12
+        for style in ({"facecolors": INK, "alpha": 0.18, "lw": 0.0}, {"facecolors": "none", "edgecolors": MUTED}):
+            axes.scatter([0], [0], s=(144 * radius) ** 2, clip_on=False, **style)
+        page.text(left + 2 * radius + 0.08, middle + radius, human_bytes(share * most), fontsize=8.5, color=INK)
+        middle += 2 * radius + 0.12

@@ -12,7 +12,7 @@ from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curve
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain, styled
+from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain
 from attn_zoo.report.units import human_flops, human_number
 
 __all__ = ["draw_learning"]
@@ -40,19 +40,18 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
     lost = [f"{score.name} {len(score.failures)}" for score in group.scores if score.failures]
     if lost:
         note += f"; runs without a curve: {', '.join(lost)}"
-    with styled():
-        page = Page(f"Learning curves: {group.title}", note)
-        page.legend([_legend_entry(score, looks) for score in scores])
-        panels = page.panels(len(axes_of) + has_loss, height=2.2, columns=2, left=0.78, right=0.2, above=0.1)
-        if has_loss:
-            first, *panels = panels
-            _draw_curves(first, scores, looks, "train_loss", "steps")
-            first.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-            first.set_ylabel("training loss")
-        for panel, axis in zip(panels, axes_of, strict=True):
-            _draw_curves(panel, scores, looks, "validation", axis)
-            score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
-            _draw_best_floor(panel, group)
+    page = Page(f"Learning curves: {group.title}", note)
+    page.legend([_legend_entry(score, looks) for score in scores])
+    panels = page.panels(len(axes_of) + has_loss, height=2.2, columns=2, left=0.78, right=0.2, above=0.1)
+    if has_loss:
+        first, *panels = panels
+        _draw_curves(first, scores, looks, "train_loss", "steps")
+        first.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        first.set_ylabel("training loss")
+    for panel, axis in zip(panels, axes_of, strict=True):
+        _draw_curves(panel, scores, looks, "validation", axis)
+        score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
+        _draw_best_floor(panel, group)
     return page.describe("; ".join(_alt(score, group) for score in scores))
 
 

@@ -30,7 +30,7 @@ from attn_zoo.report.figures.labels import (
     square,
 )
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain, styled
+from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
 from attn_zoo.report.wording import ceilings_words
 
@@ -58,22 +58,21 @@ def draw_roofline(one: PanelAnalysis, looks: Looks) -> Page | None:
     for label, series in rows.items():
         last, colour = series[-1], looks[label].colour
         labels.append(EndLabel(plain(label), human_bandwidth(last.bytes_per_s), colour, last.seq_len, last.bytes_per_s))
-    with styled():
-        page = Page(f"Roofline: {one.panel.title}", note)
-        (roof,) = page.panels(height=3.6, left=1.0, right=0.25)
-        (below,) = page.panels(height=labels_height(labels, 1.7), left=1.0, right=label_room(labels), above=0.12)
-        taken = _draw_roof(roof, every, ceilings)
-        names = []
-        for label, series in rows.items():
-            taken += _draw_points(roof, series, looks[label], lengths)
-            last, words = series[-1], f"{plain(label)} {percent(series[-1].roof_frac)}"
-            radius = _mark_size(last.seq_len, lengths) / 2
-            names.append(PointName(words, looks[label].colour, last.flops_per_byte, last.flops_per_s, radius))
-        inside = roof.get_window_extent()
-        frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
-        draw_point_names(roof, names, frame, taken)
-        _draw_bytes(below, rows, looks, ceilings)
-        draw_end_labels(below, labels)
+    page = Page(f"Roofline: {one.panel.title}", note)
+    (roof,) = page.panels(height=3.6, left=1.0, right=0.25)
+    (below,) = page.panels(height=labels_height(labels, 1.7), left=1.0, right=label_room(labels), above=0.12)
+    taken = _draw_roof(roof, every, ceilings)
+    names = []
+    for label, series in rows.items():
+        taken += _draw_points(roof, series, looks[label], lengths)
+        last, words = series[-1], f"{plain(label)} {percent(series[-1].roof_frac)}"
+        radius = _mark_size(last.seq_len, lengths) / 2
+        names.append(PointName(words, looks[label].colour, last.flops_per_byte, last.flops_per_s, radius))
+    inside = roof.get_window_extent()
+    frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
+    draw_point_names(roof, names, frame, taken)
+    _draw_bytes(below, rows, looks, ceilings)
+    draw_end_labels(below, labels)
     return page.describe("; ".join(_alt(label, row[-1]) for label, row in rows.items()))
 
 

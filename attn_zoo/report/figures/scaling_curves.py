@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, set_ticks, value_axis
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page, text_size
-from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
+from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import held_words, outcome
@@ -165,7 +165,7 @@ def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
         values=[
             1.0,
             *(value for curve in curves for _, value in curve.points),
-            *(end for *_, bar in bars for end in bar),
+            *(end for bar in bars for end in bar[2]),
         ],
         labels=labels,
         legend=[_marker("ratio of medians; bars: from the 95 % intervals")],
@@ -190,37 +190,26 @@ def _draw(
 ) -> Page:
     """Draw curves with labels at their ends below a strip of what failed.
 
-    Args:
-        one: the panel.
-        looks: of all labels.
-        curves: what is drawn.
-        title: what the values are.
-        show: text of a value.
-        base: of the logarithmic axis.
-        values: everything that the axis must reach.
-        labels: at the ends of the curves.
-        legend: what marks mean.
-        draw: what belongs to one figure only.
-        grown: fitted exponents, for the words.
+    The axis has logarithms of `base`, reaches all `values` and says them with `show`; `draw` adds what belongs to one
+    figure only; `grown` are the fitted exponents, for the words.
     """
     failed = [series for series in one.panel.series if series.failures]
     lengths = {failure.seq_len for series in failed for failure in series.failures}
     lengths |= {length for curve in curves for length, _ in curve.points}
-    with styled():
-        page = Page(f"{title}: {one.panel.title}", one.panel.subtitle)
-        names = max((text_size(_failed_words(series), STRIP_FONT)[0] for series in failed), default=0.0)
-        right = min(3.4, max(label_room(labels), names + GAP + 0.14, 1.26))
-        strip = page.panels(1 if failed else 0, height=STRIP_ROW * len(failed) + 0.04, right=right, below=0.0)
-        (axes,) = page.panels(height=labels_height(labels, 3.5), right=right, below=0.62)
-        page.legend(legend, left=0.72, colour=MUTED)
-        length_axis(axes, sorted(lengths))
-        if failed:
-            _draw_strip(strip[0], failed, looks, axes)
-        value_axis(axes, values, show, base)
-        draw(axes)
-        for curve in curves:
-            draw_curve(axes, curve.points, curve.look, curve.look.line, is_open=curve.series.is_simulated)
-        draw_end_labels(axes, labels, is_below_strip=bool(failed))
+    page = Page(f"{title}: {one.panel.title}", one.panel.subtitle)
+    names = max((text_size(_failed_words(series), STRIP_FONT)[0] for series in failed), default=0.0)
+    right = min(3.4, max(label_room(labels), names + GAP + 0.14, 1.26))
+    strip = page.panels(1 if failed else 0, height=STRIP_ROW * len(failed) + 0.04, right=right, below=0.0)
+    (axes,) = page.panels(height=labels_height(labels, 3.5), right=right, below=0.62)
+    page.legend(legend, left=0.72, colour=MUTED)
+    length_axis(axes, sorted(lengths))
+    if failed:
+        _draw_strip(strip[0], failed, looks, axes)
+    value_axis(axes, values, show, base)
+    draw(axes)
+    for curve in curves:
+        draw_curve(axes, curve.points, curve.look, curve.look.line, is_open=curve.series.is_simulated)
+    draw_end_labels(axes, labels, is_below_strip=bool(failed))
     words = [_alt(curve, show, grown.get(curve.label)) for curve in curves]
     for series in failed:
         at = ", ".join(human_length(failure.seq_len) for failure in series.failures)

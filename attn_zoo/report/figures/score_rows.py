@@ -11,7 +11,7 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
 from attn_zoo.report.figures.page import Page, text_size
-from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain, styled
+from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain
 from attn_zoo.report.wording import outcome
 
 __all__ = ["draw_scores"]
@@ -42,21 +42,20 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
         note += f"; off the scale: {', '.join(f'{name} {metric.show(value)}' for name, value in far.items())}"
     words = [_words(score, group) for score in scores]
     floor_rows = FLOOR_ROW * len(marks) + (0.12 if marks else 0)
-    with styled():
-        page = Page(f"{metric.title}: {group.title}", note)
-        left = max(text_size(plain(score.name, NAME_LETTERS), NAME_FONT, "bold")[0] for score in scores) + 0.34
-        right = max(text_size(text, WORDS_FONT)[0] for text in words) + 0.36
-        (axes,) = page.panels(height=ROW * len(scores) + floor_rows, left=left, right=right)
-        axes.set_ylim(len(scores) - 0.5 + floor_rows / ROW, -0.5)
-        axes.set_yticks(range(len(scores)), ["" for _ in scores])
-        axes.tick_params(axis="y", length=0)
-        values += [value for _, value in marks]
-        margin = 0.06 * (max(values) - min(values)) or 0.02 * (abs(values[0]) or 1.0)
-        axes.set_xlim(min(values) - margin, max(values) + margin)
-        score_axis(axes.xaxis, metric, f"{metric.axis} on test", num_ticks=7)
-        _draw_floors(axes, marks, len(scores), metric)
-        for row, (score, text) in enumerate(zip(scores, words, strict=True)):
-            _draw_row(axes, row, score, looks[score.label], text)
+    page = Page(f"{metric.title}: {group.title}", note)
+    left = max(text_size(plain(score.name, NAME_LETTERS), NAME_FONT, "bold")[0] for score in scores) + 0.34
+    right = max(text_size(text, WORDS_FONT)[0] for text in words) + 0.36
+    (axes,) = page.panels(height=ROW * len(scores) + floor_rows, left=left, right=right)
+    axes.set_ylim(len(scores) - 0.5 + floor_rows / ROW, -0.5)
+    axes.set_yticks(range(len(scores)), ["" for _ in scores])
+    axes.tick_params(axis="y", length=0)
+    values += [value for _, value in marks]
+    margin = 0.06 * (max(values) - min(values)) or 0.02 * (abs(values[0]) or 1.0)
+    axes.set_xlim(min(values) - margin, max(values) + margin)
+    score_axis(axes.xaxis, metric, f"{metric.axis} on test", num_ticks=7)
+    _draw_floors(axes, marks, len(scores), metric)
+    for row, (score, text) in enumerate(zip(scores, words, strict=True)):
+        _draw_row(axes, row, score, looks[score.label], text)
     said = "; ".join(f"{score.name}: {text}" for score, text in zip(scores, words, strict=True))
     floors = "; ".join(f"{name}: {metric.show(value)}" for name, value in group.marks.items())
     return page.describe(f"{said}. {floors}" if floors else said)

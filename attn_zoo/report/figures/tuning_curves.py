@@ -9,7 +9,7 @@ from attn_zoo.report.analysis.training_runs import Trial
 from attn_zoo.report.figures.axes import draw_curve, name_mark, score_axis, set_ticks
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Looks, plain, styled
+from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Looks, plain
 from attn_zoo.report.wording import outcome
 
 __all__ = ["draw_tuning"]
@@ -40,35 +40,34 @@ def draw_tuning(group: AccuracyGroup, looks: Looks) -> Page | None:
         if points:
             detail = f"{len(group.trials[key])} trials"
             labels.append(EndLabel(plain(names[key], 30), detail, looks[key[0]].colour, *points[-1]))
-    with styled():
-        page = Page(f"Sensitivity to the learning rate: {group.title}", note)
-        (axes,) = page.panels(height=max(3.0, 0.4 * len(curves)), right=0.2 + label_room(labels))
-        axes.set_xscale("log")
-        for key, curve in curves.items():
-            look = looks[key[0]]
-            draw_curve(axes, _scored(curve), look, DASHED if key[1] else SOLID)
-            for rate, trial in curve.items():
-                if trial.is_selected and trial.validation is not None:
-                    axes.plot([rate], [trial.validation], marker="o", ms=12, mfc="none", mec=look.colour, mew=1.5)
-        lost = {key: curve for key, curve in curves.items() if len(_scored(curve)) < len(curve)}
-        if lost:
-            worst, best = max(values, key=metric.order), metric.best(values)
-            edge = worst + 0.12 * ((worst - best) or 0.02 * abs(best))
-            axes.axhline(edge, color=MUTED, lw=0.6, zorder=1)
-            step = 0.02 * math.log(rates[-1] / rates[0])
-            for place, (key, curve) in enumerate(lost.items()):
-                # Side by side, or those of several variants at one rate would be one cross.
-                aside = math.exp(step * (place - (len(lost) - 1) / 2))
-                failed = [rate * aside for rate, trial in curve.items() if trial.validation is None]
-                edges = [edge] * len(failed)
-                axes.plot(failed, edges, marker="x", ms=6, mew=1.8, lw=0, color=looks[key[0]].colour, zorder=4)
-            trials = [trial for curve in lost.values() for trial in curve.values() if trial.validation is None]
-            reasons = sorted({outcome(run.record.status).word for trial in trials for run in trial.runs})
-            name_mark(axes, edge, f"no score: {', '.join(reasons)}", is_above=True)
-        set_ticks(axes.xaxis, rates, lambda value: f"{value:g}")
-        axes.set_xlabel("learning rate (base_lr)")
-        score_axis(axes.yaxis, metric, f"validation {metric.axis}")
-        draw_end_labels(axes, labels)
+    page = Page(f"Sensitivity to the learning rate: {group.title}", note)
+    (axes,) = page.panels(height=max(3.0, 0.4 * len(curves)), right=0.2 + label_room(labels))
+    axes.set_xscale("log")
+    for key, curve in curves.items():
+        look = looks[key[0]]
+        draw_curve(axes, _scored(curve), look, DASHED if key[1] else SOLID)
+        for rate, trial in curve.items():
+            if trial.is_selected and trial.validation is not None:
+                axes.plot([rate], [trial.validation], marker="o", ms=12, mfc="none", mec=look.colour, mew=1.5)
+    lost = {key: curve for key, curve in curves.items() if len(_scored(curve)) < len(curve)}
+    if lost:
+        worst, best = max(values, key=metric.order), metric.best(values)
+        edge = worst + 0.12 * ((worst - best) or 0.02 * abs(best))
+        axes.axhline(edge, color=MUTED, lw=0.6, zorder=1)
+        step = 0.02 * math.log(rates[-1] / rates[0])
+        for place, (key, curve) in enumerate(lost.items()):
+            # Side by side, or those of several variants at one rate would be one cross.
+            aside = math.exp(step * (place - (len(lost) - 1) / 2))
+            failed = [rate * aside for rate, trial in curve.items() if trial.validation is None]
+            edges = [edge] * len(failed)
+            axes.plot(failed, edges, marker="x", ms=6, mew=1.8, lw=0, color=looks[key[0]].colour, zorder=4)
+        trials = [trial for curve in lost.values() for trial in curve.values() if trial.validation is None]
+        reasons = sorted({outcome(run.record.status).word for trial in trials for run in trial.runs})
+        name_mark(axes, edge, f"no score: {', '.join(reasons)}", is_above=True)
+    set_ticks(axes.xaxis, rates, lambda value: f"{value:g}")
+    axes.set_xlabel("learning rate (base_lr)")
+    score_axis(axes.yaxis, metric, f"validation {metric.axis}")
+    draw_end_labels(axes, labels)
     words = [
         f"{names[key]}: "
         + ", ".join(

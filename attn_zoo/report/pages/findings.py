@@ -16,8 +16,8 @@ __all__ = ["EXPLANATION", "accuracy_findings", "findings", "overview_finding"]
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
     "quadratic, a line of slope 2 on these log-log figures. Linear variants compare each token with a fixed number of "
-    "others or of summaries, so twice the length costs twice the time: slope 1, dearer for short sequences and cheaper "
-    "beyond a crossover length."
+    "others or of summaries, so twice the length costs twice the time: slope 1, more expensive for short sequences and "
+    "cheaper beyond a crossover length."
 )
 
 MOST = 6

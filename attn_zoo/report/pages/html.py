@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.figures.catalogue import Picture
+from attn_zoo.report.figures.all_figures import Picture
 from attn_zoo.report.pages.findings import EXPLANATION, findings
 from attn_zoo.report.pages.inline import inline_figures
 from attn_zoo.report.tables.table import MISSING, Table

@@ -99,11 +99,11 @@ def _declarations(style: str) -> dict[str, str]:
 
 
 def _rounded(name: str, value: str) -> str:
-    def shorter(found: re.Match[str]) -> str:
-        return f"{float(found[0]):.{_DECIMALS}f}".rstrip("0").rstrip(".")
+    def shorter(match: re.Match[str]) -> str:
+        return f"{float(match[0]):.{_DECIMALS}f}".rstrip("0").rstrip(".")
 
     if name == "transform":  # a scale needs its digits
-        return re.sub(r"translate\([^)]*\)", lambda found: _NUMBER.sub(shorter, found[0]), value)
+        return re.sub(r"translate\([^)]*\)", lambda match: _NUMBER.sub(shorter, match[0]), value)
     if name not in _COORDINATES:
         return value
     value = _NUMBER.sub(shorter, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.figures.catalogue import Picture, make_pictures
+from attn_zoo.report.figures.all_figures import Picture, make_pictures
 from attn_zoo.report.pages.findings import EXPLANATION, findings
 from attn_zoo.report.pages.html import environment_rows
 from attn_zoo.report.pages.write import write_analysis

@@ -8,11 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.figures.style import render
 from attn_zoo.report.pages.findings import findings
 from attn_zoo.report.pages.html import build_page
-from attn_zoo.report.tables.all_tables import long_tables, make_tables, summary_tables
+from attn_zoo.report.tables.all_tables import make_tables, summary_tables
+from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
 from attn_zoo.report.units import clean
 from attn_zoo.whole_files import write_whole
@@ -43,11 +44,9 @@ def write_analysis(analysis: Analysis, out: str | Path) -> list[Path]:
         files[out / "figures" / f"{picture.name}.png"] = render(picture.figure, "png")
     for table in tables:
         files[out / "tables" / f"{table.name}.md"] = to_markdown(table).encode()
-        # Their numbers are in scaling.csv and efficiency.csv, one row each.
-        if not table.name.startswith(("time-", "memory-", "rates-", "efficiency-")):
+    for table in [*tables, *([score_table(analysis)] if analysis.accuracy else [])]:
+        if not table.is_view:
             files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
-    for table in long_tables(analysis):
-        files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
     for path, content in files.items():
         write_whole(path, content)
     return list(files)

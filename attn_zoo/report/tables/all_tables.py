@@ -13,7 +13,6 @@ from attn_zoo.report.tables.score_tables import (
     equal_cost_table,
     overview_table,
     pretraining_table,
-    score_table,
     trials_table,
 )
 from attn_zoo.report.tables.table import Column, Table, text_column
@@ -21,7 +20,7 @@ from attn_zoo.report.tables.time_tables import length_table, measurement_table, 
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import PASS_TITLES, outcome
 
-__all__ = ["long_tables", "make_tables", "status_table", "summary_tables"]
+__all__ = ["make_tables", "status_table", "summary_tables"]
 
 
 def summary_tables(analysis: Analysis) -> list[Table]:
@@ -45,7 +44,7 @@ def summary_tables(analysis: Analysis) -> list[Table]:
 
 
 def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
-    found = (
+    tables = (
         accuracy_table(group),
         pretraining_table(group),
         cost_table(group),
@@ -53,12 +52,7 @@ def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
         trials_table(group),
         published_table(group, analysis.variants),
     )
-    return [table for table in found if table is not None]
-
-
-def long_tables(analysis: Analysis) -> list[Table]:
-    """Return the tables for programs only: too long for a page."""
-    return [score_table(analysis)] if analysis.accuracy else []
+    return [table for table in tables if table is not None]
 
 
 def make_tables(analysis: Analysis) -> list[Table]:

@@ -35,6 +35,7 @@ def rate_table(one: PanelAnalysis) -> Table | None:
             *length_columns(lengths, _rate, _share, lambda point: float(point.flops_per_s)),
         ),
         rows=tuple(rows),
+        is_view=True,
     )
 
 
@@ -98,6 +99,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             text_column("doubt", "doubt", priority=6),
         ),
         rows=tuple(rows),
+        is_view=is_brief,
     )
 
 

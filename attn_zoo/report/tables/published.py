@@ -116,25 +116,25 @@ def published_table(group: AccuracyGroup, variants: Mapping[str, str]) -> Table 
 
 def _rows(group: AccuracyGroup, sources: Sequence[Source], variants: Mapping[str, str]) -> list[Row]:
     task = group.setting.task
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for source in sources:
         for model in source.model:
             if task not in model.accuracy:
                 continue
             key = model.variant or model.name
             empty = {"model": model.name, "variant": model.variant, "is_exact": model.is_exact}
-            row = found.setdefault(key, empty | {"ours": "", "cost": "", **{one.name: None for one in sources}})
+            row = rows.setdefault(key, empty | {"ours": "", "cost": "", **{one.name: None for one in sources}})
             value = model.accuracy[task]
             row[source.name] = value if isinstance(value, str) else value / 100
             if model.name not in str(row["model"]).split(" / "):
                 row["model"] = f"{row['model']} / {model.name}"
             if task in model.hours and task in model.gigabytes:
                 row["cost"] = f"{model.hours[task]:g} h, {model.gigabytes[task]:g} GB ({source.name})"
-    for key, row in found.items():
+    for key, row in rows.items():
         own = [score for score in group.scores if variants.get(score.label) == key and score.mean is not None]
         row["ours"] = "; ".join(_ours(score, group, is_only=len(own) == 1) for score in own)
     first = sources[0].name
-    return sorted(found.values(), key=lambda row: (not row["is_exact"], not row["variant"], _order(row[first])))
+    return sorted(rows.values(), key=lambda row: (not row["is_exact"], not row["variant"], _order(row[first])))
 
 
 def _order(value: float | str | None) -> float:

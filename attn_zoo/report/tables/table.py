@@ -73,9 +73,10 @@ class Table:
         name: file name stem.
         title: above the table.
         note: below it: how to read it.
-        columns: for people.
+        columns: for people; without any, the table is for files only.
         rows: raw values with units in their keys; all rows have the same keys.
         fields_if_empty: keys of an empty table, so that its file still has a header.
+        is_view: another table's file has its numbers, so it needs none of its own.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     fields_if_empty: tuple[str, ...] = ()
+    is_view: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -166,10 +168,7 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
 
 
 def length_columns(
-    lengths: Sequence[int],
-    show: Callable[[Any], str],
-    brief: Callable[[Any], str],
-    sort: Callable[[Any], float | None],
+    lengths: Sequence[int], show: Callable[[Any], str], brief: Callable[[Any], str], sort: Callable[[Any], float | None]
 ) -> list[Column]:
     """Return one column for each length, of what rows hold under it; where space is short, middle ones go first."""
 

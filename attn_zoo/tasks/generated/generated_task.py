@@ -39,9 +39,6 @@ class Part(SplitSizes):
 
     Args:
         seq_len: tokens of each input.
-        num_train: examples.
-        num_validation: examples.
-        num_test: examples.
     """
 
     seq_len: int

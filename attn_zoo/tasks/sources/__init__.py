@@ -1,1 +1,1 @@
-"""Files that tasks read: where they lie, how they are fetched, checked, read and cached."""
+"""Files that tasks read: where they are, how they are fetched, checked, read and cached."""

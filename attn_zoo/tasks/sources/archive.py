@@ -83,7 +83,7 @@ class _Meter:
 
 
 class _Metered(io.RawIOBase):
-    """A counted stream: also what `tarfile` reads on the word of a header, such as names of a gigabyte."""
+    """A counted stream: it also counts what `tarfile` reads because a header says so, such as a name of a gigabyte."""
 
     def __init__(self, stream: IO[bytes], meter: _Meter) -> None:
         self._stream, self._meter = stream, meter
@@ -187,7 +187,7 @@ def _tar_members(stream: IO[bytes], meter: _Meter) -> Generator[_Member, None, N
                 problem = "it is a link"
             if not info.isdir():
                 yield _Member(PurePosixPath(info.name), problem, partial(_tar_file, tar, info))
-        while metered.read(_CHUNK):  # to the end, where checksums stand
+        while metered.read(_CHUNK):  # to the end, where the checksums are
             pass
 
 

@@ -122,7 +122,7 @@ def _staging(source: Source, folder: Path) -> Iterator[Path]:
         free = shutil.disk_usage(folder).free
         if free < source.num_bytes:
             raise FetchError(f"{folder}: {source.name} needs {source.num_bytes} bytes, and {free} are free")
-        for left in folder.glob(f"{_STAGING}*"):  # by a fetch that was killed; a living one may be at work, too
+        for left in folder.glob(f"{_STAGING}*"):  # by a killed fetch; another fetch may still be running
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(left, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(dir=folder, prefix=_STAGING))
@@ -144,7 +144,7 @@ def _disk_error(error: OSError, folder: Path) -> FetchError:
 
 
 def _fetch_files(source: Source, staging: Path, say: Callable[[str], None]) -> dict[str, Path]:
-    """Return where each file lies in the staging folder."""
+    """Fetch every file into the staging folder; return the paths."""
     if source.is_at_hub:
         files = source.hub_files or source.files
         return {key: _from_hub(source, file, staging, say) for key, file in files.items()}
@@ -189,7 +189,7 @@ def _from_hub(source: Source, file: str, staging: Path, say: Callable[[str], Non
             raise FetchError(f"{where}: the hub answers {status}") from None
         reason = _first_line(error.__cause__ or error)
         raise FetchError(f"{where}: the hub cannot be reached, is there a network? ({reason})") from None
-    except Exception as error:  # its HTTP client's own kinds, which change from version to version
+    except Exception as error:  # errors of its HTTP client, which change from version to version
         raise FetchError(f"{where}: cannot be fetched from the hub ({_first_line(error)})") from None
 
 
@@ -225,7 +225,7 @@ def _checked(source: Source, got: Mapping[str, Path]) -> dict[str, Entry]:
 
 
 def download(url: str, path: Path, *, max_bytes: int, say: Callable[[str], None] = lambda _: None) -> None:
-    """Write what lies at an address into a file.
+    """Download an address into a file.
 
     A broken connection is resumed where it ended, if the server can do that and still has the same file; otherwise the
     file is started again. After four attempts that is an error.
@@ -257,7 +257,7 @@ def download(url: str, path: Path, *, max_bytes: int, say: Callable[[str], None]
 
 
 class _Transfer:
-    """One file on its way."""
+    """One download."""
 
     def __init__(self, url: str, path: Path, max_bytes: int, say: Callable[[str], None]) -> None:
         self.url, self.path, self.max_bytes, self.say = url, path, max_bytes, say

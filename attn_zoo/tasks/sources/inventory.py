@@ -75,7 +75,7 @@ def _short(count: int) -> str:
 
 
 def table_rows(levels: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return cells for people: task (once), level, kind, rounded sizes, data."""
+    """Return the cells of a table: task (once), level, kind, rounded sizes, data."""
     rows: list[tuple[str, ...]] = []
     previous = ""
     for row in levels:

@@ -1,6 +1,6 @@
 """What a data folder should hold: names, sizes and SHA-256 of its files, and where they came from.
 
-`manifest.json` lies in the folder it describes. Several sources may share a folder: writing keeps the entries of files
+`manifest.json` is in the folder it describes. Several sources may share a folder: writing keeps the entries of files
 that it does not mention.
 """
 
@@ -86,7 +86,7 @@ class Verification:
 
 
 def describe(path: Path, origin: str) -> Entry:
-    """Return what the manifest says of a file. Reads all of it: what is remembered of hashes is not trusted here.
+    """Return what the manifest says of a file. Reads all of it: cached hashes are not used here.
 
     Raises:
         OSError: the file cannot be read.
@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> Path:
-    """Write or complete the manifest of a folder, whole or not at all; return its path.
+    """Write or extend the manifest of a folder, atomically; return its path.
 
     Raises:
         ConfigError: there is one that cannot be read.

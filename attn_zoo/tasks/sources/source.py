@@ -31,14 +31,14 @@ def fetched_dir() -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Files that a task reads, and where a person or `attn-zoo data fetch` gets them.
+    """Files that a task reads, and where they can be fetched from.
 
     `hub` with a `revision`, `urls` and `url` are three ways to fetch; the first given is taken. A source without any
     must be put there by hand.
 
     Args:
         name: for messages, such as `"IMDB reviews"`.
-        folder: where they lie below a data folder, such as `"imdb/plain_text"`.
+        folder: their place below a data folder, such as `"imdb/plain_text"`.
         files: their names in it, by what the task calls them.
         hint: one sentence: how to get them.
         terms: licence, or what is known of it.
@@ -96,7 +96,7 @@ class Source:
         return self.urls.get(key, self.url)
 
     def folders(self, data_dir: Path | None) -> list[Path]:
-        """Return where to look, in order: below `data_dir`, in it, and where fetched data lie."""
+        """Return where to look, in order: below `data_dir`, in it, and where fetched data are."""
         given = [] if data_dir is None else [data_dir / self.folder, data_dir]
         return [*given, fetched_dir() / self.folder]
 
@@ -127,7 +127,7 @@ class Source:
         )
 
     def why_missing(self, data_dir: Path | None) -> str | None:
-        """Return what is not here and how to get it, in words that name no place of this machine; None if all is here.
+        """Return what is not here and how to get it, without naming paths of this machine; None if nothing is missing.
 
         For records, which travel.
         """

@@ -1,6 +1,6 @@
 """A cache of generated data: tensors in one file, written whole or not at all, never pickled.
 
-It lies in `ATTN_ZOO_CACHE`, or else where the platform keeps caches. A cache that cannot be read or written costs
+It is in `ATTN_ZOO_CACHE`, or else where the platform keeps caches. A cache that cannot be read or written costs
 time, nothing more. Several workers that want the same data make them once: the others wait for the first.
 """
 

@@ -212,6 +212,48 @@ def test_the_compilers_probe_is_answered_as_the_call(backend):
         assert backends.select_while_compiling(backend, given) == backends.select(backend, given)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"is_causal": True}, {"has_padding": True}, {"alibi": True}, {"backend": "math"}, {"dropout_p": 0.25}],
+    ids=str,
+)
+def test_a_graph_serves_several_lengths(arguments):
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    given = {name: value for name, value in arguments.items() if name != "has_padding"}
+    try:
+        for length in (9, 11):
+            tensors = draw(length, grad=False, num_kv_heads=1)
+            mask = half_padded(length) if "has_padding" in arguments else None
+            outputs = []
+            for function in (compiled, attend):
+                torch.manual_seed(0)
+                outputs.append(function(*tensors, key_padding_mask=mask, **given))
+            torch.testing.assert_close(*outputs)
+    finally:
+        torch.compiler.reset()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_compiler_takes_the_choice_for_a_constant(monkeypatch, dynamic):
+    """Torch's own checks cannot be traced on every release: a graph would break there, and here it may not."""
+    asked = []
+
+    def why_not(call):
+        torch._dynamo.graph_break()
+        asked.append(call.query.shape)
+
+    monkeypatch.setitem(backends._WHY_NOT, "flash", why_not)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    try:
+        for length in (9, 11):
+            tensors = draw(length, grad=False)
+            torch.testing.assert_close(compiled(*tensors, is_causal=True), attend(*tensors, is_causal=True))
+    finally:
+        torch.compiler.reset()
+    assert asked
+    assert all(shape[2] == 128 for shape in asked if shape[0] == 1), "a probe stands for all lengths"
+
+
 def test_torchs_checks_are_asked_in_silence():
     """Asked for their reasons they print them, at every step of a training."""
     asked = []

@@ -8,7 +8,7 @@ from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.all_figures import make_pictures
 from tests.report.synthetic import write_run
 
 LONG = "a_very_long_name_of_a_mechanism_that_nobody_would_type_twice_but_somebody_will"

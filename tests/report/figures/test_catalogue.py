@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from attn_zoo.report.figures.catalogue import FIGURES
+from attn_zoo.report.figures.all_figures import FIGURES
 from tests.report.figures.legible import assert_legible, pictures
 from tests.report.synthetic import CLAIMS, accuracy, costed, curve, roof, scaling, tuned
 

@@ -126,7 +126,7 @@ def test_labels_that_fit_stay_where_they_are():
 
 
 def test_pyplot_is_never_loaded():
-    code = "import sys; import attn_zoo.report.figures.catalogue; assert 'matplotlib.pyplot' not in sys.modules"
+    code = "import sys; import attn_zoo.report.figures.all_figures; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.figures.style import render
 from attn_zoo.report.pages.inline import inline_figures
 

@@ -12,7 +12,7 @@ import pytest
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.export import export, load_runs
-from attn_zoo.report.figures.catalogue import make_pictures
+from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.pages.findings import findings
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.table import MISSING, Table

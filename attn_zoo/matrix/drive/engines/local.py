@@ -11,7 +11,7 @@ from typing import TypeVar
 from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
-from attn_zoo.matrix.kinds.catalogue import kind_of
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Environment, Record

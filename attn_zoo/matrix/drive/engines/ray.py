@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.records import Cell, Environment, Record
+from attn_zoo.records import Environment, Record
 
 __all__ = ["RayEngine"]
 
@@ -28,32 +27,14 @@ SLOT = "timing_slot"
 _TICK_S = 0.2
 
 
-class _Collector:
-    """Stands in for the driver on the node: every cell may start, records are kept for the answer."""
+class _Collector(Control):
+    """Stands in for the driver on the node: records are kept for the answer."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
 
-    def is_over(self) -> bool:
-        return False
-
-    def may_start(self, *bundle: PlannedCell) -> bool:  # noqa: ARG002
-        return True
-
-    def started(self, item: PlannedCell) -> None:
-        pass
-
-    def should_stop(self) -> bool:
-        return False
-
     def finished(self, record: Record) -> None:
         self.records.append(record)
-
-    def moved_to(self, environment: Environment) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
 
 
 def _run_on_node(
@@ -77,7 +58,7 @@ def _run_on_node(
             data_dir=Path(data_dir) if data_dir else None,
             weights=Path(folder) / "weights",
         )
-        cells = [PlannedCell(**{**item, "cell": Cell.from_dict(item["cell"])}) for item in items]
+        cells = [PlannedCell.from_dict(item) for item in items]
         with WorkerPool(settings, collector.should_stop, collector.is_over, cells) as pool:
             run_lane(cells, pool, collector, [Record.from_dict(data) for data in prior])
         logs = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in Path(folder).glob("*.log")}
@@ -147,7 +128,7 @@ class RayEngine:
                 if items[0].cell.device == "cuda":
                     options["num_gpus"] = 1
                 task = remote.options(**options).remote(
-                    [_plain(item) for item in items],
+                    [item.to_dict() for item in items],
                     [record.to_dict() for record in prior],
                     files,
                     str(settings.data_dir) if settings.data_dir else None,
@@ -180,11 +161,6 @@ class RayEngine:
                     control.finished(Record.from_dict(data))
 
 
-def _plain(item: PlannedCell) -> dict[str, Any]:
-    names = {item.name for item in fields(PlannedCell)} - {"cell"}
-    return {"cell": item.cell.to_dict(), **{name: getattr(item, name) for name in names}}
-
-
 def _keep(weights: dict[str, bytes], folder: Path | None) -> None:
     if folder is None or not weights:
         return
@@ -196,4 +172,4 @@ def _keep(weights: dict[str, bytes], folder: Path | None) -> None:
 def _lost(item: PlannedCell, error: BaseException) -> Record:
     lines = str(error).strip().splitlines()
     reason = f"lost with its node or supervisor: {type(error).__name__}: {lines[0] if lines else ''}"
-    return replace(Record(cell=item.cell, status="crashed"), reason=reason, isolation=item.isolation)
+    return Record(cell=item.cell, status="crashed", reason=reason, isolation=item.isolation)

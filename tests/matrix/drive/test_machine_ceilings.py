@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.errors import StoreError
-from attn_zoo.matrix.costs import Claims, claims
+from attn_zoo.matrix.claimed_costs import Claims, claims
 from attn_zoo.matrix.drive import machine_ceilings as module
 from attn_zoo.matrix.drive import run_plan as runner
 from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, measure_missing
@@ -19,7 +19,7 @@ from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings, Record
 from tests.matrix.conftest import environment, run_cell, tiny_plan, training_plan
-from tests.matrix.test_runner import FakeEngine
+from tests.matrix.drive.test_run_plan import FakeEngine
 
 MACHINE = environment()
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from attn_zoo.matrix.drive.run_plan import run
-from attn_zoo.matrix.drive.supervise import run_lane
+from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
@@ -144,7 +144,7 @@ def test_a_source_that_changes_under_a_run_is_not_measured_as_the_old_one(tmp_pa
     assert record.reason == "fake_ok: its source was changed while the matrix ran; run again"
 
 
-class Ending:
+class Ending(Control):
     """A driver that was told to end just when its worker was."""
 
     def __init__(self, is_ending: bool):
@@ -154,23 +154,8 @@ class Ending:
     def is_over(self):
         return self.is_ending
 
-    def may_start(self, *bundle):
-        return True
-
-    def started(self, item):
-        pass
-
-    def should_stop(self):
-        return False
-
     def finished(self, record):
         self.records.append(record)
-
-    def moved_to(self, environment):
-        pass
-
-    def say(self, text):
-        pass
 
 
 @pytest.mark.parametrize("is_ending", [True, False])

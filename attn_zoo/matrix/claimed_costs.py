@@ -20,6 +20,7 @@ __all__ = [
     "call_shape",
     "claims",
     "config_of",
+    "form_of",
     "forward_flops",
     "stored_claims",
 ]
@@ -59,6 +60,11 @@ def _config(cls: type[VariantConfig], options: str, name: str) -> VariantConfig:
     return make_config(cls, json.loads(options), name)
 
 
+def form_of(cell: Cell) -> Form:
+    """Return how a cell's variant is called."""
+    return "attention" if cell.scope == "attention" else "mixer"
+
+
 def config_of(cell: Cell) -> VariantConfig:
     """Return the options of a cell's variant."""
     cls = variants[cell.variant].config
@@ -95,8 +101,7 @@ def call_shape(cell: Cell) -> Shape:
     """
     context = build_context(cell)
     assert cell.batch_size is not None  # checked above
-    form: Form = "attention" if cell.scope == "attention" else "mixer"
-    return context.shape(cell.batch_size, context.max_seq_len, config=config_of(cell), form=form)
+    return context.shape(cell.batch_size, context.max_seq_len, config=config_of(cell), form=form_of(cell))
 
 
 def forward_flops(cell: Cell) -> float:

@@ -13,7 +13,7 @@ from torch._dynamo import config
 from attn_zoo import AbstractMixer, VariantConfig, register_mixer
 from attn_zoo.errors import ConfigError
 from attn_zoo.kernels.trace import note_path
-from attn_zoo.matrix.drive.progress import SilentProgress
+from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.kinds import step as steps
 from attn_zoo.matrix.plan.expand import Plan, make_plan
@@ -230,7 +230,7 @@ def test_updates_are_unlike_until_one_is_captured():
     assert trainer.num_unlike == 0
 
 
-class Listening(SilentProgress):
+class Listening(Progress):
     """Keeps what is said."""
 
     def __init__(self) -> None:

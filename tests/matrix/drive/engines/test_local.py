@@ -19,6 +19,7 @@ from attn_zoo.matrix.drive.engines import local
 from attn_zoo.matrix.drive.engines.local import LocalEngine, crowding
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress
 from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.drive.supervise import Control
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.plan.expand import Plan
 from attn_zoo.matrix.store.store import Store
@@ -27,7 +28,7 @@ from tests.matrix.conftest import TINY_TRAINING, prepare_process, tiny_plan, tra
 from tests.processes import start_process
 
 
-class Notes:
+class Notes(Control):
     """A driver that takes notes and breaks if two call it at once."""
 
     def __init__(self):

@@ -16,14 +16,14 @@ from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.cell.random_inputs import normal, padding_of
 from attn_zoo.matrix.cell.trial import _refuse_impossible
-from attn_zoo.matrix.costs import Claims
+from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.matrix.kinds.scaling import make_call_workload
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
 from tests.matrix.conftest import run_cell, run_cells_in_turns, tiny_plan
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def cell(**changes) -> Cell:

@@ -13,7 +13,7 @@ from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.drive.run_plan import run, standing
-from attn_zoo.matrix.drive.supervise import run_lane
+from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.repeats import Repeats
@@ -254,14 +254,11 @@ def test_a_cell_that_fails_in_a_lane_is_not_repeated(tmp_path):
     bad = [replace(item, cell=replace(item.cell, variant_digest=digest)) for item in bad]
     rounds = [replace(item, repeat=repeat) for repeat in range(2) for item in bad]
 
-    class Collector:
+    class Collector(Control):
         records: ClassVar[list[Record]] = []
 
         def finished(self, record):
             self.records.append(record)
-
-        def __getattr__(self, name):
-            return lambda *_: name == "may_start"
 
     files = plan.variant_files
     control, settings = Collector(), Settings(logs=tmp_path, variant_files=files)

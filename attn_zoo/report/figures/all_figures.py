@@ -17,7 +17,7 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.roofline import draw_roofline
 from attn_zoo.report.figures.scaling_curves import draw_memory, draw_speed_up, draw_time
 from attn_zoo.report.figures.score_rows import draw_scores
-from attn_zoo.report.figures.style import Looks, make_looks
+from attn_zoo.report.figures.style import Looks, make_looks, styled
 from attn_zoo.report.figures.tuning_curves import draw_tuning
 
 __all__ = ["FIGURES", "FigureEntry", "Picture", "make_pictures"]
@@ -34,7 +34,7 @@ class FigureEntry:
         name: start of the file name; the name of the subject follows.
         subject: what one figure is about.
         question: that it answers.
-        draw: from one subject and the looks of all labels; None where there is nothing to draw.
+        draw: from one subject and the looks of all labels, inside `styled()`; None where there is nothing to draw.
     """
 
     name: str
@@ -89,9 +89,10 @@ def make_pictures(analysis: Analysis) -> list[Picture]:
         *(("overview", overview.name, overview) for overview in analysis.overviews),
         *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]
-    return [
-        Picture(f"{entry.name}-{name}", page.title, entry.question, page.alt, page.figure)
-        for kind, name, subject in subjects
-        for entry in FIGURES
-        if entry.subject == kind and (page := entry.draw(subject, looks)) is not None
-    ]
+    with styled():
+        return [
+            Picture(f"{entry.name}-{name}", page.title, entry.question, page.alt, page.figure)
+            for kind, name, subject in subjects
+            for entry in FIGURES
+            if entry.subject == kind and (page := entry.draw(subject, looks)) is not None
+        ]

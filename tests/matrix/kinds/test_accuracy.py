@@ -202,3 +202,14 @@ class TestForecast:
         assert times.seconds(same_trial) == 10.0
         times.add(replace(self.record(same_trial, 1e6), status="timeout"))
         assert times.seconds(same_trial) == 10.0, "only finished trainings count"
+
+
+def test_the_variant_of_the_cross_attention_counts_in_the_digest():
+    def digests(**overrides):
+        plan = training_plan(["fake_train_ok"], overrides={**TINY_TRAINING, **overrides})
+        return {item.cell.variant_digest for item in plan.cells}
+
+    own = digests()
+    assert digests(cross_variant="fake_train_ok") == own
+    assert digests(cross_variant="full") != own
+    assert digests(cross_variant="full") != digests(cross_variant="linformer")

@@ -199,7 +199,7 @@ def test_files_that_are_no_matrix(tmp_path):
         parse_matrix({"name": "empty"}, "x")
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PEERS = sorted((ROOT / "benchmarks").glob("peers-*.toml"))  # of variants in plain files
 MATRICES = sorted(set((ROOT / "benchmarks").glob("*.toml")) - set(PEERS))
 

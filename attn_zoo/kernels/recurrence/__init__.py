@@ -1,0 +1,1 @@
+"""Kernels of linear recurrences: sums over a sequence, taken chunk by chunk."""
