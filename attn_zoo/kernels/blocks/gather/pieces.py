@@ -264,9 +264,8 @@ class Pieces:
                 if len(self._masks) >= _MAX_MASKS:
                     self._masks.clear()
                 self._masks[at] = mask
-        bias, is_dead = (x if x is None or x.shape[1] == 1 else x[:, group.head] for x in (mask.bias, mask.is_dead))
-        assert bias is not None
-        return self._by_block(bias, group), mask.blocks, None if is_dead is None else self._by_block(is_dead, group)
+        is_dead = None if mask.is_dead is None else self._by_block(mask.is_dead, group)
+        return self._by_block(mask.bias, group), mask.blocks, is_dead
 
     def _common_mask(self, part: Part, rows: slice | None) -> _Mask:
         """Return the mask of a piece for all heads; where positions do not matter, only for rows that need one."""
@@ -335,6 +334,8 @@ class Pieces:
         """
         if mask.shape[:3] == (1, 1, 1):
             return mask[0, 0]
+        if mask.shape[1] > group.shape[1]:  # of all heads
+            mask = mask[:, group.head]
         return mask.expand(*group.shape, *mask.shape[2:]).flatten(0, 2)
 
 
