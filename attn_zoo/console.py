@@ -86,7 +86,7 @@ def print_variants(infos: Sequence[VariantInfo], failures: Sequence[tuple[str, s
         (
             info.name,
             f"N^{info.complexity.time_exponent:g}",
-            _mark(info.capabilities.causal),
+            _mark(info.capabilities.causal) if info.capabilities.bidirectional else "only",
             _mark(info.capabilities.cross_attention),
             _mark(info.capabilities.key_padding_mask),
             info.capabilities.decode.replace("none", "-"),

@@ -27,12 +27,14 @@ def variant_table() -> str:
         if variant.provider != "attn_zoo":
             continue
         can, cost, paper = variant.capabilities, variant.complexity, variant.reference
-        flags = (can.causal, can.cross_attention, can.key_padding_mask)
+        causal = _ANSWERS[can.causal] if can.bidirectional else "only"
         cells = [
             f"`{name}`",
             big_o(cost.time),
             big_o(cost.memory),
-            *(_ANSWERS[flag] for flag in flags),
+            causal,
+            _ANSWERS[can.cross_attention],
+            _ANSWERS[can.key_padding_mask],
             can.decode.replace("_", " ").replace("none", "no"),
             _ANSWERS[can.is_exact],
             f"[{paper.authors} {paper.year}]({paper.url})",

@@ -48,6 +48,7 @@ def test_list_names_every_variant(call):
     assert answer.code == 0
     for name in variants:
         assert re.search(rf"^{name} ", answer.out, re.MULTILINE)
+    assert re.search(r"^retention +N\^1 +only ", answer.out, re.MULTILINE)
 
 
 def test_list_as_json_is_machine_readable(call):

@@ -22,6 +22,12 @@ def test_the_tables_in_the_readme_are_current():
     assert update_readme(README, check_only=True), "run: make docs"
 
 
+def test_the_table_of_variants_tells_what_is_causal_only():
+    answers = {line.split("|")[1].strip(): line.split("|")[4].strip() for line in variant_table().splitlines()}
+    wanted = {"`full`": "yes", "`linformer`": "no", "`retention`": "only", "`moba`": "yes"}
+    assert {name: answers[name] for name in wanted} == wanted
+
+
 def test_the_index_of_results_is_current():
     assert update_results_index(ROOT / "results", check_only=True), "run: make docs"
 

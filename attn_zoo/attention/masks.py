@@ -71,15 +71,16 @@ def zero_padded_rows(output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return output.masked_fill(key_padding_mask.all(-1)[:, None, None, None], 0.0)
 
 
-def blank_padding(heads: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Zero keys or values `[B, G, S, D]` at padded positions.
+def blank_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Zero keys or values `[B, G, S, D]`, or hidden states `[B, S, E]`, at padded positions.
 
     A weight of zero does not hide a NaN or an infinity (0 * inf = NaN), in the output or in the gradients; a zero in
     its place does. It costs one pass over the keys and one over the values, little beside L passes of attention.
     """
     if key_padding_mask is None:
-        return heads
-    return heads.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+        return tokens
+    mask = key_padding_mask[..., None]  # [B, S, 1]
+    return tokens.masked_fill(mask if tokens.dim() == 3 else mask[:, None], 0.0)
 
 
 def harmless_padding(

@@ -57,7 +57,8 @@ def run_checks(
 
     Args:
         name: a registered variant.
-        options: of the variant; None means the sets its config names in `check_options`.
+        options: of the variant; None means the sets its config names in `check_options`, each one layer deeper than
+            the one before: patterns may differ by layer.
         device: to run on.
         checks: names of checks; None means all.
         embed_dim: E of the builds.
@@ -82,6 +83,7 @@ def run_checks(
     build = BuildContext(
         embed_dim=embed_dim,
         num_heads=num_heads,
+        num_layers=len(sets),
         max_seq_len=max_seq_len,
         is_causal=not variant.capabilities.bidirectional,
         seed=seed,
@@ -94,7 +96,9 @@ def run_checks(
         found = [
             run_one(check, subject)
             for index, option_set in enumerate(sets)
-            for subject in _subjects(variant, option_set, build, device, check, index, options is not None)
+            for subject in _subjects(
+                variant, option_set, build.at_layer(index), device, check, index, options is not None
+            )
         ]
         results.append(_strongest(check, found))
     return results

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import AbstractMixer
+from attn_zoo.attention.masks import blank_padding
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import register_mixer
@@ -106,7 +107,7 @@ class FourierMixing(AbstractMixer):
         del context  # the contract refuses one
         note_path("fourier.rfft")
         tokens = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        mixed: Tensor = _RealFourier.apply(_blank(tokens, key_padding_mask))
+        mixed: Tensor = _RealFourier.apply(blank_padding(tokens, key_padding_mask))
         return mixed.to(hidden.dtype)
 
     def reference(
@@ -116,12 +117,8 @@ class FourierMixing(AbstractMixer):
         del context
         cos_seq, sin_seq = _waves(hidden.shape[1], hidden)
         cos_hidden, sin_hidden = _waves(hidden.shape[2], hidden)
-        tokens = _blank(hidden, key_padding_mask)
+        tokens = blank_padding(hidden, key_padding_mask)
         return cos_seq @ tokens @ cos_hidden - sin_seq @ tokens @ sin_hidden
-
-
-def _blank(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    return hidden if key_padding_mask is None else hidden.masked_fill(key_padding_mask[..., None], 0.0)
 
 
 def _waves(size: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, silu
 
 from attn_zoo.attention import AbstractMixer, BuildContext
-from attn_zoo.attention.masks import causal_keep
+from attn_zoo.attention.masks import blank_padding, causal_keep
 from attn_zoo.attention.rotary import rotate
 from attn_zoo.errors import ConfigError
 from attn_zoo.kernels.recurrence.chunked_sums import chunked_sums, chunked_sums_flops
@@ -202,7 +202,7 @@ class Retention(AbstractMixer):
         """Compute the chunkwise form; shapes as in `AbstractMixer.forward`. Padded positions give zeros."""
         del context  # the contract refuses one
         note_path("retention.chunked")
-        hidden = _blank(hidden, key_padding_mask)
+        hidden = blank_padding(hidden, key_padding_mask)
         query, key, value = self._project(hidden, torch.promote_types(hidden.dtype, torch.float32))
         retained, _ = chunked_sums(query, key, value, chunk_len=self.config.chunk_len, decay=self._decay(query))
         return self._merge(retained, hidden)
@@ -212,7 +212,7 @@ class Retention(AbstractMixer):
     ) -> Tensor:
         """Compute the parallel form, equation 5, dense, in the dtype of the input."""
         del context
-        hidden = _blank(hidden, key_padding_mask)
+        hidden = blank_padding(hidden, key_padding_mask)
         query, key, value = self._project(hidden, hidden.dtype)
         at = torch.arange(hidden.shape[1], device=hidden.device)
         distance = (at[:, None] - at).clamp(min=0)
@@ -251,7 +251,3 @@ class Retention(AbstractMixer):
         decay, chunk_len = self._decay(query), self.config.chunk_len
         retained, sums = chunked_sums(query, key, value, chunk_len=chunk_len, decay=decay, start=state.sums)
         return self._merge(retained, hidden), RetentionState(sums, state.position + hidden.shape[1])
-
-
-def _blank(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    return hidden if key_padding_mask is None else hidden.masked_fill(key_padding_mask[..., None], 0.0)

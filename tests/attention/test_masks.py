@@ -65,6 +65,7 @@ def test_padding_is_blanked_whatever_it_holds():
     blank = blank_padding(heads, torch.tensor([[False, True]]))
     assert torch.equal(blank[:, :, 0], heads[:, :, 0])
     assert not blank[:, :, 1].any()
+    assert torch.equal(blank_padding(heads[0], torch.tensor([[False, True]]).expand(len(heads[0]), -1)), blank[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -41,6 +41,20 @@ class TwoOptionSets(VariantConfig):
         return ({}, {"no_such": 1})
 
 
+class ThreeOptionSets(VariantConfig):
+    @classmethod
+    def check_options(cls) -> tuple[dict[str, Any], ...]:
+        return ({}, {}, {})
+
+
+class DoublesInTheThirdLayer(Softmax):
+    reference = Softmax.forward
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        output = super().forward(query, key, value)
+        return 2.0 * output if self.build.layer_index == 2 else output
+
+
 def only(name: str, check: str) -> CheckResult:
     (result,) = run_checks(name, checks=[check])
     return result
@@ -125,3 +139,11 @@ def test_every_check_says_what_it_promises() -> None:
         assert check.summary
         assert not check.summary.endswith(".")
         assert check.summary[0].islower() or check.summary[0].isdigit() or check.summary.startswith("FLOPs")
+
+
+def test_each_set_of_options_is_checked_one_layer_deeper() -> None:
+    with registered(Broken(cls=DoublesInTheThirdLayer, check="", config=ThreeOptionSets)) as name:
+        result = only(name, "matches_reference")
+        (at_the_first_layer,) = run_checks(name, {}, checks=["matches_reference"])
+    assert result.outcome == "failed"
+    assert at_the_first_layer.outcome == "passed"
