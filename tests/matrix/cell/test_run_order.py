@@ -216,6 +216,12 @@ def test_other_work_on_the_host_becomes_a_flag(monkeypatch):
     assert quiet.clocks_mhz == ()
 
 
+def test_without_a_gpu_a_cell_for_one_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    record = run_cell(cell(device="cuda"), budget_s=0.01)
+    assert (record.status, record.reason) == ("unsupported", "no CUDA device here")
+
+
 @pytest.mark.gpu
 def test_a_cell_on_the_gpu_is_measured_with_clocks():
     record = run_cell(cell(device="cuda", dtype="bfloat16", seq_len=512, pass_="fwd_bwd"), budget_s=0.1)
