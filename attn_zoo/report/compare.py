@@ -44,13 +44,7 @@ def compare(dir_a: str | Path, dir_b: str | Path, *, allow_other_environment: bo
     differences = _environment_differences(a, b)
     if differences and not allow_other_environment:
         raise ConfigError(
-            "compare",
-            [
-                (
-                    "",
-                    f"the two runs differ in environment ({differences}); allow that to compare anyway",
-                )
-            ],
+            "compare", [("", f"the two runs differ in environment ({differences}); allow that to compare anyway")]
         )
     left, right = (_measured(results) for results in (a, b))
     merged = left.merge(right, on=list(_MATCH), how="outer", suffixes=("_a", "_b"))

@@ -59,14 +59,7 @@ def _human_s(value_s: float) -> str:
 
 
 CALLS: tuple[Measurement, ...] = (
-    Measurement(
-        name="graph_ms",
-        part="timing",
-        heading="from a graph",
-        show=human_ms,
-        priority=4,
-        tables=("scaling",),
-    ),
+    Measurement(name="graph_ms", part="timing", heading="from a graph", show=human_ms, priority=4, tables=("scaling",)),
     Measurement(
         name="peak_bytes",
         part="memory",
@@ -93,14 +86,7 @@ CALLS: tuple[Measurement, ...] = (
         pool="most",
         tables=("scaling", "steps"),
     ),
-    Measurement(
-        name="first_ms",
-        part="timing",
-        heading="first step",
-        show=human_ms,
-        priority=4,
-        tables=("steps",),
-    ),
+    Measurement(name="first_ms", part="timing", heading="first step", show=human_ms, priority=4, tables=("steps",)),
 )
 """Of one call or training step, beside its time."""
 

@@ -168,10 +168,7 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
 
 
 def length_columns(
-    lengths: Sequence[int],
-    show: Callable[[Any], str],
-    brief: Callable[[Any], str],
-    sort: Callable[[Any], float | None],
+    lengths: Sequence[int], show: Callable[[Any], str], brief: Callable[[Any], str], sort: Callable[[Any], float | None]
 ) -> list[Column]:
     """Return one column for each length, of what rows hold under it; where space is short, middle ones go first."""
 

@@ -11,15 +11,7 @@ from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.measurements import CALLS, token_rates
 from attn_zoo.report.tables.table import Column, Row, Table, length_columns, number_column, text_column, time_column
-from attn_zoo.report.units import (
-    human_bytes,
-    human_length,
-    human_ms,
-    human_number,
-    interval_ms,
-    interval_rate,
-    ratio,
-)
+from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, interval_ms, interval_rate, ratio
 from attn_zoo.report.wording import doubt_words, held_words, outcome
 from attn_zoo.statistics import time_ratio
 

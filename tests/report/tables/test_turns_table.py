@@ -87,5 +87,20 @@ def test_training_steps_stand_beside_calls_under_a_name_of_their_own(tmp_path: P
     assert "protocol" not in table.rows[0]["settings"]
 
 
+def test_further_processes_are_named_only_where_there_were_some(tmp_path: Path):
+    records = [member("full", 30.0, "b1"), member("linformer", 10.0, "b1")]
+    table = turns_table(analyse([write_run(tmp_path / "several", records)]))
+    assert table is not None
+    assert "and again in further processes" in table.note
+    alone = []
+    for record in records:
+        assert record.timing is not None
+        alone.append(replace(record, timing=replace(record.timing, process_sizes=())))
+    table = turns_table(analyse([write_run(tmp_path / "one", alone)]))
+    assert table is not None
+    assert "process," in table.note
+    assert "processes" not in table.note
+
+
 def test_runs_without_bundles_have_no_such_table(tmp_path: Path):
     assert turns_table(analyse([write_run(tmp_path / "run", [scaling("full", 512)])])) is None
