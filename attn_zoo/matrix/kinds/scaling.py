@@ -159,6 +159,7 @@ class CallWorkload(AbstractWorkload):
             device=cell.device,
             seq_len=self.build.max_seq_len,
             form=form_of(cell),
+            has_padding=cell.has_padding,
         )
 
     def make_call(self) -> tuple[Call, Call | None]:
