@@ -116,16 +116,10 @@ def draw_heads(layers: Sequence[PooledWeights], *, title: str, note: str) -> Fig
         shapes = [_panel_shape(layer, size) for layer in layers]
         across = [len(layer.heads) * (width + GAP) - GAP for layer, (width, _) in zip(layers, shapes, strict=True)]
         page = Page(title, note, width=max(6.4, left + max(across) + BAR_ROOM + 0.2))
+        margins = {"left": left, "gap": GAP, "above": 0.22, "below": below + 0.08}
         rows = [
             page.panels(
-                len(layer.heads),
-                columns=len(layer.heads),
-                height=height,
-                left=left,
-                right=page.width - left - width,
-                gap=GAP,
-                above=0.22,
-                below=below + 0.08,
+                len(layer.heads), columns=len(layer.heads), height=height, right=page.width - left - width, **margins
             )
             for layer, (_, height), width in zip(layers, shapes, across, strict=True)
         ]

@@ -21,7 +21,7 @@ from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, M
 from attn_zoo.attention.masks import blank_padding, masked_softmax, score_bias, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.kernels.compress.learned import Short, compress, compress_pair, fit_rows
+from attn_zoo.kernels.compress.learned import Short, compress_pair, fit_rows
 from attn_zoo.kernels.exact.few_keys import attend_in_parts, num_parts
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.windows import pool_windows, window_counts, window_matrix
@@ -267,30 +267,25 @@ class LinformerAttention(AbstractAttention):
         """E and F, the same tensor twice where keys and values share it; None for pooling."""
         return self.compress_key, self.compress_key if self.compress_value is None else self.compress_value
 
-    def compress(self, tokens: Tensor, weight: Tensor | None, key_padding_mask: Tensor | None) -> Tensor:
-        """Compress `[B, G, S, D]` to `[B, G, k, D]` by one of `weights`; padded positions count for nothing."""
-        if weight is None or self.config.projection == "conv":
-            weight = None if weight is None else weight.to(tokens.dtype)
-            return pool_windows(tokens, self.width, weight, key_padding_mask=key_padding_mask)
-        rows, gain = self._rows(weight, tokens, key_padding_mask)
-        compressed = compress(tokens, rows, key_padding_mask=key_padding_mask)
-        return compressed if gain is None else compressed * gain.to(tokens.dtype)
-
-    def compress_both(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compress keys by E and values by F, as `compress` does one of them; both at once where E is learned."""
+    def compress(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compress keys `[B, G, S, D]` by E and values by F to `[B, G, k, D]`; padded positions count for nothing."""
         e, f = self.weights
-        if e is None or f is None or self.config.projection == "conv":
-            return self.compress(key, e, key_padding_mask), self.compress(value, f, key_padding_mask)
-        key_rows, gain = self._rows(e, key, key_padding_mask)
-        value_rows = key_rows if f is e else self._rows(f, value, key_padding_mask)[0]
+        if self.config.projection != "linear":
+            filters = (None if weight is None else weight.to(key.dtype) for weight in (e, f))
+            first, second = (
+                pool_windows(tokens, self.width, weight, key_padding_mask=key_padding_mask)
+                for tokens, weight in zip((key, value), filters, strict=True)
+            )
+            return first, second
+        assert e is not None
+        assert f is not None
+        fit = partial(fit_rows, key_len=key.shape[2], rule=self.config.short, key_padding_mask=key_padding_mask)
+        key_rows, gain = fit(e.to(key.dtype))
+        value_rows = key_rows if f is e else fit(f.to(value.dtype))[0]
         both = compress_pair((key, value), (key_rows, value_rows), key_padding_mask=key_padding_mask)
         if gain is not None:  # of the lengths: the same for E and F
             both = both[0] * gain.to(key.dtype), both[1] * gain.to(key.dtype)
         return both
-
-    def _rows(self, weight: Tensor, tokens: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        weight = weight.to(tokens.dtype)
-        return fit_rows(weight, tokens.shape[2], self.config.short, key_padding_mask=key_padding_mask)
 
     def dense_matrix(self, weight: Tensor | None, key_len: int, mask: Tensor | None, like: Tensor) -> Tensor:
         """Return the `[B or 1, G or 1, S, k]` that `compress` amounts to, zero in padded rows: for the reference."""
@@ -311,7 +306,7 @@ class LinformerAttention(AbstractAttention):
         return window_counts(mask.shape[1], self.width, key_padding_mask=mask, device=mask.device) == 0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        key, value = self.compress_both(key, value, key_padding_mask)
+        key, value = self.compress(key, value, key_padding_mask)
         return self.attend(query, key, value, key_padding_mask)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Tensor:
@@ -354,8 +349,8 @@ class CompressFirstMixer(MultiHeadMixer):
         """Mix positions; shapes as in `AbstractMixer.forward`."""
         tokens = (hidden if context is None else context)[:, None]  # [B, 1, S, E]: one head as wide as the model
         ones = tokens.new_ones(*tokens.shape[:3], 1)
-        both = self.attention.compress_both
-        (rows_e, rows_f), (sum_e, sum_f) = (both(x, x, key_padding_mask) for x in (tokens, ones))
+        compress = self.attention.compress
+        (rows_e, rows_f), (sum_e, sum_f) = (compress(x, x, key_padding_mask) for x in (tokens, ones))
         build = self.build
         key = linear(rows_e, self.key_proj.weight) + sum_e * self.key_proj.bias  # [B, 1, k, G D]
         value = linear(rows_f, self.value_proj.weight) + sum_f * self.value_proj.bias

@@ -197,7 +197,7 @@ def test_initial_matrices_keep_the_variance_of_the_tokens():
     for options, expected in (({"proj_len": 256}, 2048 / (2048 + 256)), ({"projection": "conv", "proj_len": 8}, 1.0)):
         attention = make(build, **options)
         tokens = torch.randn(64, 1, 2048, 4, dtype=torch.float64)
-        compressed = attention.compress(tokens, attention.weights[0], None)
+        compressed, _ = attention.compress(tokens, tokens, None)
         # A convolution has 256 weights only, so its own sample variance scatters by sqrt(2 / 256) * 0.63 or 6 %.
         assert compressed.var().item() == pytest.approx(expected, rel=0.2)
 
@@ -333,7 +333,7 @@ def test_formula_counts_the_operations_that_run(options: dict[str, Any]):
     build = BuildContext(embed_dim=24, num_heads=6, num_kv_heads=3, max_seq_len=N)
     attention = make(build, **options)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        rows = [attention.compress(heads(N), weight, None).shape[2] for weight in attention.weights]
+        rows = [compressed.shape[2] for compressed in attention.compress(heads(N), heads(N), None)]
     products = 2 * (2 * 6 * N * 4) * sum(rows)  # the fused kernel is not counted by torch
     assert linformer_flops(build.shape(2, N, config=attention.config)) == counter.get_total_flops() + products
 

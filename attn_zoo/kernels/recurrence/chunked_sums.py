@@ -37,10 +37,13 @@ def chunked_sums(
     Returns:
         `[B, H, L, V]`, and the state after the last position `[B, H, D, V]`.
     """
-    length, size = query.shape[2], min(chunk_len, query.shape[2])
+    length = query.shape[2]
+    # A minimum would stay one in every shape that the compiler reasons about.
+    size = chunk_len if chunk_len < length else length  # noqa: FURB136
+    count = (length + size - 1) // size
     if start is None:
         start = value.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
-    query, key, value = (pad(x, (0, 0, 0, -length % size)).unflatten(2, (-1, size)) for x in (query, key, value))
+    query, key, value = (_split(x, count, size) for x in (query, key, value))  # [B, H, n, C, D or V]
     weights = query @ key.mT  # [B, H, n, C, C]
     if decay is None:
         weights = weights.tril()
@@ -49,14 +52,14 @@ def chunked_sums(
         carried = query @ before
     else:
         gamma = decay.to(query.dtype)[:, None, None, None]  # [H, 1, 1, 1]
-        at = torch.arange(query.shape[2] * size, device=query.device).unflatten(0, (-1, size))  # [n, C]
-        since = at[0, :, None] - at[0]  # i - j
-        weights = weights * (gamma ** since.clamp(min=0)).tril()
-        to_end = ((at[:, -1:] + 1).clamp(max=length) - 1 - at).clamp(min=0)  # the last chunk may be shorter
-        parts = (key * gamma ** to_end[..., None]).mT @ value  # [B, H, n, D, V]
+        at = torch.arange(size, device=query.device)[:, None]  # position in its chunk, [C, 1]
+        chunk = torch.arange(count, device=query.device)[:, None, None]
+        chunk_end = (length - chunk * size).clamp(max=size)  # the last chunk may be shorter, [n, 1, 1]
+        weights = weights * (gamma ** (at - at.mT).clamp(min=0)).tril()
+        parts = (key * gamma ** (chunk_end - 1 - at).clamp(min=0)).mT @ value  # [B, H, n, D, V]
         before = _states(parts, start, gamma**size)
-        last = gamma[..., 0] ** (length - int(at.shape[0] - 1) * size) * before[:, :, -1] + parts[:, :, -1]
-        carried = (query @ before) * gamma ** (at[0, :, None] + 1)
+        last = gamma[..., 0] ** chunk_end[-1] * before[:, :, -1] + parts[:, :, -1]
+        carried = (query @ before) * gamma ** (at + 1)
     return (weights @ value + carried).flatten(2, 3)[:, :, :length], last
 
 
@@ -80,7 +83,7 @@ def _states(parts: Tensor, start: Tensor, decay: Tensor) -> Tensor:
     count, size = parts.shape[2], 1
     while size * size < count:
         size *= 2
-    groups = pad(parts, (0, 0, 0, 0, 0, -count % size)).unflatten(2, (-1, size))
+    groups = _split(parts, (count + size - 1) // size, size)
     inside = [torch.zeros_like(groups[:, :, :, 0])]  # of each group, from zero
     for index in range(size):
         inside.append(decay * inside[-1] + groups[:, :, :, index])
@@ -90,3 +93,11 @@ def _states(parts: Tensor, start: Tensor, decay: Tensor) -> Tensor:
     age = torch.arange(size, device=parts.device)[:, None, None]
     from_start = decay[..., None] ** age * torch.stack(starts, 2)[:, :, :, None]
     return (torch.stack(inside, 3) + from_start).flatten(2, 3)[:, :, :count]
+
+
+def _split(rows: Tensor, count: int, size: int) -> Tensor:
+    """Return `[B, H, L, ...]` as `[B, H, n, C, ...]`, filled up with zeros."""
+    missing = count * size - rows.shape[2]
+    if missing:  # torch copies even for nothing
+        rows = pad(rows, (*(0, 0) * (rows.dim() - 3), 0, missing))
+    return rows.reshape(*rows.shape[:2], count, size, *rows.shape[3:])

@@ -15,7 +15,7 @@ from attn_zoo.report.analysis.floor import FAR
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_ticks
-from attn_zoo.report.figures.heat import Shades, draw_colour_bar, draw_squares
+from attn_zoo.report.figures.heat import BAR_ROOM, Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain
@@ -123,15 +123,8 @@ def _draw_maps(
     note += "; mean over seeds, one colour scale for all"
     note += ", white: no result" if any(np.isnan(grid).any() for grid in grids) else ""
     page = Page(title, note)
-    panels = page.panels(
-        len(scores),
-        height=min(3.0, max(1.2, 0.24 * len(up))),
-        columns=columns,
-        left=0.78,
-        right=1.0,
-        gap=0.3,
-        above=0.4,
-    )
+    height = min(3.0, max(1.2, 0.24 * len(up)))
+    panels = page.panels(len(scores), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=0.3, above=0.4)
     shades = _shades(np.concatenate([grid.ravel() for grid in grids]), group)
     bar = draw_colour_bar(page, panels[columns - 1], shades, metric.tick)
     if group.chance is not None and shades.norm(group.chance) >= 0:

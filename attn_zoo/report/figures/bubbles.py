@@ -90,11 +90,7 @@ def draw_task_means(overview: Overview, looks: Looks) -> Page | None:
 
 
 def _draw(
-    title: str,
-    said: Sequence[str],
-    bubbles: Sequence[_Bubble],
-    marks: Mapping[str, float],
-    metric: Metric,
+    title: str, said: Sequence[str], bubbles: Sequence[_Bubble], marks: Mapping[str, float], metric: Metric
 ) -> Page | None:
     if len(bubbles) < 2:
         return None

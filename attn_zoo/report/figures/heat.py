@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib import colormaps
@@ -62,27 +62,16 @@ def signed_number(value: float) -> str:
 
 def draw_squares(axes: Axes, values: NDArray[Any], shades: Shades, *, is_upwards: bool = False) -> None:
     """Draw `[rows, columns]` as squares, the first row on top or at the bottom; nothing where a value is NaN."""
-    axes.imshow(
-        values,
-        cmap=shades.colours,
-        norm=shades.norm,
-        aspect="auto",
-        interpolation="nearest",
-        origin="lower" if is_upwards else "upper",
-    )
+    origin: Literal["lower", "upper"] = "lower" if is_upwards else "upper"
+    look: dict[str, Any] = {"cmap": shades.colours, "norm": shades.norm, "interpolation": "nearest"}
+    axes.imshow(values, origin=origin, aspect="auto", **look)
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
     axes.spines[:].set_color(PALE)
 
 
 def draw_colour_bar(
-    page: Page,
-    panel: Axes,
-    shades: Shades,
-    show: Callable[[float], str],
-    words: str = "",
-    *,
-    max_height: float = 4.0,
+    page: Page, panel: Axes, shades: Shades, show: Callable[[float], str], words: str = "", *, max_height: float = 4.0
 ) -> Axes:
     """Draw the colours with their numbers, and what they mean; return the axes, whose heights are values.
 

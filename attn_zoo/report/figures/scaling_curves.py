@@ -165,7 +165,7 @@ def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
         values=[
             1.0,
             *(value for curve in curves for _, value in curve.points),
-            *(end for *_, bar in bars for end in bar),
+            *(end for bar in bars for end in bar[2]),
         ],
         labels=labels,
         legend=[_marker("ratio of medians; bars: from the 95 % intervals")],
@@ -190,18 +190,8 @@ def _draw(
 ) -> Page:
     """Draw curves with labels at their ends below a strip of what failed.
 
-    Args:
-        one: the panel.
-        looks: of all labels.
-        curves: what is drawn.
-        title: what the values are.
-        show: text of a value.
-        base: of the logarithmic axis.
-        values: everything that the axis must reach.
-        labels: at the ends of the curves.
-        legend: what marks mean.
-        draw: what belongs to one figure only.
-        grown: fitted exponents, for the words.
+    The axis has logarithms of `base`, reaches all `values` and says them with `show`; `draw` adds what belongs to one
+    figure only; `grown` are the fitted exponents, for the words.
     """
     failed = [series for series in one.panel.series if series.failures]
     lengths = {failure.seq_len for series in failed for failure in series.failures}
