@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attn_zoo import cli_maps, cli_results
+from attn_zoo.cli_data import data
 from attn_zoo.cli_options import AsJson, DataDir, VariantFiles, load_files
 from attn_zoo.errors import AttnZooError
 
@@ -378,4 +379,47 @@ def docs(path: Path = Path("README.md"), results: Path = Path("results")) -> Non
 
 
 cli_results.register(app)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what works on this machine and, where something does not, why. Every kernel is tried."""
+    import torch
+
+    from attn_zoo.console import err, print_json, print_table
+    from attn_zoo.console import out as console
+    from attn_zoo.doctor import diagnose_backends, diagnose_device, diagnose_packages
+    from attn_zoo.measure.environment import capture_environment
+    from attn_zoo.registry import tasks, variants
+
+    environment = capture_environment()
+    packages = diagnose_packages()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    err.print("trying every kernel: some are compiled first, which may take a minute")
+    backends = {device: diagnose_backends(device) for device in devices}
+    answers = {device: diagnose_device(device) for device in devices}
+    failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
+    if as_json:
+        answer = {
+            "environment": environment.to_dict(),
+            "packages": packages,
+            "devices": answers,
+            "backends": backends,
+            "failures": failures,
+        }
+        print_json(answer)
+        return
+    gpu = environment.gpu or "no GPU that torch can use"
+    console.print(
+        f"{environment.cpu}, {environment.num_cores} cores, {environment.memory_bytes / 2**30:.0f} GiB; {gpu}"
+    )
+    print_table("\nPackages", ("package", "version", "for"), packages)
+    for device, rows in backends.items():
+        print_table(f"\nThe device {device}", ("question", "answer"), answers[device])
+        print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
+    if failures:
+        print_table("\nCould not be loaded", ("provider", "reason"), failures)
+
+
+app.add_typer(data, name="data")
 cli_maps.register(app)

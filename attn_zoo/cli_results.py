@@ -1,4 +1,4 @@
-"""The commands that read results and the machine, and `data` beside them; `attn_zoo.cli` adds them."""
+"""The commands that read results; `attn_zoo.cli` adds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from attn_zoo.cli_data import data
 from attn_zoo.cli_options import AsJson
 
 __all__ = ["register"]
@@ -17,9 +16,8 @@ Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or m
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    for command in (report, compare, export, doctor):
+    for command in (report, compare, export):
         app.command()(command)
-    app.add_typer(data, name="data")
 
 
 def report(
@@ -81,42 +79,3 @@ def export(
 
     path = export_runs(folders, fmt, out)
     console.print(f"wrote {path}", markup=False, soft_wrap=True)
-
-
-def doctor(as_json: AsJson = False) -> None:
-    """Say what works on this machine and, where something does not, why. Every kernel is tried."""
-    import torch
-
-    from attn_zoo.console import err, print_json, print_table
-    from attn_zoo.console import out as console
-    from attn_zoo.doctor import diagnose_backends, diagnose_device, diagnose_packages
-    from attn_zoo.measure.environment import capture_environment
-    from attn_zoo.registry import tasks, variants
-
-    environment = capture_environment()
-    packages = diagnose_packages()
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    err.print("trying every kernel: some are compiled first, which may take a minute")
-    backends = {device: diagnose_backends(device) for device in devices}
-    answers = {device: diagnose_device(device) for device in devices}
-    failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
-    if as_json:
-        found = {
-            "environment": environment.to_dict(),
-            "packages": packages,
-            "devices": answers,
-            "backends": backends,
-            "failures": failures,
-        }
-        print_json(found)
-        return
-    gpu = environment.gpu or "no GPU that torch can use"
-    console.print(
-        f"{environment.cpu}, {environment.num_cores} cores, {environment.memory_bytes / 2**30:.0f} GiB; {gpu}"
-    )
-    print_table("\nPackages", ("package", "version", "for"), packages)
-    for device, rows in backends.items():
-        print_table(f"\nThe device {device}", ("question", "answer"), answers[device])
-        print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
-    if failures:
-        print_table("\nCould not be loaded", ("provider", "reason"), failures)

@@ -29,7 +29,6 @@ from attn_zoo.conformance.check import Check, Finding, Violation, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Subject, call, call_reference
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.measure.flop_count import count_operations
 from attn_zoo.metadata import DEPENDS_ON_DATA
 from attn_zoo.registry import variants
 
@@ -217,6 +216,8 @@ def _exponent(values: Mapping[int, float]) -> float:
 
 
 def _cost_exponent(subject: Subject, build: BuildContext) -> float | None:
+    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
+
     form = subject.variant.form
     subject = replace(subject, form=form)
     counts: dict[int, float] = {}

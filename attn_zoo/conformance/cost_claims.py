@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +21,10 @@ from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.subject import Module, Subject, call, weighted_sum
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.measure.flop_count import Operations, count_operations
 from attn_zoo.metadata import Shape
+
+if TYPE_CHECKING:
+    from attn_zoo.measure.flop_count import Operations
 
 __all__ = ["CHECKS"]
 
@@ -80,6 +83,8 @@ def _counted_calls(subject: Subject) -> list[tuple[BuildContext, Module, Inputs,
 
 
 def _forward_operations(module: Module, inputs: Inputs) -> Operations | None:
+    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
+
     with torch.no_grad():
         return count_operations(partial(call, module, inputs))
 
@@ -129,6 +134,8 @@ def _flops_count(subject: Subject) -> Finding:
 
 
 def _backward_ratio(subject: Subject) -> Finding:
+    from attn_zoo.measure.flop_count import count_operations
+
     variant = subject.variant
     if variant.complexity.flops is None:
         return not_applicable("claims no formula")

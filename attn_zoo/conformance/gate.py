@@ -74,12 +74,11 @@ def gate(
     """
     variant = variants[name]
     config = make_config(variant.config, options, name)
-    variant.capabilities.require(
-        name, replace(build.request(), dtype=dtype, device=torch.device(device).type, seq_len=seq_len)
-    )
+    capabilities = variant.capabilities_of(config)
+    capabilities.require(name, replace(build.request(), dtype=dtype, device=torch.device(device).type, seq_len=seq_len))
     if seq_len > build.max_seq_len:
         raise ValueError(f"seq_len: expected at most max_seq_len = {build.max_seq_len}; got {seq_len}")
-    multiple = variant.capabilities.seq_len_multiple
+    multiple = capabilities.seq_len_multiple
     short, long, span = (min(-(-length // multiple) * multiple, seq_len) for length in (SHORT_LEN, LONG_LEN, SPAN_LEN))
     forms: list[Form] = [] if variant.attention is None else ["attention"]
     if form is not None:
@@ -92,7 +91,7 @@ def gate(
     classes = [f"{cls.__module__}.{cls.__qualname__}" for cls in (variant.attention, variant.mixer) if cls is not None]
     # Code in no file, such as a notebook's, may change under its name: it is asked each time.
     digest = variant.digest or uuid4().hex
-    what = (name, digest, classes, variant.capabilities, config_digest(config))
+    what = (name, digest, classes, capabilities, config_digest(config))
     any_length = (*what, anywhere, dtype, device, torch.get_num_threads(), short, long, forms)
     key = subject_key(*any_length, build.max_seq_len, span)
     if (verdict := find(key)) is not None:

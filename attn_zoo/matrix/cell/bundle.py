@@ -135,7 +135,7 @@ def _with_times(record: Record, trial: Trial) -> Record:
 def _tidy(device: str) -> bool:
     """Free what a failure left behind; return whether the device still works."""
     gc.collect()
-    if device == "cpu":
+    if device == "cpu" or not torch.cuda.is_available():
         return True
     try:
         torch.cuda.synchronize()

@@ -171,6 +171,7 @@ class CallWorkload(AbstractWorkload):
             output,
             self.inputs,
             variant=variants[self.cell.variant],
+            config=config_of(self.cell),
             form=form_of(self.cell),
             build=self.build,
             key_padding_mask=self.key_padding_mask,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 
-__all__ = ["random_lists", "random_table"]
+__all__ = ["cross_table", "random_lists", "random_table"]
 
 
 def random_lists(
@@ -53,3 +53,13 @@ def random_table(
         is_causal=is_causal,
         is_dynamic=True,
     )
+
+
+def cross_table(query_len: int, key_len: int, num_tables: int = 1) -> BlockPattern:
+    """Return a pattern of any two lengths: rows that need not stand anywhere, each with about a third of the blocks."""
+    generator = torch.Generator().manual_seed(query_len)
+    shape = (1, num_tables, -(-query_len // 16), -(-key_len // 16))
+    order = torch.rand(shape, generator=generator).argsort(-1)
+    is_entry = torch.rand(shape, generator=generator) < 0.4
+    is_entry[:, :, 0] = order[:, :, 0] == shape[-1] - 1  # a row with the ragged block alone
+    return make_pattern(order, is_entry, query_len=query_len, key_len=key_len, block_size=16, is_dynamic=True)

@@ -65,7 +65,7 @@ def test_no_row_of_a_mask_hides_everything(length: int, reach: int, is_causal: b
     pattern = band(length, reach, is_causal)
     query, key, value = make_inputs(pattern)
     call = BlockCall(query, key, value, make_padding(length) if has_padding else None, pattern)
-    pieces = block_pieces.Pieces(call, pattern, has_scores=False)
+    pieces = block_pieces.Pieces(call, pattern, has_scores=False, budget=1 << 19)
     for group in pieces.groups():
         for part in pieces.parts(group):
             for rows in part.pieces:

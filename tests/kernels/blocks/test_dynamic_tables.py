@@ -17,7 +17,7 @@ from attn_zoo.kernels.blocks.flex import flex_forward, listed_block_mask
 from attn_zoo.kernels.blocks.gather import pieces
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 from tests.exactness import assert_exact
-from tests.kernels.blocks.tables import random_lists, random_table
+from tests.kernels.blocks.tables import cross_table, random_lists, random_table
 from tests.kernels.blocks.test_flex import dense_of, plain_kernel
 from tests.kernels.blocks.test_gather import value_and_gradients
 
@@ -306,3 +306,24 @@ def test_a_gradient_of_the_log_sum_exp_alone():
     wanted = torch.autograd.grad(lse_of(leaves, pattern, None)[..., -1].sum(), [query, key])
     for one, other in zip(actual, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("query_len", "key_len"), [(64, 70), (75, 64), (30, 100)])
+@pytest.mark.parametrize("path", ["gather", "flex"])
+def test_any_two_lengths(query_len: int, key_len: int, path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flex, "_compiled", lambda: plain_kernel)
+    pattern = cross_table(query_len, key_len, 2)
+    inputs = [inputs_for(query_len)[0], *inputs_for(key_len)[1:]]
+
+    def run(x: list[Tensor]) -> Tensor:
+        query, key, value = x
+        if path == "flex":
+            return flex_forward(BlockCall(query, key, value, None, pattern, scale=DIM**-0.5))[0]
+        return block_sparse_attention(query, key, value, pattern)
+
+    actual = value_and_gradients(run, inputs)
+    expected = value_and_gradients(lambda x: dense(x, pattern, None, None), inputs)
+    for one, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="slopes: expected key_len - query_len to be a multiple of 16"):
+        block_sparse_attention(inputs[0], inputs[1], inputs[2], pattern, slopes=torch.ones(HEADS))

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_zoo import BuildContext, build_attention
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
-from tests.kernels.blocks.tables import random_table
+from attn_zoo.kernels.trace import recording
+from tests.kernels.blocks.tables import cross_table, random_table
 from tests.kernels.blocks.test_gather import band_pattern, drawn_pattern, make_layout, value_and_gradients
 from tests.kernels.blocks.test_triton import check_against_dense, dense_attention, make_inputs, make_padding
 from tests.kernels.blocks.test_triton_dropout import kept_factor
@@ -284,3 +286,29 @@ def test_the_log_sum_exp_and_its_gradient():
     actual, exact = value_and_gradients(run, inputs), value_and_gradients(dense, [x.double() for x in inputs])
     for one, wanted in zip(actual, exact, strict=True):
         torch.testing.assert_close(one.double(), wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("query_len", "key_len"), [(48, 70), (50, 32)])
+def test_any_two_lengths(query_len: int, key_len: int):
+    pattern = cross_table(query_len, key_len)
+    check_against_dense(engine(pattern), make_inputs(pattern, (1, 2, 16)), pattern)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_queries_sorted_by_the_block_they_chose(is_causal: bool):
+    """MoBA: two calls of the kernels, one of them under a table of the data, merged by their log-sum-exp."""
+    build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=64, is_causal=is_causal)
+    module = build_attention("moba", build, block_size=16, top_k=2, backend="triton")
+    query, key, value = (torch.randn(1, 2, 55, 16) for _ in range(3))
+    with recording() as paths:
+        actual = value_and_gradients(lambda x: module(x[0], x[1], x[2]), [query, key, value])
+    assert paths == ["block_sparse.triton"]
+    routing = module.route(query, key)
+
+    def reference(x: list[Tensor]) -> Tensor:
+        output: Tensor = module.reference(x[0], x[1], x[2], routing=routing)  # type: ignore[call-arg]
+        return output
+
+    expected = value_and_gradients(reference, [x.double() for x in (query, key, value)])
+    for one, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=0, atol=1e-5)

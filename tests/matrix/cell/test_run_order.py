@@ -216,6 +216,12 @@ def test_other_work_on_the_host_becomes_a_flag(monkeypatch):
     assert quiet.clocks_mhz == ()
 
 
+def test_without_a_gpu_a_cell_for_one_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    record = run_cell(cell(device="cuda"), budget_s=0.01)
+    assert (record.status, record.reason) == ("unsupported", "no CUDA device here")
+
+
 @pytest.mark.gpu
 def test_a_cell_on_the_gpu_is_measured_with_clocks():
     record = run_cell(cell(device="cuda", dtype="bfloat16", seq_len=512, pass_="fwd_bwd"), budget_s=0.1)
@@ -266,3 +272,17 @@ def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_onl
     (repeat,) = run_cells_in_turns([cell(pass_="fwd_bwd")], budget_s=0.01, is_repeat=True)
     assert repeat.timing is not None
     assert repeat.timing.graph_ms is None
+
+
+def test_a_worker_that_times_calls_loads_neither_the_trainer_nor_triton():
+    """Every process pays for what it loads."""
+    code = """
+        import sys
+        import attn_zoo.matrix.cell.run_order
+        from attn_zoo.registry import variants
+        list(variants)
+        print(sorted({"attn_zoo.training", "triton", "pandas", "scipy.stats"} & set(sys.modules)))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +14,16 @@ from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.gather.dense_piece import wide_dtype
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 
-__all__ = ["Group", "Part", "Pieces"]
+__all__ = ["Group", "Part", "Pieces", "pieces_of"]
 
 # Gathered keys of one piece, per thread: four blocks of queries of the usual pattern. Smaller pieces have their fixed
 # cost too often, and larger ones leave a small cache: on an EPYC with 512 KiB a core, forward took 1.1 times as long
 # with four times as much; on a Xeon with 2 MiB the bare operations took the same.
 _CPU_PIECE_BYTES = 1 << 19
 _GPU_PIECE_BYTES = 1 << 26
-_MAX_MASKS = 4  # kept during a call: rows at the ends alone are partial in the usual patterns
+_MAX_PIECES = 16  # kept, with their masks
+_MAX_MASKS = 4  # of each: rows at the ends alone are partial in the usual patterns
+_MAX_MASK_BYTES = 1 << 22
 _MIN_DENSE_ROWS = 64  # with 32, products were a quarter slower
 
 
@@ -129,6 +132,38 @@ class Part:
         self.group.write(tensor, self.start, blocks)
 
 
+class _Mask(NamedTuple):
+    """A mask for all heads, which queries see nothing, and the blocks of a piece that it is for."""
+
+    bias: Tensor
+    is_dead: Tensor | None
+    blocks: slice
+
+
+def _is_alike(call: BlockCall, pattern: BlockPattern) -> bool:
+    """Whether masks are the same for all batch entries and calls of these sizes."""
+    has_one_table = pattern.indices.shape[0] == 1 and not pattern.is_dynamic
+    return has_one_table and call.padding is None and call.slopes is None and not pattern.has_empty_rows
+
+
+def pieces_of(call: BlockCall, pattern: BlockPattern, *, has_scores: bool) -> Pieces:
+    """Return how a call is cut; kept, with its masks, where it depends on sizes only. For arguments see `Pieces`."""
+    query = call.query
+    budget = _CPU_PIECE_BYTES * torch.get_num_threads() if query.device.type == "cpu" else _GPU_PIECE_BYTES
+    if not _is_alike(call, pattern):
+        return Pieces(call, pattern, has_scores=has_scores, budget=budget)
+    key = (pattern, query.shape, query.dtype, query.device, has_scores, budget)
+    pieces = _kept_pieces.get(key)
+    if pieces is None:
+        if len(_kept_pieces) >= _MAX_PIECES:
+            _kept_pieces.clear()
+        pieces = _kept_pieces[key] = Pieces(call, pattern, has_scores=has_scores, budget=budget)
+    return pieces
+
+
+_kept_pieces: dict[Hashable, Pieces] = {}
+
+
 class Pieces:
     """Cuts a call into groups of sequences, parts and pieces; forward and backward see the same ones in order.
 
@@ -136,9 +171,10 @@ class Pieces:
         call: on one device.
         pattern: of the call, with a table for each head or one for all.
         has_scores: the scores of a piece will exist in memory, so a piece of dense rows must be kept small too.
+        budget: bytes that a piece may gather.
     """
 
-    def __init__(self, call: BlockCall, pattern: BlockPattern, *, has_scores: bool) -> None:
+    def __init__(self, call: BlockCall, pattern: BlockPattern, *, has_scores: bool, budget: int) -> None:
         query = call.query
         self.pattern, self.padding, self.slopes = pattern, call.padding, call.slopes
         self._wide, self._has_scores = wide_dtype(query.dtype), has_scores
@@ -148,14 +184,12 @@ class Pieces:
         self._is_full = pattern.full_rows
         self._within = torch.arange(size, dtype=torch.int32, device=device)
         self._has_distance = pattern.is_causal or self.slopes is not None or pattern.rule is not None
-        is_alike = pattern.indices.shape[0] == 1 and not pattern.has_empty_rows  # for all sequences
-        self._has_own_masks = self.padding is not None or self._has_distance or not is_alike
-        self._masks: dict[int, tuple[slice, Tensor]] = {}  # by first row, of all heads: the same for every sequence
+        self._has_own_masks = not _is_alike(call, pattern)
+        self._masks: dict[Hashable, _Mask] = {}  # of all heads: the same for every sequence
         if self.padding is not None:
             missing = pattern.num_key_blocks * size - pattern.key_len
             self._is_key = pad(~self.padding, (0, missing), value=False)
 
-        budget = _CPU_PIECE_BYTES * torch.get_num_threads() if device.type == "cpu" else _GPU_PIECE_BYTES
         token_bytes = query.shape[-1] * query.element_size()
         row_bytes = max(1, pattern.table.shape[-1] * size * token_bytes)
         self._dense_end = min(pattern.num_dense_rows * size, pattern.query_len)
@@ -218,20 +252,29 @@ class Pieces:
         if self._has_own_masks:
             bias, is_dead = self._make_mask(part, rows, group)
             return self._by_block(bias, group), slice(None), None if is_dead is None else self._by_block(is_dead, group)
-        if rows is None or all(self._is_full[rows]):
+        is_full = rows is None or all(self._is_full[rows])
+        if is_full and not self._has_distance:
             return None, slice(None), None
-        if rows.start not in self._masks:
-            if len(self._masks) == _MAX_MASKS:
-                self._masks.clear()
-            masked = rows
-            if self._has_scores and self._num_together == 1:
-                partial = [row for row in range(rows.start, rows.stop) if not self._is_full[row]]
-                masked = slice(partial[0], partial[-1] + 1)
-            self._masks[rows.start] = masked, self._make_mask(part, masked, self._whole)[0]
-        masked, bias = self._masks[rows.start]
-        bias = bias if bias.shape[1] == 1 else bias[:, group.head]
-        blocks = slice(masked.start - rows.start, masked.stop - rows.start) if self._num_together == 1 else slice(None)
-        return self._by_block(bias, group), blocks, None
+        # A mask of rows that are full serves all of them; dense rows are named by where they start.
+        at = (part.start, rows is None, None if is_full or rows is None else rows.start)
+        mask = self._masks.get(at)
+        if mask is None:
+            mask = self._common_mask(part, rows)
+            if mask.bias.numel() * mask.bias.element_size() <= _MAX_MASK_BYTES:
+                if len(self._masks) >= _MAX_MASKS:
+                    self._masks.clear()
+                self._masks[at] = mask
+        is_dead = None if mask.is_dead is None else self._by_block(mask.is_dead, group)
+        return self._by_block(mask.bias, group), mask.blocks, is_dead
+
+    def _common_mask(self, part: Part, rows: slice | None) -> _Mask:
+        """Return the mask of a piece for all heads; where positions do not matter, only for rows that need one."""
+        if rows is None or self._has_distance or not self._has_scores or self._num_together > 1:
+            return _Mask(*self._make_mask(part, rows, self._whole), slice(None))
+        partial = [row for row in range(rows.start, rows.stop) if not self._is_full[row]]
+        masked = slice(partial[0], partial[-1] + 1)
+        blocks = slice(masked.start - rows.start, masked.stop - rows.start)
+        return _Mask(*self._make_mask(part, masked, self._whole), blocks)
 
     def _make_mask(self, part: Part, rows: slice | None, group: Group) -> tuple[Tensor, Tensor | None]:
         """Return the additive mask of some rows, and which queries see nothing.
@@ -291,6 +334,8 @@ class Pieces:
         """
         if mask.shape[:3] == (1, 1, 1):
             return mask[0, 0]
+        if mask.shape[1] > group.shape[1]:  # of all heads
+            mask = mask[:, group.head]
         return mask.expand(*group.shape, *mask.shape[2:]).flatten(0, 2)
 
 

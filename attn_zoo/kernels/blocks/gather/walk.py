@@ -25,7 +25,7 @@ from attn_zoo.kernels.blocks.gather.dense_piece import (
     has_fused,
     wide_dtype,
 )
-from attn_zoo.kernels.blocks.gather.pieces import Group, Part, Pieces
+from attn_zoo.kernels.blocks.gather.pieces import Group, Part, pieces_of
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.dropout_draws import keep_share
 from attn_zoo.kernels.trace import note_path
@@ -60,7 +60,7 @@ class _Walk:
             generator = torch.Generator(call.query.device).manual_seed(int(call.seed))
             self._dropout = Dropout(keep_share(call.dropout_p), generator)
         self.is_fused = has_fused(call.query, self._dropout) and not call.has_lse
-        self._pieces = Pieces(call, self.pattern, has_scores=not self.is_fused)
+        self._pieces = pieces_of(call, self.pattern, has_scores=not self.is_fused)
         self._scratch = Scratch()
 
     def groups(self) -> Iterator[tuple[Group, Tensor, Tensor]]:

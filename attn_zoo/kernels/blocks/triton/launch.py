@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from attn_zoo.kernels.blocks.call import BlockCall
+from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.blocks.triton.addressing import tokens
 from attn_zoo.kernels.blocks.triton.forward import forward_kernel, merge_kernel
 from attn_zoo.kernels.blocks.triton.kept_weights import dropout_options
@@ -87,13 +89,26 @@ def _splits(num_blocks: int) -> tuple[int, int]:
 
 def _options(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
     """Return what all kernels take, by name."""
-    pattern, size = call.pattern, call.pattern.block_size
-    batch_size, num_heads, _, head_dim = call.query.shape
-    tiles = tiles_of(kernel, size, head_dim, call.query.element_size())
+    query, pattern = call.query, call.pattern
+    make = _fixed_options.__wrapped__ if pattern.is_dynamic else _fixed_options
+    has_padding, has_slopes = call.padding is not None, call.slopes is not None
     return {
+        **make(pattern, query.shape, query.element_size(), kernel, has_padding=has_padding, has_slopes=has_slopes),
         "padding": None if call.padding is None else call.padding.contiguous().view(torch.uint8),
         "slopes": call.slopes,
         "scale": call.scale,
+        **dropout_options(call.dropout_p, call.seed),
+    }
+
+
+@lru_cache(maxsize=256)
+def _fixed_options(
+    pattern: BlockPattern, shape: torch.Size, itemsize: int, kernel: Kernel, *, has_padding: bool, has_slopes: bool
+) -> dict[str, Any]:
+    """Return those that depend on the pattern and on sizes."""
+    batch_size, num_heads, _, head_dim = shape
+    size, tiles = pattern.block_size, tiles_of(kernel, pattern.block_size, head_dim, itemsize)
+    return {
         "num_sequences": batch_size * num_heads,
         "num_heads": num_heads,
         "query_len": pattern.query_len,
@@ -107,12 +122,11 @@ def _options(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
         "block_n": tiles.block_n,
         "head_dim": head_dim,
         "is_causal": pattern.is_causal,
-        "is_ragged": pattern.query_len % size != 0,
+        "is_ragged": pattern.query_len % size != 0 or pattern.key_len % size != 0,
         "has_batch_tables": pattern.indices.shape[0] > 1,
         **(_NO_RULE if pattern.rule is None else asdict(pattern.rule)),
-        "has_padding": call.padding is not None,
-        "has_slopes": call.slopes is not None,
-        **dropout_options(call.dropout_p, call.seed),
+        "has_padding": has_padding,
+        "has_slopes": has_slopes,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
