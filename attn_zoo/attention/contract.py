@@ -269,7 +269,10 @@ class AbstractMixer(_Bound, ABC):
         """
 
     def init_carry(self, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """Return what the first layer is given, `[B, ...]`; None where nothing passes between layers."""
+        """Return what a layer is given that has none before it, `[B, ...]`; None where nothing passes between layers.
+
+        That is the first layer of a model, and any layer that is called alone.
+        """
         del batch_size, device, dtype
         return None
 
