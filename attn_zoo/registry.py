@@ -31,6 +31,7 @@ __all__ = [
     "Variant",
     "VariantConfig",
     "all_or_nothing",
+    "capabilities_of",
     "load_file",
     "make_config",
     "register_attention",
@@ -412,6 +413,17 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         raise ConfigError(source, problems) from None
     except ValueError as error:  # from the config's own __post_init__
         raise ConfigError(source, [("", str(error))]) from None
+
+
+def capabilities_of(name: str, options: Mapping[str, Any]) -> Capabilities:
+    """Return what a variant can do under `options`.
+
+    Raises:
+        UnknownNameError: no such variant.
+        ConfigError: an option is unknown or impossible.
+    """
+    variant = variants[name]
+    return variant.capabilities_of(make_config(variant.config, options, name))
 
 
 @cache

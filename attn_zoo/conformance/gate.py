@@ -46,6 +46,7 @@ def gate(
     device: str = "cpu",
     seq_len: int,
     form: Form | None = None,
+    has_padding: bool = True,
 ) -> tuple[str, ...]:
     """Check a variant as a cell is about to use it; return the names of the checks that had something to check.
 
@@ -60,6 +61,7 @@ def gate(
         device: of the cell.
         seq_len: of the cell; the gate itself uses at most 709 tokens, or one multiple of the variant more.
         form: `"attention"` or `"mixer"`, whichever the cell calls; None means every form the variant wrote itself.
+        has_padding: the cell pads. Where it does not, and a named kernel takes no mask, the checks go without.
 
     Raises:
         GateError: a check failed; the message has the smallest example found.
@@ -74,12 +76,11 @@ def gate(
     """
     variant = variants[name]
     config = make_config(variant.config, options, name)
-    variant.capabilities.require(
-        name, replace(build.request(), dtype=dtype, device=torch.device(device).type, seq_len=seq_len)
-    )
+    capabilities = variant.capabilities_of(config)
+    capabilities.require(name, replace(build.request(), dtype=dtype, device=torch.device(device).type, seq_len=seq_len))
     if seq_len > build.max_seq_len:
         raise ValueError(f"seq_len: expected at most max_seq_len = {build.max_seq_len}; got {seq_len}")
-    multiple = variant.capabilities.seq_len_multiple
+    multiple = capabilities.seq_len_multiple
     short, long, span = (min(-(-length // multiple) * multiple, seq_len) for length in (SHORT_LEN, LONG_LEN, SPAN_LEN))
     forms: list[Form] = [] if variant.attention is None else ["attention"]
     if form is not None:
@@ -92,8 +93,8 @@ def gate(
     classes = [f"{cls.__module__}.{cls.__qualname__}" for cls in (variant.attention, variant.mixer) if cls is not None]
     # Code in no file, such as a notebook's, may change under its name: it is asked each time.
     digest = variant.digest or uuid4().hex
-    what = (name, digest, classes, variant.capabilities, config_digest(config))
-    any_length = (*what, anywhere, dtype, device, torch.get_num_threads(), short, long, forms)
+    what = (name, digest, classes, capabilities, config_digest(config))
+    any_length = (*what, anywhere, dtype, device, torch.get_num_threads(), short, long, forms, has_padding)
     key = subject_key(*any_length, build.max_seq_len, span)
     if (verdict := find(key)) is not None:
         return verdict.checked()
@@ -116,6 +117,9 @@ def gate(
             if each not in check.forms:
                 continue
             result = run_one(check, subject)
+            if result.outcome == "refused" and subject.has_masks and not has_padding:
+                subject = replace(subject, has_masks=False)
+                result = run_one(check, subject)
             if result.outcome == "error":  # no memory for the check: that says nothing about the variant
                 raise torch.OutOfMemoryError(result.message) if device != "cpu" else MemoryError(result.message)
             if result.is_bad:

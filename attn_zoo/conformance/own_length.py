@@ -16,7 +16,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.subject import Form
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
-from attn_zoo.registry import Variant
+from attn_zoo.registry import Variant, VariantConfig
 
 __all__ = ["check_output"]
 
@@ -33,6 +33,7 @@ def check_output(
     variant: Variant,
     form: Form,
     build: BuildContext,
+    config: VariantConfig | None = None,
     key_padding_mask: Tensor | None = None,
     is_random: bool = False,
 ) -> tuple[str, ...]:
@@ -49,6 +50,7 @@ def check_output(
         variant: the registry's entry.
         form: which form was called.
         build: what the module was built for.
+        config: its options, which may narrow what it can do.
         key_padding_mask: of the call, True = padding.
         is_random: dropout acted.
 
@@ -64,7 +66,8 @@ def check_output(
     # it took ten times as long: every number is converted.
     if not bool(torch.isfinite(output.sum())) and not bool(torch.isfinite(output).all()):
         raise GateError("own_shape", f"{variant.name}: the output is not finite ({words})")
-    if form != "attention" or not variant.capabilities.is_exact or is_random or build.position != "none":
+    capabilities = variant.capabilities if config is None else variant.capabilities_of(config)
+    if form != "attention" or not capabilities.is_exact or is_random or build.position != "none":
         return ("own_shape",)
     query, key, value = inputs
     last = query.shape[-2] - 1

@@ -113,10 +113,11 @@ def _subjects(
     index: int,
     is_given: bool,
 ) -> list[Subject]:
-    multiple = variant.capabilities.seq_len_multiple
+    capabilities = variant.capabilities_of(make_config(variant.config, options, variant.name))
     forms: list[Form] = ["mixer"] if variant.attention is None else ["attention", "mixer"]
-    names = [name for name in _WIDEST_FIRST if name in variant.capabilities.dtypes and name in FLOAT_DTYPES]
+    names = [name for name in _WIDEST_FIRST if name in capabilities.dtypes and name in FLOAT_DTYPES]
     few = {"mixer"} if variant.mixer is None else set()
+    lengths = FEW_LENGTHS if index else LENGTHS
     return [
         Subject(
             variant=variant,
@@ -124,7 +125,7 @@ def _subjects(
             options=options,
             build=build,
             dtypes=tuple(getattr(torch, dtype) for dtype in names),
-            lengths=_fitting(FEW_LENGTHS if index or form in few else LENGTHS, multiple, build.max_seq_len),
+            lengths=_fitting(FEW_LENGTHS if form in few else lengths, capabilities.seq_len_multiple, build.max_seq_len),
             device=device,
             may_refuse=is_given or index > 0,
         )

@@ -169,6 +169,7 @@ class Subject:
         lengths: sequence lengths to try, shortest first, so that the first failure is the smallest.
         device: to run on.
         span_len: one more length, for outputs only, at which a sparse pattern is sparse; 0 means none.
+        has_masks: try padding too, where the variant admits it.
         is_fixed: check only the context in `build` (the gate), not every direction the variant declares.
         may_refuse: an `UnsupportedError` is an answer, because the options may narrow what the variant can do.
     """
@@ -181,6 +182,7 @@ class Subject:
     lengths: tuple[int, ...]
     device: str = "cpu"
     span_len: int = 0
+    has_masks: bool = True
     is_fixed: bool = False
     may_refuse: bool = False
     _modules: dict[tuple[BuildContext, torch.dtype], Module] = field(default_factory=dict, compare=False)
@@ -219,7 +221,7 @@ class Subject:
 
     def masks(self, key_len: int) -> tuple[MaskKind, ...]:
         """Return the kinds of padding to try with `key_len` keys."""
-        if not self.capabilities.key_padding_mask or key_len == 1:
+        if not (self.has_masks and self.capabilities.key_padding_mask) or key_len == 1:
             return ("none",)
         return ("none", "scattered") if self.is_fixed else ("none", "end", "scattered")
 

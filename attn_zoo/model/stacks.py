@@ -14,7 +14,7 @@ from attn_zoo.model.block import Block, BlockState
 from attn_zoo.model.config import ModelConfig
 from attn_zoo.model.norm import make_norm
 from attn_zoo.model.positions import Embedding
-from attn_zoo.registry import make_config, variants
+from attn_zoo.registry import capabilities_of
 
 __all__ = ["Decoder", "DecoderState", "Encoder"]
 
@@ -54,8 +54,7 @@ def _embedding(config: ModelConfig, vocab_size: int, num_positions: int, *, has_
 
 def _refuse_leaks(config: ModelConfig) -> None:
     """Raise `UnsupportedError` where later positions would influence earlier ones: by normalisation or routing."""
-    variant = variants[config.variant]
-    capabilities = variant.capabilities_of(make_config(variant.config, config.options, config.variant))
+    capabilities = capabilities_of(config.variant, config.options)
     capabilities.require(config.variant, Request(is_causal=True, is_autoregressive=True))
     if config.norm == "batch_norm":
         raise UnsupportedError(

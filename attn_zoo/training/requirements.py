@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.metadata import Capabilities, Position, Request
+from attn_zoo.metadata import Position, Request
 from attn_zoo.records import Cell
-from attn_zoo.registry import make_config, variants
+from attn_zoo.registry import capabilities_of
 from attn_zoo.tasks import TaskSpec
 from attn_zoo.training.protocol import Protocol
 
-__all__ = ["capabilities_of", "requests", "require", "weight_dtype"]
+__all__ = ["requests", "require", "weight_dtype"]
 
 _WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
-
-
-def capabilities_of(variant: str, options: dict[str, Any]) -> Capabilities:
-    """Return what a variant can do under these options."""
-    entry = variants[variant]
-    return entry.capabilities_of(make_config(entry.config, options, variant))
 
 
 def weight_dtype(dtype: str) -> torch.dtype:

@@ -16,13 +16,13 @@ from torch import nn
 from attn_zoo.errors import StoreError
 from attn_zoo.model import ModelConfig
 from attn_zoo.records import TRAINING_VERSION, Cell
-from attn_zoo.registry import make_config, tasks
+from attn_zoo.registry import capabilities_of, make_config, tasks
 from attn_zoo.tasks import AbstractTask
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.checkpoint import read_tensors, write_tensors
 from attn_zoo.training.objective import AbstractObjective, objective_for
 from attn_zoo.training.protocol import resolve_protocol
-from attn_zoo.training.requirements import capabilities_of, weight_dtype
+from attn_zoo.training.requirements import weight_dtype
 
 __all__ = ["Trained", "load_trained", "save_weights"]
 

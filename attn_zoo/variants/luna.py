@@ -129,7 +129,7 @@ class Luna(AbstractMixer):
 
     Args:
         config: size of the memory.
-        build: sizes; `layer_index` 0 owns the first memory.
+        build: sizes; the first memory is in `shared`, and every layer but the first normalises what it receives.
     """
 
     config: LunaConfig
@@ -142,22 +142,13 @@ class Luna(AbstractMixer):
         self.query_proj = nn.Linear(build.embed_dim, width)
         self.context_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, build.embed_dim)
-        self.memory: nn.Parameter | None = None
-        self.memory_norm: nn.LayerNorm | None = None
-        if build.layer_index == 0:
-            self.memory = nn.Parameter(torch.randn(config.packed_len, width) * width**-0.5)
-        else:
-            self.memory_norm = nn.LayerNorm(width)
+        rows = torch.randn(config.packed_len, width) * width**-0.5
+        self.memory: nn.Parameter = build.shared.setdefault("luna memory", nn.Parameter(rows))
+        self.memory_norm = nn.LayerNorm(width) if build.layer_index else None
 
     def init_carry(self, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the learned memory `[B, M, W]`.
-
-        Raises:
-            ValueError: this is not the first layer, which alone has one.
-        """
+        """Return the learned memory `[B, M, W]`: one for all layers of a model, and read by the first of them."""
         del device
-        if self.memory is None:
-            raise ValueError(f"carry: layer {self.build.layer_index} needs the memory of the layer before it; got None")
         return self.memory.to(dtype).expand(batch_size, -1, -1)
 
     def _heads(self, rows: Tensor, projection: nn.Linear) -> Tensor:

@@ -171,3 +171,18 @@ def test_no_memory_for_a_check_says_nothing_about_the_variant(monkeypatch: pytes
     monkeypatch.setattr("attn_zoo.conformance.verdicts._verdicts", {})
     with pytest.raises(MemoryError, match="out of memory"):
         gate("full", {}, build(), seq_len=64)
+
+
+def test_a_kernel_without_masks_serves_cells_without_padding() -> None:
+    class TakesNoMask(Softmax):
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None
+        ) -> Tensor:
+            if key_padding_mask is not None:
+                raise UnsupportedError("backend", "this kernel takes no mask")
+            return super().forward(query, key, value)
+
+    with registered(Broken(cls=TakesNoMask, check="", capabilities={"key_padding_mask": True})) as name:
+        with pytest.raises(UnsupportedError, match="takes no mask"):
+            gate(name, {}, build(), seq_len=64)
+        assert "batch_invariance" in gate(name, {}, build(), seq_len=64, has_padding=False)

@@ -21,7 +21,7 @@ from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
 from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
-from attn_zoo.registry import variants
+from attn_zoo.registry import capabilities_of
 
 __all__ = ["MakeWorkload", "Trial"]
 
@@ -159,7 +159,7 @@ class Trial:
         return replace(
             self._record,
             kernels=self._kernels,
-            is_simulated=variants[cell.variant].capabilities.is_simulated,
+            is_simulated=capabilities_of(cell.variant, cell.options).is_simulated,
             gate=self._checks,
             timing=replace(timing, flags=(*timing.flags, *conditions.flags)),
             clocks_mhz=conditions.clocks_mhz,

@@ -27,7 +27,7 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import TRAINING_VERSION, Cell, Record
-from attn_zoo.registry import tasks, variants
+from attn_zoo.registry import capabilities_of, tasks, variants
 
 if TYPE_CHECKING:
     from attn_zoo.tasks import AbstractTask, TaskKind, TaskSpec
@@ -181,7 +181,7 @@ def _train(record: Record, order: WorkOrder) -> Record:
         score=result.score,
         kernels=tuple(result.kernels),
         num_params=result.num_params,
-        is_simulated=variants[cell.variant].capabilities.is_simulated,
+        is_simulated=capabilities_of(cell.variant, cell.options).is_simulated,
     )
 
 

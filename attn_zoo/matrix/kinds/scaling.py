@@ -159,6 +159,7 @@ class CallWorkload(AbstractWorkload):
             device=cell.device,
             seq_len=self.build.max_seq_len,
             form=form_of(cell),
+            has_padding=cell.has_padding,
         )
 
     def make_call(self) -> tuple[Call, Call | None]:
@@ -171,6 +172,7 @@ class CallWorkload(AbstractWorkload):
             output,
             self.inputs,
             variant=variants[self.cell.variant],
+            config=config_of(self.cell),
             form=form_of(self.cell),
             build=self.build,
             key_padding_mask=self.key_padding_mask,
