@@ -67,6 +67,10 @@ class MobaConfig(VariantConfig):
         """Tokens of the blocks that the engine computes: they divide the routing's."""
         return math.gcd(self.block_size, _LARGEST_TILE)
 
+    def num_choices(self, key_len: int) -> int:
+        """Return how many blocks a query sees at most beside its own."""
+        return min(self.top_k, -(-key_len // self.block_size)) - 1
+
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
         """Return blocks small enough to leave keys unseen, also such as are not a power of two."""
@@ -103,7 +107,7 @@ class OwnBlockLayout(PatternLayout):
 
 
 def choose_blocks(query: Tensor, key: Tensor, config: MobaConfig, *, is_causal: bool, padding: Tensor | None) -> Tensor:
-    """Return the blocks that each query sees beside its own, int64 `[B, H, L, min(k - 1, blocks)]`; -1 for none.
+    """Return the blocks that each query sees beside its own, int64 `[B, H, L, min(k, blocks) - 1]`; -1 for none.
 
     Scores are in float32 at least, as the authors'. A block without a key that is not padding is never chosen.
 
@@ -116,6 +120,9 @@ def choose_blocks(query: Tensor, key: Tensor, config: MobaConfig, *, is_causal: 
     """
     (batch_size, num_heads, query_len, head_dim), key_len, size = query.shape, key.shape[2], config.block_size
     num_blocks = -(-key_len // size)
+    num_choices = config.num_choices(key_len)
+    if num_choices == 0:
+        return torch.empty(*query.shape[:3], 0, dtype=torch.long, device=query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
     is_key = torch.ones(1, key_len, dtype=torch.bool, device=key.device) if padding is None else ~padding
     is_key = torch.nn.functional.pad(is_key, (0, num_blocks * size - key_len)).unflatten(1, (num_blocks, size))
@@ -131,7 +138,7 @@ def choose_blocks(query: Tensor, key: Tensor, config: MobaConfig, *, is_causal: 
         is_choice = block < own_block[:, None] if is_causal else block != own_block[:, None]
         is_choice = is_choice & (counts[..., 0] > 0)[:, :, None]
         scores = (queries.to(wide) @ means).masked_fill(~is_choice, float("-inf"))  # [B, H, some of L, blocks]
-        best, blocks = scores.topk(min(config.top_k - 1, num_blocks), dim=-1)
+        best, blocks = scores.topk(num_choices, dim=-1)
         routing.append(blocks.masked_fill(best.isneginf(), -1))
     return routing[0] if len(routing) == 1 else torch.cat(routing, dim=2)
 
@@ -190,7 +197,7 @@ def dispatch(routing: Tensor, key_len: int, config: MobaConfig) -> Dispatch:
     place = first_tile.gather(-1, block) * tile + rank
     place = place.masked_fill(block == num_blocks, num_tiles * tile - 1)
     token = torch.zeros(batch_size, num_heads, num_tiles * tile, dtype=torch.long, device=routing.device)
-    token.scatter_(-1, place, order // max(num_choices, 1))
+    token.scatter_(-1, place, order // num_choices)
     number = torch.arange(num_tiles, device=routing.device).expand(batch_size, num_heads, -1).contiguous()
     block_of_tile = torch.searchsorted(ends, number, right=True)[..., None]  # [B, H, tiles, 1]
     per_block = config.block_size // tile
@@ -229,7 +236,7 @@ def moba_pairs(shape: Shape) -> float:
 
 def _gate_products(shape: Shape, config: MobaConfig) -> int:
     """Return the pairs of query and block that are scored in one head."""
-    return shape.query_len * -(-shape.key_len // config.block_size) if config.top_k > 1 else 0
+    return shape.query_len * -(-shape.key_len // config.block_size) if config.num_choices(shape.key_len) else 0
 
 
 def moba_flops(shape: Shape) -> int:
@@ -247,9 +254,9 @@ def moba_backward_ratio(shape: Shape) -> float:
     config: MobaConfig = shape.config or MobaConfig()
     tile, num_rows = config.tile, -(-shape.query_len // config.tile)
     pairs = num_rows * min(num_rows, config.block_size // tile) * tile * tile
-    if config.top_k > 1:
+    if num_choices := config.num_choices(shape.key_len):
         num_blocks = -(-shape.key_len // config.block_size)
-        num_tiles = num_tiles_of(shape.query_len * min(config.top_k - 1, num_blocks), num_blocks, tile)
+        num_tiles = num_tiles_of(shape.query_len * num_choices, num_blocks, tile)
         pairs += num_tiles * tile * config.block_size
     return 2.5 * 4 * pairs / (4 * pairs + 2 * _gate_products(shape, config))
 
