@@ -120,14 +120,17 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a variant against every promise it makes; exit code 1 if one is broken."""
+    """Check a variant against every promise it makes; exit code 1 if one is broken.
+
+    Without options it is checked under the small ones that its config names, several sets where it has several ways.
+    """
     from dataclasses import asdict
 
     from attn_zoo.conformance import exit_code, run_checks
     from attn_zoo.console import print_checks, print_json
 
     load_files(files)
-    results = run_checks(name, _options(option), device=device, checks=only or None)
+    results = run_checks(name, _options(option) or None, device=device, checks=only or None)
     if as_json:
         print_json([asdict(result) for result in results])
     else:
