@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from attn_zoo.matrix.plan.expand import Plan
     from attn_zoo.matrix.store.store import Store
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="attn-zoo",
     help="Compare attention mechanisms: are they right, what do they cost as sequences grow, what do they buy?",

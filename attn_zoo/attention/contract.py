@@ -19,8 +19,6 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Capabilities, Request
 from attn_zoo.registry import Variant
 
-__all__ = ["AbstractAttention", "AbstractMixer", "BuildContext", "Mixed"]
-
 MAX_SIGNATURES = 4096
 """Remembered by one module; a loop over ever new lengths must not keep them all."""
 
