@@ -81,11 +81,11 @@ class Picture:
 
 def make_pictures(analysis: Analysis) -> list[Picture]:
     """Return what can be drawn from the records: nothing for an empty run."""
-    exact = {series.label for one in analysis.panels for series in one.panel.series if series.is_exact}
+    exact = {series.label for panel in analysis.panels for series in panel.series if series.is_exact}
     exact |= {group.baseline for group in analysis.accuracy}
     looks = make_looks(analysis.labels, sorted(exact))
     subjects: list[tuple[Subject, str, Any]] = [
-        *(("panel", one.panel.name, one) for one in analysis.panels),
+        *(("panel", panel.name, panel) for panel in analysis.panels),
         *(("overview", overview.name, overview) for overview in analysis.overviews),
         *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]
