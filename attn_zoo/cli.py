@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from attn_zoo.matrix.plan.expand import Plan
     from attn_zoo.matrix.store.store import Store
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="attn-zoo",
     help="Compare attention mechanisms: are they right, what do they cost as sequences grow, what do they buy?",
@@ -120,14 +118,17 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a variant against every promise it makes; exit code 1 if one is broken."""
+    """Check a variant against every promise it makes; exit code 1 if one is broken.
+
+    Without options it is checked under the small ones that its config names, several sets where it has several ways.
+    """
     from dataclasses import asdict
 
     from attn_zoo.conformance import exit_code, run_checks
     from attn_zoo.console import print_checks, print_json
 
     load_files(files)
-    results = run_checks(name, _options(option), device=device, checks=only or None)
+    results = run_checks(name, _options(option) or None, device=device, checks=only or None)
     if as_json:
         print_json([asdict(result) for result in results])
     else:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from attn_zoo.tasks.abstract_task import AbstractTask, SplitName
     from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["data"]
-
 data = typer.Typer(help="The data of tasks: list, show, fetch, verify, export.", no_args_is_help=True)
 
 Task = Annotated[str, typer.Argument(help="Name, see attn-zoo data list.", show_default=False)]

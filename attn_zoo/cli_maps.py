@@ -12,8 +12,6 @@ from attn_zoo.cli_options import DataDir, VariantFiles, load_files
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["maps", "register"]
-
 maps = typer.Typer(help="Draw what trained models look at, their positions, learning rates.", no_args_is_help=True)
 
 CellPattern = Annotated[

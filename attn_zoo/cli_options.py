@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["AsJson", "DataDir", "VariantFiles", "load_files"]
-
 VariantFiles = Annotated[
     list[Path] | None, typer.Option("--variant-file", help="Python file that registers variants; may be repeated.")
 ]

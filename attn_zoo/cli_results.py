@@ -9,8 +9,6 @@ import typer
 
 from attn_zoo.cli_options import AsJson
 
-__all__ = ["register"]
-
 Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.", show_default=False)]
 
 

@@ -21,21 +21,6 @@ if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 
-__all__ = [
-    "err",
-    "out",
-    "print_checks",
-    "print_complexity",
-    "print_json",
-    "print_plan",
-    "print_standing",
-    "print_summary",
-    "print_table",
-    "print_variant",
-    "print_variants",
-    "variant_data",
-]
-
 out = Console(highlight=False, soft_wrap=False)
 err = Console(stderr=True, highlight=False)
 

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from attn_zoo.errors import ConfigError
 
-__all__ = ["IMPORT_TIMEOUT_S", "Guard", "LoadFailure", "discover", "import_file"]
-
 IMPORT_TIMEOUT_S = 60.0
 
 Guard = Callable[[], AbstractContextManager[None]]

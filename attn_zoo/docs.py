@@ -9,8 +9,6 @@ from pathlib import Path
 from attn_zoo.errors import ConfigError
 from attn_zoo.metadata import big_o
 
-__all__ = ["complexity_table", "results_index", "update_readme", "update_results_index", "variant_table"]
-
 _ANSWERS: dict[object, str] = {True: "yes", False: "no", "masked": "masked, routing sees the future"}
 
 

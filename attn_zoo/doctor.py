@@ -14,8 +14,6 @@ from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.energy import can_count_energy, clocks
 from attn_zoo.registry import Variant, variants
 
-__all__ = ["backends_of", "diagnose_backends", "diagnose_device", "diagnose_packages"]
-
 _PACKAGES = {
     "torch": "everything",
     "datasets": "tasks that read external data (extra lra)",

@@ -5,18 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = [
-    "AttnZooError",
-    "ConfigError",
-    "FolderError",
-    "GateError",
-    "StoreError",
-    "UnknownNameError",
-    "UnsupportedError",
-    "near_matches",
-    "suggestion",
-]
-
 
 def near_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` of the `known` names that look like `name`, best first."""

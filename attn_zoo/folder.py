@@ -15,19 +15,6 @@ from typing import Any
 from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.records import COMMIT_FIELDS, SCHEMA_VERSION, Ceilings, Environment, Record
 
-__all__ = [
-    "Claim",
-    "Run",
-    "RunInfo",
-    "Scan",
-    "differences",
-    "read_ceilings",
-    "read_info",
-    "read_record",
-    "read_run",
-    "scan_cells",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:

@@ -9,22 +9,6 @@ from typing import Any, Literal
 
 from attn_zoo.errors import UnsupportedError
 
-__all__ = [
-    "FLOAT_DTYPES",
-    "Capabilities",
-    "Causality",
-    "DEPENDS_ON_DATA",
-    "Complexity",
-    "CostFormula",
-    "Decode",
-    "Form",
-    "Position",
-    "Reference",
-    "Request",
-    "Shape",
-    "big_o",
-]
-
 Form = Literal["attention", "mixer"]
 """How a variant is called: over projected heads, or over hidden states."""
 

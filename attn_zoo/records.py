@@ -17,32 +17,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from attn_zoo.errors import StoreError
 
-__all__ = [
-    "ANSWERS",
-    "CLEAN",
-    "STOPPERS",
-    "COMMIT_FIELDS",
-    "LOWER_IS_BETTER",
-    "MEASURED_PHASES",
-    "PASSES",
-    "PROTOCOL_VERSION",
-    "SCHEMA_VERSION",
-    "STATUSES",
-    "STEP_VERSION",
-    "CallPass",
-    "Ceilings",
-    "Cell",
-    "Environment",
-    "Memory",
-    "Pass",
-    "PassName",
-    "Record",
-    "Score",
-    "Status",
-    "TRAINING_VERSION",
-    "Timing",
-]
-
 SCHEMA_VERSION = 1
 """Of the JSON form. History: 1, first."""
 

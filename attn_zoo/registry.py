@@ -24,22 +24,8 @@ from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
 from attn_zoo.metadata import Capabilities, Complexity, Form, Reference, Shape
 
 if TYPE_CHECKING:
-    from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, BuildContext
-
-__all__ = [
-    "Registry",
-    "Variant",
-    "VariantConfig",
-    "all_or_nothing",
-    "capabilities_of",
-    "load_file",
-    "make_config",
-    "register_attention",
-    "register_mixer",
-    "register_task",
-    "tasks",
-    "variants",
-]
+    from attn_zoo.attention.context import BuildContext
+    from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
 
 _Entry = TypeVar("_Entry")
 _Class = TypeVar("_Class", bound=type)

@@ -8,8 +8,6 @@ from string import Template
 
 from attn_zoo.errors import ConfigError
 
-__all__ = ["new_variant"]
-
 _TEMPLATE = Template('''\
 """$title attention: one line that says what it does.
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from attn_zoo.errors import FolderError, StoreError
 
-__all__ = ["DISK_FULL", "whole_file", "whole_folder", "write_whole"]
-
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Error numbers of a full disk."""
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-__all__ = ["start_process"]
-
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["attn_zoo.matrix.cell.trial", "attn_zoo.training", "tests.matrix.conftest"])
 

@@ -234,6 +234,7 @@ def test_the_command_line_starts_without_torch():
 
 
 def _public_objects() -> list[tuple[str, object]]:
+    """Return every module, and every class and function defined in one, whose name has no underscore in front."""
     found: list[tuple[str, object]] = []
     for info in pkgutil.walk_packages([str(ROOT)], "attn_zoo."):
         if info.name == "attn_zoo.__main__":
@@ -245,9 +246,22 @@ def _public_objects() -> list[tuple[str, object]]:
                 raise
             continue  # loaded on use only, where its package is
         found.append((info.name, module))
-        for name in getattr(module, "__all__", []):
-            found.append((f"{info.name}.{name}", getattr(module, name)))
+        for name, thing in vars(module).items():
+            is_own = getattr(thing, "__module__", "") == info.name and (
+                inspect.isclass(thing) or inspect.isroutine(thing)
+            )
+            if is_own and not name.startswith("_"):
+                found.append((f"{info.name}.{name}", thing))
     return found
+
+
+def test_modules_list_no_names():
+    """An underscore says what is private; only a package's `__init__` lists what it offers."""
+    assert [
+        str(path)
+        for path in FILES
+        if path.name != "__init__.py" and "report" not in path.parts and "__all__" in path.read_text()
+    ] == []
 
 
 def test_every_public_name_has_a_docstring():

@@ -6,13 +6,12 @@ import inspect
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, BuildContext
+from attn_zoo.attention.context import BuildContext
+from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
 from attn_zoo.attention.multihead import MultiHeadMixer
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 from attn_zoo.registry import Variant, make_config, variants
-
-__all__ = ["Option", "VariantInfo", "build_attention", "build_mixer", "describe", "list_variants"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from typing import Any
 from attn_zoo.errors import ConfigError
 from attn_zoo.metadata import Form, Position, Request, Shape
 
-__all__ = ["BuildContext"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildContext:

@@ -19,8 +19,6 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Capabilities, Request
 from attn_zoo.registry import Variant
 
-__all__ = ["AbstractAttention", "AbstractMixer", "BuildContext", "Mixed"]
-
 MAX_SIGNATURES = 4096
 """Remembered by one module; a loop over ever new lengths must not keep them all."""
 
@@ -269,7 +267,10 @@ class AbstractMixer(_Bound, ABC):
         """
 
     def init_carry(self, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """Return what the first layer is given, `[B, ...]`; None where nothing passes between layers."""
+        """Return what a layer is given that has none before it, `[B, ...]`; None where nothing passes between layers.
+
+        That is the first layer of a model, and any layer that is called alone.
+        """
         del batch_size, device, dtype
         return None
 

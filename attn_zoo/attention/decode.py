@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["KVCache", "state_bytes"]
-
 
 @dataclass(frozen=True, slots=True)
 class KVCache:

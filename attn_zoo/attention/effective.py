@@ -21,8 +21,6 @@ from attn_zoo.attention.multihead import MultiHeadMixer
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import UnsupportedError
 
-__all__ = ["AttentionCall", "EffectiveWeights", "attention_call", "effective_weights", "weight_columns"]
-
 ERROR_UNITS = 64
 """How many times the rounding of one sum of products the check allows: the kernel, its softmax and ours add up."""
 

@@ -9,18 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "alibi_bias",
-    "alibi_slopes",
-    "blank_padding",
-    "causal_keep",
-    "harmless_padding",
-    "keep_mask",
-    "masked_softmax",
-    "score_bias",
-    "zero_padded_rows",
-]
-
 
 def causal_keep(query_len: int, key_len: int, device: torch.device | str = "cpu") -> Tensor:
     """Return bool `[L, S]`: True where key j <= i + S - L.

@@ -18,8 +18,6 @@ from attn_zoo.attention.rotary import rotate
 from attn_zoo.errors import ConfigError
 from attn_zoo.metadata import Request
 
-__all__ = ["MixerState", "MultiHeadMixer"]
-
 
 @dataclass(frozen=True, slots=True)
 class MixerState:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from attn_zoo.attention.masks import blank_padding, keep_mask, masked_softmax
 
-__all__ = ["attention_weights", "expand_kv_heads", "softmax_attention"]
-
 
 def expand_kv_heads(tensor: Tensor, num_heads: int) -> Tensor:
     """Repeat grouped key or value heads `[B, G, S, D]` to `[B, H, S, D]`; head h uses group h // (H / G)."""

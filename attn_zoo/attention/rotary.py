@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rotate"]
-
 
 def rotate(heads: Tensor, first_position: int = 0, base: float = 10_000.0) -> Tensor:
     """Return `[B, H, L, D]` rotated for positions first_position .. first_position + L - 1.

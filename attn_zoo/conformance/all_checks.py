@@ -15,8 +15,6 @@ from attn_zoo.conformance.padding import CHECKS as PADDING
 from attn_zoo.conformance.randomness import CHECKS as RANDOMNESS
 from attn_zoo.conformance.shapes import CHECKS as SHAPES
 
-__all__ = ["CHECKS"]
-
 CHECKS: tuple[Check, ...] = (
     *SHAPES,
     *INDEPENDENCE,

@@ -25,8 +25,6 @@ from attn_zoo.conformance.subject import (
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 
-__all__ = ["CHECKS"]
-
 
 def _gradients_reach_every_parameter(subject: Subject) -> Finding:
     for build in subject.contexts():

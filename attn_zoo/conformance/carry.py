@@ -13,8 +13,6 @@ from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Subject, reference_results, results, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding
 
-__all__ = ["CHECKS"]
-
 
 def _two_layers(subject: Subject, build: BuildContext, length: int) -> tuple[AbstractMixer, AbstractMixer]:
     """Return the first and the second layer of one model."""

@@ -7,19 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from attn_zoo.conformance.subject import Form, Subject
-
-__all__ = [
-    "Check",
-    "CheckResult",
-    "Finding",
-    "Outcome",
-    "Violation",
-    "exit_code",
-    "not_applicable",
-    "passed",
-    "refused",
-]
+    from attn_zoo.conformance.subject import Subject
+    from attn_zoo.metadata import Form
 
 Outcome = Literal["passed", "refused", "failed", "error", "not_applicable"]
 

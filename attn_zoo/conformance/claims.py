@@ -16,8 +16,6 @@ from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.kernels.trace import recording
 
-__all__ = ["CHECKS"]
-
 UNKNOWN_OPTION = "no_such_option_exists"
 
 

@@ -32,8 +32,6 @@ from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.metadata import DEPENDS_ON_DATA
 from attn_zoo.registry import variants
 
-__all__ = ["CHECKS", "Growth", "MeasuredComplexity", "claimed_exponent", "measure_complexity"]
-
 SHORTEST_LEN = 32
 """Shortest length; the others are multiples, so that what a variant accepts and where its blocks end stays the same."""
 COST_MULTIPLES = (4, 8)

@@ -26,8 +26,6 @@ from attn_zoo.metadata import Shape
 if TYPE_CHECKING:
     from attn_zoo.measure.flop_count import Operations
 
-__all__ = ["CHECKS"]
-
 AGREEMENT = 0.01
 """Relative difference that is left between a claim and a count."""
 

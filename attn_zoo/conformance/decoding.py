@@ -19,8 +19,6 @@ from attn_zoo.conformance.subject import Module, Subject, call, read_positions
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 
-__all__ = ["CHECKS"]
-
 NUM_CUTS = 3
 """Random ways of cutting a sequence; beside them every sequence is stepped through, and read at once."""
 

@@ -11,12 +11,11 @@ import torch
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.runner import find_checks, run_one
-from attn_zoo.conformance.subject import Form, Subject
+from attn_zoo.conformance.subject import Subject
 from attn_zoo.conformance.verdicts import Verdict, find, keep, subject_key
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.metadata import Form
 from attn_zoo.registry import config_digest, make_config, variants
-
-__all__ = ["GATE_CHECKS", "gate"]
 
 GATE_CHECKS = (
     "shape_and_dtype",

@@ -13,8 +13,6 @@ from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, same_shape_tolerance
 
-__all__ = ["CHECKS"]
-
 MAX_POSITIONS = 16  # per call; shorter sequences are tried at every position
 FEW_POSITIONS = 6  # in the gate
 

@@ -13,9 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "Inputs", "make_inputs", "padding_mask", "random_tensor"]
-
-Form = Literal["attention", "mixer"]
+from attn_zoo.metadata import Form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,6 @@ from attn_zoo.conformance.subject import (
 )
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, working_tolerance
 
-__all__ = ["CHECKS"]
-
 
 def _is_own_reference(module: Module) -> bool:
     """Whether `forward` is the readable version itself."""

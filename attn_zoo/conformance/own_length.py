@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.subject import Form
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
+from attn_zoo.metadata import Form
 from attn_zoo.registry import Variant, VariantConfig
-
-__all__ = ["check_output"]
 
 NUM_ROWS, NUM_HEADS = 8, 2
 CHUNK_LEN = 65_536

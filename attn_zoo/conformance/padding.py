@@ -13,8 +13,6 @@ from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, same_shape_tolerance
 
-__all__ = ["CHECKS"]
-
 
 def _refusal(subject: Subject) -> Finding | None:
     """Return the finding for a variant without masks, or None where there is something to check."""

@@ -14,8 +14,6 @@ from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Module, Subject, call, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, same_shape_tolerance
 
-__all__ = ["CHECKS"]
-
 DRAWS = 256  # per batch, times BATCHES
 BATCHES = 4
 

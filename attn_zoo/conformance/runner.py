@@ -13,12 +13,10 @@ import torch
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
-from attn_zoo.conformance.subject import Form, Subject
+from attn_zoo.conformance.subject import Subject
 from attn_zoo.errors import UnknownNameError, UnsupportedError
-from attn_zoo.metadata import FLOAT_DTYPES
+from attn_zoo.metadata import FLOAT_DTYPES, Form
 from attn_zoo.registry import Variant, make_config, variants
-
-__all__ = ["find_checks", "run_checks", "run_one"]
 
 LENGTHS = (1, 2, 3, 5, 8, 33, 70)
 FEW_LENGTHS = (1, 5, 70)  # for further sets of options and for the shared mixer around an attention that was checked

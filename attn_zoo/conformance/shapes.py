@@ -16,8 +16,6 @@ from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES
 
-__all__ = ["CHECKS"]
-
 
 def _expect_like_query(output: Tensor, inputs: Inputs) -> None:
     query = inputs.tensors[0]

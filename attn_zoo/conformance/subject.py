@@ -11,26 +11,10 @@ from torch import Tensor
 
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, Mixed, build_attention, build_mixer
 from attn_zoo.conformance.check import Finding, Violation, refused
-from attn_zoo.conformance.inputs import Form, Inputs, make_inputs, padding_mask, random_tensor
+from attn_zoo.conformance.inputs import Inputs, make_inputs, padding_mask, random_tensor
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.metadata import Capabilities
+from attn_zoo.metadata import Capabilities, Form
 from attn_zoo.registry import Variant, make_config
-
-__all__ = [
-    "Form",
-    "Gradients",
-    "Module",
-    "Subject",
-    "call",
-    "call_reference",
-    "gradients",
-    "objective",
-    "read_positions",
-    "reference_results",
-    "results",
-    "routing_of",
-    "weighted_sum",
-]
 
 Module = AbstractAttention | AbstractMixer
 MaskKind = Literal["none", "end", "scattered"]

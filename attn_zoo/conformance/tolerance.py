@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["largest", "largest_error", "rounding", "same_shape_tolerance", "working_tolerance"]
-
 HALF_EPS = 1e-4  # between float16 and float32
 
 

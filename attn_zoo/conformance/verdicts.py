@@ -13,8 +13,6 @@ from typing import Any
 
 from attn_zoo.errors import GateError
 
-__all__ = ["Verdict", "find", "keep", "known", "learn", "subject_key"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:

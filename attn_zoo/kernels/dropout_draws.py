@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["draw", "draw_dropped", "keep_share"]
-
 _NUM_DRAWS = 1 << 16  # a draw is 16 bits
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["note_path", "recording"]
-
 _recorders: list[list[str]] = []
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["pool_windows", "window_counts", "window_matrix"]
-
 
 def pool_windows(
     tokens: Tensor, width: int, weight: Tensor | None = None, *, key_padding_mask: Tensor | None = None

@@ -16,8 +16,6 @@ from attn_zoo.maps.head_panels import Pool, PooledWeights, draw_heads, make_bins
 from attn_zoo.report.units import shorten
 from attn_zoo.training.weights import Trained, load_trained
 
-__all__ = ["attention_map", "head_weights"]
-
 MAX_SQUARES = 96
 """Squares of a panel along one side; longer inputs are binned."""
 

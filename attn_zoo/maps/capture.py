@@ -16,8 +16,6 @@ from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.batches import Batch
 from attn_zoo.training.weights import Trained
 
-__all__ = ["MapInput", "MixerCall", "capture_calls", "encode_text", "input_of_example", "input_of_text"]
-
 SPACE = "\u2423"
 """Symbol of the space in tasks over characters, so that it can be seen."""
 

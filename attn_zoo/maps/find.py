@@ -11,8 +11,6 @@ from safetensors import SafetensorError, safe_open
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.records import Cell
 
-__all__ = ["find_weights", "kept_cells"]
-
 MAX_SHOWN = 8
 
 

@@ -18,8 +18,6 @@ from attn_zoo.report.figures.heat import BAR_ROOM, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, plain, styled
 
-__all__ = ["Bins", "Pool", "PooledWeights", "draw_heads", "make_bins", "pool_weights"]
-
 MAX_WIDTH = 15.0
 MIN_PANEL, MAX_PANEL = 1.25, 5.5
 SQUARE = 0.125

@@ -21,8 +21,6 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, styled
 from attn_zoo.training.weights import load_trained
 
-__all__ = ["AddedPosition", "cosine_similarity", "draw_positions", "position_map", "position_table"]
-
 AddedPosition = Literal["sinusoidal", "learned"]
 Table = NDArray[np.float32]
 

@@ -19,8 +19,6 @@ from attn_zoo.training.schedule import learning_rate
 if TYPE_CHECKING:
     from attn_zoo.tasks import AbstractTask
 
-__all__ = ["Rates", "protocol_rates", "schedule_map"]
-
 MAX_POINTS = 2_000
 
 

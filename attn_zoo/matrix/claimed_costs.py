@@ -13,18 +13,6 @@ from attn_zoo.metadata import Form, Shape
 from attn_zoo.records import Cell
 from attn_zoo.registry import VariantConfig, make_config, variants
 
-__all__ = [
-    "DTYPE_BYTES",
-    "Claims",
-    "build_context",
-    "call_shape",
-    "claims",
-    "config_of",
-    "form_of",
-    "forward_flops",
-    "stored_claims",
-]
-
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

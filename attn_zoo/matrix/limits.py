@@ -14,16 +14,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = [
-    "available_bytes",
-    "be_first_to_die",
-    "die_with_parent",
-    "limit_memory",
-    "num_cores",
-    "num_oom_kills",
-    "resident_bytes",
-]
-
 _PR_SET_PDEATHSIG = 1
 _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
 _HEADROOM = 0.95  # the rest of the machine needs something too

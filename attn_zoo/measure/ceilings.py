@@ -12,8 +12,6 @@ import torch
 from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import Ceilings
 
-__all__ = ["Peak", "exceeds_physical", "measure_ceilings", "peak_of"]
-
 _MATMUL_DIM = {"cpu": 2048, "cuda": 8192}
 _SMALLEST_DIM = 256
 _COPY_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}

@@ -17,8 +17,6 @@ import torch
 
 from attn_zoo.records import Timing
 
-__all__ = ["LAUNCH_BOUND_MS", "with_graph_time"]
-
 LAUNCH_BOUND_MS = 0.1
 """A call whose median is below this waits for its launches more than for its work."""
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Clocks", "Energy", "can_count_energy", "clocks", "driver_version", "energy_of_call", "num_other_processes"]
-
 BATCH_S = 0.02
 """Calls queued between two looks at the clock take about this long."""
 

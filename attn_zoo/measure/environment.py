@@ -18,8 +18,6 @@ import torch
 
 from attn_zoo.records import Environment
 
-__all__ = ["MEASURING_VARIABLES", "PACKAGES", "capture_environment"]
-
 PACKAGES = (
     "attn-zoo",
     "torch",

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-__all__ = ["Operations", "count_flops", "count_operations"]
-
 _COMPILER = "torch._dynamo"
 _TRANSPARENT_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d"})
 

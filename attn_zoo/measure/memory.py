@@ -23,8 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from attn_zoo.measure.passes import clear_grads, grad_like, require_graph, require_leaves
 from attn_zoo.records import PASSES, CallPass, Memory
 
-__all__ = ["SavedTensors", "memory_of_pass", "memory_of_update"]
-
 MIDDLE_MARK = "attn_zoo: second part starts"
 
 

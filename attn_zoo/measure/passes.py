@@ -18,8 +18,6 @@ from torch import Tensor
 
 from attn_zoo.records import PASSES, CallPass
 
-__all__ = ["clear_grads", "grad_like", "make_pass", "require_graph", "require_leaves"]
-
 GRAD_SEED = 20_170_612
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["AbstractStopwatch", "CudaStopwatch", "HostStopwatch", "Sample", "stopwatch_for"]
-
 FLUSH_BYTES = 256 * 2**20
 """Larger than the second-level cache of every GPU we know (60 MB on H200)."""
 

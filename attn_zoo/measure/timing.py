@@ -14,8 +14,6 @@ from attn_zoo.measure.stopwatch import AbstractStopwatch, Sample, stopwatch_for
 from attn_zoo.records import Timing
 from attn_zoo.statistics import quartiles, time_summary
 
-__all__ = ["Sampling", "quiet_collector", "sample_in_turns"]
-
 MIN_WARMUP_CALLS = 3
 MIN_WARMUP_S = 0.025
 MAX_WARMUP_CALLS = 10_000

@@ -11,8 +11,6 @@ from attn_zoo.attention.contract import AbstractMixer, Mixed
 from attn_zoo.model.config import ModelConfig
 from attn_zoo.model.norm import make_norm
 
-__all__ = ["Block", "BlockState", "FeedForward"]
-
 
 class FeedForward(nn.Module):
     """FFN(x) = W_2 act(W_1 x + b_1) + b_2 (Vaswani et al. 2017, equation 2).

@@ -9,8 +9,6 @@ from attn_zoo.attention.context import BuildContext
 from attn_zoo.errors import ConfigError
 from attn_zoo.metadata import Position as AttentionPosition
 
-__all__ = ["Activation", "ModelConfig", "NormKind", "PoolingKind", "PositionKind"]
-
 PositionKind = Literal["sinusoidal", "learned", "rotary", "alibi", "none"]
 NormKind = Literal["layer_norm", "rms_norm", "batch_norm"]
 Activation = Literal["gelu", "relu"]

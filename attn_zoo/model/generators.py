@@ -10,8 +10,6 @@ from attn_zoo.model.config import ModelConfig
 from attn_zoo.model.initialise import initialise, seeded
 from attn_zoo.model.stacks import Decoder, Encoder
 
-__all__ = ["LanguageModel", "Seq2Seq"]
-
 
 def _can_step(model: nn.Module) -> bool:
     """Whether every causal mixer of `model` decodes with state."""

@@ -11,8 +11,6 @@ from attn_zoo.model.config import ModelConfig
 from attn_zoo.model.initialise import initialise, seeded
 from attn_zoo.model.stacks import Encoder
 
-__all__ = ["Classifier", "Denoiser", "Retriever", "TokenClassifier", "pool_mean"]
-
 
 def pool_mean(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     """Return the mean `[B, E]` over unpadded positions of `[B, L, E]`; zero where all are padding."""

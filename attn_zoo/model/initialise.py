@@ -17,8 +17,6 @@ from torch import nn
 
 from attn_zoo.attention.contract import AbstractAttention
 
-__all__ = ["initialise", "seeded"]
-
 
 def _generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

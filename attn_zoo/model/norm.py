@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from attn_zoo.model.config import NormKind
 
-__all__ = ["FeatureNorm", "PositionBatchNorm", "make_norm"]
-
 
 class FeatureNorm(nn.Module):
     """LayerNorm or RMSNorm: each position by itself, so padding cannot matter.

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from attn_zoo.model.config import PositionKind
 
-__all__ = ["Embedding", "sinusoidal_positions"]
-
 
 def sinusoidal_positions(num_positions: int, embed_dim: int) -> Tensor:
     """Return the table `[num_positions, E]` of Vaswani et al. 2017, arXiv 1706.03762, section 3.5.

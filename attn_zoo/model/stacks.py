@@ -16,8 +16,6 @@ from attn_zoo.model.norm import make_norm
 from attn_zoo.model.positions import Embedding
 from attn_zoo.registry import capabilities_of
 
-__all__ = ["Decoder", "DecoderState", "Encoder"]
-
 
 def _blocks(config: ModelConfig, *, is_causal: bool, num_positions: int, context_len: int = 0) -> nn.ModuleList:
     """Return the blocks; with cross-attention to `context_len` positions where that is not 0."""

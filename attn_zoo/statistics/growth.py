@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from attn_zoo.statistics.medians import TAILS, Samples, Sizes, log_medians
 
-__all__ = ["CostFit", "Crossover", "Exponent", "LocalSlope", "crossover", "fit_cost", "fit_exponent", "local_slopes"]
-
 NOISE_FLOOR = 2e-3
 """Relative error below which a fit counts as perfect: nothing we time repeats better than that."""
 

@@ -17,19 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "TAILS",
-    "Ratio",
-    "Samples",
-    "Sizes",
-    "finite",
-    "log_medians",
-    "median_interval",
-    "quartiles",
-    "time_ratio",
-    "time_summary",
-]
-
 NUM_RESAMPLES = 2000
 
 TAILS = (0.025, 0.975)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from attn_zoo.statistics.medians import finite
 
-__all__ = ["PairedDifference", "mean_interval", "paired_difference"]
-
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """Return Student's t-interval of the mean: the honest one for a few seeds, where a bootstrap is too narrow.

@@ -33,20 +33,6 @@ from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 from attn_zoo.whole_files import whole_file
 
-__all__ = [
-    "IGNORED_LABEL",
-    "AbstractCachedTask",
-    "AbstractFileTask",
-    "AbstractTask",
-    "Example",
-    "Metric",
-    "Split",
-    "SplitName",
-    "TaskKind",
-    "TaskSpec",
-    "export_jsonl",
-]
-
 TaskKind = Literal["classification", "token_classification", "causal_lm", "seq2seq", "pair"]
 Metric = Literal["accuracy", "bits_per_byte"]
 """`accuracy` is a fraction, higher is better; `bits_per_byte` is the loss to base 2, lower is better."""

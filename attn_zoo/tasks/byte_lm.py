@@ -31,8 +31,6 @@ from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["TEXT", "ByteLanguageModelling", "MAX_ORDER", "ByteLevel", "PackedSource", "ngram_bits", "read_packed"]
-
 _NUM_BYTES = 256
 MAX_ORDER: Final = 7
 """Of an n-gram model: a byte and its context must fit into 56 bits."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from attn_zoo.tasks.abstract_task import TaskKind, TaskSpec
 
-__all__ = ["VOCAB_SIZE", "TextRows", "byte_spec", "byte_symbols", "encode_texts", "text_of"]
-
 VOCAB_SIZE = 257
 """256 bytes and padding."""
 

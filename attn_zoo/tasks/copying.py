@@ -31,9 +31,6 @@ from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, PartT, Rows, grid
 
-__all__ = ["AbstractCopyingTask", "Copying", "DelayLevel", "DelayPart", "SymbolLevel", "copying_rows"]
-
-
 _BLANK, _MARKER, _FIRST_SYMBOL = 1, 2, 3
 _WORDS = {PAD: "_", _BLANK: ".", _MARKER: "?"}
 

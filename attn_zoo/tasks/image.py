@@ -33,8 +33,6 @@ from attn_zoo.tasks.sources.source import Source
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["PICTURES", "Image", "ImageLevel", "block_picture", "grey_levels", "halved"]
-
 PICTURES = Source(
     name="CIFAR-10",
     folder="cifar10/plain_text",

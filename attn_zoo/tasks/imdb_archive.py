@@ -22,8 +22,6 @@ from attn_zoo.tasks.imdb_pairs import FILMS
 from attn_zoo.tasks.text import CLASSES, COLUMN
 from attn_zoo.whole_files import whole_file
 
-__all__ = ["convert_archive", "main"]
-
 _MEMBER = re.compile(r"(?:.*/)?(train|test)/(?:(neg|pos)/(\d+)_\d+|urls_(neg|pos))\.txt")
 _PARTS = ("train", "test")
 _MAX_BYTES = 2**24  # of a member; the longest review has 14 thousand

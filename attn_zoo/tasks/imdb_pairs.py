@@ -51,18 +51,6 @@ from attn_zoo.tasks.retrieval import AbstractTextPairs, Retrieval
 from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.text import CLASSES, read_reviews
 
-__all__ = [
-    "FILMS",
-    "FilmReviews",
-    "ImdbPairs",
-    "ImdbPairsLevel",
-    "Pairs",
-    "check_order",
-    "film_pairs",
-    "read_film_reviews",
-    "read_films",
-]
-
 FILMS = Source(
     name="IMDB reviews and their films",
     folder="imdb",

@@ -31,8 +31,6 @@ from attn_zoo.tasks.floors.lookup_rules import context_floors
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
-__all__ = ["Induction", "InductionLevel", "InductionPart"]
-
 _MARKER, _FIRST_SYMBOL = 1, 2
 _WORDS = {PAD: "_", _MARKER: "!"}
 

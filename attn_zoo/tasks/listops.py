@@ -49,8 +49,6 @@ from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import STREAMS, Draws, SplitSizes, Unseen
 from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["ListOps", "ListOpsLevel", "generate_splits", "padded"]
-
 _ROOTS_PER_CHUNK = 16_384
 _SHUFFLE = 2**32 - 1  # a chunk that is never drawn
 

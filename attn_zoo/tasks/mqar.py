@@ -39,8 +39,6 @@ from attn_zoo.tasks.floors.lookup_rules import context_floors
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
-__all__ = ["MultiQueryRecall", "RecallLevel", "RecallPart"]
-
 _FILLER, _FIRST_KEY = 1, 2
 
 

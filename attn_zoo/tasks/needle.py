@@ -34,8 +34,6 @@ from attn_zoo.tasks.floors.lookup_rules import context_floors
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
-__all__ = ["Needle", "NeedleLevel", "NeedlePart"]
-
 _FIRST_FILLER = 1
 
 

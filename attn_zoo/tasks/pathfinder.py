@@ -49,8 +49,6 @@ from attn_zoo.tasks.picture_files import Published, export_images, listing_diges
 from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 
-__all__ = ["LEVELS", "ORIGINAL", "Pathfinder", "PathfinderLevel", "find_markers", "pathfinder_floors"]
-
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 
 _SHUFFLE = 1_000  # a stream that no split uses

@@ -21,8 +21,6 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.tasks.abstract_task import Split
 from attn_zoo.whole_files import whole_folder
 
-__all__ = ["Published", "decode_picture", "export_images", "listing_digest", "read_folder", "read_npz"]
-
 _Grey = NDArray[np.uint8]
 _FOLDER, _FILE, _LABEL = 0, 1, 3  # columns of the metadata
 _IMAGES_PER_FOLDER = 10_000  # file managers and some file systems slow down beyond

@@ -31,8 +31,6 @@ from attn_zoo.tasks.byte_text import TextRows, byte_spec, byte_symbols, text_of
 from attn_zoo.tasks.floors.text_models import pair_floors, pair_references
 from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["PAPERS", "AbstractTextPairs", "Retrieval", "RetrievalLevel", "read_pairs"]
-
 PAPERS = Source(
     name="AAN pairs of Long Range Arena",
     folder="tsv_data",

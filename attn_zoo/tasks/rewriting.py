@@ -32,8 +32,6 @@ from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
-__all__ = ["Rewriting", "RewritingLevel", "Rule"]
-
 Rule = Literal["reverse", "sort"]
 
 _START, _END, _FIRST_SYMBOL = 1, 2, 3

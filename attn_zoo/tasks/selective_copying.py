@@ -30,8 +30,6 @@ from attn_zoo.tasks.copying import AbstractCopyingTask, SymbolLevel, copying_row
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import Part, Rows, grid
 
-__all__ = ["CopyLevel", "CopyPart", "SelectiveCopying"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyPart(Part):

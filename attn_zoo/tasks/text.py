@@ -39,8 +39,6 @@ from attn_zoo.tasks.generated.draws import Ints, shuffled
 from attn_zoo.tasks.sources.parquet import class_labels, read_parquet, require_columns
 from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["CLASSES", "COLUMN", "REVIEWS", "Text", "TextLevel", "per_class", "read_reviews"]
-
 COLUMN = "text"
 """Of the reviews, in the hub's tables; their labels are in `label`."""
 

@@ -19,8 +19,6 @@ from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.protocol import Protocol
 from attn_zoo.training.seeding import batch_rows, derive_seed
 
-__all__ = ["POOLED_KINDS", "Batch", "Batcher", "DataOrder", "Feed", "send"]
-
 POOLED_KINDS: frozenset[TaskKind] = frozenset({"classification", "pair"})
 """Kinds of task whose model pools a sequence to one vector."""
 

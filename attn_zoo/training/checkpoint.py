@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.whole_files import whole_file
 
-__all__ = ["Checkpoint", "Numbers", "load_checkpoint", "read_tensors", "save_checkpoint", "write_tensors"]
-
 
 @dataclass(kw_only=True, slots=True)
 class Numbers:

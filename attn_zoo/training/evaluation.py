@@ -16,8 +16,6 @@ from attn_zoo.training.batches import Batcher, Feed
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.seeding import derive_seed, seed_everything
 
-__all__ = ["Evaluation", "breakdown", "evaluate", "is_better", "precision"]
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:

@@ -21,8 +21,6 @@ from torch import Tensor
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.training.batches import Batch
 
-__all__ = ["GRAPH_PATH", "NUM_EAGER", "GraphedUpdate"]
-
 GRAPH_PATH = "cuda_graph"
 """Noted among the kernels of a run when its first update is captured."""
 

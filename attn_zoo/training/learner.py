@@ -21,8 +21,6 @@ from attn_zoo.training.loop import make_trainer
 from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.seeding import derive_seed
 
-__all__ = ["AbstractLearner", "Learner", "step_protocol", "step_spec"]
-
 NUM_CLASSES, VOCAB_SIZE = 10, 18  # sizes of ListOps
 NUM_BATCHES = 8
 NUM_STEPS = 1_000_000  # so that no schedule ends while steps are timed

@@ -21,8 +21,6 @@ from attn_zoo.training.requirements import require, weight_dtype
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.updates import DivergedError, Updater
 
-__all__ = ["Trainer", "make_trainer"]
-
 
 class Trainer(Updater):
     """Train one model under one protocol; arguments as in `Updater`."""

@@ -20,8 +20,6 @@ from attn_zoo.tasks import TaskKind, TaskSpec
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.batches import Batch
 
-__all__ = ["AbstractObjective", "ClassificationObjective", "objective_for"]
-
 
 class AbstractObjective(ABC):
     """Build the model of one kind of task, and say how good its outputs are.

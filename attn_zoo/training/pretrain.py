@@ -29,8 +29,6 @@ from attn_zoo.training.requirements import weight_dtype
 from attn_zoo.training.seeding import derive_seed
 from attn_zoo.training.updates import DivergedError, Updater
 
-__all__ = ["DenoisingObjective", "Pretrainer", "make_pretrainer"]
-
 
 @final
 class DenoisingObjective(AbstractObjective):

@@ -18,8 +18,6 @@ from attn_zoo.model.config import Activation, NormKind, PoolingKind, PositionKin
 from attn_zoo.registry import make_config
 from attn_zoo.training.schedule import ScheduleKind
 
-__all__ = ["PROTOCOLS", "Protocol", "resolve_protocol"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Protocol:

@@ -14,8 +14,6 @@ from attn_zoo.registry import capabilities_of
 from attn_zoo.tasks import TaskSpec
 from attn_zoo.training.protocol import Protocol
 
-__all__ = ["requests", "require", "weight_dtype"]
-
 _WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 
 

@@ -26,8 +26,6 @@ from attn_zoo.training.protocol import Protocol, resolve_protocol
 from attn_zoo.training.updates import DivergedError, Updater
 from attn_zoo.training.weights import save_weights
 
-__all__ = ["Progress", "TrainingResult", "run_training"]
-
 _MOST_CORRECT = 100_000  # items of a test; a longer string would bloat the record
 
 PhaseName = Literal["pretrain", "train"]

@@ -15,8 +15,6 @@ from __future__ import annotations
 import math
 from typing import Literal, get_args
 
-__all__ = ["SCHEDULES", "ScheduleKind", "learning_rate"]
-
 ScheduleKind = Literal["constant", "linear", "cosine", "rsqrt", "noam"]
 SCHEDULES: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Stream", "derive_seed", "batch_rows", "epoch_order", "seed_everything"]
-
 Stream = Literal["init", "data", "dropout", "evaluation", "buckets", "pretrain", "hidden"]
 
 

@@ -16,8 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from attn_zoo.attention.contract import AbstractMixer, Mixed
 
-__all__ = ["CompiledFlopCounter", "FlopCounter"]
-
 LINEAR_BACKWARD_RATIO = 2.0
 """A linear map has one matrix product in the forward and two in the backward."""
 

@@ -27,8 +27,6 @@ from attn_zoo.training.schedule import learning_rate
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
-__all__ = ["DivergedError", "Updater", "make_optimizer"]
-
 _LOOK_EVERY = (
     20  # steps between checks for non-finite values, which wait for the device; the step is still known exactly
 )

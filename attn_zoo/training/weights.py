@@ -24,8 +24,6 @@ from attn_zoo.training.objective import AbstractObjective, objective_for
 from attn_zoo.training.protocol import resolve_protocol
 from attn_zoo.training.requirements import weight_dtype
 
-__all__ = ["Trained", "load_trained", "save_weights"]
-
 _KIND = "attn_zoo weights"
 
 

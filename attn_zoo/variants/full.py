@@ -22,7 +22,8 @@ from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, harmless_padding, score_bias
 from attn_zoo.attention.oracle import attention_weights, expand_kv_heads
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.exact.sdpa import Backend, exact_attention
+from attn_zoo.kernels.exact.backends import Backend
+from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 

@@ -1,6 +1,6 @@
 """Luna: a memory of M rows attends to the sequence (pack), the sequence to what was packed (unpack).
 
-Ma et al. 2021, "Luna: Linear Unified Nested Attention", arXiv 2106.01540, equations 5 to 7.
+Ma et al. 2021, "Luna: Linear Unified Nested Attention", arXiv 2106.01540, section 3.
     Y_P = Attn(P, X)   (pack),   Y_X = Attn(X, Y_P)   (unpack),   Attn(Q, C) = softmax(Q W_Q (C W_C)^T / sqrt(D)) C W_C
     P' = LayerNorm(Y_P + P), which is the memory of the next layer; that of the first layer is learned.
 The norm acts where the next layer receives the memory, so that the last layer has none it would not use. Symbols: the
@@ -114,7 +114,7 @@ def luna_projection_bytes(shape: Shape, itemsize: int) -> int:
         authors="Ma et al.",
         year=2021,
         url="https://arxiv.org/abs/2106.01540",
-        equation="5-7",
+        equation="section 3",
         code="https://github.com/XuezheMax/fairseq-apollo",
         deviations=(
             "Keys and values are one projection (W_K = W_V), as in the authors' code.",
@@ -156,7 +156,7 @@ class Luna(AbstractMixer):
         return heads  # [B, H, L or M, D]
 
     def _mix(self, hidden: Tensor, mask: Tensor | None, carry: Tensor | None, attend: Any) -> Mixed:
-        """Compute equations 5 to 7 with `attend(query, context, mask)` over heads."""
+        """Pack and unpack with `attend(query, context, mask)` over heads."""
         assert carry is not None  # the contract starts from `init_carry`
         memory = carry if self.memory_norm is None else self.memory_norm(carry)
         query, context = self._heads(memory, self.pack_query_proj), self._heads(hidden, self.pack_context_proj)

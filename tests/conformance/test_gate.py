@@ -11,8 +11,8 @@ import attn_zoo
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import GATE_CHECKS, gate
 from attn_zoo.conformance.gate import SPAN_LEN
-from attn_zoo.conformance.subject import Form
 from attn_zoo.errors import ConfigError, GateError, UnknownNameError, UnsupportedError
+from attn_zoo.metadata import Form
 from attn_zoo.registry import variants
 from tests.conformance.broken import Broken, Softmax, registered
 from tests.conformance.broken_claims import WrongScaleInFloat32

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-__all__ = ["IS_INTERPRETING", "mend_interpreter", "run_interpreted"]
-
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 

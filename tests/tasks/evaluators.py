@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-__all__ = ["by_stack", "recursive"]
-
 
 def recursive(words: list[str]) -> tuple[int, list[str]]:
     """Value of the first expression and what follows it; the median by the definition of the standard library."""

@@ -18,8 +18,6 @@ from attn_zoo.registry import register_task, tasks
 from attn_zoo.tasks import AbstractTask, Example, Split, SplitName, TaskKind, TaskSpec
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 
-__all__ = ["ToyLevel", "ToyTask", "cell", "toy_task"]
-
 TINY = {
     "num_layers": 1,
     "embed_dim": 16,

@@ -27,8 +27,6 @@ from attn_zoo.kernels.blocks.gather.walk import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
 
-__all__ = ["block_sparse_attention", "block_sparse_attention_with_lse"]
-
 
 def _forward(path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
     """Return the output and the log-sum-exp of the scores where the call wants it or backward needs it."""

@@ -15,8 +15,6 @@ from torch import Tensor
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 
-__all__ = ["Backend", "BlockCall", "choose_path", "why_not_flex", "why_not_triton"]
-
 Backend = Literal["auto", "gather", "flex", "triton"]
 
 

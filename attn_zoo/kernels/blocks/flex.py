@@ -27,8 +27,6 @@ from attn_zoo.kernels.blocks.merge import merge_attention
 from attn_zoo.kernels.blocks.pattern import BlockPattern, transpose_table
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["flex_backward", "flex_forward", "global_block_mask", "listed_block_mask"]
-
 _MAX_KERNELS = 256  # compiled variants kept, one for each shape; beyond it compilation raises, never falls back
 _MAX_PATTERNS = 64  # whose lists are kept
 _TILE = 64

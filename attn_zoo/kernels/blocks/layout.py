@@ -24,16 +24,6 @@ from torch import Tensor
 
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule, make_pattern
 
-__all__ = [
-    "BlockLayout",
-    "Candidates",
-    "PatternLayout",
-    "TokenLayout",
-    "counter_bits",
-    "permuted_blocks",
-    "uniform_blocks",
-]
-
 
 class PatternLayout(ABC):
     """A record that a pattern is made from: a frozen dataclass whose fields are integers and booleans.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["merge_attention"]
-
 
 def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     """Merge the outputs of softmax attention over disjoint keys into that over all of them.

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BlockPattern", "TokenRule", "make_pattern", "transpose_table"]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["CompressCall"]
-
 
 class CompressCall(NamedTuple):
     """One or two sources of tokens (keys and values), one or two matrices; what stands alone goes with both others.

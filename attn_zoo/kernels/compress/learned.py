@@ -27,8 +27,6 @@ from attn_zoo.kernels.compress import products
 from attn_zoo.kernels.compress.compress_call import CompressCall
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["Path", "Short", "compress", "compress_pair", "fit_rows"]
-
 Path = Literal["auto", "triton", "split_k", "chunked"]
 Short = Literal["slice", "slice_renormalise", "interpolate"]
 

@@ -15,8 +15,6 @@ from torch.nn.functional import pad
 
 from attn_zoo.kernels.compress.compress_call import CompressCall
 
-__all__ = ["compress", "grad_matrices", "grad_tokens"]
-
 CPU_CHUNK = 1024  # positions whose copy stays in the cache; 256 to 2048 measured alike
 GPU_TILES = 264  # two tiles for each of 132 multiprocessors
 GPU_TILE_SIDE = 128

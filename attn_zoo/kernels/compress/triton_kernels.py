@@ -16,8 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_splits", "grad_matrix", "grad_tokens", "sum_positions"]
-
 
 @triton.jit
 def _columns(tile, block, heads: tl.constexpr, dim: tl.constexpr, tile_x: tl.constexpr):

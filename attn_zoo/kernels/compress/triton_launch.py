@@ -24,8 +24,6 @@ from attn_zoo.kernels.compress.triton_tiles import (
     token_tiles,
 )
 
-__all__ = ["compress", "grad_matrices", "grad_tokens"]
-
 ADD_ROWS, ADD_BLOCK = 8, 256
 
 

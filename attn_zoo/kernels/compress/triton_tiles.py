@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Tiles", "forward_tiles", "matrix_tiles", "num_splits", "token_tiles"]
-
 HOPPER_PROCESSORS = 132
 HOPPER_SHARED_BYTES = 227 * 1024
 MAX_RANK = 256  # of a tile of 16-bit numbers; 256 x 128 float32 sums fill half of the registers

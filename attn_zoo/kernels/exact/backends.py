@@ -15,8 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_zoo.kernels.exact import flex_attention, xformers
 
-__all__ = ["PREFERENCES", "Backend", "ExactCall", "Preference", "ScoreBias", "choose", "select", "why_not"]
-
 Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "flex", "xformers"]
 
 DENSE_DROPOUT = "dropout"

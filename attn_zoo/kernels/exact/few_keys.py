@@ -13,8 +13,6 @@ from torch import Tensor
 
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["attend_in_parts", "num_parts"]
-
 GPU_PROGRAMS = 264  # two for each of 132 multiprocessors
 KEY_TILE = 128
 MIN_QUERIES = 1024  # of a part: its gradients are added up, and that must cost little beside computing them

@@ -16,8 +16,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["attend", "causal_blocks", "has_full_blocks", "why_not"]
-
 BLOCK_SIZE = 128  # the kernels' own default
 MAX_LENGTHS = 256  # compiled variants kept: one for each shape. Beyond it compilation raises, never falls back.
 

@@ -16,14 +16,6 @@ from torch import Tensor
 from attn_zoo.kernels.dropout_draws import draw, keep_share
 from attn_zoo.kernels.trace import note_path
 
-__all__ = [
-    "CHUNK_SCORES",
-    "attend_rows",
-    "chunk_len_for",
-    "guard_empty_rows",
-    "weights_with_dropout",
-]
-
 CHUNK_SCORES = 1 << 21
 """Scores (or mask entries) of one chunk: 8 MiB in float32. Backward adds to all keys once a chunk, so chunks must not
 be small; measured on one CPU core up to L = 4096, larger ones are no faster."""

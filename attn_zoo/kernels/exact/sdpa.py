@@ -31,8 +31,6 @@ from attn_zoo.kernels.exact.backends import (
 from attn_zoo.kernels.exact.row_chunks import attend_rows, guard_empty_rows, weights_with_dropout
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["Backend", "ScoreBias", "exact_attention"]
-
 _Attend = Callable[[ExactCall], Tensor]
 _Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], Tensor]
 """(query, key, value, additive bias, dropout_p, is_causal) -> output."""

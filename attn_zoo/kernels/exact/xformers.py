@@ -17,8 +17,6 @@ from torch import Tensor
 
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["attend", "why_not"]
-
 
 def _quiet_import(name: str) -> ModuleType:
     """Import without the package's warnings on standard error: what matters comes back as a reason."""

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["chunked_sums", "chunked_sums_flops"]
-
 
 def chunked_sums(
     query: Tensor,

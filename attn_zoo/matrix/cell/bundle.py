@@ -23,8 +23,6 @@ from attn_zoo.measure.stopwatch import stopwatch_for
 from attn_zoo.measure.timing import sample_in_turns
 from attn_zoo.records import Record
 
-__all__ = ["measure_bundle"]
-
 
 class _Ledger:
     """Notes which member is at work, and charges the time between two rounds to the one that had it.

@@ -11,8 +11,6 @@ import psutil
 
 from attn_zoo.measure.energy import Clocks, clocks, num_other_processes
 
-__all__ = ["Conditions"]
-
 BUSY_FRAC = 0.10
 """Of all processors, taken by other processes."""
 

@@ -12,8 +12,6 @@ import torch
 from attn_zoo.errors import GateError, UnsupportedError
 from attn_zoo.records import Record, Status
 
-__all__ = ["failure_record", "outcome_of", "short_trace"]
-
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 _HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory")
 _DEVICE_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

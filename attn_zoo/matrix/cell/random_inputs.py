@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_LEN", "normal", "padding_of"]
-
 BLOCK_LEN = 2**20
 """Numbers of one tensor that are drawn from one generator: a change of it changes all inputs."""
 

@@ -13,8 +13,6 @@ from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Record
 from attn_zoo.registry import load_file
 
-__all__ = ["answer", "run_order"]
-
 
 def _tell_nobody(index: int) -> None:
     del index

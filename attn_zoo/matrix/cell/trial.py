@@ -23,8 +23,6 @@ from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
 from attn_zoo.registry import capabilities_of
 
-__all__ = ["MakeWorkload", "Trial"]
-
 MakeWorkload = Callable[[Cell, Sequence[Tensor] | None], AbstractWorkload]
 """Builds what a cell times, from inputs to share or from new ones."""
 

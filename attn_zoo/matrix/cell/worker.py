@@ -13,8 +13,6 @@ from typing import IO
 
 from attn_zoo.matrix.limits import be_first_to_die, die_with_parent
 
-__all__: list[str] = []
-
 
 def _private_streams() -> tuple[IO[str], IO[str]]:
     """Return (orders, answers) and point descriptors 0 and 1 elsewhere, so that no variant can disturb them."""

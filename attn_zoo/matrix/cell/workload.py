@@ -10,8 +10,6 @@ from torch import Tensor
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.records import Memory
 
-__all__ = ["AbstractWorkload", "Call"]
-
 Call = Callable[[], object]
 """What is timed, or runs before it."""
 

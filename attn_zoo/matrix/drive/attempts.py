@@ -17,8 +17,6 @@ from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record, Status
 
-__all__ = ["run_bundle"]
-
 _MAX_ATTEMPTS = 2
 _FOREIGN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_BYTES, _TAIL_LINES = 8000, 14

@@ -25,8 +25,6 @@ from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings
 
-__all__ = ["ceilings_text", "measure_missing"]
-
 LIMIT_S = 90.0
 """Starting Python and torch included; a few seconds is what it takes."""
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from attn_zoo.records import Record
 from attn_zoo.statistics import quartiles, time_summary
 
-__all__ = ["merge_repeats"]
-
 
 def merge_repeats(records: Sequence[Record]) -> Record:
     """Return the first record with the samples of all, and an interval that covers what differs between processes.

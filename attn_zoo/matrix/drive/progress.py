@@ -10,8 +10,6 @@ from typing import IO, ClassVar
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record
 
-__all__ = ["LiveProgress", "PlainProgress", "Progress", "describe", "make_progress", "span"]
-
 
 def span(seconds: float) -> str:
     """Return a duration for people.

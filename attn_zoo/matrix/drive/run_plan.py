@@ -25,8 +25,6 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import ANSWERS, Record
 
-__all__ = ["Engine", "Standing", "Summary", "run", "standing"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:

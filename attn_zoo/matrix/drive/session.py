@@ -16,8 +16,6 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Cell, Environment, Record
 
-__all__ = ["GRACE_S", "Session"]
-
 GRACE_S = 30.0
 """How long the running cell may go on after the first Ctrl-C."""
 

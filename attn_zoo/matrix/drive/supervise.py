@@ -14,8 +14,6 @@ from attn_zoo.matrix.drive.worker_pool import WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import STOPPERS, Environment, Record
 
-__all__ = ["Control", "run_lane", "skipped"]
-
 
 class Control:
     """Asked before a bundle, and told after it. As it stands everything may start and run to its end."""

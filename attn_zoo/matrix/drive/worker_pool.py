@@ -21,8 +21,6 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import CLEAN, Record
 
-__all__ = ["WorkerPool", "Settings"]
-
 MAX_STARTING = 8
 """Processes that start at once."""
 

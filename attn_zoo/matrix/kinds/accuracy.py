@@ -32,8 +32,6 @@ from attn_zoo.registry import capabilities_of, tasks, variants
 if TYPE_CHECKING:
     from attn_zoo.tasks import AbstractTask, TaskKind, TaskSpec
 
-__all__ = ["Accuracy", "AccuracyGroup"]
-
 MAX_TRIALS = 256
 """More combinations than that are a search, not a grid."""
 

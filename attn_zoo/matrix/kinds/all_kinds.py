@@ -8,8 +8,6 @@ from attn_zoo.matrix.kinds.scaling import Scaling
 from attn_zoo.matrix.kinds.step import Step
 from attn_zoo.records import Cell
 
-__all__ = ["KINDS", "kind_of"]
-
 KINDS: tuple[AbstractKind, ...] = (Scaling(), Step(), Accuracy())
 
 

@@ -18,22 +18,6 @@ from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Cell, Record
 from attn_zoo.registry import variants
 
-__all__ = [
-    "AbstractKind",
-    "Axis",
-    "Entry",
-    "Forecast",
-    "Group",
-    "Length",
-    "Member",
-    "Problem",
-    "Seconds",
-    "Size",
-    "StrictModel",
-    "Variants",
-    "as_axis",
-]
-
 Problem = tuple[str, str]
 """Path of a key, such as `scaling[0].dtypes[1]`, and a sentence."""
 

@@ -27,8 +27,6 @@ from attn_zoo.metadata import Request
 from attn_zoo.records import PASSES, PROTOCOL_VERSION, CallPass, Cell, Memory
 from attn_zoo.registry import variants
 
-__all__ = ["CallWorkload", "Scaling", "ScalingGroup", "make_call_workload"]
-
 
 class ScalingGroup(TimedGroup):
     """Time and memory of one call over lengths. Where several values are given, every combination is a cell.

@@ -32,8 +32,6 @@ from attn_zoo.registry import variants
 if TYPE_CHECKING:
     from attn_zoo.training.learner import AbstractLearner, Learner
 
-__all__ = ["Step", "StepEntry", "StepGroup", "StepWorkload"]
-
 COMPILE_S = 60.0
 """Assumed, for a model that is compiled first."""
 

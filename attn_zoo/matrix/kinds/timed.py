@@ -27,8 +27,6 @@ from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Cell, Record
 from attn_zoo.registry import variants
 
-__all__ = ["TimedGroup", "TimedKind", "make_module"]
-
 
 class TimedGroup(Group):
     """What groups that are timed over lengths may say.

@@ -9,8 +9,6 @@ from attn_zoo.matrix.limits import num_cores
 from attn_zoo.records import PASSES, Cell
 from attn_zoo.registry import variants
 
-__all__ = ["Estimate", "assumed_rate", "call_estimate", "rough_seconds"]
-
 # Assumed, deliberately low: floating-point operations per second that attention reaches in float32, of one thread on a
 # CPU. Two cores of a server reached 7.5e10 each where products reached 1.2e11; an older laptop has less than half.
 _RATE = {"cpu": 3e10, "cuda": 2e13}

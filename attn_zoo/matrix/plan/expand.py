@@ -18,8 +18,6 @@ from attn_zoo.matrix.plan.schema import Matrix
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.registry import variants
 
-__all__ = ["Plan", "Shard", "make_plan"]
-
 Shard = tuple[int, int]
 """(I, N): the I-th of N parts, counted from 1."""
 

@@ -9,8 +9,6 @@ from typing import Literal
 
 from attn_zoo.records import Cell, Json
 
-__all__ = ["PlannedCell", "Refusal"]
-
 Refusal = tuple[str, str]
 """Capability that is missing, and the sentence that says so."""
 

@@ -20,8 +20,6 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Cell
 from attn_zoo.registry import load_file
 
-__all__ = ["probe"]
-
 TIMEOUT_S = 120.0
 
 

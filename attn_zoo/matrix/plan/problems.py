@@ -11,8 +11,6 @@ from attn_zoo.errors import suggestion
 from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import Problem
 
-__all__ = ["plain_problems", "sentences", "shown", "unknown_key"]
-
 _GROUPS = {kind.name: kind.group for kind in KINDS}
 
 

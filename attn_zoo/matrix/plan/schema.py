@@ -15,8 +15,6 @@ from attn_zoo.matrix.kinds.kind import AbstractKind, Group, Problem, StrictModel
 from attn_zoo.matrix.plan.problems import plain_problems, sentences, shown, unknown_key
 from attn_zoo.registry import make_config, variants
 
-__all__ = ["Matrix", "load_matrix", "parse_matrix", "restore_matrix"]
-
 MAX_FILE_BYTES = 1_000_000
 
 MAX_CELLS = 20_000

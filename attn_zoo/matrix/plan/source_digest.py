@@ -15,8 +15,6 @@ from pathlib import Path
 import attn_zoo
 from attn_zoo.registry import Variant
 
-__all__ = ["CALL_ROOMS", "TRAINING_ROOMS", "source_digest", "source_files"]
-
 CALL_ROOMS = ("attention", "kernels", "variants")
 """Rooms of this package whose code runs in a call of a variant; the first is always imported."""
 

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from attn_zoo.records import Cell, Json
 
-__all__ = ["WorkOrder"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkOrder(Json):

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from attn_zoo.errors import FolderError, StoreError
 
-__all__ = ["hold_lock", "move_aside"]
-
 
 def move_aside(path: Path, folder: Path, key: str) -> None:
     """Move a file into a folder as `<key>-<n>.json`, where n counts what of this key is there.

@@ -17,8 +17,6 @@ from attn_zoo.matrix.store.lock import move_aside
 from attn_zoo.records import Record
 from attn_zoo.whole_files import write_whole
 
-__all__ = ["Repeats"]
-
 
 class Repeats:
     """The repeats of a results folder. Making the object reads and writes nothing.

@@ -28,8 +28,6 @@ from attn_zoo.matrix.store.repeats import Repeats
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
 from attn_zoo.whole_files import write_whole
 
-__all__ = ["RunInfo", "Scan", "Store"]
-
 
 class Store:
     """A results folder. Making the object reads and writes nothing.

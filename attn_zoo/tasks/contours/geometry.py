@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from attn_zoo.tasks.contours.scene import Bytes, Ints, Scene, flipped, grown, moved, paddle_stamp
 
-__all__ = ["NUM_DEGREES", "Cells", "Moves", "Tables", "tables_of"]
-
 NUM_DEGREES = 360
 """Directions that a first paddle may have; those of later paddles have numbers from here on."""
 

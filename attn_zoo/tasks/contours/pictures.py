@@ -30,8 +30,6 @@ from attn_zoo.tasks.contours.snakes import Paddles, draw_distractors, draw_targe
 from attn_zoo.tasks.generated.draws import STREAMS, RowStreams, Unseen
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 
-__all__ = ["Pictures", "distinct_splits", "draw_pictures", "drawn_split", "generate"]
-
 _VERSION = 1  # raise it when a seed would give other pictures
 _SPARE = 10  # one more picture in ten, to replace those that occurred before
 _PICTURES_PER_CHUNK = 1_024

@@ -19,8 +19,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bytes", "Ints", "Scene", "flipped", "grown", "marker_levels", "moved", "paddle_stamp"]
-
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 

@@ -15,8 +15,6 @@ from attn_zoo.tasks.contours.geometry import NUM_DEGREES, Tables
 from attn_zoo.tasks.contours.scene import Bytes, Ints, Scene
 from attn_zoo.tasks.generated.draws import RowStreams
 
-__all__ = ["Paddles", "draw_distractors", "draw_targets"]
-
 _SCARCE = 77  # levels below are free pixels: ceil(level / 255 - 0.3) is 0
 _ATTEMPTS = 2_048  # made at once
 _TRIES = 48  # pixels drawn at once when looking for a free one

@@ -22,20 +22,6 @@ from numpy.typing import NDArray
 
 from attn_zoo.tasks.generated.draws import Draws, Ints
 
-__all__ = [
-    "CLOSE",
-    "DIGIT",
-    "OPERATORS",
-    "PAD",
-    "VOCAB_SIZE",
-    "Bounds",
-    "Grammar",
-    "Trees",
-    "draw_trees",
-    "is_operator",
-    "medians",
-]
-
 PAD = 0
 DIGIT = 1
 """Token id of digit 0; digit v is `DIGIT + v`."""

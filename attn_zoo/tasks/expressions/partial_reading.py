@@ -22,8 +22,6 @@ from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, is_opera
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor
 from attn_zoo.tasks.generated.draws import Ints
 
-__all__ = ["Rung", "has_whole_trees", "ladder", "tree_values"]
-
 _ROWS = 2_048  # trees at once: a few hundred megabytes at 2000 tokens
 _MIN, _MAX, _MED, _SM = OPERATORS.values()
 

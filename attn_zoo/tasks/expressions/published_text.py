@@ -19,8 +19,6 @@ from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, is_opera
 from attn_zoo.tasks.expressions.partial_reading import tree_values
 from attn_zoo.whole_files import whole_file
 
-__all__ = ["HEADER", "export_tsv", "read_tsv", "show_tokens", "source_text", "tokens_of", "words_of", "write_tsv"]
-
 HEADER = "Source\tTarget"
 
 _WORDS = {CLOSE: "]", **{DIGIT + digit: str(digit) for digit in range(10)}, **{i: w for w, i in OPERATORS.items()}}

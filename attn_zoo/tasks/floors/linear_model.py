@@ -14,8 +14,6 @@ from scipy.optimize import minimize
 from scipy.sparse import csr_array
 from scipy.special import logsumexp
 
-__all__ = ["Features", "byte_histogram", "linear_floor"]
-
 Features: TypeAlias = "NDArray[np.floating] | csr_array"
 """One row per example; sparse rows where most features are zero."""
 

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 
-__all__ = ["context_floors", "floors_of", "lookup_floor", "majority_floor", "position_majority_floor", "references_of"]
-
 
 @cache
 def _code(task: type[AbstractTask]) -> str:

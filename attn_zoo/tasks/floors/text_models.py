@@ -18,8 +18,6 @@ from attn_zoo.tasks.byte_text import VOCAB_SIZE
 from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
 from attn_zoo.tasks.floors.lookup_rules import majority_floor
 
-__all__ = ["names_of", "pair_floors", "pair_references", "word_floor", "word_similarity"]
-
 _WORD = re.compile(rb"[a-z]{2,}")
 _NAME = re.compile(rb"(?<=[a-z,] )[A-Z][a-z]{2,}")  # a capital that no sentence's beginning explains
 _MAX_ROWS = 10_000  # of train: more change a fit of some hundred weights by less than its error on test

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from attn_zoo.tasks.abstract_task import SplitName
 
-__all__ = ["STREAMS", "Draws", "Ints", "RowStreams", "SplitSizes", "Unseen", "shuffled"]
-
 Ints = NDArray[np.int64]
 
 STREAMS: dict[SplitName, int] = {"test": 0, "validation": 1, "train": 2}

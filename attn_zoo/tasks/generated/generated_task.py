@@ -24,8 +24,6 @@ from torch import Tensor
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractCachedTask, Split, SplitName, TaskSpec
 from attn_zoo.tasks.generated.draws import STREAMS, Draws, SplitSizes, Unseen
 
-__all__ = ["PAD", "AbstractGeneratedTask", "GeneratedLevel", "Part", "Rows", "grid"]
-
 PAD = 0
 """Padding of every generated task."""
 

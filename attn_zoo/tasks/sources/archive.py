@@ -24,8 +24,6 @@ from typing import IO, Any, cast
 from attn_zoo.errors import ConfigError, near_matches
 from attn_zoo.whole_files import whole_folder
 
-__all__ = ["Limits", "unpack"]
-
 _CHUNK = 2**20
 _COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 _DAMAGED = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, NotImplementedError)

@@ -27,8 +27,6 @@ from attn_zoo.tasks.sources.manifest import Entry, describe, read_manifest, writ
 from attn_zoo.tasks.sources.source import Source, fetched_dir
 from attn_zoo.whole_files import DISK_FULL
 
-__all__ = ["FetchError", "download", "fetch", "target_of"]
-
 _QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
 _FREE_ALLOWANCE = 64 * 2**20  # what a file may exceed its rough size by, at least
 _KNOCK_S = 15.0

@@ -14,8 +14,6 @@ from attn_zoo.tasks.sources.manifest import MANIFEST, describe, read_manifest, v
 if TYPE_CHECKING:
     from attn_zoo.tasks.sources.source import Source
 
-__all__ = ["describe_levels", "hints", "table_rows", "verify_source"]
-
 _SPLITS = ("train", "validation", "test")
 
 

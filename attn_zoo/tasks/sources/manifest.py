@@ -18,8 +18,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from attn_zoo.errors import ConfigError
 from attn_zoo.whole_files import whole_file
 
-__all__ = ["MANIFEST", "Entry", "Verification", "describe", "read_manifest", "verify", "write_manifest"]
-
 MANIFEST = "manifest.json"
 
 

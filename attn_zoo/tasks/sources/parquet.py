@@ -17,8 +17,6 @@ from attn_zoo.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["class_labels", "picture_bytes", "read_parquet", "require_columns"]
-
 _LABEL = "label"
 
 

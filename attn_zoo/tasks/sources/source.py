@@ -18,8 +18,6 @@ from attn_zoo.errors import AttnZooError, ConfigError
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from attn_zoo.whole_files import whole_file
 
-__all__ = ["Source", "fetched_dir", "file_sha256"]
-
 _REMEMBERED_FROM = 2**20  # bytes; smaller files are hashed faster than looked up
 _SETTLED_NS = 2 * 10**9  # a file that changed a moment ago may change again within the tick of the file system's clock
 

@@ -24,8 +24,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["cache_dir", "cached_tensors"]
-
 
 def cache_dir() -> Path:
     """Return the folder for caches; it need not exist."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 
-__all__ = ["cross_table", "random_lists", "random_table"]
-
 
 def random_lists(
     batch_size: int, num_tables: int, query_len: int, *, block_size: int = 16, is_causal: bool = False, seed: int = 0

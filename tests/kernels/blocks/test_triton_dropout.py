@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["kept_factor"]
-
 Words = NDArray[np.uint64]
 LOW = np.uint64(0xFFFFFFFF)
 SIDE = 256

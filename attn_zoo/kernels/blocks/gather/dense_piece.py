@@ -22,8 +22,6 @@ from torch import Tensor
 
 from attn_zoo.kernels.dropout_draws import draw_dropped
 
-__all__ = ["Dropout", "Piece", "Scratch", "attend", "attend_backward", "has_fused", "wide_dtype"]
-
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 

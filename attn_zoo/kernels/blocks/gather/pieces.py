@@ -14,8 +14,6 @@ from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.gather.dense_piece import wide_dtype
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 
-__all__ = ["Group", "Part", "Pieces", "pieces_of"]
-
 # Gathered keys of one piece, per thread: four blocks of queries of the usual pattern. Smaller pieces have their fixed
 # cost too often, and larger ones leave a small cache: on an EPYC with 512 KiB a core, forward took 1.1 times as long
 # with four times as much; on a Xeon with 2 MiB the bare operations took the same.

@@ -30,8 +30,6 @@ from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.dropout_draws import keep_share
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["gather_backward", "gather_forward"]
-
 
 @dataclass(frozen=True)
 class _Step:

@@ -17,19 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = [
-    "LOG2_E",
-    "Tokens",
-    "block_at",
-    "find_tile",
-    "is_visible",
-    "load_tile",
-    "row_list",
-    "sequence_start",
-    "table_of",
-    "tokens",
-]
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -23,8 +23,6 @@ from attn_zoo.kernels.blocks.triton.addressing import (
 )
 from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
-__all__ = ["forward_kernel", "merge_kernel"]
-
 # Lengths and counts of a pattern change from call to call, and must not compile anew.
 SIZES = [
     "num_sequences",

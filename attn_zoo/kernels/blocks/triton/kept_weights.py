@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Dropout inside the Triton kernels: which weights are kept follows from a seed and positions alone.
 
@@ -18,8 +18,6 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-
-__all__ = ["dropout_options", "is_kept", "sequence_words"]
 
 _NUM_DRAWS = 1 << 32  # a draw is 32 bits
 

@@ -22,8 +22,6 @@ from attn_zoo.kernels.blocks.triton.addressing import (
 )
 from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
-__all__ = ["key_gradient_kernel"]
-
 SIZES = [
     "num_sequences",
     "num_heads",

@@ -24,8 +24,6 @@ from attn_zoo.kernels.blocks.triton.key_gradient import key_gradient_kernel
 from attn_zoo.kernels.blocks.triton.query_gradient import delta_kernel, query_gradient_kernel
 from attn_zoo.kernels.trace import note_path
 
-__all__ = ["Tiles", "tiles_of", "triton_backward", "triton_forward"]
-
 # A stretch of a dense line has twice the blocks of a listed line with the usual 3 + 3 + 2, and starts first, so that it
 # does not outlast the others. But no more stretches than these: for two dense blocks of 64, 16-bit inputs and up to
 # 32 768 tokens, their results are a quarter as large as the queries, and beyond that they do not grow.

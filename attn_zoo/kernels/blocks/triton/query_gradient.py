@@ -25,8 +25,6 @@ from attn_zoo.kernels.blocks.triton.addressing import (
 )
 from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
-__all__ = ["delta_kernel", "query_gradient_kernel"]
-
 SIZES = [
     "num_sequences",
     "num_heads",

@@ -16,8 +16,6 @@ from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Environment, Record
 
-__all__ = ["LocalEngine", "crowding"]
-
 Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
 _TICK_S = 0.2
 

@@ -23,8 +23,6 @@ from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure.environment import MEASURING_VARIABLES
 from attn_zoo.records import Record
 
-__all__ = ["Ended", "WorkerProcess", "spawn_environment"]
-
 START_TIMEOUT_S = 120.0
 TERM_GRACE_S = 2.0
 _TICK_S = 0.2

@@ -19,8 +19,6 @@ from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Environment, Record
 
-__all__ = ["RayEngine"]
-
 SLOT = "timing_slot"
 """One per node: two cells on one node would measure each other."""
 
