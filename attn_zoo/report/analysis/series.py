@@ -13,8 +13,6 @@ from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.statistics import time_summary
 
-__all__ = ["Failure", "Point", "Series", "fastest_exact", "make_series"]
-
 Part = TypeVar("Part", Record, Timing, Memory)
 
 
