@@ -8,9 +8,9 @@ The weighted one is a convolution whose stride is its kernel. The first is a mat
 and a very long sum (S terms). Sums are kept in float32 at least, and in a fixed order, so results repeat bit for bit.
 Nothing but the inputs is kept for the backward pass.
 
-Three paths compute that one. `"triton"`: our own kernels (`triton_kernels`), which read tokens where they lie; taken on a
-GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks of
-positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
+Three paths compute that one. `"triton"`: our own kernels (`triton_kernels`), which read tokens where they lie; taken on
+a GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks
+of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
 """
 
 from __future__ import annotations
