@@ -267,14 +267,6 @@ def export_jsonl(split: Split, out: Path, *, group_axes: Sequence[str] = ()) -> 
 
     Sequences come without padding. A label of -100 is not scored.
 
-    Args:
-        split: what to write.
-        out: file to write.
-        group_axes: names of the columns of `split.groups`.
-
-    Returns:
-        The file.
-
     Raises:
         FolderError: the file exists or cannot be written; no trace is left.
     """

@@ -75,11 +75,7 @@ class TextRows:
 
 
 def encode_texts(texts: Iterable[bytes], max_len: int) -> tuple[Tensor, Tensor]:
-    """Return ids uint8 `[N, L]` and lengths int16 `[N]`, as `TextRows` makes them.
-
-    Args:
-        texts: read once, one at a time.
-        max_len: bytes kept of each.
+    """Return ids uint8 `[N, L]` and lengths int16 `[N]` of texts, as `TextRows` makes them.
 
     Raises:
         ValueError: there is none, or the byte 0xFF, which no UTF-8 text has, is in one.

@@ -129,10 +129,7 @@ class FilmReviews:
 
 
 def read_film_reviews(paths: Mapping[str, Path]) -> FilmReviews:
-    """Return all reviews.
-
-    Args:
-        paths: of the files of `FILMS`.
+    """Return all reviews of the files of `FILMS`.
 
     Raises:
         UnsupportedError: `datasets` is not installed.
@@ -239,12 +236,7 @@ def film_pairs(
 
 
 def check_order(texts: list[bytes], pairs: Pairs) -> None:
-    """Raise `ConfigError` if reviews listed under one film share no more names than others do: a sign test.
-
-    Args:
-        texts: all reviews.
-        pairs: of `film_pairs`, where each first review has a partner of its film and one of another.
-    """
+    """Raise `ConfigError` if reviews listed under one film share no more names than others do: a sign test."""
     shared: dict[int, dict[int, int]] = {}
     for first, second, label in zip(pairs.first.tolist(), pairs.second.tolist(), pairs.labels.tolist(), strict=True):
         if len(shared) < _LOOKED_AT or first in shared:

@@ -7,7 +7,7 @@ Tokens are the grey levels 0 to 255 of the pixels, row by row. **No position is 
 Long Range Arena's models mask every token whose id is 0, which hides two thirds of a picture of 32 pixels as keys;
 scores obtained so are not comparable with ours.
 
-Levels drawn by our generator, which follows the original's (`pathfinder_scene`), seeded, one stream for each picture:
+Levels drawn by our generator (`attn_zoo.tasks.contours`), which follows the original, seeded, one stream a picture:
     32: the published task, contours of 14 paddles; 160 000 / 20 000 / 20 000, as published.
     32_intermediate, 32_easy: contours of 9 and 6 paddles, as many pictures.
     64: as 32 with 64 x 64 pixels; 40 000 / 5 000 / 5 000 (a picture takes about 30 times as long to draw as at 32).
@@ -40,8 +40,8 @@ from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import AbstractTask, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.contours.geometry import Scene, marker_levels
 from attn_zoo.tasks.contours.pictures import distinct_splits, drawn_split
-from attn_zoo.tasks.contours.scene import Scene, marker_levels
 from attn_zoo.tasks.floors.linear_model import linear_floor
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import RowStreams, SplitSizes
@@ -315,10 +315,6 @@ def find_markers(pictures: NDArray[np.uint8], scene: Scene) -> NDArray[np.int64]
 
     A marker is where the darkest pixel of a full disk is brightest: lines are too thin for that. The second is the next
     best that does not touch the first.
-
-    Args:
-        pictures: grey levels `[N, side, side]`.
-        scene: how large the markers are.
     """
     middle = scene.side // 2
     rows, columns, levels = marker_levels(scene, middle, middle)

@@ -192,12 +192,8 @@ def draw_trees(
 ) -> Trees:
     """Draw `num_roots` trees and return those whose length is within bounds, in order.
 
-    Args:
-        draws: where from.
-        num_roots: how many.
-        grammar: distribution.
-        wanted: told between which values each tree can lie with each operator at its root, `[N, O]` twice, it says
-            which trees to go on with. That saves nine tenths of the time where hardly any is wanted.
+    `wanted` is told between which values each tree can lie with each operator at its root, `[N, O]` twice, and says
+    which trees to go on with. That saves nine tenths of the time where hardly any is wanted.
     """
     shapes, lengths = _grow(draws, num_roots, grammar)
     kept = np.flatnonzero((grammar.min_len < lengths) & (lengths < grammar.max_len))

@@ -141,13 +141,7 @@ def has_whole_trees(split: Split) -> bool:
 
 
 def ladder(train: Split, test: Split, depths: Sequence[int], *, num_train: int = 25_000) -> list[Rung]:
-    """Return what reading to each depth gives.
-
-    Args:
-        train: fits the table of answers.
-        test: is scored.
-        depths: to read to.
-        num_train: of the first examples of `train` that are used; the table has a few hundred entries.
+    """Return what reading to each depth gives; the first `num_train` examples of train fit the table of answers.
 
     Raises:
         ValueError: a row is cut short, so that it is no tree.

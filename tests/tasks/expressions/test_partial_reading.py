@@ -13,8 +13,7 @@ import torch
 from attn_zoo.tasks.abstract_task import Split, SplitName
 from attn_zoo.tasks.expressions.grammar import Grammar
 from attn_zoo.tasks.expressions.partial_reading import has_whole_trees, ladder
-from attn_zoo.tasks.expressions.published_text import show_tokens
-from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits
+from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits, show_tokens
 
 SMALL = ListOpsLevel(
     grammar=Grammar(max_depth=5, max_args=4, min_len=3, max_len=80), num_train=600, num_validation=10, num_test=300
