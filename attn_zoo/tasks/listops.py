@@ -287,7 +287,11 @@ class ListOps(AbstractCachedTask):
 
     def export(self, name: SplitName, out: Path) -> list[Path]:
         """Write a split in the form that Long Range Arena publishes, columns Source and Target."""
-        return export_tsv(self.split(name), out)
+        split = self.split(name)
+        with whole_file(out) as temporary:
+            rows = (split.example(index).tokens.tolist() for index in range(len(split)))
+            write_tsv(temporary, rows, split.labels.tolist())
+        return [out]
 
 
 HEADER = "Source\tTarget"
@@ -393,15 +397,3 @@ def write_tsv(path: Path, rows: Iterable[Iterable[int]], values: Iterable[int]) 
     with path.open("w", encoding="ascii", newline="") as file:
         file.write(f"{HEADER}\r\n")
         file.writelines(f"{source_text(row)}\t{int(value)}\r\n" for row, value in zip(rows, values, strict=True))
-
-
-def export_tsv(split: Split, out: Path) -> list[Path]:
-    """Write a split in the published form.
-
-    Raises:
-        FolderError: the file exists or cannot be written; no trace is left.
-    """
-    with whole_file(out) as temporary:
-        rows = (split.example(index).tokens.tolist() for index in range(len(split)))
-        write_tsv(temporary, rows, split.labels.tolist())
-    return [out]
