@@ -7,6 +7,7 @@ have a causal decoder and a token head, alone or behind an encoder.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,25 +40,22 @@ class _PooledEncoder(nn.Module):
         return first if self.has_cls else pool_mean(hidden, padding)
 
 
-def _mlp(in_dim: int, config: ModelConfig, num_classes: int) -> nn.Sequential:
-    """Return the classification head of Long Range Arena: one hidden layer."""
-    return nn.Sequential(nn.Linear(in_dim, config.ffn_dim), nn.ReLU(), nn.Linear(config.ffn_dim, num_classes))
+class _PooledModel(nn.Module):
+    """Pooled vectors and the classification head of Long Range Arena, which has one hidden layer."""
 
+    num_vectors: ClassVar[int] = 1
+    """What the head sees, in vectors `[B, E]`."""
 
-class Classifier(nn.Module):
-    """Encoder, pooling, classification head.
-
-    Args:
-        config: of the model.
-        num_classes: C.
-    """
-
-    def __init__(self, config: ModelConfig, num_classes: int) -> None:
+    def __init__(self, config: ModelConfig, num_classes: int = 2) -> None:
         super().__init__()
         self.config = config
         with seeded(config.seed):
             self.tower = _PooledEncoder(config)
-            self.head = _mlp(config.embed_dim, config, num_classes)
+            self.head = nn.Sequential(
+                nn.Linear(self.num_vectors * config.embed_dim, config.ffn_dim),
+                nn.ReLU(),
+                nn.Linear(config.ffn_dim, num_classes),
+            )
         initialise(self, config.seed)
 
     @property
@@ -65,13 +63,22 @@ class Classifier(nn.Module):
         """The part that pretraining shares."""
         return self.tower.encoder
 
+
+class Classifier(_PooledModel):
+    """Encoder, pooling, classification head.
+
+    Args:
+        config: of the model.
+        num_classes: C.
+    """
+
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return logits `[B, C]` of integers `[B, L]`; `key_padding_mask` is bool `[B, L]`, True = padding."""
         logits: Tensor = self.head(self.tower(tokens, key_padding_mask))
         return logits
 
 
-class Retriever(nn.Module):
+class Retriever(_PooledModel):
     """Two towers with shared weights; the head sees both pooled vectors, their product and their difference.
 
     These features are those of Nystromformer's port; Long Range Arena's release feeds the first two only.
@@ -81,18 +88,7 @@ class Retriever(nn.Module):
         num_classes: C.
     """
 
-    def __init__(self, config: ModelConfig, num_classes: int = 2) -> None:
-        super().__init__()
-        self.config = config
-        with seeded(config.seed):
-            self.tower = _PooledEncoder(config)
-            self.head = _mlp(4 * config.embed_dim, config, num_classes)
-        initialise(self, config.seed)
-
-    @property
-    def encoder(self) -> Encoder:
-        """The part that pretraining shares."""
-        return self.tower.encoder
+    num_vectors: ClassVar[int] = 4
 
     def forward(
         self,

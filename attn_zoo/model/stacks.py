@@ -7,7 +7,7 @@ each: over features (LayerNorm, RMSNorm) or, as the contrast, over unpadded posi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,7 @@ from attn_zoo.registry import capabilities_of
 
 
 class FeatureNorm(nn.Module):
-    """LayerNorm or RMSNorm: each position by itself, so padding cannot matter.
-
-    Args:
-        norm: over the last dimension.
-    """
+    """LayerNorm or RMSNorm: each position by itself, so padding cannot matter."""
 
     def __init__(self, norm: nn.LayerNorm | nn.RMSNorm) -> None:
         super().__init__()
@@ -39,19 +35,17 @@ class FeatureNorm(nn.Module):
 
 
 class PositionBatchNorm(nn.Module):
-    """BatchNorm (Ioffe and Szegedy 2015, arXiv 1502.03167) with statistics over unpadded positions only.
+    """BatchNorm (Ioffe and Szegedy 2015, arXiv 1502.03167) with statistics over unpadded positions only."""
 
-    Args:
-        embed_dim: E.
-        momentum: of the running statistics used in evaluation.
-        eps: added to the variance.
-    """
+    momentum: ClassVar[float] = 0.1
+    """Of the running statistics, which are used in evaluation."""
+    eps: ClassVar[float] = 1e-5
+    """Added to the variance."""
 
-    def __init__(self, embed_dim: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+    def __init__(self, embed_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(embed_dim))
         self.bias = nn.Parameter(torch.zeros(embed_dim))
-        self.momentum, self.eps = momentum, eps
         self.running_mean: Tensor
         self.running_var: Tensor
         self.register_buffer("running_mean", torch.zeros(embed_dim))
@@ -80,11 +74,7 @@ def make_norm(kind: NormKind, embed_dim: int) -> FeatureNorm | PositionBatchNorm
 
 
 class FeedForward(nn.Module):
-    """FFN(x) = W_2 act(W_1 x + b_1) + b_2 (Vaswani et al. 2017, equation 2).
-
-    Args:
-        config: gives E, the inner width and the activation.
-    """
+    """FFN(x) = W_2 act(W_1 x + b_1) + b_2 (Vaswani et al. 2017, equation 2)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -107,13 +97,7 @@ class BlockState:
 
 
 class Block(nn.Module):
-    """One layer. Pre-norm adds f(norm(x)) to x; post-norm normalises x + f(x).
-
-    Args:
-        config: sizes, normalisation, dropout.
-        mixer: over the sequence itself.
-        cross: over an encoder's output, in a decoder of an encoder-decoder.
-    """
+    """One layer. Pre-norm adds f(norm(x)) to x; post-norm normalises x + f(x). `cross` reads an encoder's output."""
 
     def __init__(self, config: ModelConfig, mixer: AbstractMixer, cross: AbstractMixer | None = None) -> None:
         super().__init__()
@@ -213,17 +197,6 @@ def _each(blocks: nn.ModuleList) -> list[Block]:
     return [block for block in blocks if isinstance(block, Block)]
 
 
-def _embedding(config: ModelConfig, vocab_size: int, num_positions: int, *, has_cls: bool) -> Embedding:
-    return Embedding(
-        vocab_size,
-        config.embed_dim,
-        num_positions,
-        position=config.position,
-        resid_dropout_p=config.resid_dropout_p,
-        has_cls=has_cls,
-    )
-
-
 def _refuse_leaks(config: ModelConfig) -> None:
     """Raise `UnsupportedError` where later positions would influence earlier ones: by normalisation or routing."""
     capabilities = capabilities_of(config.variant, config.options)
@@ -234,7 +207,52 @@ def _refuse_leaks(config: ModelConfig) -> None:
         )
 
 
-class Encoder(nn.Module):
+class _Stack(nn.Module):
+    """Embedding, blocks and, for pre-norm, a last normalisation."""
+
+    def __init__(
+        self, config: ModelConfig, vocab_size: int, *, is_causal: bool, has_cls: bool = False, context_len: int = 0
+    ) -> None:
+        super().__init__()
+        if is_causal:
+            _refuse_leaks(config)
+        num_positions = config.max_seq_len + (1 if has_cls else 0)
+        self.embedding = Embedding(
+            vocab_size,
+            config.embed_dim,
+            num_positions,
+            position=config.position,
+            resid_dropout_p=config.resid_dropout_p,
+            has_cls=has_cls,
+        )
+        self.blocks = _blocks(config, is_causal=is_causal, num_positions=num_positions, context_len=context_len)
+        self.final_norm = make_norm(config.norm, config.embed_dim) if config.norm_order == "pre" else None
+
+    def _through(
+        self,
+        hidden: Tensor,
+        key_padding_mask: Tensor | None,
+        context: Tensor | None = None,
+        context_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Pass `[B, L, E]` and the carry from block to block."""
+        carry: Tensor | None = None
+        for block in self.blocks:
+            hidden, carry = block(
+                hidden,
+                key_padding_mask=key_padding_mask,
+                context=context,
+                context_padding_mask=context_padding_mask,
+                carry=carry,
+            )
+        return self._finish(hidden, key_padding_mask)
+
+    def _finish(self, hidden: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        normal: Tensor = hidden if self.final_norm is None else self.final_norm(hidden, key_padding_mask)
+        return normal
+
+
+class Encoder(_Stack):
     """Tokens to hidden states, every position seeing all others.
 
     Args:
@@ -247,33 +265,19 @@ class Encoder(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, *, has_cls: bool = False, is_causal: bool = False) -> None:
-        super().__init__()
-        if is_causal:
-            _refuse_leaks(config)
-        num_positions = config.max_seq_len + (1 if has_cls else 0)
-        self.embedding = _embedding(config, config.vocab_size, num_positions, has_cls=has_cls)
-        self.blocks = _blocks(config, is_causal=is_causal, num_positions=num_positions)
-        self.final_norm = make_norm(config.norm, config.embed_dim) if config.norm_order == "pre" else None
+        super().__init__(config, config.vocab_size, is_causal=is_causal, has_cls=has_cls)
 
     def forward(self, tokens: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Encode.
+        """Return hidden states `[B, L, E]` of integers `[B, L]`, and their padding mask; with CLS both start with it.
 
         Args:
-            tokens: integers `[B, L]`.
+            tokens: integers.
             key_padding_mask: bool `[B, L]`, True = padding.
-
-        Returns:
-            Hidden states `[B, L, E]` and their padding mask; with CLS both start with it.
         """
         hidden = self.embedding(tokens)
         if key_padding_mask is not None and self.embedding.cls is not None:
             key_padding_mask = torch.cat([key_padding_mask.new_zeros(len(tokens), 1), key_padding_mask], dim=1)
-        carry: Tensor | None = None
-        for block in self.blocks:
-            hidden, carry = block(hidden, key_padding_mask=key_padding_mask, carry=carry)
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden, key_padding_mask)
-        return hidden, key_padding_mask
+        return self._through(hidden, key_padding_mask), key_padding_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +288,7 @@ class DecoderState:
     position: int = 0
 
 
-class Decoder(nn.Module):
+class Decoder(_Stack):
     """Tokens to hidden states, every position seeing the past only; with `context_len`, also an encoder's output.
 
     Args:
@@ -297,11 +301,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, context_len: int = 0) -> None:
-        super().__init__()
-        _refuse_leaks(config)
-        self.embedding = _embedding(config, vocab_size, config.max_seq_len, has_cls=False)
-        self.blocks = _blocks(config, is_causal=True, num_positions=config.max_seq_len, context_len=context_len)
-        self.final_norm = make_norm(config.norm, config.embed_dim) if config.norm_order == "pre" else None
+        super().__init__(config, vocab_size, is_causal=True, context_len=context_len)
 
     def forward(
         self,
@@ -319,21 +319,7 @@ class Decoder(nn.Module):
             context: `[B, S, E]`, the encoder's output.
             context_padding_mask: bool `[B, S]`.
         """
-        hidden = self.embedding(tokens)
-        carry: Tensor | None = None
-        for block in self.blocks:
-            hidden, carry = block(
-                hidden,
-                key_padding_mask=key_padding_mask,
-                context=context,
-                context_padding_mask=context_padding_mask,
-                carry=carry,
-            )
-        return self._finish(hidden)
-
-    def _finish(self, hidden: Tensor) -> Tensor:
-        normal: Tensor = hidden if self.final_norm is None else self.final_norm(hidden)
-        return normal
+        return self._through(self.embedding(tokens), key_padding_mask, context, context_padding_mask)
 
     def init_state(
         self, batch_size: int, *, context: Tensor | None = None, context_padding_mask: Tensor | None = None

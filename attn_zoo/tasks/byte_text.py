@@ -36,12 +36,9 @@ def byte_spec(max_len: int, kind: TaskKind) -> TaskSpec:
 
 
 class TextRows:
-    """Texts collected one at a time as rows of ids, so that a long file need not be held as text.
+    """Texts collected one at a time as rows of ids of `max_len` bytes, so that a long file need not be held as text.
 
     A text without a byte becomes one space: no model can read nothing.
-
-    Args:
-        max_len: bytes kept of each.
     """
 
     def __init__(self, max_len: int) -> None:

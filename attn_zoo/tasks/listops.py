@@ -1,6 +1,6 @@
 """ListOps: the value of a nested expression over digits, ten classes.
 
-Levels (trees of `attn_zoo.tasks.expressions.grammar`):
+Levels (trees of `attn_zoo.tasks.expressions`):
     short: for CPUs: the same grammar with short, shallow trees.
     short_balanced: the same, with as many examples for every pair of root operator and label.
     lra: generated exactly as Long Range Arena does (lengths 501 to 1999, at most 9 nested operators; 96 000 / 2 000 /
@@ -18,7 +18,7 @@ frequent label nor the root operator says anything. Trees are drawn as always an
 is independent of everything below it, so a tree may be taken with any of them: it goes to the pair, among those that it
 has with one operator or another, that still lacks most examples (of several, the first operator), and is left if none
 lacks any. What that cannot balance: a large MIN or a small MAX is likely only with few arguments, so deeper floors
-(`attn_zoo.tasks.expressions.partial_reading`) are still above guessing. Examples are shuffled at the end, for rare
+(`attn_zoo.tasks.expressions.ladder`) are still above guessing. Examples are shuffled at the end, for rare
 pairs fill last.
 
 Token ids are fixed: 0 padding, 1 to 10 the digits, 11 [MIN, 12 [MAX, 13 [MED, 14 [SM, 15 the closing bracket. (Long
@@ -47,18 +47,21 @@ from torch import Tensor
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import AbstractCachedTask, Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.expressions.grammar import (
+from attn_zoo.tasks.expressions import (
     CLOSE,
     DIGIT,
     OPERATORS,
     VOCAB_SIZE,
     Bounds,
     Grammar,
+    Rung,
     Trees,
     draw_trees,
+    has_whole_trees,
     is_operator,
+    ladder,
+    tree_values,
 )
-from attn_zoo.tasks.expressions.partial_reading import Rung, has_whole_trees, ladder, tree_values
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import STREAMS, Draws, SplitSizes, Unseen
 from attn_zoo.tasks.sources.source import Source
@@ -287,7 +290,11 @@ class ListOps(AbstractCachedTask):
 
     def export(self, name: SplitName, out: Path) -> list[Path]:
         """Write a split in the form that Long Range Arena publishes, columns Source and Target."""
-        return export_tsv(self.split(name), out)
+        split = self.split(name)
+        with whole_file(out) as temporary:
+            rows = (split.example(index).tokens.tolist() for index in range(len(split)))
+            write_tsv(temporary, rows, split.labels.tolist())
+        return [out]
 
 
 HEADER = "Source\tTarget"
@@ -393,15 +400,3 @@ def write_tsv(path: Path, rows: Iterable[Iterable[int]], values: Iterable[int]) 
     with path.open("w", encoding="ascii", newline="") as file:
         file.write(f"{HEADER}\r\n")
         file.writelines(f"{source_text(row)}\t{int(value)}\r\n" for row, value in zip(rows, values, strict=True))
-
-
-def export_tsv(split: Split, out: Path) -> list[Path]:
-    """Write a split in the published form.
-
-    Raises:
-        FolderError: the file exists or cannot be written; no trace is left.
-    """
-    with whole_file(out) as temporary:
-        rows = (split.example(index).tokens.tolist() for index in range(len(split)))
-        write_tsv(temporary, rows, split.labels.tolist())
-    return [out]

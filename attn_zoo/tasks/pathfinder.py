@@ -29,6 +29,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, final
@@ -214,7 +215,6 @@ class Pathfinder(AbstractTask):
         super().__init__(level, data_dir=data_dir)
         self.config = self.levels[level]
         self._splits: dict[SplitName, Split] = {}
-        self._read: dict[str, Tensor] = {}
 
     @classmethod
     def source(cls, level: str) -> Source | None:
@@ -256,13 +256,13 @@ class Pathfinder(AbstractTask):
     @property
     def num_skipped(self) -> int:
         """Pictures left out because their published file is empty."""
-        return int(self._pictures()["num_skipped"]) if self.config.source else 0
+        return int(self._pictures["num_skipped"]) if self.config.source else 0
 
     def split(self, name: SplitName) -> Split:
         if name not in self._splits:
             level = self.config
             if name not in level.drawn:
-                pictures = self._pictures()
+                pictures = self._pictures
                 self._splits[name] = Split.without_padding(pictures[f"{name}.tokens"], pictures[f"{name}.labels"])
             elif level.is_distinct:
                 counts = {part: level.count(part) for part in SPLITS}
@@ -273,12 +273,9 @@ class Pathfinder(AbstractTask):
                 self._splits[name] = Split.without_padding(**drawn)
         return self._splits[name]
 
+    @cached_property
     def _pictures(self) -> dict[str, Tensor]:
-        if not self._read:
-            self._read = self._read_pictures()
-        return self._read
-
-    def _read_pictures(self) -> dict[str, Tensor]:
+        """The read pictures as splits."""
         side = self.config.scene.side
         if self.config.source == "original":
             return _shared_out(read_npz(ORIGINAL.locate(self.data_dir)["pictures"], side), self.config)
@@ -297,17 +294,13 @@ class Pathfinder(AbstractTask):
 
     def show(self, example: Example) -> str:
         lit = example.tokens.numpy().reshape(self.image_shape) >= _LINE
-        rows = ["".join(" ▀▄█"[upper + 2 * lower] for upper, lower in zip(*pair, strict=True)) for pair in _pairs(lit)]
+        shades = lit[::2] + 2 * lit[1::2]  # a character shows one pixel above another
+        rows = ["".join(" ▀▄█"[shade] for shade in row) for row in shades]
         answer = "one contour" if int(example.label) else "two contours"
         return "\n".join([*rows, f"= {answer}"])
 
     def export(self, name: SplitName, out: Path) -> list[Path]:
         return export_images(self.split(name), out, self.image_shape)
-
-
-def _pairs(lit: Any) -> list[tuple[Any, Any]]:
-    """Return rows of pixels two by two: a character shows one above the other."""
-    return list(zip(lit[::2].astype(int), lit[1::2].astype(int), strict=True))
 
 
 def find_markers(pictures: NDArray[np.uint8], scene: Scene) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,7 @@ from attn_zoo.training.protocol import Protocol, learning_rate
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
-_LOOK_EVERY = (
-    20  # steps between checks for non-finite values, which wait for the device; the step is still known exactly
-)
+_LOOK_EVERY = 20  # steps between checks for non-finite values, which wait for the device; the step is known exactly
 
 
 class DivergedError(Exception):
@@ -69,16 +67,9 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
 
 
 class Updater:
-    """A model, its optimiser, and their progress.
+    """A model on its device, its optimiser, and their progress.
 
-    Args:
-        model: on its device.
-        objective: of the task.
-        batcher: makes its batches.
-        protocol: of the run.
-        num_steps: updates in all.
-        seed: of everything random.
-        dtype: `"bfloat16"` trains under autocast; other types are the model's own.
+    With dtype `"bfloat16"` it trains under autocast; other types are the model's own.
     """
 
     def __init__(
@@ -139,13 +130,14 @@ class Updater:
         self._loss_sum.zero_()
         self.model.train()
         _reset_peak(self.batcher.device)
-        with self._timed():
-            for step in range(first, stop + 1):
-                self.step(feed, order)
-                if after_step is not None:
-                    after_step(step)
-            self._look()
-            mean_loss = float(self._loss_sum) / (stop - first + 1)
+        start = self._now()
+        for step in range(first, stop + 1):
+            self.step(feed, order)
+            if after_step is not None:
+                after_step(step)
+        self._look()
+        mean_loss = float(self._loss_sum) / (stop - first + 1)
+        self.numbers.train_s += self._now() - start
         self.numbers.train_flops = self.flops.training_flops
         if (peak := _peak_bytes(self.batcher.device)) is not None:
             self.numbers.peak_bytes = max(peak, self.numbers.peak_bytes or 0)
@@ -241,12 +233,6 @@ class Updater:
     def _look(self) -> None:
         if (step := int(self._first_bad)) > 0:
             raise DivergedError(step, "loss or gradient norm")
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = self._now()
-        yield
-        self.numbers.train_s += self._now() - start
 
     def _now(self) -> float:
         if self.batcher.device.type == "cuda":

@@ -16,7 +16,7 @@ from attn_zoo.errors import ConfigError, FolderError, UnknownNameError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import AbstractTask, SplitName
 from attn_zoo.tasks import listops as listops_module
-from attn_zoo.tasks.expressions.grammar import OPERATORS, Grammar, draw_trees
+from attn_zoo.tasks.expressions import OPERATORS, Grammar, draw_trees
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits, padded, read_tsv, show_tokens, write_tsv
