@@ -26,7 +26,7 @@ def report(
     """Write tables, figures and one self-contained report.html; print the tables."""
     from attn_zoo.console import out as console
     from attn_zoo.errors import ConfigError
-    from attn_zoo.report import analyse, print_report, write_results_readme
+    from attn_zoo.report import analyse, print_report
     from attn_zoo.report.pages.write import write_analysis
 
     if readme and (len(folders) > 1 or out is not None):
@@ -34,9 +34,7 @@ def report(
             "--readme", [("", "expected one results folder and no --out: it describes the folder itself")]
         )
     analysis = analyse(folders)
-    paths = write_analysis(analysis, out or folders[0])
-    if readme:
-        paths.append(write_results_readme(folders[0]))
+    paths = write_analysis(analysis, out or folders[0], has_readme=readme)
     print_report(analysis, console)
     console.print()
     console.print(f"wrote {len(paths)} files; open {paths[0]}", markup=False, soft_wrap=True)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attn_zoo.report.analysis.analyse import analyse
     from attn_zoo.report.export import load_runs
-    from attn_zoo.report.pages.readme import write_results_readme
-    from attn_zoo.report.pages.write import print_report, write_report
+    from attn_zoo.report.pages.write import print_report, write_report, write_results_readme
 
 __all__ = ["analyse", "load_runs", "print_report", "write_report", "write_results_readme"]
 
@@ -22,7 +21,7 @@ _HOME = {
     "load_runs": "export",
     "print_report": "pages.write",
     "write_report": "pages.write",
-    "write_results_readme": "pages.readme",
+    "write_results_readme": "pages.write",
 }
 
 

@@ -52,7 +52,7 @@ def test_several_records_give_the_most_or_the_mean(tmp_path):
         write_run(tmp_path / str(size), [replace(record, memory=replace(record.memory, peak_bytes=size), flops=size)])
         for size in (100, 300)
     ]
-    (point,) = analyse(runs).panels[0].panel.series[0].points
+    (point,) = analyse(runs).panels[0].series[0].points
     assert (point.memory.peak_bytes, point.record.flops, point.num_processes) == (300, 300, 2)
     costs = [accuracy("full", seed, 0.3, score={"train_s": 10.0 + seed, "peak_bytes": 7 + seed}) for seed in (0, 1)]
     (score,) = analyse([write_run(tmp_path / "run", costs)]).accuracy[0].scores

@@ -16,9 +16,8 @@ from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.measure.ceilings import exceeds_physical
-from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call
-from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
+from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_graph_time
 from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
 from attn_zoo.registry import capabilities_of

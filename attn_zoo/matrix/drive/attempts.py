@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
-from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record, Status
+from attn_zoo.statistics import pool_records
 
 _MAX_ATTEMPTS = 2
 _FOREIGN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -81,7 +81,7 @@ def run_bundle(
     for item in items:
         key = item.cell.key
         if key not in final:
-            final[key] = merge_repeats(measured[key])
+            final[key] = pool_records(measured[key])
         elif final[key].status in {"oom_device", "oom_host"} and len(items) > 1:
             again = run_bundle([item], pool, has_next, is_alone=True)
             if again is None:

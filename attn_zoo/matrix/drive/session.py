@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 
-from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.supervise import Control
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
@@ -15,6 +14,7 @@ from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Cell, Environment, Record
+from attn_zoo.statistics import pool_records
 
 GRACE_S = 30.0
 """How long the running cell may go on after the first Ctrl-C."""
@@ -134,7 +134,7 @@ class Session(Control):
                 self._store.repeats.write(record, len(repeats))
                 self._progress.finished(record, step)
                 return
-            record = merge_repeats(repeats)
+            record = pool_records(repeats)
         elif num_repeats > 1:
             num_done = num_repeats - len(repeats)
             if repeats:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_zoo.records import PASSES, Ceilings
-from attn_zoo.report.analysis.series import Panel, Point, Series
+from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.units import percent
-
-__all__ = ["CONVENTIONS", "Efficiency", "efficiencies", "pass_flops"]
 
 CONVENTIONS = (
     "Useful FLOPs, by formula, a multiply-add being two; a backward counts as {ratios} forwards. Fewest bytes: inputs "
@@ -61,18 +60,20 @@ class Efficiency:
         return self.flops / self.min_bytes
 
 
-def efficiencies(panel: Panel) -> dict[str, list[Efficiency]]:
+def efficiencies(
+    every: Sequence[Series], fastest: Series | None, pass_: str, ceilings: Ceilings | None
+) -> dict[str, list[Efficiency]]:
     """Return the points of each series that has formulas, shortest first; nothing without measured ceilings.
 
     A variant that computes dense scores underneath has none either: its formula is not what ran.
     """
-    if panel.ceilings is None or panel.pass_ not in PASSES:
+    if ceilings is None or pass_ not in PASSES:
         return {}
-    exact = {point.seq_len: point for point in (panel.baseline.points if panel.baseline else ())}
+    exact = {point.seq_len: point for point in (fastest.points if fastest else ())}
     by_label = {}
-    for series in panel.series:
+    for series in every:
         rows = [
-            _row(series, point, exact.get(point.seq_len), panel.pass_, panel.ceilings)
+            _row(series, point, exact.get(point.seq_len), pass_, ceilings)
             for point in series.points
             if not series.is_simulated and point.record.flops and point.record.min_bytes and point.median_ms > 0
         ]

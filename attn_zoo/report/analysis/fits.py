@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_zoo.report.analysis.series import Panel, Point, Series
+from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.statistics import (
     CostFit,
     Crossover,
@@ -17,8 +17,6 @@ from attn_zoo.statistics import (
     fit_exponent,
     local_slopes,
 )
-
-__all__ = ["Crossing", "Growth", "Quantity", "crossings", "growth", "samples_by_length"]
 
 Quantity = Literal["time", "peak_bytes", "extra_bytes", "saved_bytes"]
 
@@ -115,15 +113,13 @@ def _verdict(exponent: Exponent | None, fit: CostFit | None, *, is_simulated: bo
     return "not settled"
 
 
-def crossings(panel: Panel, quantity: Quantity = "time") -> list[Crossing]:
+def crossings(every: Sequence[Series], fastest: Series | None, quantity: Quantity) -> list[Crossing]:
     """Compare every approximate series with the fastest exact one, and with each exact one where there are several."""
-    exact = [series for series in panel.series if series.is_exact and series.points]
-    baselines: list[tuple[Series, bool]] = []
-    if panel.baseline is not None:
-        baselines.append((panel.baseline, True))
-    if len(exact) > 1:
-        baselines += [(series, False) for series in exact if series.label != baselines[0][0].label]
-    compared = [one for one in panel.series if one.points and not (one.is_exact or one.is_simulated)]
+    exact = [series for series in every if series.is_exact and series.points]
+    baselines = [] if fastest is None else [(fastest, True)]
+    if fastest is not None and len(exact) > 1:
+        baselines += [(series, False) for series in exact if series.label != fastest.label]
+    compared = [one for one in every if one.points and not (one.is_exact or one.is_simulated)]
     return [
         Crossing(
             label=series.label,

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error
+from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error, with_chance
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Results
 from attn_zoo.report.analysis.training_runs import (
@@ -23,8 +23,6 @@ from attn_zoo.report.measurements import COSTS
 from attn_zoo.report.units import slug
 from attn_zoo.report.wording import failure_words
 from attn_zoo.statistics import mean_interval, paired_difference
-
-__all__ = ["AccuracyGroup", "Difference", "LabelScore", "make_accuracy_groups", "mean_with_interval", "pair"]
 
 PARAMS_TOLERANCE = 0.1
 """Share by which parameters may differ from the baseline's before it is said."""
@@ -178,7 +176,7 @@ class AccuracyGroup:
     @property
     def marks(self) -> dict[str, float]:
         """Chance and floors by name, worst first."""
-        marks = dict(self.floors) | ({"chance": self.chance} if self.chance is not None else {})
+        marks = with_chance(self.floors, self.chance)
         return dict(sorted(marks.items(), key=lambda mark: self.metric.order(mark[1]), reverse=True))
 
     @property
@@ -252,8 +250,7 @@ def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name
                 chosen[key],
                 chosen.get((baseline, key[1])),
                 metric=metric,
-                chance=chance,
-                floors=floors,
+                marks=with_chance(floors, chance),
                 name=names[key],
                 num_trials=len(trials[key]),
                 is_baseline=key[0] == baseline,
@@ -290,8 +287,7 @@ def _label_score(
     baseline: Trial | None,
     *,
     metric: Metric,
-    chance: float | None,
-    floors: Mapping[str, float],
+    marks: Mapping[str, float],
     name: str,
     num_trials: int,
     is_baseline: bool,
@@ -316,7 +312,7 @@ def _label_score(
         low=low,
         high=high,
         size_error=error,
-        standing=None if mean is None else judge(mean, margin(low, high, error), chance, floors, metric),
+        standing=None if mean is None else judge(mean, margin(low, high, error), marks, metric),
         difference=pair(trial.runs, baseline.runs) if baseline and not is_baseline else None,
         params_excess=params / other_params - 1.0 if params and other_params else None,
         costs={cost.name: cost.pooled(run.record for run in trial.scored) for cost in COSTS},

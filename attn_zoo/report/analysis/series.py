@@ -1,22 +1,15 @@
-"""Group what was timed into panels (one figure each) and series (one curve each)."""
+"""Group what was timed into series: one curve of a mechanism over lengths each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from statistics import fmean
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from attn_zoo.folder import Claim
-from attn_zoo.records import Ceilings, Memory, Record, Timing
+from attn_zoo.records import Memory, Record, Timing
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.measurements import token_rates
-from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
-from attn_zoo.statistics import time_summary
-
-__all__ = ["Failure", "Panel", "Point", "Series", "fastest_exact", "make_panels"]
-
-Part = TypeVar("Part", Record, Timing, Memory)
+from attn_zoo.statistics import pool_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +18,15 @@ class Point:
 
     Args:
         record: as stored, or several (seeds, repeated runs) with their samples pooled.
-        timing: of the record.
     """
 
     record: Record
-    timing: Timing
+
+    @property
+    def timing(self) -> Timing:
+        """Of the record."""
+        assert self.record.timing is not None  # a record without is a failure
+        return self.record.timing
 
     @property
     def seq_len(self) -> int:
@@ -131,90 +128,8 @@ class Series:
         return self.claim is not None and self.claim.is_exact
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Panel:
-    """Series that differ in nothing but the mechanism.
-
-    Args:
-        title: what is timed, such as `"forward + backward"`.
-        subtitle: everything else that all series share.
-        name: for file names; unique among the panels of one report.
-        series: ordered by label.
-        baseline: at each length the fastest exact series, or None where the run has none.
-        pass_: what is timed, as recorded.
-        ceilings: of the machine, or None where the run has not measured them.
-        turns: what was timed in turns with others: not pooled, because samples are of their rounds.
-    """
-
-    title: str
-    subtitle: str
-    name: str
-    series: tuple[Series, ...]
-    baseline: Series | None
-    pass_: str = ""
-    ceilings: Ceilings | None = None
-    turns: tuple[Observation, ...] = ()
-
-    @property
-    def points(self) -> list[Point]:
-        """All measured lengths of all series."""
-        return [point for series in self.series for point in series.points]
-
-    @property
-    def lengths(self) -> list[int]:
-        """All lengths, measured or failed, ascending."""
-        return sorted({one.seq_len for series in self.series for one in series.outcomes})
-
-
-def _setting(one: Observation) -> dict[str, Any]:
-    """Return everything but mechanism and length that decides a timing; see `PANEL_FIELDS`."""
-    given = {"environment": one.environment, "pass": one.cell.pass_ or "", "protocol": one.cell.protocol or ""}
-    return {name: given[name] if name in given else getattr(one.cell, name) for name in PANEL_FIELDS}
-
-
-def make_panels(results: Results) -> list[Panel]:
-    """Return the panels of all that was to be timed, in a stable order."""
-    groups: dict[tuple[Any, ...], list[Observation]] = {}
-    for one in results.observations:
-        if not one.is_training and one.cell.seq_len is not None:
-            groups.setdefault(tuple(_setting(one).values()), []).append(one)
-    passes = list(PASS_TITLES)
-
-    def order(key: tuple[Any, ...]) -> tuple[Any, ...]:
-        device, pass_ = (key[PANEL_FIELDS.index(name)] for name in ("device", "pass"))
-        nulls_last = tuple((value is None, "" if value is None else value) for value in key)
-        return device, passes.index(pass_) if pass_ in passes else len(passes), nulls_last
-
-    settings = {key: dict(zip(PANEL_FIELDS, key, strict=True)) for key in sorted(groups, key=order)}
-    varying = {name for name in PANEL_FIELDS if len({setting[name] for setting in settings.values()}) > 1}
-    names: set[str] = set()
-    return [
-        _panel(setting, groups[key], _unique(panel_name(setting, varying), names), results, varying)
-        for key, setting in settings.items()
-    ]
-
-
-def _panel(
-    setting: Mapping[str, Any], members: Sequence[Observation], name: str, results: Results, varying: set[str]
-) -> Panel:
-    by_label: dict[str, list[Observation]] = {}
-    for one in members:
-        by_label.setdefault(one.label, []).append(one)
-    series = [_series(label, by_label[label], setting["scope"], results) for label in sorted(by_label)]
-    turns = [one for one in members if one.is_timed and one.record.bundle]
-    return Panel(
-        title=panel_title(setting, varying),
-        subtitle=panel_subtitle(setting, results.environments, varying),
-        name=name,
-        series=tuple(series),
-        baseline=fastest_exact(series),
-        pass_=setting["pass"],
-        ceilings=results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads"))),
-        turns=tuple(turns),
-    )
-
-
-def _series(label: str, members: Sequence[Observation], scope: str | None, results: Results) -> Series:
+def make_series(label: str, members: Sequence[Observation], scope: str | None, results: Results) -> Series:
+    """Return the curve of one label within one panel."""
     by_length: dict[int, list[Observation]] = {}
     for one in members:
         by_length.setdefault(one.cell.seq_len or 0, []).append(one)
@@ -222,7 +137,7 @@ def _series(label: str, members: Sequence[Observation], scope: str | None, resul
     for _, same in sorted(by_length.items()):
         timed = [one.record for one in same if one.is_timed]
         if timed:
-            points.append(_point(timed))
+            points.append(Point(pool_records(timed)))
         else:
             failures.append(Failure(same[-1].record))
     variant = members[0].cell.variant
@@ -237,33 +152,6 @@ def _series(label: str, members: Sequence[Observation], scope: str | None, resul
         claim=claim,
         is_simulated=any(one.record.is_simulated for one in members),
     )
-
-
-def _point(records: Sequence[Record]) -> Point:
-    """Return one record as it is, or several with their samples pooled: samples of two records are of two processes."""
-    timings = [record.timing for record in records if record.timing is not None]
-    timing = timings[0]
-    if len(timings) > 1:
-        samples = tuple(sample for one in timings for sample in one.samples_ms)
-        sizes = tuple(size for one in timings for size in one.process_sizes or [len(one.samples_ms)] if size)
-        flags = tuple(sorted({flag for one in timings for flag in one.flags}))
-        timing = replace(_merged(timings), samples_ms=samples, process_sizes=sizes, flags=flags)
-        timing = replace(timing, **(time_summary(samples, sizes) if samples else {}))
-    memories = [record.memory for record in records if record.memory is not None]
-    memory = _merged(memories) if memories else None
-    return Point(replace(_merged(records), timing=timing, memory=memory), timing)
-
-
-def _merged(parts: Sequence[Part]) -> Part:
-    """Return the first of `parts` with the most of each count or number of bytes and the mean of each other number."""
-    changes: dict[str, Any] = {}
-    for field in fields(parts[0]) if len(parts) > 1 else ():
-        known = [value for part in parts if (value := getattr(part, field.name)) is not None]
-        if known and all(type(value) is int for value in known):
-            changes[field.name] = max(known)
-        elif known and all(type(value) in {int, float} for value in known):
-            changes[field.name] = fmean(known)
-    return replace(parts[0], **changes)
 
 
 def fastest_exact(series: Sequence[Series]) -> Series | None:
@@ -285,11 +173,3 @@ def fastest_exact(series: Sequence[Series]) -> Series | None:
         claim=exact[0].claim,
         is_simulated=False,
     )
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    candidate, count = name, 2
-    while candidate in taken:
-        candidate, count = f"{name}-{count}", count + 1
-    taken.add(candidate)
-    return candidate

@@ -20,8 +20,6 @@ from attn_zoo.report.figures.score_rows import draw_scores
 from attn_zoo.report.figures.style import Looks, make_looks, styled
 from attn_zoo.report.figures.tuning_curves import draw_tuning
 
-__all__ = ["FIGURES", "FigureEntry", "Picture", "make_pictures"]
-
 Subject = Literal["panel", "overview", "accuracy"]
 """A panel of scaling, an overview of several tasks, a group of trainings."""
 
@@ -81,11 +79,11 @@ class Picture:
 
 def make_pictures(analysis: Analysis) -> list[Picture]:
     """Return what can be drawn from the records: nothing for an empty run."""
-    exact = {series.label for one in analysis.panels for series in one.panel.series if series.is_exact}
+    exact = {series.label for panel in analysis.panels for series in panel.series if series.is_exact}
     exact |= {group.baseline for group in analysis.accuracy}
     looks = make_looks(analysis.labels, sorted(exact))
     subjects: list[tuple[Subject, str, Any]] = [
-        *(("panel", one.panel.name, one) for one in analysis.panels),
+        *(("panel", panel.name, panel) for panel in analysis.panels),
         *(("overview", overview.name, overview) for overview in analysis.overviews),
         *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]

@@ -15,8 +15,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from attn_zoo.records import Ceilings
-from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.efficiency import Efficiency
+from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, log_axis, value_axis
 from attn_zoo.report.figures.labels import (
     Box,
@@ -34,21 +34,19 @@ from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
 from attn_zoo.report.wording import ceilings_words
 
-__all__ = ["draw_roofline"]
-
 SMALLEST, LARGEST = 3.0, 8.5
 """Points across the mark of the shortest and the longest length."""
 Rows = Mapping[str, Sequence[Efficiency]]
 
 
-def draw_roofline(one: PanelAnalysis, looks: Looks) -> Page | None:
+def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     """Return achieved rates under the measured roof; None where the run has not measured its ceilings."""
-    ceilings, rows = one.panel.ceilings, one.efficiency
+    ceilings, rows = panel.ceilings, panel.efficiency
     if ceilings is None or not rows:
         return None
     every = [row for series in rows.values() for row in series]
     lengths = sorted({row.seq_len for row in every})
-    note = f"{one.panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
+    note = f"{panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
     if len(lengths) > 1:
         ends = f"{human_length(lengths[0])} to {human_length(lengths[-1])}"
         note += f"; marks grow with the length, {ends}; percent: share of the roof at the longest"
@@ -58,7 +56,7 @@ def draw_roofline(one: PanelAnalysis, looks: Looks) -> Page | None:
     for label, series in rows.items():
         last, colour = series[-1], looks[label].colour
         labels.append(EndLabel(plain(label), human_bandwidth(last.bytes_per_s), colour, last.seq_len, last.bytes_per_s))
-    page = Page(f"Roofline: {one.panel.title}", note)
+    page = Page(f"Roofline: {panel.title}", note)
     (roof,) = page.panels(height=3.6, left=1.0, right=0.25)
     (below,) = page.panels(height=labels_height(labels, 1.7), left=1.0, right=label_room(labels), above=0.12)
     taken = _draw_roof(roof, every, ceilings)

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.analysis.analyse import PanelAnalysis
 from attn_zoo.report.analysis.fits import Growth, Quantity, growth
+from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, set_ticks, value_axis
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
@@ -21,8 +21,6 @@ from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import held_words, outcome
 from attn_zoo.statistics import Crossover
-
-__all__ = ["draw_memory", "draw_speed_up", "draw_time"]
 
 STRIP_ROW = 0.2
 STRIP_FONT = 8.5
@@ -43,18 +41,18 @@ class _Curve:
         return self.series.label
 
 
-def _curves(one: PanelAnalysis, looks: Looks, value: Callable[[Point], float]) -> list[_Curve]:
+def _curves(panel: Panel, looks: Looks, value: Callable[[Point], float]) -> list[_Curve]:
     """Return the series that have at least one positive value."""
     every = (
         _Curve(series, looks[series.label], tuple((p.seq_len, value(p)) for p in series.points if value(p) > 0))
-        for series in one.panel.series
+        for series in panel.series
     )
     return [curve for curve in every if curve.points]
 
 
-def draw_time(one: PanelAnalysis, looks: Looks) -> Page | None:
+def draw_time(panel: Panel, looks: Looks) -> Page | None:
     """Return median time against length with intervals, slopes, crossings and failures; None without a point."""
-    curves = _curves(one, looks, lambda point: point.median_ms)
+    curves = _curves(panel, looks, lambda point: point.median_ms)
     if not curves:
         return None
     ends = [
@@ -65,9 +63,9 @@ def draw_time(one: PanelAnalysis, looks: Looks) -> Page | None:
         if end > 0
     ]
     legend = [_marker("median, 95 % interval, quartile band")]
-    crossings = {curve.label: crossing for curve in curves if (crossing := _crossing(one, curve)) is not None}
+    crossings = {curve.label: crossing for curve in curves if (crossing := _crossing(panel, curve)) is not None}
     if any(crossing.length is not None for crossing in crossings.values()):
-        words = f"crossover with {_baseline_name(one)}"
+        words = f"crossover with {_baseline_name(panel)}"
         legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
 
     def draw(axes: Axes) -> None:
@@ -79,35 +77,35 @@ def draw_time(one: PanelAnalysis, looks: Looks) -> Page | None:
                 _draw_crossing(axes, curve, crossing.length, (crossing.low, crossing.high))
 
     return _draw(
-        one,
+        panel,
         looks,
         curves,
         title="Time against sequence length",
         show=human_ms,
         base=10,
         values=[end for _, end in ends],
-        labels=[_end_label(curve, _growth_words(one.time[curve.label]), _wins(one, curve)) for curve in curves],
+        labels=[_end_label(curve, _growth_words(panel.time[curve.label]), _wins(panel, curve)) for curve in curves],
         legend=legend,
         draw=draw,
-        grown=one.time,
+        grown=panel.time,
     )
 
 
-def draw_memory(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Page | None:
+def draw_memory(panel: Panel, looks: Looks, quantity: Quantity) -> Page | None:
     """Return peak or extra bytes against length; None where they were not measured."""
-    curves = _curves(one, looks, lambda point: float(getattr(point.memory, quantity) or 0))
+    curves = _curves(panel, looks, lambda point: float(getattr(point.memory, quantity) or 0))
     if not curves:
         return None
     grown = {curve.label: growth(curve.series, quantity) for curve in curves}
     points = [point for curve in curves for point in curve.points]
-    held = held_words(one.panel.pass_)
+    held = held_words(panel.pass_)
     beside = "" if held != "inputs" else ", output and gradients of the inputs"
     kind, note = {
         "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
         "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
     }[quantity]
     return _draw(
-        one,
+        panel,
         looks,
         curves,
         title=f"{kind} against sequence length",
@@ -121,11 +119,11 @@ def draw_memory(one: PanelAnalysis, looks: Looks, quantity: Quantity) -> Page | 
     )
 
 
-def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
+def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
     """Return the factor over the fastest exact kernel at each length; None without a baseline or another curve."""
-    if one.panel.baseline is None:
+    if panel.baseline is None:
         return None
-    exact = {point.seq_len: point for point in one.panel.baseline.points}
+    exact = {point.seq_len: point for point in panel.baseline.points}
 
     def speed_up(point: Point) -> float:
         return exact[point.seq_len].median_ms / point.median_ms if point.seq_len in exact else 0.0
@@ -134,7 +132,7 @@ def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
         ones = sum(abs(value - 1) < 1e-12 for _, value in curve.points)
         return curve.series.is_exact and len(exact) == len(curve.points) == ones
 
-    curves = [curve for curve in _curves(one, looks, speed_up) if not is_baseline(curve)]
+    curves = [curve for curve in _curves(panel, looks, speed_up) if not is_baseline(curve)]
     if not curves:
         return None
     bars = [
@@ -146,8 +144,8 @@ def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
     labels = []
     for curve in curves:
         length, factor = curve.points[-1]
-        labels.append(_end_label(curve, f"{ratio(factor)} at {human_length(length)}", _wins(one, curve)))
-    baseline = _baseline_name(one)
+        labels.append(_end_label(curve, f"{ratio(factor)} at {human_length(length)}", _wins(panel, curve)))
+    baseline = _baseline_name(panel)
     labels.append(EndLabel(baseline, f"fastest exact kernel: {ratio(1)}", INK, max(exact), 1.0))
 
     def draw(axes: Axes) -> None:
@@ -156,7 +154,7 @@ def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
             axes.plot([length] * 2, ends, color=colour, lw=1.3, solid_capstyle="butt")
 
     return _draw(
-        one,
+        panel,
         looks,
         curves,
         title=f"Speed-up over {baseline}",
@@ -175,7 +173,7 @@ def draw_speed_up(one: PanelAnalysis, looks: Looks) -> Page | None:
 
 
 def _draw(
-    one: PanelAnalysis,
+    panel: Panel,
     looks: Looks,
     curves: Sequence[_Curve],
     *,
@@ -193,10 +191,10 @@ def _draw(
     The axis has logarithms of `base`, reaches all `values` and says them with `show`; `draw` adds what belongs to one
     figure only; `grown` are the fitted exponents, for the words.
     """
-    failed = [series for series in one.panel.series if series.failures]
+    failed = [series for series in panel.series if series.failures]
     lengths = {failure.seq_len for series in failed for failure in series.failures}
     lengths |= {length for curve in curves for length, _ in curve.points}
-    page = Page(f"{title}: {one.panel.title}", one.panel.subtitle)
+    page = Page(f"{title}: {panel.title}", panel.subtitle)
     names = max((text_size(_failed_words(series), STRIP_FONT)[0] for series in failed), default=0.0)
     right = min(3.4, max(label_room(labels), names + GAP + 0.14, 1.26))
     strip = page.panels(1 if failed else 0, height=STRIP_ROW * len(failed) + 0.04, right=right, below=0.0)
@@ -245,14 +243,14 @@ def _growth_words(grown: Growth) -> str:
     return f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
 
 
-def _crossing(one: PanelAnalysis, curve: _Curve) -> Crossover | None:
+def _crossing(panel: Panel, curve: _Curve) -> Crossover | None:
     """Return where the curve crosses the fastest exact one; None where that was not measured."""
-    crossing = one.crossing(curve.label)
+    crossing = panel.crossing(curve.label)
     return None if crossing is None else crossing.result
 
 
-def _wins(one: PanelAnalysis, curve: _Curve) -> str:
-    crossing = _crossing(one, curve)
+def _wins(panel: Panel, curve: _Curve) -> str:
+    crossing = _crossing(panel, curve)
     if crossing is None or len(crossing.lengths) == 1:
         return ""  # at one length nothing crosses
     if crossing.length is not None:
@@ -260,8 +258,8 @@ def _wins(one: PanelAnalysis, curve: _Curve) -> str:
     return "always faster" if crossing.kind == "always_faster" else "never faster"
 
 
-def _baseline_name(one: PanelAnalysis) -> str:
-    return plain(one.panel.baseline.label) if one.panel.baseline else "exact attention"
+def _baseline_name(panel: Panel) -> str:
+    return plain(panel.baseline.label) if panel.baseline else "exact attention"
 
 
 def _draw_spread(axes: Axes, curve: _Curve) -> None:

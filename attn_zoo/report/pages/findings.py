@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attn_zoo.report.analysis.analyse import Analysis, PanelAnalysis
+from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.floor import floor_words
+from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, pair
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.units import capital, human_length, human_ms
-
-__all__ = ["EXPLANATION", "accuracy_findings", "findings", "overview_finding"]
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -28,7 +27,7 @@ ENOUGH = 3
 
 def findings(analysis: Analysis) -> list[str]:
     """Return a few sentences for each panel and accuracy group, and how many cells gave no measurement."""
-    sentences = [text for one in analysis.panels if (text := _panel(one))]
+    sentences = [text for panel in analysis.panels if (text := _panel(panel))]
     sentences += [overview_finding(overview) for overview in analysis.overviews]
     sentences += [text for group in analysis.accuracy for text in accuracy_findings(group)]
     statuses = [one.record.status for one in analysis.results.observations]
@@ -40,8 +39,8 @@ def findings(analysis: Analysis) -> list[str]:
     return sentences
 
 
-def _panel(one: PanelAnalysis) -> str:
-    measured = [series for series in one.panel.series if series.points]
+def _panel(panel: Panel) -> str:
+    measured = [series for series in panel.series if series.points]
     if not measured:
         return ""
     longest = max(series.lengths[-1] for series in measured)
@@ -50,16 +49,16 @@ def _panel(one: PanelAnalysis) -> str:
     point = fastest.points[-1]
     rate = "" if point.tokens_per_s is None else f", {float(f'{point.tokens_per_s:.3g}'):,.0f} tokens/s"
     said = [f"at {human_length(longest)} tokens the fastest is {fastest.label} ({human_ms(point.median_ms)}{rate})"]
-    grown = [growth for growth in one.time.values() if growth.exponent is not None]
+    grown = [growth for growth in panel.time.values() if growth.exponent is not None]
     if grown:
         powers = [f"{growth.exponent.value:.2f} ({growth.label})" for growth in grown[:MOST] if growth.exponent]
         said.append(f"time grows as N^k with k = {', '.join(powers)}")
-    crossings = [crossing for crossing in one.crossings if crossing.is_fastest][:MOST]
+    crossings = [crossing for crossing in panel.crossings if crossing.is_fastest][:MOST]
     has_lengths = any(crossing.result is not None and len(crossing.result.lengths) > 1 for crossing in crossings)
-    if has_lengths and one.panel.baseline is not None:
+    if has_lengths and panel.baseline is not None:
         wins = [f"{crossing.label} {crossing_text(crossing)}" for crossing in crossings]
-        said.append(f"crossover with {one.panel.baseline.label}: {', '.join(wins)}")
-    return f"{capital(one.panel.title)}: {'; '.join(said)}."
+        said.append(f"crossover with {panel.baseline.label}: {', '.join(wins)}")
+    return f"{capital(panel.title)}: {'; '.join([*said, *panel.caveats])}."
 
 
 def accuracy_findings(group: AccuracyGroup) -> list[str]:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 
-from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.figures.all_figures import Picture, make_pictures
+from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.figures.all_figures import Picture
 from attn_zoo.report.pages.findings import EXPLANATION, findings
 from attn_zoo.report.pages.html import environment_rows
-from attn_zoo.report.pages.write import write_analysis
 from attn_zoo.report.tables.all_tables import summary_tables
 from attn_zoo.report.tables.table import escape_markdown, to_markdown
-from attn_zoo.whole_files import write_whole
-
-__all__ = ["readme_text", "write_results_readme"]
 
 
-def write_results_readme(folder: str | Path) -> Path:
-    """Write the report of a results folder into it, with a `README.md` that shows it, and return that path.
-
-    Raises:
-        ConfigError: `folder` is not a results folder.
-        StoreError: it cannot be written.
-    """
-    folder = Path(folder)
-    analysis = analyse([folder])
-    write_analysis(analysis, folder)
-    path = folder / "README.md"
-    write_whole(path, readme_text(analysis).encode())
-    return path
-
-
-def readme_text(analysis: Analysis) -> str:
+def readme_text(analysis: Analysis, pictures: Iterable[Picture]) -> str:
     """Return the Markdown text; figures are linked as `figures/NAME.svg`."""
     observations = analysis.results.observations
     started = sorted(one.record.started[:10] for one in observations if one.record.started)
@@ -49,8 +30,8 @@ def readme_text(analysis: Analysis) -> str:
         "## Figures",
         "",
     ]
-    for picture in make_pictures(analysis):
-        lines += [_image(picture), ""]
+    for picture in pictures:
+        lines += [f"![{escape_markdown(picture.alt)}](figures/{picture.name}.svg)", ""]
     lines += [
         "## Tables",
         "",
@@ -65,8 +46,3 @@ def readme_text(analysis: Analysis) -> str:
     if analysis.results.warnings:
         lines += ["## Warnings", "", *(f"- {escape_markdown(text)}" for text in analysis.results.warnings), ""]
     return "\n".join(lines)
-
-
-def _image(picture: Picture) -> str:
-    alt = escape_markdown(picture.alt)
-    return f"![{alt}](figures/{picture.name}.svg)"

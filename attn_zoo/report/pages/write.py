@@ -12,13 +12,12 @@ from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.figures.style import render
 from attn_zoo.report.pages.findings import findings
 from attn_zoo.report.pages.html import build_page
+from attn_zoo.report.pages.readme import readme_text
 from attn_zoo.report.tables.all_tables import make_tables, summary_tables
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
 from attn_zoo.report.units import clean
 from attn_zoo.whole_files import write_whole
-
-__all__ = ["print_report", "write_report"]
 
 
 def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
@@ -33,8 +32,18 @@ def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
     return write_analysis(analyse(dirs), out)
 
 
-def write_analysis(analysis: Analysis, out: str | Path) -> list[Path]:
-    """Write the report of results that were analysed already; see `write_report`."""
+def write_results_readme(folder: str | Path) -> Path:
+    """Write the report of a results folder into it, with a `README.md` that shows it, and return that path.
+
+    Raises:
+        ConfigError: `folder` is not a results folder.
+        StoreError: it cannot be written.
+    """
+    return write_analysis(analyse([folder]), folder, has_readme=True)[-1]
+
+
+def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = False) -> list[Path]:
+    """Write the report of results that were analysed already, with a `README.md` last if asked; see `write_report`."""
     out = Path(out)
     tables = make_tables(analysis)
     pictures = [(picture, render(picture.figure, "svg")) for picture in make_pictures(analysis)]
@@ -47,6 +56,8 @@ def write_analysis(analysis: Analysis, out: str | Path) -> list[Path]:
     for table in [*tables, *([score_table(analysis)] if analysis.accuracy else [])]:
         if not table.is_view:
             files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
+    if has_readme:
+        files[out / "README.md"] = readme_text(analysis, (picture for picture, _ in pictures)).encode()
     for path, content in files.items():
         write_whole(path, content)
     return list(files)

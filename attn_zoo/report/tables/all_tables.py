@@ -20,21 +20,19 @@ from attn_zoo.report.tables.time_tables import length_table, measurement_table, 
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import PASS_TITLES, outcome
 
-__all__ = ["make_tables", "status_table", "summary_tables"]
-
 
 def summary_tables(analysis: Analysis) -> list[Table]:
     """Return the tables for people: wide ones, growth, crossovers, accuracy, and what did not run."""
     # Steps of one length are in one table with all about them.
-    wide = [one for one in analysis.panels if one.panel.pass_ != "step" or len(one.panel.lengths) > 1]  # noqa: S105
-    tables = [length_table(one, quantity) for quantity in ("time", "memory") for one in wide]
+    wide = [panel for panel in analysis.panels if panel.pass_ != "step" or len(panel.lengths) > 1]  # noqa: S105
+    tables = [length_table(panel, quantity) for quantity in ("time", "memory") for panel in wide]
     tables += [table for table in (step_table(analysis),) if table]
     if analysis.panels:
         tables += [exponent_table(analysis), crossover_table(analysis)]
     rates = [
         turns_table(analysis),
         efficiency_table(analysis, is_brief=True),
-        *(rate_table(one) for one in analysis.panels),
+        *(rate_table(panel) for panel in analysis.panels),
     ]
     tables += [table for table in rates if table]
     tables += [overview_table(overview) for overview in analysis.overviews]

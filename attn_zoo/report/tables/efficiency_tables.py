@@ -4,38 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from attn_zoo.report.analysis.analyse import Analysis, PanelAnalysis
+from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
-from attn_zoo.report.tables.table import Table, length_columns, number_column, text_column
+from attn_zoo.report.analysis.panels import Panel
+from attn_zoo.report.tables.table import Table, number_column, text_column, wide_table
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words
 
-__all__ = ["efficiency_table", "rate_table"]
 
-
-def rate_table(one: PanelAnalysis) -> Table | None:
+def rate_table(panel: Panel) -> Table | None:
     """Return variants down, lengths across: useful FLOP/s and its share of the roofline; None without ceilings."""
-    ceilings = one.panel.ceilings
-    if not one.efficiency or ceilings is None:
+    ceilings = panel.ceilings
+    if not panel.efficiency or ceilings is None:
         return None
-    lengths = sorted({point.seq_len for points in one.efficiency.values() for point in points})
-    rows = [
-        {"variant": label} | dict.fromkeys(map(str, lengths)) | {str(point.seq_len): point for point in points}
-        for label, points in one.efficiency.items()
-    ]
-    return Table(
-        name=f"rates-{one.panel.name}",
-        title=f"Useful FLOP/s and share of the roof, {one.panel.title}",
-        note=(
-            f"Roof, measured before the run: {ceilings_words(ceilings)}. What counts: below the table Efficiency. "
-            f"{one.panel.subtitle}."
-        ),
-        columns=(
-            text_column("variant", "variant", priority=0),
-            *length_columns(lengths, _rate, _share, lambda point: float(point.flops_per_s)),
-        ),
-        rows=tuple(rows),
-        is_view=True,
+    return wide_table(
+        f"rates-{panel.name}",
+        f"Useful FLOP/s and share of the roof, {panel.title}",
+        f"Roof, measured before the run: {ceilings_words(ceilings)}. What counts: below the table Efficiency. "
+        f"{panel.subtitle}.",
+        panel.efficiency,
+        (_rate, _share, lambda point: float(point.flops_per_s)),
     )
 
 
@@ -47,10 +35,10 @@ def _share(point: Efficiency) -> str:
     return percent(point.roof_frac) + (" (!)" if point.doubt else "")
 
 
-def _conventions(*panels: PanelAnalysis) -> str:
+def _conventions(*panels: Panel) -> str:
     ratios: dict[float, list[str]] = {}
-    for one in panels:
-        for label, rows in one.efficiency.items():
+    for panel in panels:
+        for label, rows in panel.efficiency.items():
             known = ratios.setdefault(rows[0].backward_ratio, [])
             if label not in known:
                 known.append(label)
@@ -65,14 +53,14 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         analysis: of the runs.
         is_brief: the longest length of each variant only.
     """
-    panels = [one for one in analysis.panels if one.efficiency]
+    panels = [panel for panel in analysis.panels if panel.efficiency]
     if not panels:
         return None
     rows = [
-        _long_row(one, point)
-        for one in panels
-        for label in sorted(one.efficiency)
-        for point in one.efficiency[label][-1 if is_brief else 0 :]
+        _long_row(panel, point)
+        for panel in panels
+        for label in sorted(panel.efficiency)
+        for point in panel.efficiency[label][-1 if is_brief else 0 :]
     ]
     has_mfu = any(row["mfu"] is not None for row in rows)
     note = (
@@ -84,7 +72,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     return Table(
         name="efficiency-longest" if is_brief else "efficiency",
         title="Efficiency at the longest length" if is_brief else "Efficiency",
-        note=note,
+        note=f"{note} {analysis.caveats}".strip(),
         columns=(
             text_column("variant", "variant", priority=0),
             text_column("pass", "pass", priority=0 if len(panels) > 1 else 5),
@@ -103,13 +91,13 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     )
 
 
-def _long_row(one: PanelAnalysis, point: Efficiency) -> dict[str, Any]:
-    ceilings = one.panel.ceilings
+def _long_row(panel: Panel, point: Efficiency) -> dict[str, Any]:
+    ceilings = panel.ceilings
     assert ceilings is not None  # without it there is no row
     return {
         "variant": point.label,
-        "pass": one.panel.title,
-        "settings": one.panel.subtitle,
+        "pass": panel.title,
+        "settings": panel.subtitle,
         **{name: getattr(point, name) for name in _NUMBERS},
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,

@@ -10,15 +10,13 @@ from attn_zoo.report.tables.table import Column, Row, Table, interval_column, nu
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import doubt_words
 
-__all__ = ["crossing_text", "crossover_table", "exponent_table", "round_length"]
-
 
 def exponent_table(analysis: Analysis) -> Table:
     """Return fitted and claimed exponents of time and peak memory, one row per curve."""
     rows = [
-        {"panel": one.panel.title, "settings": one.panel.subtitle, **_growth_row(growth)}
-        for one in analysis.panels
-        for fits in (one.time, one.memory)
+        {"panel": panel.title, "settings": panel.subtitle, **_growth_row(growth)}
+        for panel in analysis.panels
+        for fits in (panel.time, panel.memory)
         for growth in fits.values()
         if growth.slopes
     ]
@@ -49,7 +47,8 @@ def exponent_table(analysis: Analysis) -> Table:
 
 
 def _doubt(analysis: Analysis) -> str:
-    return doubt_words(point.num_processes for one in analysis.panels for point in one.panel.points)
+    doubt = doubt_words(point.num_processes for panel in analysis.panels for point in panel.points)
+    return f"{doubt} {analysis.caveats}".strip()
 
 
 def _growth_row(growth: Growth) -> dict[str, Any]:
@@ -109,10 +108,10 @@ _NOTHING_GROWS = "Nothing to fit: it takes two lengths."
 def crossover_table(analysis: Analysis) -> Table:
     """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
     rows = []
-    for one in analysis.panels:
-        for crossing in (*one.crossings, *one.memory_crossings):
+    for panel in analysis.panels:
+        for crossing in (*panel.crossings, *panel.memory_crossings):
             result = crossing.result
-            if result is not None and len(result.lengths) == 1 and one.panel.turns:
+            if result is not None and len(result.lengths) == 1 and panel.turns:
                 continue  # nothing can cross, and the table of turns says how much cheaper
             rows.append(
                 {
@@ -120,8 +119,8 @@ def crossover_table(analysis: Analysis) -> Table:
                     "quantity": "time" if crossing.quantity == "time" else "memory",
                     "against": crossing.against,
                     "against_is": "fastest exact" if crossing.is_fastest else "exact",
-                    "panel": one.panel.title,
-                    "settings": one.panel.subtitle,
+                    "panel": panel.title,
+                    "settings": panel.subtitle,
                     "outcome": result.kind if result else "no_common_length",
                     "crossing": result.length if result else None,
                     "crossing_low": result.low if result else None,

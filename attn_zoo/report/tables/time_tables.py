@@ -6,30 +6,21 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from attn_zoo.report.analysis.analyse import Analysis, PanelAnalysis
+from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.observations import Observation
+from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.measurements import CALLS, token_rates
-from attn_zoo.report.tables.table import Column, Row, Table, length_columns, number_column, text_column, time_column
+from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column, wide_table
 from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, interval_ms, interval_rate, ratio
 from attn_zoo.report.wording import doubt_words, held_words, outcome
 from attn_zoo.statistics import time_ratio
 
-__all__ = ["length_table", "measurement_table", "step_table", "turns_table"]
-
 _GRAPHS = "In parentheses, where a call is bound by its launches: the same call replayed from a CUDA graph, cache warm."
 
 
-def length_table(one: PanelAnalysis, quantity: Literal["time", "memory"]) -> Table:
+def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     """Return variants down, lengths across: median time with its interval, or peak memory."""
-    panel = one.panel
-    rows = [
-        {"variant": series.label}
-        | dict.fromkeys(map(str, panel.lengths))
-        | {str(each.seq_len): each for each in series.outcomes}
-        for series in panel.series
-    ]
-    show, brief, sort = _CELLS[quantity]
     title, how_to_read = {
         "time": ("Time", "Median, with the 95 % interval of the median in brackets."),
         "memory": ("Peak memory", f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included."),
@@ -37,18 +28,13 @@ def length_table(one: PanelAnalysis, quantity: Literal["time", "memory"]) -> Tab
     points = panel.points if quantity == "time" else []
     graphs = _GRAPHS if any(point.timing.graph_ms for point in points) else ""
     doubt = doubt_words(point.num_processes for point in points)
-    return Table(
-        name=f"{quantity}-{panel.name}",
-        title=f"{title}, {panel.title}",
-        note=" ".join(filter(None, (how_to_read, doubt, graphs, f"{panel.subtitle}."))),
-        columns=(
-            text_column("variant", "variant", priority=0),
-            *length_columns(
-                panel.lengths, partial(_at, show=show), partial(_at, show=brief), partial(_sort_at, sort=sort)
-            ),
-        ),
-        rows=tuple(rows),
-        is_view=True,
+    show, brief, sort = _CELLS[quantity]
+    return wide_table(
+        f"{quantity}-{panel.name}",
+        f"{title}, {panel.title}",
+        " ".join(filter(None, (how_to_read, doubt, graphs, f"{panel.subtitle}."))),
+        {series.label: series.outcomes for series in panel.series},
+        (partial(_at, show=show), partial(_at, show=brief), partial(_sort_at, sort=sort)),
     )
 
 
@@ -79,12 +65,12 @@ _TIMES = ("median_ms", "low_ms", "high_ms", "q1_ms", "q3_ms")
 _RATES = ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high")
 
 
-def _row(one: PanelAnalysis, series: Series, point: Point | Failure) -> dict[str, Any]:
+def _row(panel: Panel, series: Series, point: Point | Failure) -> dict[str, Any]:
     """Return all that is known of one length: in files each of `CALLS` is a column, whatever a table shows of it."""
     row: dict[str, Any] = {
         "variant": series.label,
-        "pass": one.panel.title,
-        "settings": one.panel.subtitle,
+        "pass": panel.title,
+        "settings": panel.subtitle,
         "seq_len": point.seq_len,
         "is_simulated": series.is_simulated,
     }
@@ -107,8 +93,8 @@ def _row(one: PanelAnalysis, series: Series, point: Point | Failure) -> dict[str
     }
 
 
-def _rows(panels: Iterable[PanelAnalysis]) -> list[dict[str, Any]]:
-    return [_row(one, series, point) for one in panels for series in one.panel.series for point in series.outcomes]
+def _rows(panels: Iterable[Panel]) -> list[dict[str, Any]]:
+    return [_row(panel, series, point) for panel in panels for series in panel.series for point in series.outcomes]
 
 
 def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) -> list[Column]:
@@ -120,9 +106,9 @@ def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) ->
 def measurement_table(analysis: Analysis) -> Table:
     """Return every measured or failed length of every panel as one row."""
     rows = []
-    for one in analysis.panels:
-        exact = {point.seq_len: point.median_ms for point in (one.panel.baseline.points if one.panel.baseline else ())}
-        for row in _rows([one]):
+    for panel in analysis.panels:
+        exact = {point.seq_len: point.median_ms for point in (panel.baseline.points if panel.baseline else ())}
+        for row in _rows([panel]):
             is_comparable = row["seq_len"] in exact and bool(row["median_ms"])
             rows.append(row | {"speed_up": exact[row["seq_len"]] / row["median_ms"] if is_comparable else None})
     has_graphs = any(row["graph_ms"] for row in rows)
@@ -135,8 +121,9 @@ def measurement_table(analysis: Analysis) -> Table:
         note=(
             f"Median with 95 % interval. {doubt_words(row['num_processes'] for row in rows if row['num_processes'])} "
             f"Extra memory: peak without inputs, output and gradients of the inputs{steps}. Saved: "
-            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs}"
-        ),
+            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} "
+            f"{analysis.caveats}"
+        ).strip(),
         columns=(
             text_column("variant", "variant", priority=0),
             text_column("pass", "pass", priority=0 if len(analysis.panels) > 1 else 5),
@@ -155,18 +142,18 @@ def measurement_table(analysis: Analysis) -> Table:
 
 def step_table(analysis: Analysis) -> Table | None:
     """Return one row for each variant and length of every panel of training steps, the fastest first; None without."""
-    panels = [one for one in analysis.panels if one.panel.pass_ == "step"]  # noqa: S105 - a word of ours
+    panels = [panel for panel in analysis.panels if panel.pass_ == "step"]  # noqa: S105 - a word of ours
     rows = [
         row
-        for one in panels
+        for panel in panels
         for row in sorted(
-            _rows([one]), key=lambda row: (row["seq_len"], row["median_ms"] or float("inf"), row["variant"])
+            _rows([panel]), key=lambda row: (row["seq_len"], row["median_ms"] or float("inf"), row["variant"])
         )
     ]
     if not rows:
         return None
     doubt = doubt_words(row["num_processes"] for row in rows if row["num_processes"])
-    subtitles = " ".join(f"{text}." for text in dict.fromkeys(one.panel.subtitle for one in panels))
+    subtitles = " ".join(f"{text}." for text in dict.fromkeys(panel.subtitle for panel in panels))
     return Table(
         name="steps",
         title="Training steps",
@@ -205,7 +192,7 @@ def _rate(row: Row) -> str:
 
 def turns_table(analysis: Analysis) -> Table | None:
     """Return one row for each variant of each bundle, the fastest first; None where nothing was timed in turns."""
-    rows = [row for one in analysis.panels for row in _turn_rows(one)]
+    rows = [row for panel in analysis.panels for row in _turn_rows(panel)]
     if not rows:
         return None
     again = ", and again in further processes" if any(row["num_processes"] > 1 for row in rows) else ""
@@ -216,8 +203,9 @@ def turns_table(analysis: Analysis) -> Table | None:
         title="Timed in turns",
         note=(
             f"Each group was timed in one process, in rounds of one call each{again}. Beside the fastest: median over "
-            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}."
-        ),
+            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. "
+            f"{analysis.caveats}"
+        ).strip(),
         columns=(
             text_column("pass", "pass", priority=0),
             number_column("length", "seq_len", human_length, priority=0),
@@ -237,9 +225,9 @@ def turns_table(analysis: Analysis) -> Table | None:
     )
 
 
-def _turn_rows(one: PanelAnalysis) -> list[dict[str, Any]]:
+def _turn_rows(panel: Panel) -> list[dict[str, Any]]:
     bundles: dict[tuple[int, str], list[Observation]] = {}
-    for turn in one.panel.turns:
+    for turn in panel.turns:
         bundles.setdefault((turn.cell.seq_len or 0, turn.record.bundle), []).append(turn)
     rows = []
     for (seq_len, bundle), members in sorted(bundles.items()):
@@ -258,8 +246,8 @@ def _turn_rows(one: PanelAnalysis) -> list[dict[str, Any]]:
             )
             rows.append(
                 {
-                    "pass": one.panel.title,
-                    "settings": one.panel.subtitle,
+                    "pass": panel.title,
+                    "settings": panel.subtitle,
                     "seq_len": seq_len,
                     "variant": turn.label,
                     "median_ms": timing.median_ms,

@@ -32,7 +32,7 @@ def test_recovers_known_powers_and_reads_them(tmp_path):
 def test_memory_is_fitted_from_bytes(tmp_path):
     records = [scaling("full", n, quadratic_memory=True) for n in DOUBLINGS]
     one = panel(tmp_path, [*records, *powers("linformer", 1)])
-    exponent = growth(one.panel.series[0], "extra_bytes").exponent
+    exponent = growth(one.series[0], "extra_bytes").exponent
     assert exponent is not None
     assert exponent.value == pytest.approx(2.0)
     assert one.memory["linformer"].verdict == "linear"
@@ -84,7 +84,7 @@ def test_the_baseline_is_the_fastest_exact_kernel_at_each_length(tmp_path):
     slow_start = [scaling("full", n, 5 + 1e-6 * n**2, label="fused", options={"b": "f"}) for n in DOUBLINGS]
     steep = [scaling("full", n, 1e-5 * n**2, label="plain", options={"b": "p"}) for n in DOUBLINGS]
     one = panel(tmp_path, [*slow_start, *steep, *powers("bigbird", 1, 4e-2)])
-    baseline = one.panel.baseline
+    baseline = one.baseline
     assert baseline is not None
     assert baseline.label == "plain / fused"
     for point in baseline.points:
@@ -98,13 +98,13 @@ def test_the_baseline_is_the_fastest_exact_kernel_at_each_length(tmp_path):
 
 def test_without_claims_there_is_no_baseline(tmp_path):
     one = panel(tmp_path, [*powers("full", 2), *powers("bigbird", 1)], claims={})
-    assert one.panel.baseline is None
+    assert one.baseline is None
     assert one.crossings == ()
 
 
 def test_repeated_runs_pool_their_samples(tmp_path):
     runs = [write_run(tmp_path / str(seed), [scaling("full", 512, 10.0 + seed, seed=seed)]) for seed in (0, 1)]
-    point = analyse(runs).panels[0].panel.series[0].points[0]
+    point = analyse(runs).panels[0].series[0].points[0]
     assert len(point.timing.samples_ms) == 30
     assert 10.0 < point.median_ms < 11.0
     assert point.low_ms <= point.median_ms <= point.high_ms
@@ -117,7 +117,7 @@ def test_settings_that_differ_make_panels_of_their_own(tmp_path):
         for is_causal in (False, True)
         for dtype in ("float32", "bfloat16")
     ]
-    panels = [one.panel for one in analyse([write_run(tmp_path / "run", records)]).panels]
+    panels = analyse([write_run(tmp_path / "run", records)]).panels
     assert len({one.name for one in panels}) == len({one.title for one in panels}) == 8
     assert panels[0].title.startswith("forward,")  # forward before forward + backward
 

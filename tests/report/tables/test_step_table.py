@@ -152,7 +152,7 @@ def test_what_a_mechanism_claims_is_not_said_of_the_model_around_it(tmp_path: Pa
     analysis, _ = reported(tmp_path, *(step(name, n, n / 10) for name in ("full", "linformer") for n in lengths))
     growth = analysis.panels[0].time
     assert all(found.claimed is None and found.exponent is not None for found in growth.values())
-    assert analysis.panels[0].panel.baseline is not None, "exact all the same"
+    assert analysis.panels[0].baseline is not None, "exact all the same"
     pictures = make_pictures(analysis)
     assert not any("claimed" in picture.alt for picture in pictures)
 

@@ -1,0 +1,134 @@
+"""Group series into panels: one figure of each kind, with growth, crossovers and efficiency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attn_zoo.metadata import ROUTING_SEES_FUTURE
+from attn_zoo.records import Ceilings
+from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
+from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
+from attn_zoo.report.analysis.observations import Observation, Results
+from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series
+from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """Series that differ in nothing but the mechanism.
+
+    Args:
+        title: what is timed, such as `"forward + backward"`.
+        subtitle: everything else that all series share, and the caveats.
+        caveats: what a reader must know of single series, one half-sentence each.
+        name: for file names; unique among the panels of one report.
+        series: ordered by label.
+        baseline: at each length the fastest exact series, or None where the run has none.
+        pass_: what is timed, as recorded.
+        ceilings: of the machine, or None where the run has not measured them.
+        turns: what was timed in turns with others: not pooled, because samples are of their rounds.
+        time: growth of time, by label.
+        memory: growth of peak memory, by label.
+        crossings: in time, against the fastest exact series (and each exact one).
+        memory_crossings: in peak memory, likewise.
+        efficiency: rates beside the ceilings of the machine, by label; empty where the run has not measured those.
+    """
+
+    title: str
+    subtitle: str
+    caveats: tuple[str, ...]
+    name: str
+    series: tuple[Series, ...]
+    baseline: Series | None
+    pass_: str
+    ceilings: Ceilings | None
+    turns: tuple[Observation, ...]
+    time: dict[str, Growth]
+    memory: dict[str, Growth]
+    crossings: tuple[Crossing, ...]
+    memory_crossings: tuple[Crossing, ...]
+    efficiency: dict[str, list[Efficiency]]
+
+    @property
+    def points(self) -> list[Point]:
+        """All measured lengths of all series."""
+        return [point for series in self.series for point in series.points]
+
+    @property
+    def lengths(self) -> list[int]:
+        """All lengths, measured or failed, ascending."""
+        return sorted({one.seq_len for series in self.series for one in series.outcomes})
+
+    def crossing(self, label: str) -> Crossing | None:
+        """Return where `label` gets faster than the fastest exact series, if both were measured."""
+        return next((one for one in self.crossings if one.is_fastest and one.label == label), None)
+
+
+def _setting(one: Observation) -> dict[str, Any]:
+    """Return everything but mechanism and length that decides a timing; see `PANEL_FIELDS`."""
+    given = {"environment": one.environment, "pass": one.cell.pass_ or "", "protocol": one.cell.protocol or ""}
+    return {name: given[name] if name in given else getattr(one.cell, name) for name in PANEL_FIELDS}
+
+
+def make_panels(results: Results) -> list[Panel]:
+    """Return the panels of all that was to be timed, in a stable order."""
+    groups: dict[tuple[Any, ...], list[Observation]] = {}
+    for one in results.observations:
+        if not one.is_training and one.cell.seq_len is not None:
+            groups.setdefault(tuple(_setting(one).values()), []).append(one)
+    passes = list(PASS_TITLES)
+
+    def order(key: tuple[Any, ...]) -> tuple[Any, ...]:
+        device, pass_ = (key[PANEL_FIELDS.index(name)] for name in ("device", "pass"))
+        nulls_last = tuple((value is None, "" if value is None else value) for value in key)
+        return device, passes.index(pass_) if pass_ in passes else len(passes), nulls_last
+
+    settings = {key: dict(zip(PANEL_FIELDS, key, strict=True)) for key in sorted(groups, key=order)}
+    varying = {name for name in PANEL_FIELDS if len({setting[name] for setting in settings.values()}) > 1}
+    names: set[str] = set()
+    return [
+        _panel(setting, groups[key], _unique(panel_name(setting, varying), names), results, varying)
+        for key, setting in settings.items()
+    ]
+
+
+def _panel(
+    setting: Mapping[str, Any], members: Sequence[Observation], name: str, results: Results, varying: set[str]
+) -> Panel:
+    by_label: dict[str, list[Observation]] = {}
+    for one in members:
+        by_label.setdefault(one.label, []).append(one)
+    series = [make_series(label, by_label[label], setting["scope"], results) for label in sorted(by_label)]
+    baseline = fastest_exact(series)
+    ceilings = results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads")))
+    caveats = [
+        f"{each.label}: {ROUTING_SEES_FUTURE}"
+        for each in series
+        if setting["is_causal"] and each.points and each.claim is not None and each.claim.routing_sees_future
+    ]
+    return Panel(
+        title=panel_title(setting, varying),
+        subtitle="; ".join([panel_subtitle(setting, results.environments, varying), *caveats]),
+        caveats=tuple(caveats),
+        name=name,
+        series=tuple(series),
+        baseline=baseline,
+        pass_=setting["pass"],
+        ceilings=ceilings,
+        turns=tuple(one for one in members if one.is_timed and one.record.bundle),
+        time={each.label: growth(each, "time") for each in series},
+        memory={each.label: growth(each, "peak_bytes") for each in series},
+        crossings=tuple(crossings(series, baseline, "time")),
+        memory_crossings=tuple(crossings(series, baseline, "peak_bytes")),
+        efficiency=efficiencies(series, baseline, setting["pass"], ceilings),
+    )
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, count = name, 2
+    while candidate in taken:
+        candidate, count = f"{name}-{count}", count + 1
+    taken.add(candidate)
+    return candidate
