@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 from attn_zoo.errors import ConfigError
@@ -41,8 +42,9 @@ def variant_table() -> str:
     return "\n".join(lines)
 
 
+@cache
 def complexity_table() -> str:
-    """Return the Markdown table of "Attention Is All You Need", table 1: claims, and exponents that were measured."""
+    """Return the Markdown table of "Attention Is All You Need", table 1: claims and measured exponents."""
     from attn_zoo.conformance import Growth, measure_complexity
     from attn_zoo.registry import variants
 
