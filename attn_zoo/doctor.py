@@ -9,10 +9,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from attn_zoo.attention import BuildContext, build_attention
+from attn_zoo.console import err, out, print_json, print_table
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.energy import can_count_energy, clocks
-from attn_zoo.registry import Variant, variants
+from attn_zoo.measure.environment import capture_environment
+from attn_zoo.registry import Variant, tasks, variants
 
 _PACKAGES = {
     "torch": "everything",
@@ -92,3 +94,32 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
         ("power, clock, temperature now", power),
         ("energy counter", "readable" if can_count_energy(device) else "not readable"),
     ]
+
+
+def print_diagnosis(*, as_json: bool) -> None:
+    """Try everything and print what works, for people or as JSON."""
+    environment = capture_environment()
+    packages = diagnose_packages()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    err.print("trying every kernel: some are compiled first, which may take a minute")
+    backends = {device: diagnose_backends(device) for device in devices}
+    answers = {device: diagnose_device(device) for device in devices}
+    failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
+    if as_json:
+        answer = {
+            "environment": environment.to_dict(),
+            "packages": packages,
+            "devices": answers,
+            "backends": backends,
+            "failures": failures,
+        }
+        print_json(answer)
+        return
+    gpu = environment.gpu or "no GPU that torch can use"
+    out.print(f"{environment.cpu}, {environment.num_cores} cores, {environment.memory_bytes / 2**30:.0f} GiB; {gpu}")
+    print_table("\nPackages", ("package", "version", "for"), packages)
+    for device, rows in backends.items():
+        print_table(f"\nThe device {device}", ("question", "answer"), answers[device])
+        print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
+    if failures:
+        print_table("\nCould not be loaded", ("provider", "reason"), failures)

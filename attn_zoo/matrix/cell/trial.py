@@ -60,9 +60,9 @@ class Trial:
         make_workload: MakeWorkload,
         budget_s: float,
         *,
-        has_energy: bool = False,
-        has_count: bool = True,
-        is_repeat: bool = False,
+        has_energy: bool,
+        has_count: bool,
+        is_repeat: bool,
     ) -> None:
         self._record, self._cell, self._budget_s = record, record.cell, budget_s
         self._make_workload = make_workload
@@ -100,11 +100,7 @@ class Trial:
         assert self._work is not None
         return self._work.inputs
 
-    def prepare(
-        self,
-        inputs: Sequence[Tensor] | None = None,
-        make_stopwatch: Callable[[str], AbstractStopwatch] = stopwatch_for,
-    ) -> None:
+    def prepare(self, inputs: Sequence[Tensor] | None, make_stopwatch: Callable[[str], AbstractStopwatch]) -> None:
         """Build and check the variant, make the first call, check its output, and warm up.
 
         Args:
@@ -225,12 +221,7 @@ def _energy(work: AbstractWorkload, device: str) -> Energy | None:
 
 
 class _Ledger:
-    """Notes which member is at work, and charges the time between two rounds to the one that had it.
-
-    Args:
-        trials: all members.
-        tell: told the member, for whoever has to know after a crash.
-    """
+    """Tells which member is at work, and charges the time between two rounds to the one that had it."""
 
     def __init__(self, trials: Sequence[Trial], tell: Callable[[int], object]) -> None:
         self._trials, self._tell = trials, tell
@@ -254,7 +245,7 @@ def measure_bundle(
     *,
     seed: int,
     tell: Callable[[int], object],
-    room_bytes: int | None = None,
+    room_bytes: int | None,
 ) -> list[Record]:
     """Measure cells and return their records. Every exception but Ctrl-C becomes a status of its own cell.
 
@@ -323,11 +314,8 @@ def measure_bundle(
             if is_usable:
                 guarded(step, index)
     ended = {**done, **failures} if is_usable else failures
-    return [_with_times(ended[index], trials[index]) for index in sorted(ended)]
-
-
-def _with_times(record: Record, trial: Trial) -> Record:
-    return replace(record, duration_s=round(sum(trial.phases.values()), 4), phases=trial.phases)
+    phases = {index: trials[index].phases for index in sorted(ended)}
+    return [replace(ended[index], duration_s=round(sum(own.values()), 4), phases=own) for index, own in phases.items()]
 
 
 def _tidy(device: str) -> bool:

@@ -18,7 +18,7 @@ from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import measure_missing
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.session import Session
-from attn_zoo.matrix.drive.supervise import Control
+from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.plan.expand import Plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
@@ -74,13 +74,7 @@ class Summary:
 
 
 def standing(plan: Plan, records: Sequence[Record], repeats: Mapping[str, int] | None = None) -> Standing:
-    """Compare a plan with records; nothing is run.
-
-    Args:
-        plan: of all cells.
-        records: of the folder.
-        repeats: how many there are of cells that are not done, by key.
-    """
+    """Compare a plan with the records of a folder, and the number of repeats of cells that are not done, by key."""
     by_key = {record.cell.key: record for record in records}
     planned = {item.cell.key for item in plan.cells}
     ids = {item.cell.id for item in plan.cells}
@@ -94,9 +88,6 @@ def standing(plan: Plan, records: Sequence[Record], repeats: Mapping[str, int] |
     )
 
 
-Lanes = Sequence[tuple[Sequence[PlannedCell], Sequence[Record]]]
-
-
 class Engine(Protocol):
     """Supervises workers. Records go to `control`, which belongs to the driver: nobody else writes.
 
@@ -108,7 +99,7 @@ class Engine(Protocol):
     is_remote: bool
     jobs: int
 
-    def run(self, lanes: Lanes, settings: Settings, control: Control) -> None:
+    def run(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
         """Run all lanes, as long as `control` agrees."""
 
 
@@ -197,7 +188,9 @@ def run(
                     measure_missing(left, store, environment.digest, progress.say, session.is_over)
                 for item in left:
                     if item.refusal is not None:
-                        session.finished(_refused(item, environment.digest))
+                        started = datetime.now(UTC).isoformat(timespec="seconds")
+                        record = Record(cell=item.cell, status="unsupported", reason=item.refusal[1], started=started)
+                        session.finished(replace(record, environment=environment.digest))
                 engine.run(_lanes(left, records, repeats, is_joined=engine.is_remote), settings, session)
         finally:
             progress.end()
@@ -212,13 +205,6 @@ def run(
         stopped=session.stopped,
         folder=store.folder,
     )
-
-
-def _refused(item: PlannedCell, environment: str) -> Record:
-    assert item.refusal is not None  # asked by the caller
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    reason = item.refusal[1]
-    return Record(cell=item.cell, status="unsupported", reason=reason, environment=environment, started=started)
 
 
 def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environment: str) -> dict[str, list[Record]]:
@@ -240,15 +226,10 @@ def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environmen
 
 def _lanes(
     left: Sequence[PlannedCell], records: Mapping[str, Record], repeats: Mapping[str, Sequence[Record]], is_joined: bool
-) -> Lanes:
-    """Group runnable cells by repeat and by lane, each with the records that its curves have.
+) -> list[Lane]:
+    """Group runnable cells by repeat and by lane; `is_joined` puts all repeats of a lane in one.
 
-    Args:
-        left: cells without a record.
-        records: by key.
-        repeats: those that there are, by key.
-        is_joined: all repeats of a lane in one, for an engine whose lanes run on different machines: repeats of one
-            cell belong on one.
+    An engine whose lanes run on different machines needs that: repeats of one cell belong on one machine.
     """
     prior: dict[str, list[Record]] = {}
     for record in records.values():

@@ -30,7 +30,7 @@ class Session(Control):
         todo: cells without a record.
         earlier: records that there are already.
         jobs: trainings at once.
-        repeats: those that cells without a record have already, by key.
+        repeats: of `todo`, by key.
 
     Attributes:
         stopped: why no further cell may start, or None.

@@ -21,6 +21,9 @@ from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import STOPPERS, Environment, Record, Status
 
+Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
+"""Cells that run one after another, shorter sequences first, and the records that their curves have already."""
+
 
 class Control:
     """Asked before a bundle, and told after it. As it stands everything may start and run to its end."""
@@ -51,18 +54,13 @@ class Control:
 
 
 def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
-    """Return the record of a cell that a shorter length of its curve makes hopeless, or None.
-
-    Args:
-        item: cell in question.
-        earlier: records of the same curve, and perhaps of others.
-    """
+    """Return the record of a cell that a shorter length of its curve makes hopeless, or None."""
     cell = item.cell
     for record in earlier:
         length = record.cell.seq_len
-        if record.cell.curve != cell.curve or record.status not in STOPPERS or length is None:
+        if record.cell.curve != cell.curve or record.status not in STOPPERS:
             continue
-        if cell.seq_len is None or cell.seq_len <= length:
+        if length is None or cell.seq_len is None or cell.seq_len <= length:
             continue
         if record.status == "timeout":
             return Record(cell=cell, status="timeout", reason=f"not started: length {length} of the lane timed out")
@@ -72,13 +70,9 @@ def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
 
 
 def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, prior: Sequence[Record] = ()) -> None:
-    """Run the cells of a lane, shorter sequences first; every cell, or repeat, that is started ends in one record.
+    """Run the cells of a lane, or several repeats of it; every cell, or repeat, that is started ends in one record.
 
-    Args:
-        items: of one lane; perhaps several repeats of it, one after the other.
-        pool: has the processes; it may serve other lanes before and after.
-        control: asked and told.
-        prior: records that the lane's curves have already.
+    The pool may serve other lanes before and after.
     """
     known = list(prior)
     ended: set[str] = set()  # cells that failed: they are not repeated
@@ -122,14 +116,8 @@ def run_bundle(
     """Return the records of one bundle, run in as many processes as its cells ask for; None if the run was stopped.
 
     A cell that ends its process keeps the blame; others of the bundle begin anew without it. One that runs out of
-    memory, where others hold some too, is run again by itself: then the failure is its own, or its timing says
-    `timed_alone`.
-
-    Args:
-        items: one cell, or one length of all curves that are timed in turns.
-        pool: of their lane.
-        has_next: other cells will follow.
-        is_alone: run a single cell by itself that is planned to be timed in turns.
+    memory, where others hold some too, is run again by itself (`is_alone`): then the failure is its own, or its timing
+    says `timed_alone`.
     """
     first, settings = items[0], pool.settings
     isolation = "cell" if is_alone else first.isolation
@@ -169,8 +157,20 @@ def run_bundle(
                 attempt += 1  # killed from outside, for no reason of its own: that says nothing about the cells
             else:
                 guilty = left[answer.at]
-                record = _failure(guilty, answer, pool.log(left[0]), settings.environment, attempt, began, clock)
-                final[guilty.cell.key] = replace(record, isolation=isolation, bundle=bundle)
+                status, reason = _classify(answer, guilty.timeout_s, attempt)
+                final[guilty.cell.key] = Record(
+                    cell=guilty.cell,
+                    status=status,
+                    reason=reason,
+                    environment=settings.environment,
+                    started=began.isoformat(timespec="seconds"),
+                    duration_s=round(time.monotonic() - clock, 4),
+                    isolation=isolation,
+                    bundle=bundle,
+                    attempt=attempt,
+                    exit_code=answer.exit_code,
+                    trace=_tail(pool.log(left[0])),
+                )
                 attempt = 1
     for item in items:
         key = item.cell.key
@@ -199,23 +199,6 @@ def _bundle_id(items: Sequence[PlannedCell]) -> str:
     cell = items[0].cell
     text = f"{time.time_ns()} {' '.join(item.cell.key for item in items)}"
     return f"{cell.scope}/{cell.pass_}/L{cell.seq_len}/{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-
-
-def _failure(
-    item: PlannedCell, ended: Ended, log: Path, environment: str, attempt: int, began: datetime, clock: float
-) -> Record:
-    status, reason = _classify(ended, item.timeout_s, attempt)
-    return Record(
-        cell=item.cell,
-        status=status,
-        reason=reason,
-        environment=environment,
-        started=began.isoformat(timespec="seconds"),
-        duration_s=round(time.monotonic() - clock, 4),
-        attempt=attempt,
-        exit_code=ended.exit_code,
-        trace=_tail(log),
-    )
 
 
 def _is_stopped(ended: Ended, pool: WorkerPool) -> bool:

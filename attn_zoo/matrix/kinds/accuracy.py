@@ -22,7 +22,17 @@ from pydantic import Field
 
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
 from attn_zoo.matrix.cell.outcomes import failure_record
-from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Member, Problem, Seconds, as_axis
+from attn_zoo.matrix.kinds.kind import (
+    AbstractKind,
+    Axis,
+    Forecast,
+    Group,
+    Member,
+    Problem,
+    Seconds,
+    as_axis,
+    combinations,
+)
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
@@ -67,8 +77,8 @@ class AccuracyGroup(Group):
 
     def trials(self) -> Iterator[dict[str, Any]]:
         """Yield the overrides of each combination of the grid, those of the group included."""
-        for values in itertools.product(*self.grid.values()):
-            yield {**self.overrides, **dict(zip(self.grid, values, strict=True))}
+        for trial in combinations(self.grid):
+            yield {**self.overrides, **trial}
 
 
 class Accuracy(AbstractKind):
@@ -274,8 +284,7 @@ def _protocol_problems(task: type[AbstractTask], group: Mapping[str, Any], where
     except ConfigError as error:
         path = f"{where}.overrides"
         return [*problems, *((f"{path}.{key}" if key else path, text) for key, text in error.problems)]
-    for values in itertools.product(*axes.values()) if axes else ():
-        trial = dict(zip(axes, values, strict=True))
+    for trial in combinations(axes) if axes else ():
         try:
             resolve_protocol(protocol, task_settings=settings, overrides={**overrides, **trial})
         except ConfigError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import check_output, gate
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, config_of, form_of
-from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis
+from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis, combinations
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind, make_module
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
 from attn_zoo.matrix.plan.planned_cell import Refusal
@@ -82,7 +81,7 @@ class Scaling(TimedKind):
         ]
 
     def points(self, group: ScalingGroup) -> Iterator[dict[str, Any]]:
-        axes: dict[str, Sequence[Any]] = {
+        axes = {
             "scope": group.scope,
             "dtype": group.dtypes,
             "batch_size": group.batch_size,
@@ -95,8 +94,7 @@ class Scaling(TimedKind):
             "seed": group.seeds,
             "seq_len": sorted(group.seq_len),
         }
-        for values in itertools.product(*axes.values()):
-            point = dict(zip(axes, values, strict=True))
+        for point in combinations(axes):
             yield {
                 "kind": self.name,
                 "protocol_version": PROTOCOL_VERSION,

@@ -177,33 +177,26 @@ def _entry_problems(entries: Any, shared: Mapping[str, Any], where: str) -> Iter
         path = f"{where}.variants[{index}]"
         if not isinstance(name, str):
             continue
-        if missing := _unknown(name):
-            yield path, missing
+        if name not in variants:
+            yield from _option_problems(name, {}, path)
         elif isinstance(entry, dict) and isinstance(entry.get("options"), dict):
             base = shared.get(name, {})
             merged = {**base, **entry["options"]} if isinstance(base, dict) else entry["options"]
             yield from _option_problems(name, merged, f"{path}.options")
 
 
-def _unknown(name: str) -> str | None:
-    """Return the sentence for a variant that is not registered."""
-    try:
-        variants[name]
-    except UnknownNameError as error:
-        return str(error)
-    return None
-
-
 def _option_problems(name: str, options: Any, path: str) -> list[Problem]:
-    if missing := _unknown(name):
-        return [(path, missing)]
+    try:
+        variant = variants[name]
+    except UnknownNameError as error:
+        return [(path, str(error))]
     if not isinstance(options, dict):
         return []  # the model says so already
     plain = plain_problems(options, path)
     if plain:
         return plain
     try:
-        make_config(variants[name].config, options, name)
+        make_config(variant.config, options, name)
     except ConfigError as error:
         return [(f"{path}.{where}" if where else path, text) for where, text in error.problems]
     except AttnZooError as error:
@@ -301,12 +294,7 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
 
 
 def plain_problems(value: Any, path: str) -> list[Problem]:
-    """Return what JSON cannot hold exactly: dates, NaN and infinities.
-
-    Args:
-        value: any part of a matrix.
-        path: of its key.
-    """
+    """Return what of a part of a matrix JSON cannot hold exactly: dates, NaN and infinities."""
     if isinstance(value, dict):
         return [problem for key, item in value.items() for problem in plain_problems(item, f"{path}.{key}")]
     if isinstance(value, list):
