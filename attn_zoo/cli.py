@@ -359,12 +359,12 @@ def retry(
 @app.command()
 def new(name: str, folder: Annotated[Path, typer.Option(help="Where to write the file.")] = Path()) -> None:
     """Write a file with a working variant to start from."""
-    from attn_zoo.console import out
+    from attn_zoo.console import say
     from attn_zoo.scaffold import new_variant
 
     path = new_variant(name, folder)
-    out.print(f"wrote {path}", markup=False, soft_wrap=True)
-    out.print(f"next: attn-zoo check {name} --variant-file {path}", markup=False, soft_wrap=True)
+    say(f"wrote {path}")
+    say(f"next: attn-zoo check {name} --variant-file {path}")
 
 
 @app.command(hidden=True)
@@ -386,6 +386,7 @@ def report(
 ) -> None:
     """Write tables, figures and one self-contained report.html; print the tables."""
     from attn_zoo.console import out as console
+    from attn_zoo.console import say
     from attn_zoo.errors import ConfigError
     from attn_zoo.report import analyse, print_report
     from attn_zoo.report.pages.write import write_analysis
@@ -398,7 +399,7 @@ def report(
     paths = write_analysis(analysis, out or folders[0], has_readme=readme)
     print_report(analysis, console)
     console.print()
-    console.print(f"wrote {len(paths)} files; open {paths[0]}", markup=False, soft_wrap=True)
+    say(f"wrote {len(paths)} files; open {paths[0]}")
 
 
 @app.command()
@@ -433,11 +434,11 @@ def export(
     fmt: Annotated[str, typer.Option("--format", help="csv, jsonl, parquet, markdown or latex")] = "csv",
 ) -> None:
     """Write all observations as one flat file, one row each."""
-    from attn_zoo.console import out as console
+    from attn_zoo.console import say
     from attn_zoo.report.export import export as export_runs
 
     path = export_runs(folders, fmt, out)
-    console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    say(f"wrote {path}")
 
 
 @app.command()

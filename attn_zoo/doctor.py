@@ -44,14 +44,7 @@ def backends_of(variant: Variant) -> tuple[str, ...]:
 
 
 def diagnose_backends(device: str) -> list[tuple[str, str, str]]:
-    """Try every backend of every variant on a small call, forward only.
-
-    Args:
-        device: `"cpu"` or `"cuda"`.
-
-    Returns:
-        (variant, backend, the path that ran or the reason why none did).
-    """
+    """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=128)
     heads = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -73,9 +66,6 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
 
     Which kernel torch itself would take for exact attention is asked for heads stored first, `[B, H, L, D]`, and for
     tokens stored first, as projections leave them: they need not be the same.
-
-    Args:
-        device: `"cpu"` or `"cuda"`.
     """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     heads = torch.zeros(1, 8, 1024, 64, device=device, dtype=dtype)

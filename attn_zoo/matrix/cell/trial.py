@@ -28,7 +28,7 @@ from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
 from attn_zoo.measure.timing import Sampling, sample_in_turns
-from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
+from attn_zoo.records import PASSES, Cell, Record, Timing
 from attn_zoo.registry import capabilities_of
 
 MakeWorkload = Callable[[Cell, Sequence[Tensor] | None], AbstractWorkload]
@@ -141,9 +141,6 @@ class Trial:
     def finish(self, conditions: Conditions) -> Record:
         """Return the record, after measuring memory and what else was asked for.
 
-        Args:
-            conditions: under which the samples were taken.
-
         Raises:
             AttnZooError: the work cannot have been done in the time it took.
         """
@@ -157,7 +154,14 @@ class Trial:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
                 timing = with_graph_time(timing, work.make_call, cell.device)
                 work.release()
-            memory, energy, counted = self._weigh(work, timing.median_ms)
+            with self.phase("memory"):
+                memory = work.memory()
+            if self._has_energy:
+                with self.phase("energy"):
+                    energy = _energy(work, cell.device)
+            if self._has_count and timing.median_ms < COUNT_BELOW_MS:
+                with self.phase("count"):
+                    counted = work.counted_flops()
         return replace(
             self._record,
             kernels=self._kernels,
@@ -171,18 +175,6 @@ class Trial:
             num_params=work.num_params,
             **asdict(claims),
         )
-
-    def _weigh(self, work: AbstractWorkload, median_ms: float) -> tuple[Memory, Energy | None, int | None]:
-        cell, energy, counted = self._cell, None, None
-        with self.phase("memory"):
-            memory = work.memory()
-        if self._has_energy:
-            with self.phase("energy"):
-                energy = _energy(work, cell.device)
-        if self._has_count and median_ms < COUNT_BELOW_MS:
-            with self.phase("count"):
-                counted = work.counted_flops()
-        return memory, energy, counted
 
     def drop(self) -> None:
         """Let go of everything."""

@@ -268,11 +268,6 @@ def normal(shape: tuple[int, ...], seed: tuple[int, ...], dtype: torch.dtype) ->
     """Return random normal numbers, drawn on all threads of torch and the same for any number of them.
 
     `torch.randn` draws on one thread: 3 s for the inputs of 262144 tokens with 8 heads of 64.
-
-    Args:
-        shape: of the result.
-        seed: equal seeds, equal numbers.
-        dtype: of the result.
     """
     tensor = torch.empty(shape, dtype=dtype)
     blocks = torch.split(tensor.view(-1), BLOCK_LEN)

@@ -34,9 +34,6 @@ class Repeats:
 
     They are no results. When the last repeat is done, the cell gets its one record in `cells` and they go; where one
     fails, the failure is the record and they move to `replaced`. Then nothing below reads them any more.
-
-    Args:
-        folder: the results folder.
     """
 
     def __init__(self, folder: Path) -> None:
