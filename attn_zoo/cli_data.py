@@ -63,7 +63,7 @@ def _printable(text: str) -> str:
 def list_command(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tasks, their levels, and whether their data are here. Touches no network and makes no data."""
     from attn_zoo.console import print_json, print_table, say
-    from attn_zoo.tasks.sources.inventory import describe_levels, hints, table_rows
+    from attn_zoo.tasks.sources.manifest import describe_levels, hints, table_rows
 
     levels = describe_levels(data_dir)
     if as_json:
@@ -135,7 +135,7 @@ def verify_command(
     """Compare data files with their manifests; exit code 1 if one is missing, cut short or changed."""
     from attn_zoo.console import out, print_json, say
     from attn_zoo.errors import ConfigError
-    from attn_zoo.tasks.sources.inventory import verify_source
+    from attn_zoo.tasks.sources.manifest import verify_source
 
     if level is not None and task is None:
         raise ConfigError("--level", [("", "expected a task before it")])

@@ -26,6 +26,8 @@ class Claim:
         time: display string, such as `"B H L S D"`.
         memory: likewise.
         is_exact: equals softmax attention up to rounding, so it can serve as a baseline.
+        routing_sees_future: its causal form masks every query, but decides with knowledge of the future which keys a
+            query may choose from. False in runs of older versions.
     """
 
     time_exponent: float | None = None
@@ -33,6 +35,7 @@ class Claim:
     time: str = ""
     memory: str = ""
     is_exact: bool = False
+    routing_sees_future: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +149,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         time=str(entry.get("time") or ""),
         memory=str(entry.get("memory") or ""),
         is_exact=entry.get("is_exact") is True,
+        routing_sees_future=entry.get("routing_sees_future") is True,
     )
 
 

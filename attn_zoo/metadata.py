@@ -17,6 +17,9 @@ Causality = bool | Literal["masked"]
 knowledge of the future (hash buckets, sorting, a top-k over the sequence): right for timing and for bidirectional
 tasks, refused where a model must not see what it predicts."""
 
+ROUTING_SEES_FUTURE = "masked, but its routing sees the future"
+"""What is said of causality `"masked"`."""
+
 Decode = Literal["none", "kv_cache", "recurrent"]
 Position = Literal["none", "rotary", "alibi"]
 
@@ -129,7 +132,7 @@ class Capabilities:
         if request.is_causal and not self.causal:
             return "causal", "no causal form"
         if request.is_causal and request.is_autoregressive and self.causal == "masked":
-            return "causal", "masked, but its routing sees the future"
+            return "causal", ROUTING_SEES_FUTURE
         if not request.is_causal and not self.bidirectional:
             return "bidirectional", "no bidirectional form"
         if request.is_cross and not self.cross_attention:

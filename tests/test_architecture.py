@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole_files": {"errors"},
     "records": {"errors"},
     "folder": {"errors", "records"},
-    "statistics": {"errors"},
+    "statistics": {"errors", "records"},
     "discovery": WORDS,
     "registry": WORDS | {"discovery", "attention"},  # attention for annotations only
     "kernels": WORDS,
@@ -256,11 +256,7 @@ def _public_objects() -> list[tuple[str, object]]:
 
 def test_modules_list_no_names():
     """An underscore says what is private; only a package's `__init__` lists what it offers."""
-    assert [
-        str(path)
-        for path in FILES
-        if path.name != "__init__.py" and "report" not in path.parts and "__all__" in path.read_text()
-    ] == []
+    assert [str(path) for path in FILES if path.name != "__init__.py" and "__all__" in path.read_text()] == []
 
 
 def test_every_public_name_has_a_docstring():

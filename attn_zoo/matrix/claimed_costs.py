@@ -102,7 +102,7 @@ def forward_flops(cell: Cell) -> float:
 
 
 def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return exponents, formulas and exactness by variant, stored with a run so that a report need load no variant."""
+    """Return what a run stores of each variant, so that a report need load none; see `attn_zoo.folder.Claim`."""
     return {
         name: {
             "time_exponent": variants[name].complexity.time_exponent,
@@ -110,6 +110,7 @@ def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:
             "time": variants[name].complexity.time,
             "memory": variants[name].complexity.memory,
             "is_exact": variants[name].capabilities.is_exact,
+            "routing_sees_future": variants[name].capabilities.causal == "masked",
         }
         for name in sorted(set(names) & set(variants))
     }

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from attn_zoo.measure.stopwatch import AbstractStopwatch, Sample, stopwatch_for
+from attn_zoo.measure.stopwatch import AbstractStopwatch, Call, Sample, stopwatch_for
 from attn_zoo.records import Timing
 from attn_zoo.statistics import quartiles, time_summary
 
@@ -27,8 +27,6 @@ MAX_LOOPS = 100_000
 UNSTABLE_FRAC = 0.10
 OUTLIER_FRAC = 0.50
 WAITING_FRAC = 0.90
-
-Call = Callable[[], object]
 
 
 @contextmanager

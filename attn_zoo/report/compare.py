@@ -16,8 +16,6 @@ from attn_zoo.report.tables.table import Column, Row, Table, text_column, time_c
 from attn_zoo.report.units import human_length, human_number
 from attn_zoo.report.wording import PANEL_FIELDS, doubt_words
 
-__all__ = ["agreement", "compare", "compare_table"]
-
 _MATCH = ("label", "seq_len", *(name for name in PANEL_FIELDS if name != "environment"))
 _SHOWN = ("label", "seq_len", "pass", "dtype", "device", "scope", "is_causal", "has_padding", "batch_size", "num_heads")
 _ENDS = ("low_ms", "high_ms", "num_processes")

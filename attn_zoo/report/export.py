@@ -20,8 +20,6 @@ from attn_zoo.report.tables.all_tables import summary_tables
 from attn_zoo.report.tables.table import guard_frame, to_latex, to_markdown
 from attn_zoo.whole_files import write_whole
 
-__all__ = ["COLUMNS", "FORMATS", "export", "flat_frame", "load_runs"]
-
 _LEFT_OUT = {"label", "environment", "trace", "cell", "timing", "memory", "score"}
 _RENAMED = {(Cell, "pass_"): "pass", (Record, "kernels"): "kernel", (Score, "peak_bytes"): "train_peak_bytes"}
 _JOINED = {"kernel", "gate", "flags"}

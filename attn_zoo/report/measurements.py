@@ -13,8 +13,6 @@ from typing import Literal
 from attn_zoo.records import Record
 from attn_zoo.report.units import human_bytes, human_flops, human_ms
 
-__all__ = ["CALLS", "COSTS", "Measurement", "token_rates"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:

@@ -5,24 +5,6 @@ from __future__ import annotations
 import math
 import unicodedata
 
-__all__ = [
-    "capital",
-    "clean",
-    "human_bandwidth",
-    "human_bytes",
-    "human_flops",
-    "human_length",
-    "human_ms",
-    "human_number",
-    "interval_ms",
-    "interval_rate",
-    "percent",
-    "ratio",
-    "shorten",
-    "slug",
-    "time_unit",
-]
-
 TIMES = "\u00d7"  # multiplication sign
 
 _TIME_STEPS = ((1e-3, "ns", 1e6), (1.0, "µs", 1e3), (1e3, "ms", 1.0), (6e4, "s", 1e-3), (3.6e6, "min", 1 / 6e4))

@@ -10,21 +10,6 @@ from typing import Any
 from attn_zoo.records import PASSES, Ceilings, Environment
 from attn_zoo.report.units import human_bandwidth, human_flops, slug
 
-__all__ = [
-    "OUTCOMES",
-    "PANEL_FIELDS",
-    "PASS_TITLES",
-    "Outcome",
-    "ceilings_words",
-    "doubt_words",
-    "failure_words",
-    "held_words",
-    "outcome",
-    "panel_name",
-    "panel_subtitle",
-    "panel_title",
-]
-
 PASS_TITLES: Mapping[str, str] = {pass_.name: pass_.title for pass_ in PASSES.values()}
 
 _SCOPES = {"attention": "attention only", "mixer": "mixer with projections", "model": "whole model"}

@@ -41,14 +41,7 @@ def _directions(cell: Cell, spec: TaskSpec, protocol: Protocol) -> Iterator[bool
 
 
 def requests(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -> Iterator[tuple[str, Request]]:
-    """Yield (variant, request) for everything that will be built.
-
-    Args:
-        cell: the run.
-        spec: of its task.
-        protocol: resolved.
-        has_mask: whether batches may hold padding.
-    """
+    """Yield (variant, request) for everything that will be built."""
     position: Position = "none"
     if protocol.position == "rotary" or protocol.position == "alibi":
         position = protocol.position

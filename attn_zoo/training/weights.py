@@ -51,12 +51,6 @@ class Trained:
 def save_weights(path: Path, cell: Cell, model_config: ModelConfig, model: nn.Module) -> None:
     """Write the weights of a trained model.
 
-    Args:
-        path: of the file; its folder is made.
-        cell: the run that trained it.
-        model_config: what the model was built from.
-        model: gives the tensors.
-
     Raises:
         StoreError: the folder cannot be written.
     """

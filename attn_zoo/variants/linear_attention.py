@@ -2,7 +2,7 @@
 
 Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, equations 4 to 9.
     out_i = phi(q_i) (sum_j phi(k_j) v_j^T) / (phi(q_i) sum_j phi(k_j)),   phi(x) = elu(x) + 1
-The causal form sums j <= i, in chunks of C positions (`kernels.recurrence.chunked_sums`); a value of 1 beside every
+The causal form sums j <= i, in chunks of C positions (`kernels.chunked_sums`); a value of 1 beside every
 value makes its sums those of the denominator as well. Symbols: the paper's N is our L, its M and D our head_dim D.
 Cost: time O(B H (L + S) D^2), causal O(B H L (C + D) D); memory O(B H L D); decode state O(B G D^2).
 """
@@ -19,7 +19,7 @@ from torch.nn.functional import dropout, elu, pad
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import blank_padding, keep_mask
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.kernels.recurrence.chunked_sums import chunked_sums, chunked_sums_flops
+from attn_zoo.kernels.chunked_sums import chunked_sums, chunked_sums_flops
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention

@@ -21,10 +21,16 @@ from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, M
 from attn_zoo.attention.masks import blank_padding, masked_softmax, score_bias, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.kernels.compress.learned import Short, compress_pair, fit_rows
-from attn_zoo.kernels.exact.few_keys import attend_in_parts, num_parts
+from attn_zoo.kernels.compress.compression import (
+    Short,
+    compress_pair,
+    fit_rows,
+    pool_windows,
+    window_counts,
+    window_matrix,
+)
+from attn_zoo.kernels.exact.row_chunks import attend_in_parts, num_parts
 from attn_zoo.kernels.exact.sdpa import exact_attention
-from attn_zoo.kernels.windows import pool_windows, window_counts, window_matrix
 from attn_zoo.metadata import Capabilities, Complexity, Position, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 

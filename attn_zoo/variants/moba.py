@@ -25,9 +25,8 @@ from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.masks import blank_padding, masked_softmax, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention_with_lse
-from attn_zoo.kernels.blocks.call import Backend
+from attn_zoo.kernels.blocks.call import Backend, merge_attention
 from attn_zoo.kernels.blocks.layout import PatternLayout
-from attn_zoo.kernels.blocks.merge import merge_attention
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention

@@ -23,7 +23,7 @@ from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.attention.masks import blank_padding, causal_keep
 from attn_zoo.attention.rotary import rotate
 from attn_zoo.errors import ConfigError
-from attn_zoo.kernels.recurrence.chunked_sums import chunked_sums, chunked_sums_flops
+from attn_zoo.kernels.chunked_sums import chunked_sums, chunked_sums_flops
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_mixer

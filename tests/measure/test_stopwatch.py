@@ -1,15 +1,25 @@
-"""The GPU stopwatch against a stand-in for `torch.cuda`: order of work, units, and no waiting between samples."""
+"""The GPU stopwatch and replays of CUDA graphs against a stand-in for `torch.cuda`: order of work, streams, units."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from attn_zoo.measure.stopwatch import CudaStopwatch, stopwatch_for
+from attn_zoo.measure.passes import make_pass
+from attn_zoo.measure.stopwatch import (
+    LAUNCH_BOUND_MS,
+    NUM_SAMPLES,
+    NUM_WARMUP,
+    CudaStopwatch,
+    stopwatch_for,
+    with_graph_time,
+)
 from attn_zoo.measure.timing import Sampling
+from attn_zoo.records import Timing
 
 
 class FakeCuda:
@@ -96,3 +106,190 @@ def test_gpu_time_grows_with_the_work():
     assert 3 < four.median_ms / one.median_ms < 5
     assert one.timer == "cuda_event"
     assert stopwatch_for("cuda").name == "cuda_event"
+
+
+def single(median_ms: float, timer: str = "cuda_event") -> Timing:
+    return Timing(
+        samples_ms=(median_ms,),
+        median_ms=median_ms,
+        q1_ms=median_ms,
+        q3_ms=median_ms,
+        low_ms=median_ms,
+        high_ms=median_ms,
+        first_ms=median_ms,
+        num_warmup=1,
+        inner_loops=1,
+        timer=timer,
+    )
+
+
+class FakeGenerator:
+    def __init__(self) -> None:
+        self.restored: list[str] = []
+
+    def clone_state(self) -> str:
+        return "before"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.restored.append(state)
+
+
+class FakeStream:
+    def __init__(self, name: str, cuda: GraphCuda) -> None:
+        self.name, self._cuda = name, cuda
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+class FakeGraph:
+    def __init__(self, cuda: GraphCuda) -> None:
+        self._cuda = cuda
+
+    def replay(self) -> None:
+        self._cuda.work("replay", 0.004)
+
+
+class GraphCuda(FakeCuda):
+    """A GPU whose capture records work without doing it, and fails as told; it never leaves its stream by itself."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails, self.is_capturing = fails, False
+        self.outer, self.default_generators = FakeStream("outer", self), [FakeGenerator()]
+        self.stream_now = self.outer
+
+    def Stream(self) -> FakeStream:
+        return FakeStream("side", self)
+
+    def current_stream(self) -> FakeStream:
+        return self.stream_now
+
+    def current_device(self) -> int:
+        return 0
+
+    def CUDAGraph(self) -> FakeGraph:
+        return FakeGraph(self)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.stream_now = self.stream_now, stream
+        try:
+            yield
+        finally:
+            self.stream_now = before
+
+    @contextmanager
+    def graph(self, _graph: FakeGraph, *, stream: FakeStream) -> Iterator[None]:
+        assert stream is self.stream_now
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    def synchronize(self, *_device: object) -> None:
+        super().synchronize(torch.device("cuda"))
+
+    def work(self, name: str, milliseconds: float) -> None:
+        if self.is_capturing:
+            if self.fails:
+                raise RuntimeError("operation not permitted when stream is capturing\nand more lines")
+            self.log.append(f"captured {name}")
+        else:
+            super().work(name, milliseconds)
+
+
+def make_for(cuda: GraphCuda) -> Any:
+    def make() -> tuple[Any, Any]:
+        assert cuda.current_stream().name == "side", "a backward runs on the stream of its forward"
+        cuda.log.append("made")
+        return lambda: cuda.work("call", 0.05), lambda: cuda.log.append("setup")
+
+    return make
+
+
+def test_a_launch_bound_call_is_captured_once_and_replayed():
+    cuda = GraphCuda()
+    timing = with_graph_time(single(0.05), make_for(cuda), "cuda", cuda=cuda)
+    assert timing.graph_ms == pytest.approx(0.004)
+    assert (timing.graph_reason, timing.median_ms, timing.flags) == ("", 0.05, ())
+    replays = 100  # 5 ms of a call of 0.05 ms
+    assert cuda.log[: 2 + 2 * NUM_WARMUP] == ["side waits for outer", "made", *["setup", "call"] * NUM_WARMUP]
+    assert cuda.log[2 + 2 * NUM_WARMUP :] == [
+        *("setup", "captured call"),
+        *["replay"] * NUM_WARMUP,
+        *["event", *["replay"] * replays, "event"] * NUM_SAMPLES,
+        *("synchronize", "synchronize"),
+    ]
+    assert cuda.stream_now is cuda.outer
+    assert cuda.default_generators[0].restored == []
+
+
+@pytest.mark.parametrize("timing", [single(LAUNCH_BOUND_MS), single(0.01, "perf_counter")], ids=["long", "cpu"])
+def test_other_calls_are_left_alone(timing):
+    cuda = GraphCuda()
+    assert with_graph_time(timing, make_for(cuda), "cuda", cuda=cuda) is timing
+    assert cuda.log == []
+
+
+def test_a_capture_that_fails_is_a_reason_and_leaves_no_trace():
+    cuda = GraphCuda(fails=True)
+    timing = with_graph_time(single(0.05), make_for(cuda), "cuda", cuda=cuda)
+    assert timing.graph_ms is None
+    assert timing.graph_reason == "RuntimeError: operation not permitted when stream is capturing"
+    assert (timing.median_ms, timing.flags) == (0.05, ())
+    assert cuda.stream_now is cuda.outer
+    assert cuda.default_generators[0].restored == ["before"], "later random numbers must not think of the capture"
+
+
+def test_passes_on_cpu_have_no_graph():
+    leaf = torch.randn(4, requires_grad=True)
+    call, setup = make_pass(lambda: leaf * 2, [leaf], "fwd_bwd")
+    timing = Sampling(call, setup=setup, budget_s=0.01).run()
+    assert with_graph_time(timing, lambda: make_pass(lambda: leaf * 2, [leaf], "fwd_bwd"), "cpu") is timing
+    assert (timing.graph_ms, timing.graph_reason) == (None, "")
+
+
+def test_records_of_before_have_no_graph_time():
+    data = single(0.05).to_dict()
+    del data["graph_ms"], data["graph_reason"]
+    assert Timing.from_dict(data) == single(0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pass_", ["infer", "fwd", "bwd", "fwd_bwd"])
+def test_gpu_replays_beat_launches_in_every_pass(pass_):
+    """Ten kernels of a microsecond each: a host that launches them one by one is slower than the GPU."""
+    leaf = torch.randn(256, device="cuda", requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        value = leaf
+        for _ in range(10):
+            value = value * 1.01
+        return value
+
+    call, setup = make_pass(forward, [leaf], pass_)
+    for _ in range(3):
+        if setup is not None:
+            setup()
+        call()
+    del call, setup
+    timing = with_graph_time(single(0.09), lambda: make_pass(forward, [leaf], pass_), "cuda")
+    assert timing.graph_reason == ""
+    assert timing.graph_ms is not None
+    assert 0.001 < timing.graph_ms < 0.09
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_goes_on_after_a_capture_that_failed():
+    """Asking the GPU for a number cannot be captured; random numbers and new captures must still work afterwards."""
+    noise = torch.randn(8, device="cuda")
+    failed = with_graph_time(single(0.05), lambda: (lambda: torch.rand(8, device="cuda").sum().item(), None), "cuda")
+    assert failed.graph_ms is None
+    assert failed.graph_reason
+    assert torch.isfinite(torch.randn(8, device="cuda")).all()
+    again = with_graph_time(single(0.05), lambda: (lambda: noise * 2, None), "cuda")
+    assert again.graph_ms is not None

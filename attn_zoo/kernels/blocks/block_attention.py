@@ -3,7 +3,7 @@
 A variant names a `PatternLayout`, or makes a `BlockPattern` of its data, and calls `block_sparse_attention`. Three
 paths compute it:
 
-* `gather`: any device and dtype, linear in time and memory, dropout and ALiBi included (`gather/`);
+* `gather`: any device and dtype, linear in time and memory, dropout and ALiBi included (`gather.py`);
 * `flex`: PyTorch's FlexAttention on a GPU, with a block mask built directly from the table (`flex.py`);
 * `triton`: our own kernels on a GPU, dropout and ALiBi included, compiled once for all lengths (`triton/`).
 
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path
-from attn_zoo.kernels.blocks.gather.dense_piece import wide_dtype
-from attn_zoo.kernels.blocks.gather.walk import gather_backward, gather_forward
+from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path, wide_dtype
+from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
 

@@ -1,10 +1,10 @@
-"""One call of block-sparse attention, as every path takes it, and which path can serve it."""
+"""One call of block-sparse attention, as every path takes it, which path can serve it, and how results are merged."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -162,3 +162,28 @@ def _choose(
     if (reason := reasons[backend]()) is not None:
         raise UnsupportedError("backend", reason)
     return backend
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that sums of `dtype` are kept in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+    """Merge the outputs of softmax attention over disjoint keys into that over all of them.
+
+    Args:
+        outputs: `[..., D]` each.
+        lses: log-sum-exp of the scores `[...]`, natural; minus infinity where a query sees none of those keys.
+
+    Returns:
+        `[..., D]` in the dtype of the outputs; zeros where a query sees no key at all.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    highest = torch.stack([lse.detach() for lse in lses]).amax(0)
+    highest = highest.masked_fill(highest.isneginf(), 0.0)
+    shares = [(lse - highest).exp()[..., None] for lse in lses]
+    total = torch.stack(shares).sum(0).clamp_min(torch.finfo(highest.dtype).tiny)
+    merged = sum(share / total * output.to(share.dtype) for share, output in zip(shares, outputs, strict=True))
+    return torch.as_tensor(merged).to(outputs[0].dtype)

@@ -22,8 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.blocks.call import BlockCall
-from attn_zoo.kernels.blocks.merge import merge_attention
+from attn_zoo.kernels.blocks.call import BlockCall, merge_attention
 from attn_zoo.kernels.blocks.pattern import BlockPattern, transpose_table
 from attn_zoo.kernels.trace import note_path
 

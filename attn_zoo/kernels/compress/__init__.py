@@ -1,1 +1,1 @@
-"""Compression of a sequence to a few rows by a learned matrix."""
+"""Compression of a sequence to a few rows, by a learned matrix or over windows."""

@@ -8,17 +8,36 @@ the copy of a chunk, so on a CPU nothing as long as the sequence is made beyond 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_zoo.kernels.compress.compress_call import CompressCall
-
 CPU_CHUNK = 1024  # positions whose copy stays in the cache; 256 to 2048 measured alike
 GPU_TILES = 264  # two tiles for each of 132 multiprocessors
 GPU_TILE_SIDE = 128
 GPU_MIN_CHUNK = 256
+
+
+class CompressCall(NamedTuple):
+    """One or two sources of tokens (keys and values), one or two matrices; what stands alone goes with both others.
+
+    Args:
+        tokens: each `[B, G, S, D]`, alike in shape, strides and dtype.
+        matrices: each `[B or 1, G or 1, S, k]`, alike likewise; a 1 is shared along that dimension.
+        mask: bool `[B, S]`, True = left out, or None.
+    """
+
+    tokens: tuple[Tensor, ...]
+    matrices: tuple[Tensor, ...]
+    mask: Tensor | None
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Which tokens meet which matrix: one pair for each result."""
+        count = max(len(self.tokens), len(self.matrices))
+        return [(self.tokens[i % len(self.tokens)], self.matrices[i % len(self.matrices)]) for i in range(count)]
 
 
 def compress(call: CompressCall) -> list[Tensor]:

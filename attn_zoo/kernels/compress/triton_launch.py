@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.kernels.compress import triton_kernels as kernels
-from attn_zoo.kernels.compress.compress_call import CompressCall
+from attn_zoo.kernels.compress.products import CompressCall
 from attn_zoo.kernels.compress.triton_tiles import (
     HOPPER_PROCESSORS,
     HOPPER_SHARED_BYTES,

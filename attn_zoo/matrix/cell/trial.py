@@ -24,9 +24,8 @@ from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.measure.ceilings import exceeds_physical
-from attn_zoo.measure.cuda_graphs import with_graph_time
 from attn_zoo.measure.energy import Energy, energy_of_call
-from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for
+from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_graph_time
 from attn_zoo.measure.timing import Sampling, sample_in_turns
 from attn_zoo.records import PASSES, Cell, Record, Timing
 from attn_zoo.registry import capabilities_of

@@ -17,7 +17,6 @@ from typing import Protocol
 from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import measure_missing
-from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
@@ -27,6 +26,7 @@ from attn_zoo.matrix.plan.expand import Plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import ANSWERS, Cell, Environment, Record
+from attn_zoo.statistics import pool_records
 
 GRACE_S = 30.0
 """How long the running cell may go on after the first Ctrl-C."""
@@ -146,7 +146,7 @@ class Session(Control):
                 self._store.repeats.write(record, len(repeats))
                 self._progress.finished(record, step)
                 return
-            record = merge_repeats(repeats)
+            record = pool_records(repeats)
         elif num_repeats > 1:
             num_done = num_repeats - len(repeats)
             if repeats:

@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
-from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import STOPPERS, Environment, Record, Status
+from attn_zoo.statistics import pool_records
 
 Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
 """Cells that run one after another, shorter sequences first, and the records that their curves have already."""
@@ -175,23 +175,19 @@ def run_bundle(
     for item in items:
         key = item.cell.key
         if key not in final:
-            final[key] = merge_repeats(measured[key])
+            final[key] = pool_records(measured[key])
         elif final[key].status in {"oom_device", "oom_host"} and len(items) > 1:
             again = run_bundle([item], pool, has_next, is_alone=True)
             if again is None:
                 return None
-            final[key] = _marked(again[0])
+            final[key] = again[0]
+            if (timing := again[0].timing) is not None:
+                final[key] = replace(again[0], timing=replace(timing, flags=(*timing.flags, "timed_alone")))
     return [final[item.cell.key] for item in items]
 
 
 def _folder(folder: Path | None, name: str = "") -> str | None:
     return str(folder / name) if folder else None
-
-
-def _marked(record: Record) -> Record:
-    if record.timing is None:
-        return record
-    return replace(record, timing=replace(record.timing, flags=(*record.timing.flags, "timed_alone")))
 
 
 def _bundle_id(items: Sequence[PlannedCell]) -> str:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -114,10 +114,7 @@ class Accuracy(AbstractKind):
         return list(dict.fromkeys(problems))
 
     def expand(self, group: AccuracyGroup, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
-        @cache
-        def known(task: str, level: str) -> _Known:
-            return _known_of(task, level, data_dir)
-
+        known = cache(partial(_known_of, data_dir=data_dir))  # it hashes files
         for member, task, level in itertools.product(members, group.task, group.level):
             data = known(task, level)
             own = _directions_of(data.spec.kind)[:1] if data.spec else (False,)

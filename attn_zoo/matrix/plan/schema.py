@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,16 +144,12 @@ def _defaults(raw: Any) -> tuple[dict[str, Any], list[Problem]]:
             # Only this field matters here; the others of the group are not given yet.
             model.model_validate({key: value})
         except ValidationError as error:
-            own = [problem for problem in sentences(error, model, ("defaults",)) if _starts(problem[0], key)]
-            if own:
+            every = sentences(error, model, ("defaults",))
+            if own := [problem for problem in every if re.split(r"[.\[]", problem[0])[1] == key]:
                 problems += own
                 continue
         usable[key] = value
     return usable, problems
-
-
-def _starts(path: str, key: str) -> bool:
-    return path.removeprefix("defaults.").partition("[")[0].partition(".")[0] == key
 
 
 def _name_problems(data: Mapping[str, Any]) -> list[Problem]:

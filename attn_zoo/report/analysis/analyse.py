@@ -12,8 +12,6 @@ from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.task_means import Overview, make_overviews
 from attn_zoo.report.units import human_length
 
-__all__ = ["Analysis", "analyse"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Analysis:
@@ -42,6 +40,11 @@ class Analysis:
     def variants(self) -> dict[str, str]:
         """Registered name of the variant behind each label."""
         return {one.label: one.cell.variant for one in self.results.observations}
+
+    @property
+    def caveats(self) -> str:
+        """What a reader must know of single variants in the panels, as sentences; empty where there is nothing."""
+        return " ".join(dict.fromkeys(f"{caveat}." for panel in self.panels for caveat in panel.caveats))
 
 
 def analyse(dirs: Iterable[str | Path]) -> Analysis:

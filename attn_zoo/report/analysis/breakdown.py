@@ -8,8 +8,6 @@ from statistics import fmean
 
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval
 
-__all__ = ["Part", "axes_of", "parts", "values_of"]
-
 _NOT_AXES = frozenset({"value", "num_items"})
 
 

@@ -9,8 +9,6 @@ from attn_zoo.records import PASSES, Ceilings
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.units import percent
 
-__all__ = ["CONVENTIONS", "Efficiency", "efficiencies", "pass_flops"]
-
 CONVENTIONS = (
     "Useful FLOPs, by formula, a multiply-add being two; a backward counts as {ratios} forwards. Fewest bytes: inputs "
     "and the mechanism's own weights read and output written once; a backward twice that (inputs, output and its "

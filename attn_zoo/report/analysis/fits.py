@@ -18,8 +18,6 @@ from attn_zoo.statistics import (
     local_slopes,
 )
 
-__all__ = ["Crossing", "Growth", "Quantity", "crossings", "growth", "samples_by_length"]
-
 Quantity = Literal["time", "peak_bytes", "extra_bytes", "saved_bytes"]
 
 TOLERANCE = 0.1

@@ -8,8 +8,6 @@ from typing import Literal
 
 from attn_zoo.report.analysis.metric import Metric
 
-__all__ = ["FAR", "Standing", "floor_words", "judge", "margin", "near_marks", "size_error"]
-
 CHANCE = "chance"
 TWO_SIDED = 1.96
 """Standard errors on either side of a 95 % interval."""

@@ -12,8 +12,6 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import LabelScore
 from attn_zoo.report.analysis.training_runs import TrainingRun
 
-__all__ = ["Axis", "What", "best_within", "budgets", "mean_curve", "seed_curves"]
-
 Axis = Literal["steps", "flops", "seconds"]
 What = Literal["validation", "train_loss"]
 AXES: tuple[Axis, ...] = ("steps", "flops", "seconds")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from attn_zoo.records import LOWER_IS_BETTER
 
-__all__ = ["MINUS", "Metric"]
-
 MINUS = "\u2212"
 
 

@@ -11,8 +11,6 @@ from attn_zoo.folder import Claim, Run, read_run
 from attn_zoo.records import Ceilings, Cell, Environment, Record
 from attn_zoo.statistics import time_summary
 
-__all__ = ["Observation", "Results", "read_results"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:

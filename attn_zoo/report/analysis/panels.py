@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attn_zoo.metadata import ROUTING_SEES_FUTURE
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
-
-__all__ = ["Panel", "make_panels"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +21,8 @@ class Panel:
 
     Args:
         title: what is timed, such as `"forward + backward"`.
-        subtitle: everything else that all series share.
+        subtitle: everything else that all series share, and the caveats.
+        caveats: what a reader must know of single series, one half-sentence each.
         name: for file names; unique among the panels of one report.
         series: ordered by label.
         baseline: at each length the fastest exact series, or None where the run has none.
@@ -38,6 +38,7 @@ class Panel:
 
     title: str
     subtitle: str
+    caveats: tuple[str, ...]
     name: str
     series: tuple[Series, ...]
     baseline: Series | None
@@ -102,9 +103,15 @@ def _panel(
     series = [make_series(label, by_label[label], setting["scope"], results) for label in sorted(by_label)]
     baseline = fastest_exact(series)
     ceilings = results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads")))
+    caveats = [
+        f"{each.label}: {ROUTING_SEES_FUTURE}"
+        for each in series
+        if setting["is_causal"] and each.points and each.claim is not None and each.claim.routing_sees_future
+    ]
     return Panel(
         title=panel_title(setting, varying),
-        subtitle=panel_subtitle(setting, results.environments, varying),
+        subtitle="; ".join([panel_subtitle(setting, results.environments, varying), *caveats]),
+        caveats=tuple(caveats),
         name=name,
         series=tuple(series),
         baseline=baseline,

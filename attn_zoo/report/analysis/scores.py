@@ -24,8 +24,6 @@ from attn_zoo.report.units import slug
 from attn_zoo.report.wording import failure_words
 from attn_zoo.statistics import mean_interval, paired_difference
 
-__all__ = ["AccuracyGroup", "Difference", "LabelScore", "make_accuracy_groups", "mean_with_interval", "pair"]
-
 PARAMS_TOLERANCE = 0.1
 """Share by which parameters may differ from the baseline's before it is said."""
 

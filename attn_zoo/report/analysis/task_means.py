@@ -12,8 +12,6 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.units import slug
 
-__all__ = ["Overview", "make_overviews"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overview:

@@ -12,8 +12,6 @@ from attn_zoo.records import Cell, Record, Score
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results
 
-__all__ = ["Setting", "TrainingRun", "Trial", "group_training_runs", "make_trials", "unequal_trials"]
-
 PRETRAINING = "pretrain"
 """What the names of all settings of self-pretraining begin with: runs that differ in those only stand side by side."""
 

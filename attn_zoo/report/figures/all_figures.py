@@ -20,8 +20,6 @@ from attn_zoo.report.figures.score_rows import draw_scores
 from attn_zoo.report.figures.style import Looks, make_looks, styled
 from attn_zoo.report.figures.tuning_curves import draw_tuning
 
-__all__ = ["FIGURES", "FigureEntry", "Picture", "make_pictures"]
-
 Subject = Literal["panel", "overview", "accuracy"]
 """A panel of scaling, an overview of several tasks, a group of trainings."""
 

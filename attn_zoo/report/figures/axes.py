@@ -16,20 +16,6 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.figures.style import MARK, MUTED, Line, Look
 from attn_zoo.report.units import human_length
 
-__all__ = [
-    "ON_WHITE",
-    "annotate",
-    "annotate_along",
-    "draw_curve",
-    "draw_mark",
-    "length_axis",
-    "log_axis",
-    "name_mark",
-    "score_axis",
-    "set_ticks",
-    "value_axis",
-]
-
 ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.7}
 """Box behind words that lines may cross."""
 

@@ -21,8 +21,6 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain
 from attn_zoo.report.units import human_length, human_number
 
-__all__ = ["draw_breakdown"]
-
 LOGARITHMIC_FROM = 8
 """Ratio of the largest to the smallest value of an axis from which it is drawn logarithmically."""
 Grid = NDArray[np.float64]

@@ -19,8 +19,6 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.units import human_bytes, human_number
 
-__all__ = ["draw_bubbles", "draw_task_means"]
-
 HEIGHT = 4.3
 LARGEST, SMALLEST = 24.0, 4.0
 """Radius in points of the bubble with the most memory, and of those that would be smaller than can be seen."""

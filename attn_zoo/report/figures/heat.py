@@ -18,8 +18,6 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, PALE
 from attn_zoo.report.units import human_number
 
-__all__ = ["BAR_ROOM", "Shades", "draw_colour_bar", "draw_squares", "signed_number", "weight_shades"]
-
 BAR_ROOM = 1.0
 """Inches at the right of panels for a colour bar with its numbers."""
 

@@ -16,21 +16,6 @@ from numpy.typing import NDArray
 from attn_zoo.report.figures.page import text_size
 from attn_zoo.report.figures.style import MUTED
 
-__all__ = [
-    "Box",
-    "EndLabel",
-    "PointName",
-    "box_of",
-    "covered",
-    "draw_end_labels",
-    "draw_point_names",
-    "label_room",
-    "labels_height",
-    "mark_boxes",
-    "spread",
-    "square",
-]
-
 NAME_SIZE = 10
 DETAIL_SIZE = 8.3
 LINE_HEIGHT = 0.165

@@ -15,8 +15,6 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain
 from attn_zoo.report.units import human_flops, human_number
 
-__all__ = ["draw_learning"]
-
 UNITS: Mapping[Axis, tuple[tuple[float, str], ...]] = {
     "steps": ((1.0, "step"),),
     "flops": ((1.0, "training FLOPs"),),

@@ -16,8 +16,6 @@ from matplotlib.transforms import Transform, offset_copy
 
 from attn_zoo.report.figures.style import INK, MUTED, plain, styled
 
-__all__ = ["WIDTH", "Page", "text_size"]
-
 WIDTH = 8.0
 """Inches of a page, where nothing asks for more."""
 

@@ -34,8 +34,6 @@ from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
 from attn_zoo.report.wording import ceilings_words
 
-__all__ = ["draw_roofline"]
-
 SMALLEST, LARGEST = 3.0, 8.5
 """Points across the mark of the shortest and the longest length."""
 Rows = Mapping[str, Sequence[Efficiency]]

@@ -22,8 +22,6 @@ from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import held_words, outcome
 from attn_zoo.statistics import Crossover
 
-__all__ = ["draw_memory", "draw_speed_up", "draw_time"]
-
 STRIP_ROW = 0.2
 STRIP_FONT = 8.5
 GUIDE_GAP = 1.7

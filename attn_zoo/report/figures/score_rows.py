@@ -14,8 +14,6 @@ from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain
 from attn_zoo.report.wording import outcome
 
-__all__ = ["draw_scores"]
-
 ROW = 0.46
 FLOOR_ROW = 0.17
 NAME_LETTERS = 34

@@ -21,23 +21,6 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.report.units import clean, shorten
 from attn_zoo.whole_files import write_whole
 
-__all__ = [
-    "DASHED",
-    "INK",
-    "MARK",
-    "MUTED",
-    "PALE",
-    "SOLID",
-    "Look",
-    "Looks",
-    "format_of",
-    "make_looks",
-    "plain",
-    "render",
-    "save_figure",
-    "styled",
-]
-
 INK = "#1f2328"
 MUTED = "#59636e"
 PALE = "#d0d7de"

@@ -12,8 +12,6 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Looks, plain
 from attn_zoo.report.wording import outcome
 
-__all__ = ["draw_tuning"]
-
 RATE = "base_lr"
 
 

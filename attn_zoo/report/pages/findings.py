@@ -12,8 +12,6 @@ from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.units import capital, human_length, human_ms
 
-__all__ = ["EXPLANATION", "accuracy_findings", "findings", "overview_finding"]
-
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
     "quadratic, a line of slope 2 on these log-log figures. Linear variants compare each token with a fixed number of "
@@ -60,7 +58,7 @@ def _panel(panel: Panel) -> str:
     if has_lengths and panel.baseline is not None:
         wins = [f"{crossing.label} {crossing_text(crossing)}" for crossing in crossings]
         said.append(f"crossover with {panel.baseline.label}: {', '.join(wins)}")
-    return f"{capital(panel.title)}: {'; '.join(said)}."
+    return f"{capital(panel.title)}: {'; '.join([*said, *panel.caveats])}."
 
 
 def accuracy_findings(group: AccuracyGroup) -> list[str]:

@@ -22,8 +22,6 @@ from attn_zoo.report.pages.inline import inline_figures
 from attn_zoo.report.tables.table import MISSING, Table
 from attn_zoo.report.units import clean, human_bytes
 
-__all__ = ["build_page", "environment_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Cell:

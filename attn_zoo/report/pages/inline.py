@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-__all__ = ["Drawing", "inline_figures"]
-
 _DECIMALS = 2  # of a point: a hundredth of it is a fiftieth of a pixel on a page twice as wide as the figure
 _NUMBER = re.compile(r"-?\d+\.\d+")
 _COORDINATES = frozenset({"d", "x", "y", "width", "height", "points", "cx", "cy", "r"})

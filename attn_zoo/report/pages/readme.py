@@ -11,8 +11,6 @@ from attn_zoo.report.pages.html import environment_rows
 from attn_zoo.report.tables.all_tables import summary_tables
 from attn_zoo.report.tables.table import escape_markdown, to_markdown
 
-__all__ = ["readme_text"]
-
 
 def readme_text(analysis: Analysis, pictures: Iterable[Picture]) -> str:
     """Return the Markdown text; figures are linked as `figures/NAME.svg`."""

@@ -19,8 +19,6 @@ from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
 from attn_zoo.report.units import clean
 from attn_zoo.whole_files import write_whole
 
-__all__ = ["print_report", "write_analysis", "write_report", "write_results_readme"]
-
 
 def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
     """Write tables, figures and `report.html` for `dirs` under `out` and return the paths, the page first.

@@ -20,8 +20,6 @@ from attn_zoo.report.tables.time_tables import length_table, measurement_table, 
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import PASS_TITLES, outcome
 
-__all__ = ["make_tables", "status_table", "summary_tables"]
-
 
 def summary_tables(analysis: Analysis) -> list[Table]:
     """Return the tables for people: wide ones, growth, crossovers, accuracy, and what did not run."""

@@ -11,8 +11,6 @@ from attn_zoo.report.tables.table import Table, length_columns, number_column, t
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words
 
-__all__ = ["efficiency_table", "rate_table"]
-
 
 def rate_table(panel: Panel) -> Table | None:
     """Return variants down, lengths across: useful FLOP/s and its share of the roofline; None without ceilings."""
@@ -85,7 +83,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     return Table(
         name="efficiency-longest" if is_brief else "efficiency",
         title="Efficiency at the longest length" if is_brief else "Efficiency",
-        note=note,
+        note=f"{note} {analysis.caveats}".strip(),
         columns=(
             text_column("variant", "variant", priority=0),
             text_column("pass", "pass", priority=0 if len(panels) > 1 else 5),

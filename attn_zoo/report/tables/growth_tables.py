@@ -10,8 +10,6 @@ from attn_zoo.report.tables.table import Column, Row, Table, interval_column, nu
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import doubt_words
 
-__all__ = ["crossing_text", "crossover_table", "exponent_table", "round_length"]
-
 
 def exponent_table(analysis: Analysis) -> Table:
     """Return fitted and claimed exponents of time and peak memory, one row per curve."""
@@ -49,7 +47,8 @@ def exponent_table(analysis: Analysis) -> Table:
 
 
 def _doubt(analysis: Analysis) -> str:
-    return doubt_words(point.num_processes for panel in analysis.panels for point in panel.points)
+    doubt = doubt_words(point.num_processes for panel in analysis.panels for point in panel.points)
+    return f"{doubt} {analysis.caveats}".strip()
 
 
 def _growth_row(growth: Growth) -> dict[str, Any]:

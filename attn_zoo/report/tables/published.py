@@ -14,8 +14,6 @@ from attn_zoo.errors import StoreError
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.tables.table import Column, Row, Table, text_column
 
-__all__ = ["Model", "Source", "load_published", "parse_published", "published_table", "sources_table"]
-
 FILE = "published.toml"
 
 

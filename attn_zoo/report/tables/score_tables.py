@@ -26,17 +26,6 @@ from attn_zoo.report.tables.table import (
 from attn_zoo.report.units import capital, human_flops, human_ms
 from attn_zoo.report.wording import failure_words
 
-__all__ = [
-    "accuracy_table",
-    "cost_table",
-    "equal_cost_table",
-    "overview_table",
-    "params_words",
-    "pretraining_table",
-    "score_table",
-    "trials_table",
-]
-
 
 def params_words(score: LabelScore) -> str:
     """Return how far the number of parameters is from the baseline's, where that is more than a tenth."""

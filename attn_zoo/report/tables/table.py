@@ -18,24 +18,6 @@ from rich.table import Table as RichTable
 from attn_zoo.report.units import clean, human_length, human_ms, interval_ms, shorten
 from attn_zoo.report.wording import outcome
 
-__all__ = [
-    "Column",
-    "Row",
-    "Table",
-    "escape_markdown",
-    "guard_frame",
-    "interval_column",
-    "interval_values",
-    "length_columns",
-    "number_column",
-    "text_column",
-    "time_column",
-    "to_csv",
-    "to_latex",
-    "to_markdown",
-    "to_terminal",
-]
-
 Row = Mapping[str, Any]
 
 MISSING = "\u2013"  # en dash

@@ -16,8 +16,6 @@ from attn_zoo.report.units import human_bytes, human_length, human_ms, human_num
 from attn_zoo.report.wording import doubt_words, held_words, outcome
 from attn_zoo.statistics import time_ratio
 
-__all__ = ["length_table", "measurement_table", "step_table", "turns_table"]
-
 _GRAPHS = "In parentheses, where a call is bound by its launches: the same call replayed from a CUDA graph, cache warm."
 
 
@@ -135,8 +133,9 @@ def measurement_table(analysis: Analysis) -> Table:
         note=(
             f"Median with 95 % interval. {doubt_words(row['num_processes'] for row in rows if row['num_processes'])} "
             f"Extra memory: peak without inputs, output and gradients of the inputs{steps}. Saved: "
-            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs}"
-        ),
+            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} "
+            f"{analysis.caveats}"
+        ).strip(),
         columns=(
             text_column("variant", "variant", priority=0),
             text_column("pass", "pass", priority=0 if len(analysis.panels) > 1 else 5),
@@ -216,8 +215,9 @@ def turns_table(analysis: Analysis) -> Table | None:
         title="Timed in turns",
         note=(
             f"Each group was timed in one process, in rounds of one call each{again}. Beside the fastest: median over "
-            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}."
-        ),
+            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. "
+            f"{analysis.caveats}"
+        ).strip(),
         columns=(
             text_column("pass", "pass", priority=0),
             number_column("length", "seq_len", human_length, priority=0),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_zoo.kernels.blocks import pieces as block_pieces
 from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import listed_block_mask
-from attn_zoo.kernels.blocks.gather import pieces as block_pieces
 from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from tests.kernels.blocks.test_flex import dense_of

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from attn_zoo.kernels.blocks import flex
+from attn_zoo.kernels.blocks import flex, pieces
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import flex_forward, listed_block_mask
-from attn_zoo.kernels.blocks.gather import pieces
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 from tests.exactness import assert_exact
 from tests.kernels.blocks.tables import cross_table, random_lists, random_table

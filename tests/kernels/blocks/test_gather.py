@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.blocks import pieces as block_pieces
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
-from attn_zoo.kernels.blocks.gather import pieces as block_pieces
 from attn_zoo.kernels.blocks.layout import BlockLayout, TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.trace import recording

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_zoo.kernels.blocks import flex
+from attn_zoo.kernels.blocks import flex, pieces
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import flex_forward
-from attn_zoo.kernels.blocks.gather import pieces
 from attn_zoo.kernels.blocks.layout import TokenLayout
 from tests.kernels.blocks.test_flex import plain_kernel
 from tests.kernels.blocks.test_gather import DIM, dense_attention, make_inputs, make_padding, value_and_gradients

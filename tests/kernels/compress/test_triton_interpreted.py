@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from attn_zoo.kernels.compress import triton_launch, triton_tiles
-from attn_zoo.kernels.compress.learned import Path, compress, compress_pair
+from attn_zoo.kernels.compress.compression import Path, compress, compress_pair
 from attn_zoo.kernels.trace import recording
-from tests.kernels.compress.test_learned import SHARINGS, checked, padding
+from tests.kernels.compress.test_compression import SHARINGS, checked, padding
 from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
 
 pytestmark = [

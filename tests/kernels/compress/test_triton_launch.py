@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.compress.compress_call import CompressCall
-from attn_zoo.kernels.compress.learned import compress, compress_pair
+from attn_zoo.kernels.compress.compression import compress, compress_pair
+from attn_zoo.kernels.compress.products import CompressCall
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.memory import memory_of_pass
-from tests.kernels.compress.test_learned import SHARINGS, checked, inputs, padding
+from tests.kernels.compress.test_compression import SHARINGS, checked, inputs, padding
 from tests.kernels.interpreter import IS_INTERPRETING, run_interpreted
 
 SHARED_BYTES = 227 * 1024  # of one program on sm_90

@@ -47,7 +47,7 @@ def edit(path: Path) -> None:
         ("kernels/exact/sdpa.py", [True, True]),
         ("variants/linformer.py", [False, False]),
         ("kernels/compress/learned.py", [False, False]),
-        ("model/block.py", [False, True]),
+        ("model/stacks.py", [False, True]),
         ("training/loop.py", [False, True]),
         ("tasks/abstract_task.py", [False, True]),
         ("report/units.py", [False, False]),

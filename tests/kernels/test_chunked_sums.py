@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.recurrence.chunked_sums import chunked_sums, chunked_sums_flops
+from attn_zoo.kernels.chunked_sums import chunked_sums, chunked_sums_flops
 from attn_zoo.measure.flop_count import count_operations
 
 BATCH, HEADS, DIM, WIDTH = 2, 3, 4, 5

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_zoo.kernels.exact.few_keys import attend_in_parts, num_parts
+from attn_zoo.kernels.exact.row_chunks import attend_in_parts, num_parts
 
 
 def tensors(is_interleaved: bool, batch_size: int) -> list[Tensor]:

@@ -1,13 +1,16 @@
-"""Sequence compression: a learned matrix sums over positions, wide enough for long sequences and linear in memory.
+"""Compression of a sequence to fewer positions, linear in memory: by a learned matrix, or pooled over windows.
 
-    out[m] = sum_j matrix[j, m] tokens[j]          (Linformer's E^T K and F^T V)
+    matrix:    out[m] = sum_j matrix[j, m] tokens[j]          (Linformer's E^T K and F^T V)
+    mean:      out[w] = sum_{unpadded j in window w} tokens[j] / their number
+    weighted:  out[w] = sum_{unpadded j in window w} weight[j mod width] tokens[j]
 
-This is a matrix product with a small result (k rows) and a very long sum (S terms). Sums are kept in float32 at least,
-and in a fixed order, so results repeat bit for bit. Nothing but the inputs is kept for the backward pass.
+The weighted one is a convolution whose stride is its kernel. The first is a matrix product with a small result (k rows)
+and a very long sum (S terms). Sums are kept in float32 at least, and in a fixed order, so results repeat bit for bit.
+Nothing but the inputs is kept for the backward pass.
 
-Three paths compute it. `"triton"`: our own kernels (`triton_kernels`), which read tokens where they lie; taken on a
-GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks of
-positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
+Three paths compute that one. `"triton"`: our own kernels (`triton_kernels`), which read tokens where they lie; taken on
+a GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks
+of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.compress import products
-from attn_zoo.kernels.compress.compress_call import CompressCall
+from attn_zoo.kernels.compress.products import CompressCall
 from attn_zoo.kernels.trace import note_path
 
 Path = Literal["auto", "triton", "split_k", "chunked"]
@@ -246,3 +249,70 @@ class _Compress(torch.autograd.Function):
             if any(needed[len(call.tokens) :]):
                 of_matrices = module.grad_matrices(call, grads)
         return None, None, None, *of_tokens, *of_matrices
+
+
+def pool_windows(
+    tokens: Tensor, width: int, weight: Tensor | None = None, *, key_padding_mask: Tensor | None = None
+) -> Tensor:
+    """Pool `tokens` over windows of `width` positions, the last of which may be shorter.
+
+    Args:
+        tokens: `[B, G, S, D]`.
+        width: positions in a window.
+        weight: `[G or 1, width]` for weighted sums, in the dtype of `tokens`; None for means.
+        key_padding_mask: bool `[B, S]`, True = left out, whatever is stored there (NaN and infinity too).
+
+    Returns:
+        `[B, G, ceil(S / width), D]`; zero for a window that holds only padding.
+
+    >>> pool_windows(torch.tensor([1.0, 3.0, 5.0]).reshape(1, 1, 3, 1), 2).flatten().tolist()
+    [2.0, 5.0]
+    """
+    note_path("pool.mean" if weight is None else "pool.weighted")
+    length = tokens.shape[2]
+    if key_padding_mask is not None:
+        tokens = tokens.masked_fill(key_padding_mask[:, None, :, None], 0.0)
+    whole = length // width * width
+    parts = []
+    if whole:
+        parts.append(_sum(tokens[:, :, :whole].unflatten(2, (-1, width)), weight))
+    if whole < length:  # taken apart, so that nothing long is copied to make it fit
+        parts.append(_sum(tokens[:, :, None, whole:], weight))
+    sums = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    if weight is not None:
+        return sums
+    counts = window_counts(length, width, key_padding_mask=key_padding_mask, device=tokens.device)
+    return (sums / counts.clamp(min=1)[:, None, :, None]).to(tokens.dtype)
+
+
+def _sum(windows: Tensor, weight: Tensor | None) -> Tensor:
+    """Return `[B, G, n, D]` from windows `[B, G, n, width, D]`."""
+    if weight is None:
+        return windows.sum(dim=3, dtype=torch.promote_types(windows.dtype, torch.float32))
+    row = weight[:, None, None, : windows.shape[3]]  # [G or 1, 1, 1, width]
+    return (row @ windows).squeeze(3)
+
+
+def window_counts(key_len: int, width: int, *, key_padding_mask: Tensor | None, device: torch.device) -> Tensor:
+    """Return how many unpadded positions each window holds, int64 `[B or 1, ceil(S / width)]`."""
+    window = torch.arange(key_len, device=device) // width
+    valid = torch.ones(1, key_len, device=device) if key_padding_mask is None else ~key_padding_mask
+    counts = torch.zeros(valid.shape[0], -(-key_len // width), dtype=torch.long, device=device)
+    return counts.scatter_add_(1, window.expand(valid.shape), valid.long())
+
+
+def window_matrix(
+    key_len: int, width: int, weight: Tensor | None, *, key_padding_mask: Tensor | None, like: Tensor
+) -> Tensor:
+    """Return the dense `[B or 1, G or 1, S, ceil(S / width)]` that `pool_windows` amounts to, for the reference.
+
+    Dtype and device are those of `like`. O(S^2 / width) memory.
+    """
+    position = torch.arange(key_len, device=like.device)
+    window = torch.arange(-(-key_len // width), device=like.device)
+    inside = (position[:, None] // width == window)[None, None]  # [1, 1, S, windows]
+    if key_padding_mask is not None:
+        inside = inside & ~key_padding_mask[:, None, :, None]
+    if weight is not None:
+        return inside.to(like.dtype) * weight[None, :, position % width, None]
+    return (inside.double() / inside.sum(-2, keepdim=True).clamp(min=1)).to(like.dtype)

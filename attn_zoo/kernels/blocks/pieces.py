@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_zoo.kernels.blocks.call import BlockCall
-from attn_zoo.kernels.blocks.gather.dense_piece import wide_dtype
+from attn_zoo.kernels.blocks.call import BlockCall, wide_dtype
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 
 # Gathered keys of one piece, per thread: four blocks of queries of the usual pattern. Smaller pieces have their fixed

@@ -1,1 +1,0 @@
-"""The gather path: any device and dtype, linear in time and memory."""

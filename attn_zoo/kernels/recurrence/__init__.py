@@ -1,1 +1,0 @@
-"""Kernels of linear recurrences: sums over a sequence, taken chunk by chunk."""
