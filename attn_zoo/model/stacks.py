@@ -7,7 +7,7 @@ each: over features (LayerNorm, RMSNorm) or, as the contrast, over unpadded posi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +35,17 @@ class FeatureNorm(nn.Module):
 
 
 class PositionBatchNorm(nn.Module):
-    """BatchNorm (Ioffe and Szegedy 2015, arXiv 1502.03167) with statistics over unpadded positions only.
+    """BatchNorm (Ioffe and Szegedy 2015, arXiv 1502.03167) with statistics over unpadded positions only."""
 
-    Args:
-        embed_dim: E.
-        momentum: of the running statistics used in evaluation.
-        eps: added to the variance.
-    """
+    momentum: ClassVar[float] = 0.1
+    """Of the running statistics, which are used in evaluation."""
+    eps: ClassVar[float] = 1e-5
+    """Added to the variance."""
 
-    def __init__(self, embed_dim: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+    def __init__(self, embed_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(embed_dim))
         self.bias = nn.Parameter(torch.zeros(embed_dim))
-        self.momentum, self.eps = momentum, eps
         self.running_mean: Tensor
         self.running_var: Tensor
         self.register_buffer("running_mean", torch.zeros(embed_dim))

@@ -245,6 +245,7 @@ def _finished(drawn: _Drawn, lengths: Ints) -> Trees:
     return Trees(tokens, lengths, values[0], by_root)
 
 
+_NUM_FITTED = 25_000  # of train, from the first: a table of answers has a few hundred entries
 _ROWS = 2_048  # trees at once: a few hundred megabytes at 2000 tokens
 
 
@@ -356,8 +357,8 @@ def has_whole_trees(split: Split) -> bool:
     return bool(((ends == CLOSE) | (split.lengths == 1)).all())
 
 
-def ladder(train: Split, test: Split, depths: Sequence[int], *, num_train: int = 25_000) -> list[Rung]:
-    """Return what reading to each depth gives; the first `num_train` examples of train fit the table of answers.
+def ladder(train: Split, test: Split, depths: Sequence[int]) -> list[Rung]:
+    """Return what reading to each depth gives.
 
     Raises:
         ValueError: a row is cut short, so that it is no tree.
@@ -365,7 +366,7 @@ def ladder(train: Split, test: Split, depths: Sequence[int], *, num_train: int =
     if not (has_whole_trees(train) and has_whole_trees(test)):
         raise ValueError("expected whole trees: a row does not end with a closing bracket")
     rungs = []
-    num_train = min(num_train, len(train))
+    num_train = min(_NUM_FITTED, len(train))
     labels = train.labels[:num_train].numpy(), test.labels.numpy()
     known, asked = _features(train, depths, num_train), _features(test, depths, len(test))
     for depth in depths:

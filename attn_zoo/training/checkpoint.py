@@ -65,14 +65,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What an interrupted run continues from; all tensors on CPU.
-
-    Args:
-        numbers: where it stands.
-        weights: of the model.
-        best_weights: the selected ones.
-        optimizer: its state by parameter index and name.
-    """
+    """What an interrupted run continues from; all tensors on CPU, the optimiser's by parameter index and name."""
 
     numbers: Numbers
     weights: dict[str, Tensor]

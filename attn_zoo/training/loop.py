@@ -16,8 +16,7 @@ from attn_zoo.training.batches import Batcher, Feed
 from attn_zoo.training.checkpoint import Numbers
 from attn_zoo.training.evaluation import Evaluation, evaluate, is_better
 from attn_zoo.training.objective import objective_for
-from attn_zoo.training.protocol import Protocol
-from attn_zoo.training.requirements import require, weight_dtype
+from attn_zoo.training.protocol import Protocol, require, weight_dtype
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.updates import DivergedError, Updater
 

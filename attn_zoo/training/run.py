@@ -35,8 +35,7 @@ from attn_zoo.training.checkpoint import Numbers
 from attn_zoo.training.evaluation import breakdown
 from attn_zoo.training.loop import Trainer, make_trainer
 from attn_zoo.training.objective import AbstractObjective
-from attn_zoo.training.protocol import Protocol, resolve_protocol
-from attn_zoo.training.requirements import weight_dtype
+from attn_zoo.training.protocol import Protocol, resolve_protocol, weight_dtype
 from attn_zoo.training.seeding import derive_seed
 from attn_zoo.training.updates import DivergedError, Updater
 from attn_zoo.training.weights import save_weights

@@ -21,8 +21,7 @@ from attn_zoo.tasks import AbstractTask
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.checkpoint import read_tensors, write_tensors
 from attn_zoo.training.objective import AbstractObjective, objective_for
-from attn_zoo.training.protocol import resolve_protocol
-from attn_zoo.training.requirements import weight_dtype
+from attn_zoo.training.protocol import resolve_protocol, weight_dtype
 
 _KIND = "attn_zoo weights"
 

@@ -219,8 +219,7 @@ def _known_of(task: str, level: str, data_dir: Path | None) -> _Known:
 
 def _refusal(cell: Cell, spec: TaskSpec) -> Refusal | None:
     """Return what the variants of a training, or training itself, refuse."""
-    from attn_zoo.training.protocol import resolve_protocol
-    from attn_zoo.training.requirements import require
+    from attn_zoo.training.protocol import require, resolve_protocol
 
     assert cell.task is not None and cell.protocol is not None  # noqa: PT018  an accuracy cell has both
     settings = tasks[cell.task].settings.get(cell.protocol)

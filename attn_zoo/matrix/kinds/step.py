@@ -119,7 +119,7 @@ class Step(TimedKind):
 
     def refusal(self, cell: Cell) -> Refusal | None:
         from attn_zoo.training.learner import step_protocol, step_spec
-        from attn_zoo.training.requirements import require
+        from attn_zoo.training.protocol import require
 
         assert cell.seq_len is not None  # every step has one
         try:

@@ -21,6 +21,9 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.registry import tasks
 from attn_zoo.whole_files import whole_file
 
+if TYPE_CHECKING:
+    from attn_zoo.tasks.sources.source import Source
+
 MANIFEST = "manifest.json"
 
 
@@ -164,9 +167,6 @@ def _state(path: Path, entry: Entry) -> str:
     except OSError as error:
         raise ConfigError(str(path), [("", f"cannot be read: {error.strerror}")]) from None
 
-
-if TYPE_CHECKING:
-    from attn_zoo.tasks.sources.source import Source
 
 _SPLITS = ("train", "validation", "test")
 
