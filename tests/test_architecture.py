@@ -52,7 +52,6 @@ TOP = {
     "cli_data",
     "cli_maps",
     "cli_options",
-    "cli_results",
     "console",
     "docs",
     "doctor",

@@ -123,7 +123,7 @@ def test_a_repeat_takes_times_only_but_still_checks_the_output():
 
 
 def test_a_device_that_an_error_left_unusable_ends_the_process(monkeypatch):
-    monkeypatch.setattr("attn_zoo.matrix.cell.bundle._tidy", lambda device: False)
+    monkeypatch.setattr("attn_zoo.matrix.cell.trial._tidy", lambda device: False)
     found = run_cells_in_turns(cells(["fake_ok", "fake_bug", "full"]), budget_s=0.02)
     assert [(record.cell.label, record.status) for record in found] == [("fake_bug", "error")]
 

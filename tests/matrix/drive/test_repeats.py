@@ -15,8 +15,7 @@ from attn_zoo.matrix.drive.run_plan import run, standing
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.matrix.store.repeats import Repeats
-from attn_zoo.matrix.store.store import Store
+from attn_zoo.matrix.store.store import Repeats, Store
 from attn_zoo.records import Record, Timing
 from attn_zoo.statistics import pool_records
 from tests.matrix.conftest import environment, tiny_plan
