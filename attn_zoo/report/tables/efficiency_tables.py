@@ -36,13 +36,16 @@ def _share(point: Efficiency) -> str:
 
 
 def _conventions(*panels: Panel) -> str:
-    ratios: dict[float, list[str]] = {}
+    """Say what counts. The ratio of a layer varies with the length: its projections have another one."""
+    by_label: dict[str, list[float]] = {}
     for panel in panels:
         for label, rows in panel.efficiency.items():
-            known = ratios.setdefault(rows[0].backward_ratio, [])
-            if label not in known:
-                known.append(label)
-    words = " or ".join(f"{ratio:g} ({', '.join(labels)})" for ratio, labels in sorted(ratios.items()))
+            by_label.setdefault(label, []).extend(row.backward_ratio for row in rows)
+    by_ratio: dict[str, list[str]] = {}
+    for label, ratios in sorted(by_label.items(), key=lambda item: (min(item[1]), item[0])):
+        ends = dict.fromkeys(f"{end:.3g}" for end in (min(ratios), max(ratios)))
+        by_ratio.setdefault(" to ".join(ends), []).append(label)
+    words = " or ".join(f"{ratio} ({', '.join(labels)})" for ratio, labels in by_ratio.items())
     return CONVENTIONS.format(ratios=words)
 
 
