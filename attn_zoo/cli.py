@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_zoo import cli_maps, cli_results
 from attn_zoo.cli_data import data
+from attn_zoo.cli_maps import maps
 from attn_zoo.cli_options import AsJson, DataDir, VariantFiles, load_files
 from attn_zoo.errors import AttnZooError
 
@@ -29,6 +29,9 @@ app = typer.Typer(
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default what the matrix says.")]
 MatrixFile = Annotated[Path, typer.Argument(help="TOML file, see benchmarks/.", show_default=False)]
 Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
+Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.", show_default=False)]
+TimeLimit = Annotated[float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")]
+MixedEnv = Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")]
 
 
 def main() -> None:
@@ -231,15 +234,13 @@ def run(
     only: OnlyCells = None,
     device: Device = None,
     shard: ShardOption = None,
-    time_limit: Annotated[
-        float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")
-    ] = None,
+    time_limit: TimeLimit = None,
     retry: Annotated[list[str] | None, typer.Option(help="Run cells with this status again; may be repeated.")] = None,
     jobs: Jobs = 1,
     engine: Annotated[str, typer.Option(help="local or ray")] = "local",
     address: Annotated[str, typer.Option(help="Of the Ray cluster.")] = "local",
     data_dir: DataDir = None,
-    allow_mixed_env: Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")] = False,
+    allow_mixed_env: MixedEnv = False,
 ) -> None:
     """Run a matrix; run it again to go on where it stopped. Ctrl-C is safe."""
     planned = _plan(
@@ -341,10 +342,8 @@ def retry(
         list[str] | None, typer.Option("--only", help="Status to run again; default: every failure.")
     ] = None,
     files: VariantFiles = None,
-    time_limit: Annotated[
-        float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")
-    ] = None,
-    allow_mixed_env: Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")] = False,
+    time_limit: TimeLimit = None,
+    allow_mixed_env: MixedEnv = False,
     data_dir: DataDir = None,
     jobs: Jobs = 1,
 ) -> None:
@@ -360,12 +359,12 @@ def retry(
 @app.command()
 def new(name: str, folder: Annotated[Path, typer.Option(help="Where to write the file.")] = Path()) -> None:
     """Write a file with a working variant to start from."""
-    from attn_zoo.console import out
+    from attn_zoo.console import say
     from attn_zoo.scaffold import new_variant
 
     path = new_variant(name, folder)
-    out.print(f"wrote {path}", markup=False, soft_wrap=True)
-    out.print(f"next: attn-zoo check {name} --variant-file {path}", markup=False, soft_wrap=True)
+    say(f"wrote {path}")
+    say(f"next: attn-zoo check {name} --variant-file {path}")
 
 
 @app.command(hidden=True)
@@ -379,48 +378,76 @@ def docs(path: Path = Path("README.md"), results: Path = Path("results")) -> Non
         out.print(f"{results}: {'was current' if update_results_index(results) else 'updated'}")
 
 
-cli_results.register(app)
+@app.command()
+def report(
+    folders: Folders,
+    out: Annotated[Path | None, typer.Option(help="Where to write; by default into the (first) folder.")] = None,
+    readme: Annotated[bool, typer.Option(help="Also write README.md into the folder.")] = False,
+) -> None:
+    """Write tables, figures and one self-contained report.html; print the tables."""
+    from attn_zoo.console import out as console
+    from attn_zoo.console import say
+    from attn_zoo.errors import ConfigError
+    from attn_zoo.report import analyse, print_report
+    from attn_zoo.report.pages.write import write_analysis
+
+    if readme and (len(folders) > 1 or out is not None):
+        raise ConfigError(
+            "--readme", [("", "expected one results folder and no --out: it describes the folder itself")]
+        )
+    analysis = analyse(folders)
+    paths = write_analysis(analysis, out or folders[0], has_readme=readme)
+    print_report(analysis, console)
+    console.print()
+    say(f"wrote {len(paths)} files; open {paths[0]}")
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="Results folder, the reference.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="Results folder, the candidate.", show_default=False)],
+    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower.")] = False,
+    allow_other_env: Annotated[bool, typer.Option(help="Compare across machines or versions all the same.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs cell by cell: how far apart, and whether they agree within their intervals."""
+    from attn_zoo.console import out as console
+    from attn_zoo.console import print_json
+    from attn_zoo.report.compare import agreement, compare_table
+    from attn_zoo.report.compare import compare as compare_runs
+    from attn_zoo.report.tables.table import to_terminal
+
+    frame = compare_runs(before, after, allow_other_environment=allow_other_env)
+    table = compare_table(frame)
+    if as_json:
+        print_json(frame.astype(object).where(frame.notna(), None).to_dict(orient="records"))
+    else:
+        to_terminal(table, console)
+        console.print(agreement(frame), soft_wrap=True)
+    raise typer.Exit(3 if fail and (frame["verdict"] == "slower").any() else 0)
+
+
+@app.command()
+def export(
+    folders: Folders,
+    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
+    fmt: Annotated[str, typer.Option("--format", help="csv, jsonl, parquet, markdown or latex")] = "csv",
+) -> None:
+    """Write all observations as one flat file, one row each."""
+    from attn_zoo.console import say
+    from attn_zoo.report.export import export as export_runs
+
+    path = export_runs(folders, fmt, out)
+    say(f"wrote {path}")
 
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what works on this machine and, where something does not, why. Every kernel is tried."""
-    import torch
+    from attn_zoo.doctor import print_diagnosis
 
-    from attn_zoo.console import err, print_json, print_table
-    from attn_zoo.console import out as console
-    from attn_zoo.doctor import diagnose_backends, diagnose_device, diagnose_packages
-    from attn_zoo.measure.environment import capture_environment
-    from attn_zoo.registry import tasks, variants
-
-    environment = capture_environment()
-    packages = diagnose_packages()
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    err.print("trying every kernel: some are compiled first, which may take a minute")
-    backends = {device: diagnose_backends(device) for device in devices}
-    answers = {device: diagnose_device(device) for device in devices}
-    failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
-    if as_json:
-        answer = {
-            "environment": environment.to_dict(),
-            "packages": packages,
-            "devices": answers,
-            "backends": backends,
-            "failures": failures,
-        }
-        print_json(answer)
-        return
-    gpu = environment.gpu or "no GPU that torch can use"
-    console.print(
-        f"{environment.cpu}, {environment.num_cores} cores, {environment.memory_bytes / 2**30:.0f} GiB; {gpu}"
-    )
-    print_table("\nPackages", ("package", "version", "for"), packages)
-    for device, rows in backends.items():
-        print_table(f"\nThe device {device}", ("question", "answer"), answers[device])
-        print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
-    if failures:
-        print_table("\nCould not be loaded", ("provider", "reason"), failures)
+    print_diagnosis(as_json=as_json)
 
 
 app.add_typer(data, name="data")
-cli_maps.register(app)
+app.add_typer(maps, name="maps")

@@ -62,8 +62,8 @@ def _printable(text: str) -> str:
 @data.command("list")
 def list_command(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tasks, their levels, and whether their data are here. Touches no network and makes no data."""
-    from attn_zoo.console import out, print_json, print_table
-    from attn_zoo.tasks.sources.inventory import describe_levels, hints, table_rows
+    from attn_zoo.console import print_json, print_table, say
+    from attn_zoo.tasks.sources.manifest import describe_levels, hints, table_rows
 
     levels = describe_levels(data_dir)
     if as_json:
@@ -71,7 +71,7 @@ def list_command(data_dir: DataDir = None, as_json: AsJson = False) -> None:
         return
     print_table("", ("task", "level", "kind", "train/val/test", "data"), table_rows(levels))
     for line in hints(levels):
-        out.print(line, markup=False, soft_wrap=True)
+        say(line)
 
 
 @data.command("show")
@@ -83,7 +83,7 @@ def show(
     data_dir: DataDir = None,
 ) -> None:
     """Print examples as a person reads them."""
-    from attn_zoo.console import out
+    from attn_zoo.console import out, say
 
     made = _task(task, level, data_dir)
     examples = made.split(_split(split))
@@ -100,8 +100,8 @@ def show(
         sizes = f"{len(example.tokens)} tokens"
         if example.other_tokens is not None:
             sizes += f" and {len(example.other_tokens)}"
-        out.print(f"\n{index}: {_printable(made.show(example))}", markup=False, soft_wrap=True)
-        out.print(f"   ({', '.join(filter(None, [sizes, groups]))})", markup=False, soft_wrap=True)
+        say(f"\n{index}: {_printable(made.show(example))}")
+        say(f"   ({', '.join(filter(None, [sizes, groups]))})")
 
 
 @data.command("fetch")
@@ -112,7 +112,7 @@ def fetch_command(
     force: Annotated[bool, typer.Option("--force", help="Fetch again, over files that are there.")] = False,
 ) -> None:
     """Fetch the data of a task, check them, and write a manifest. No other command uses the network."""
-    from attn_zoo.console import out
+    from attn_zoo.console import out, say
     from attn_zoo.tasks.sources.fetch import fetch
 
     sources = _sources(task, level)
@@ -120,8 +120,8 @@ def fetch_command(
         out.print(f"{task} is generated here; there is nothing to fetch", markup=False)
     for source in sources.values():
         if source.terms:
-            out.print(f"{source.name}: terms: {source.terms}", markup=False, soft_wrap=True)
-        fetch(source, data_dir=data_dir, force=force, say=lambda line: out.print(line, markup=False, soft_wrap=True))
+            say(f"{source.name}: terms: {source.terms}")
+        fetch(source, data_dir=data_dir, force=force, say=say)
 
 
 @data.command("verify")
@@ -133,9 +133,9 @@ def verify_command(
     as_json: AsJson = False,
 ) -> None:
     """Compare data files with their manifests; exit code 1 if one is missing, cut short or changed."""
-    from attn_zoo.console import out, print_json
+    from attn_zoo.console import out, print_json, say
     from attn_zoo.errors import ConfigError
-    from attn_zoo.tasks.sources.inventory import verify_source
+    from attn_zoo.tasks.sources.manifest import verify_source
 
     if level is not None and task is None:
         raise ConfigError("--level", [("", "expected a task before it")])
@@ -147,9 +147,9 @@ def verify_command(
         out.print(f"{task or 'every task'} is generated here; there is nothing to verify", markup=False)
     else:
         for name, state in states.items():
-            out.print(f"{name}: {state['verdict']}", markup=False, soft_wrap=True)
+            say(f"{name}: {state['verdict']}")
             for line in state["details"]:
-                out.print(f"  {line}", markup=False, soft_wrap=True)
+                say(f"  {line}")
     raise typer.Exit(int(any(state["is_bad"] for state in states.values())))
 
 
@@ -162,7 +162,7 @@ def export(
     data_dir: DataDir = None,
 ) -> None:
     """Write a split for other programs: JSON Lines, or the task's published form, or pictures."""
-    from attn_zoo.console import out as console
+    from attn_zoo.console import say
     from attn_zoo.errors import FolderError
 
     name = _split(split)
@@ -170,4 +170,4 @@ def export(
     if out.exists():
         raise FolderError(f"{out}: exists already and is not overwritten; delete it or choose another name")
     for path in made.export(name, out):
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+        say(f"wrote {path}")

@@ -20,17 +20,12 @@ CellPattern = Annotated[
 Out = Annotated[Path, typer.Option(help="File to write, .png or .svg.", show_default=False)]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.add_typer(maps, name="maps")
-
-
 def _write(figure: Figure, out: Path) -> None:
-    from attn_zoo.console import out as console
+    from attn_zoo.console import say
     from attn_zoo.report.figures.style import save_figure
 
     save_figure(figure, out)
-    console.print(f"wrote {out}", markup=False, soft_wrap=True)
+    say(f"wrote {out}")
 
 
 @maps.command()

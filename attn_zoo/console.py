@@ -25,6 +25,11 @@ out = Console(highlight=False, soft_wrap=False)
 err = Console(stderr=True, highlight=False)
 
 
+def say(text: str) -> None:
+    """Print text as it is, without markup and unwrapped."""
+    out.print(text, markup=False, soft_wrap=True)
+
+
 def print_json(data: Any) -> None:
     """Print plain data as JSON for scripts."""
     print(json.dumps(data, indent=1, sort_keys=True, default=str, allow_nan=False))  # noqa: T201
@@ -110,15 +115,9 @@ def print_variant(info: VariantInfo) -> None:
         if item.name == "why":
             continue
         value = getattr(can, item.name)
-        text = (
-            "yes"
-            if value is True
-            else "no"
-            if value is False
-            else ", ".join(value)
-            if isinstance(value, tuple)
-            else value
-        )
+        if isinstance(value, bool):
+            value = "yes" if value else "no"
+        text = ", ".join(value) if isinstance(value, tuple) else value
         reason = can.why.get(item.name)
         shown.append((item.name, f"{text}: {reason}" if reason else text or "-"))
     print_table("Capabilities", ("", ""), shown)

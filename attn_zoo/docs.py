@@ -76,14 +76,7 @@ _TABLES = {"variants": variant_table, "complexity": complexity_table}
 
 
 def update_readme(path: Path, *, check_only: bool = False) -> bool:
-    """Write the generated parts of the README anew.
-
-    Args:
-        path: of the README.
-        check_only: change nothing.
-
-    Returns:
-        Whether the file was already current.
+    """Write the generated parts of the README anew; return whether they were current already.
 
     Raises:
         ConfigError: the markers are missing.

@@ -9,10 +9,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from attn_zoo.attention import BuildContext, build_attention
+from attn_zoo.console import err, out, print_json, print_table
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.energy import can_count_energy, clocks
-from attn_zoo.registry import Variant, variants
+from attn_zoo.measure.environment import capture_environment
+from attn_zoo.registry import Variant, tasks, variants
 
 _PACKAGES = {
     "torch": "everything",
@@ -42,14 +44,7 @@ def backends_of(variant: Variant) -> tuple[str, ...]:
 
 
 def diagnose_backends(device: str) -> list[tuple[str, str, str]]:
-    """Try every backend of every variant on a small call, forward only.
-
-    Args:
-        device: `"cpu"` or `"cuda"`.
-
-    Returns:
-        (variant, backend, the path that ran or the reason why none did).
-    """
+    """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=128)
     heads = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -71,9 +66,6 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
 
     Which kernel torch itself would take for exact attention is asked for heads stored first, `[B, H, L, D]`, and for
     tokens stored first, as projections leave them: they need not be the same.
-
-    Args:
-        device: `"cpu"` or `"cuda"`.
     """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     heads = torch.zeros(1, 8, 1024, 64, device=device, dtype=dtype)
@@ -92,3 +84,32 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
         ("power, clock, temperature now", power),
         ("energy counter", "readable" if can_count_energy(device) else "not readable"),
     ]
+
+
+def print_diagnosis(*, as_json: bool) -> None:
+    """Try everything and print what works, for people or as JSON."""
+    environment = capture_environment()
+    packages = diagnose_packages()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    err.print("trying every kernel: some are compiled first, which may take a minute")
+    backends = {device: diagnose_backends(device) for device in devices}
+    answers = {device: diagnose_device(device) for device in devices}
+    failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
+    if as_json:
+        answer = {
+            "environment": environment.to_dict(),
+            "packages": packages,
+            "devices": answers,
+            "backends": backends,
+            "failures": failures,
+        }
+        print_json(answer)
+        return
+    gpu = environment.gpu or "no GPU that torch can use"
+    out.print(f"{environment.cpu}, {environment.num_cores} cores, {environment.memory_bytes / 2**30:.0f} GiB; {gpu}")
+    print_table("\nPackages", ("package", "version", "for"), packages)
+    for device, rows in backends.items():
+        print_table(f"\nThe device {device}", ("question", "answer"), answers[device])
+        print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
+    if failures:
+        print_table("\nCould not be loaded", ("provider", "reason"), failures)

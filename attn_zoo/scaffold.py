@@ -74,14 +74,7 @@ class ${cls}Attention(AbstractAttention):
 
 
 def new_variant(name: str, folder: Path) -> Path:
-    """Write `NAME.py` with a working variant to start from.
-
-    Args:
-        name: of the variant: lower-case letters, digits and underscores.
-        folder: where to write.
-
-    Returns:
-        The new file.
+    """Write `NAME.py` with a working variant to start from, and return it.
 
     Raises:
         ConfigError: the name cannot be used, or the file exists.

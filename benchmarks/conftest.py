@@ -24,7 +24,7 @@ from attn_zoo import (
     load_file,
 )
 from attn_zoo.conformance import gate
-from attn_zoo.matrix.cell.random_inputs import padding_of
+from attn_zoo.matrix.kinds.scaling import padding_of
 from attn_zoo.registry import variants
 
 NUM_THREADS = 2

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole_files": {"errors"},
     "records": {"errors"},
     "folder": {"errors", "records"},
-    "statistics": {"errors"},
+    "statistics": {"errors", "records"},
     "discovery": WORDS,
     "registry": WORDS | {"discovery", "attention"},  # attention for annotations only
     "kernels": WORDS,
@@ -52,7 +52,6 @@ TOP = {
     "cli_data",
     "cli_maps",
     "cli_options",
-    "cli_results",
     "console",
     "docs",
     "doctor",

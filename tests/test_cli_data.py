@@ -13,8 +13,7 @@ import pytest
 
 from attn_zoo import cli
 from attn_zoo.registry import tasks
-from attn_zoo.tasks.sources.inventory import table_rows
-from attn_zoo.tasks.sources.manifest import MANIFEST
+from attn_zoo.tasks.sources.manifest import MANIFEST, table_rows
 from attn_zoo.tasks.sources.source import Source
 from tests.tasks.sources.local_server import serve
 

@@ -15,10 +15,7 @@ MAX_SHOWN = 8
 
 
 def kept_cells(folder: Path) -> dict[Path, Cell]:
-    """Return the cells whose weights a results folder keeps, by file, in order of their ids.
-
-    Args:
-        folder: results folder of a run, or its folder `weights`.
+    """Return the cells whose weights a results folder (or its folder `weights`) keeps, by file, in order of their ids.
 
     Raises:
         ConfigError: there is no such folder, or it keeps no weights.

@@ -100,13 +100,7 @@ def _pooled(values: Tensor, dim: int, width: int, pool: Pool) -> Tensor:
 
 
 def draw_heads(layers: Sequence[PooledWeights], *, title: str, note: str) -> Figure:
-    """Return the figure: a row of panels for each layer, a panel for each head, one scale of colours for all.
-
-    Args:
-        layers: what each row of panels shows.
-        title: one line.
-        note: what was read by which model, and how positions are binned.
-    """
+    """Return the figure: a row of panels for each layer, a panel for each head, one scale of colours for all."""
     shades = weight_shades(np.concatenate([layer.values.ravel() for layer in layers]))
     size = _panel_size(layers)
     with styled():

@@ -29,12 +29,7 @@ MAX_LIMIT_QUANTILE = 0.999
 
 
 def position_table(kind: AddedPosition, length: int, dim: int) -> Table:
-    """Return what a model adds before training, `[length, dim]`.
-
-    Args:
-        kind: sinusoidal positions are computed; learned ones are drawn as our models draw them, with seed 0.
-        length: positions.
-        dim: E.
+    """Return what a model adds before training, `[length, dim]`; learned positions as our models draw them, seed 0.
 
     Raises:
         ConfigError: a size is not positive.
@@ -107,13 +102,7 @@ def _table_of(model: nn.Module) -> Table | None:
 
 
 def draw_positions(table: Table, *, title: str, how: str) -> Figure:
-    """Return the figure: values by position and feature, and the cosine similarity of each two positions.
-
-    Args:
-        table: `[P, E]`.
-        title: one line.
-        how: where the table comes from.
-    """
+    """Return the figure of a table `[P, E]`: values by position and feature, and how alike each two positions are."""
     length, dim = table.shape
     note = (
         f"{how}; {length} positions, {dim} features. Left: what is added to the embedding at each position. Right: "

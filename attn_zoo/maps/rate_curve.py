@@ -13,8 +13,7 @@ from attn_zoo.report.figures.axes import annotate
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import COLOURS, INK, styled
 from attn_zoo.report.units import human_number
-from attn_zoo.training.protocol import Protocol, resolve_protocol
-from attn_zoo.training.schedule import learning_rate
+from attn_zoo.training.protocol import Protocol, learning_rate, resolve_protocol
 
 if TYPE_CHECKING:
     from attn_zoo.tasks import AbstractTask
@@ -46,11 +45,7 @@ class Rates:
 
 
 def protocol_rates(name: str, task: str | None = None) -> Rates:
-    """Return the rates that a protocol uses.
-
-    Args:
-        name: of the protocol.
-        task: whose settings it takes; None takes the protocol's own.
+    """Return the rates that a protocol uses, with the settings of a task where one is given.
 
     Raises:
         UnknownNameError: no such protocol or task.

@@ -19,15 +19,18 @@ _CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
 _HEADROOM = 0.95  # the rest of the machine needs something too
 
 
-def _cgroup_number(*names: str) -> int | None:
+def _cgroup_number(*names: str, key: str = "") -> int | None:
+    """Return the number in the first of these files that has one, in its line that begins with `key`."""
     for folder in _CGROUPS:
         for name in names:
             try:
-                text = (folder / name).read_text().strip()
+                lines = (folder / name).read_text().splitlines()
             except OSError:
                 continue
-            if text.isdigit():
-                return int(text)
+            for line in lines:
+                before, _, value = line.strip().rpartition(" ")
+                if before == key and value.isdigit():
+                    return int(value)
     return None
 
 
@@ -43,17 +46,7 @@ def available_bytes() -> int:
 
 def num_oom_kills() -> int | None:
     """Return how often the kernel killed for memory in this container so far, or None where it does not say."""
-    for folder in _CGROUPS:
-        for name in ("memory.events", "memory.oom_control"):
-            try:
-                lines = (folder / name).read_text().splitlines()
-            except OSError:
-                continue
-            for line in lines:
-                key, _, value = line.partition(" ")
-                if key == "oom_kill" and value.isdigit():
-                    return int(value)
-    return None
+    return _cgroup_number("memory.events", "memory.oom_control", key="oom_kill")
 
 
 def num_cores() -> int:

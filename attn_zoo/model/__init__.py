@@ -1,8 +1,7 @@
 """The one shared Transformer: the same positions, norms, heads and start for every variant."""
 
 from attn_zoo.model.config import ModelConfig
-from attn_zoo.model.generators import LanguageModel, Seq2Seq
-from attn_zoo.model.heads import Classifier, Denoiser, Retriever, TokenClassifier
+from attn_zoo.model.heads import Classifier, Denoiser, LanguageModel, Retriever, Seq2Seq, TokenClassifier
 from attn_zoo.model.stacks import Decoder, Encoder
 
 __all__ = [

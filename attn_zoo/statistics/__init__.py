@@ -17,6 +17,7 @@ from attn_zoo.statistics.growth import (
 )
 from attn_zoo.statistics.medians import Ratio, median_interval, quartiles, time_ratio, time_summary
 from attn_zoo.statistics.paired import PairedDifference, mean_interval, paired_difference
+from attn_zoo.statistics.pooling import pool_records
 
 __all__ = [
     "CostFit",
@@ -32,6 +33,7 @@ __all__ = [
     "mean_interval",
     "median_interval",
     "paired_difference",
+    "pool_records",
     "quartiles",
     "time_ratio",
     "time_summary",

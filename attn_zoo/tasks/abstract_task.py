@@ -267,14 +267,6 @@ def export_jsonl(split: Split, out: Path, *, group_axes: Sequence[str] = ()) -> 
 
     Sequences come without padding. A label of -100 is not scored.
 
-    Args:
-        split: what to write.
-        out: file to write.
-        group_axes: names of the columns of `split.groups`.
-
-    Returns:
-        The file.
-
     Raises:
         FolderError: the file exists or cannot be written; no trace is left.
     """
@@ -297,12 +289,7 @@ def export_jsonl(split: Split, out: Path, *, group_axes: Sequence[str] = ()) -> 
 
 
 class AbstractCachedTask(AbstractTask):
-    """A task that makes its splits at the first use and keeps them.
-
-    Args:
-        level: one of `levels`.
-        data_dir: folder with data that cannot be generated.
-    """
+    """A task that makes its splits at the first use and keeps them."""
 
     def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
         super().__init__(level, data_dir=data_dir)

@@ -37,11 +37,7 @@ MAX_ORDER: Final = 7
 
 
 def read_packed(path: Path, where: str) -> bytes:
-    """Return the content of a file, unpacked if its name ends in `.gz`.
-
-    Args:
-        path: of the file.
-        where: what the message starts with.
+    """Return the content of a file, unpacked if its name ends in `.gz`; messages begin with `where`.
 
     Raises:
         ConfigError: it cannot be read, or is not what its name says.

@@ -36,12 +36,9 @@ def byte_spec(max_len: int, kind: TaskKind) -> TaskSpec:
 
 
 class TextRows:
-    """Texts collected one at a time as rows of ids, so that a long file need not be held as text.
+    """Texts collected one at a time as rows of ids of `max_len` bytes, so that a long file need not be held as text.
 
     A text without a byte becomes one space: no model can read nothing.
-
-    Args:
-        max_len: bytes kept of each.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -75,11 +72,7 @@ class TextRows:
 
 
 def encode_texts(texts: Iterable[bytes], max_len: int) -> tuple[Tensor, Tensor]:
-    """Return ids uint8 `[N, L]` and lengths int16 `[N]`, as `TextRows` makes them.
-
-    Args:
-        texts: read once, one at a time.
-        max_len: bytes kept of each.
+    """Return ids uint8 `[N, L]` and lengths int16 `[N]` of texts, as `TextRows` makes them.
 
     Raises:
         ValueError: there is none, or the byte 0xFF, which no UTF-8 text has, is in one.

@@ -47,7 +47,7 @@ from attn_zoo.tasks.abstract_task import Split, SplitName
 from attn_zoo.tasks.byte_text import encode_texts
 from attn_zoo.tasks.floors.text_models import names_of
 from attn_zoo.tasks.generated.draws import Draws, Ints, shuffled
-from attn_zoo.tasks.retrieval import AbstractTextPairs, Retrieval
+from attn_zoo.tasks.retrieval import AbstractTextPairs, Retrieval, pair_split
 from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.text import CLASSES, read_reviews
 
@@ -129,10 +129,7 @@ class FilmReviews:
 
 
 def read_film_reviews(paths: Mapping[str, Path]) -> FilmReviews:
-    """Return all reviews.
-
-    Args:
-        paths: of the files of `FILMS`.
+    """Return all reviews of the files of `FILMS`.
 
     Raises:
         UnsupportedError: `datasets` is not installed.
@@ -239,12 +236,7 @@ def film_pairs(
 
 
 def check_order(texts: list[bytes], pairs: Pairs) -> None:
-    """Raise `ConfigError` if reviews listed under one film share no more names than others do: a sign test.
-
-    Args:
-        texts: all reviews.
-        pairs: of `film_pairs`, where each first review has a partner of its film and one of another.
-    """
+    """Raise `ConfigError` if reviews listed under one film share no more names than others do: a sign test."""
     shared: dict[int, dict[int, int]] = {}
     for first, second, label in zip(pairs.first.tolist(), pairs.second.tolist(), pairs.labels.tolist(), strict=True):
         if len(shared) < _LOOKED_AT or first in shared:
@@ -318,12 +310,7 @@ class ImdbPairs(AbstractTextPairs):
         return splits
 
     def _split(self, texts: list[bytes], pairs: Pairs) -> Split:
-        tokens, lengths = encode_texts((texts[row] for row in pairs.first), self.config.max_len)
-        other_tokens, other_lengths = encode_texts((texts[row] for row in pairs.second), self.config.max_len)
-        return Split(
-            tokens=tokens,
-            lengths=lengths,
-            labels=torch.from_numpy(pairs.labels),
-            other_tokens=other_tokens,
-            other_lengths=other_lengths,
+        first, second = (
+            encode_texts((texts[row] for row in rows), self.config.max_len) for rows in (pairs.first, pairs.second)
         )
+        return pair_split(first, second, torch.from_numpy(pairs.labels))

@@ -1,6 +1,6 @@
 """ListOps: the value of a nested expression over digits, ten classes.
 
-Levels (trees of `attn_zoo.tasks.expressions.grammar`):
+Levels (trees of `attn_zoo.tasks.expressions`):
     short: for CPUs: the same grammar with short, shallow trees.
     short_balanced: the same, with as many examples for every pair of root operator and label.
     lra: generated exactly as Long Range Arena does (lengths 501 to 1999, at most 9 nested operators; 96 000 / 2 000 /
@@ -18,18 +18,22 @@ frequent label nor the root operator says anything. Trees are drawn as always an
 is independent of everything below it, so a tree may be taken with any of them: it goes to the pair, among those that it
 has with one operator or another, that still lacks most examples (of several, the first operator), and is left if none
 lacks any. What that cannot balance: a large MIN or a small MAX is likely only with few arguments, so deeper floors
-(`attn_zoo.tasks.expressions.partial_reading`) are still above guessing. Examples are shuffled at the end, for rare
+(`attn_zoo.tasks.expressions.ladder`) are still above guessing. Examples are shuffled at the end, for rare
 pairs fill last.
 
 Token ids are fixed: 0 padding, 1 to 10 the digits, 11 [MIN, 12 [MAX, 13 [MED, 14 [SM, 15 the closing bracket. (Long
 Range Arena numbers its 15 symbols in the order of a set, so that its ids differ from run to run, and adds one for
 unknown symbols.)
+
+The published files have columns Source and Target, tab-separated, CRLF line ends. Each operator is applied to its
+arguments one at a time, and at last to the closing bracket: `[MAX 2 9 ]` is `( ( ( [MAX 2 ) 9 ) ] )`. The parentheses
+say nothing that the brackets do not, and are no tokens.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -40,14 +44,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import AbstractCachedTask, Example, Split, SplitName, TaskSpec
-from attn_zoo.tasks.expressions.grammar import OPERATORS, VOCAB_SIZE, Bounds, Grammar, Trees, draw_trees
-from attn_zoo.tasks.expressions.partial_reading import Rung, has_whole_trees, ladder
-from attn_zoo.tasks.expressions.published_text import export_tsv, read_tsv, show_tokens, words_of
+from attn_zoo.tasks.expressions import (
+    CLOSE,
+    DIGIT,
+    OPERATORS,
+    VOCAB_SIZE,
+    Bounds,
+    Grammar,
+    Rung,
+    Trees,
+    draw_trees,
+    has_whole_trees,
+    is_operator,
+    ladder,
+    tree_values,
+)
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import STREAMS, Draws, SplitSizes, Unseen
 from attn_zoo.tasks.sources.source import Source
+from attn_zoo.whole_files import whole_file
 
 _ROOTS_PER_CHUNK = 16_384
 _SHUFFLE = 2**32 - 1  # a chunk that is never drawn
@@ -272,4 +290,113 @@ class ListOps(AbstractCachedTask):
 
     def export(self, name: SplitName, out: Path) -> list[Path]:
         """Write a split in the form that Long Range Arena publishes, columns Source and Target."""
-        return export_tsv(self.split(name), out)
+        split = self.split(name)
+        with whole_file(out) as temporary:
+            rows = (split.example(index).tokens.tolist() for index in range(len(split)))
+            write_tsv(temporary, rows, split.labels.tolist())
+        return [out]
+
+
+HEADER = "Source\tTarget"
+
+_WORDS = {CLOSE: "]", **{DIGIT + digit: str(digit) for digit in range(10)}, **{i: w for w, i in OPERATORS.items()}}
+_ROWS = 2_048  # evaluated at once
+_LETTERS = b"abcd"  # one byte for each operator while reading
+_IDS = np.zeros(256, np.uint8)
+for _word_id, _word in _WORDS.items():
+    _IDS[_LETTERS[list(OPERATORS).index(_word)] if _word in OPERATORS else ord(_word)] = _word_id
+
+
+def words_of(tokens: Iterable[int]) -> list[str]:
+    """Return the word of each token; padding has none."""
+    return [_WORDS.get(int(token), "") for token in tokens]
+
+
+def show_tokens(tokens: Iterable[int]) -> str:
+    """Return the tokens as words: `[MAX 2 9 ]`."""
+    return " ".join(_WORDS[int(token)] for token in tokens)
+
+
+def source_text(tokens: Iterable[int]) -> str:
+    """Return the published form of one tree.
+
+    >>> source_text([OPERATORS["[MAX"], DIGIT + 2, DIGIT + 9, CLOSE])
+    '( ( ( [MAX 2 ) 9 ) ] )'
+    """
+    frames: list[list[str]] = [[]]  # name and finished arguments of each open operator
+    for token in tokens:
+        word = _WORDS[int(token)]
+        if word.startswith("["):
+            frames.append([word])
+            continue
+        done = word
+        if word == "]":
+            name, *arguments = frames.pop()
+            done = "".join(["( " * (len(arguments) + 1), name, *(f" {argument} )" for argument in arguments), " ] )"])
+        frames[-1].append(done)
+    return " ".join(frames[0])
+
+
+def tokens_of(source: bytes) -> NDArray[np.uint8]:
+    """Return the token ids of one published `Source`.
+
+    Raises:
+        ValueError: a symbol is not one of the 15, brackets do not match, or an operator has no argument.
+    """
+    for letter, name in zip(_LETTERS, OPERATORS, strict=True):
+        if letter in source:
+            raise ValueError(f"unexpected symbol {chr(letter)!r}")
+        source = source.replace(name.encode(), bytes([letter]))
+    symbols = np.frombuffer(source.translate(None, b"() "), np.uint8)
+    tokens: NDArray[np.uint8] = _IDS[symbols]
+    if not tokens.all():
+        raise ValueError(f"unexpected symbol {chr(symbols[tokens == 0][0])!r}")
+    opened = np.cumsum(np.where(tokens == CLOSE, -1, is_operator(tokens)))
+    if not len(tokens) or opened[-1] != 0 or opened[:-1].min(initial=1) < 1:
+        raise ValueError("expected one expression whose brackets match")
+    if (is_operator(tokens[:-1]) & (tokens[1:] == CLOSE)).any():
+        raise ValueError("expected an argument after each operator")
+    return tokens
+
+
+def _digit(target: bytes) -> int:
+    if len(target) != 1 or not target.isdigit():
+        raise ValueError(f"expected a digit as target; got {target[:20]!r}")
+    return int(target)
+
+
+def read_tsv(path: Path) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint8]]:
+    """Return token ids of each row and the values.
+
+    Raises:
+        ConfigError: the file is missing, has no rows, is not of the published form, or gives an expression a value that
+            it does not have; names the line.
+    """
+    if not path.is_file():
+        raise ConfigError(str(path), [("", "expected a ListOps file of Long Range Arena; there is none")])
+    rows, values = [], []
+    with path.open("rb") as file:
+        if file.readline().strip() != HEADER.encode():
+            raise ConfigError(str(path), [("line 1", f"expected the header {HEADER!r}")])
+        for number, line in enumerate(file, start=2):
+            source, _, target = line.rstrip(b"\r\n").partition(b"\t")
+            try:
+                rows.append(tokens_of(source))
+                values.append(_digit(target))
+            except ValueError as error:
+                raise ConfigError(str(path), [(f"line {number}", str(error))]) from None
+    if not rows:
+        raise ConfigError(str(path), [("line 2", "expected an expression; the file ends after its header")])
+    for first in range(0, len(rows), _ROWS):
+        true = tree_values(np.concatenate(rows[first : first + _ROWS]))
+        for row in np.flatnonzero(true != values[first : first + _ROWS])[:1] + first:
+            problem = f"expected the target {true[row - first]}, the value of the expression; got {values[row]}"
+            raise ConfigError(str(path), [(f"line {row + 2}", problem)])
+    return rows, np.array(values, np.uint8)
+
+
+def write_tsv(path: Path, rows: Iterable[Iterable[int]], values: Iterable[int]) -> None:
+    """Write trees in the published form."""
+    with path.open("w", encoding="ascii", newline="") as file:
+        file.write(f"{HEADER}\r\n")
+        file.writelines(f"{source_text(row)}\t{int(value)}\r\n" for row, value in zip(rows, values, strict=True))

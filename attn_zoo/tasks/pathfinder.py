@@ -7,7 +7,7 @@ Tokens are the grey levels 0 to 255 of the pixels, row by row. **No position is 
 Long Range Arena's models mask every token whose id is 0, which hides two thirds of a picture of 32 pixels as keys;
 scores obtained so are not comparable with ours.
 
-Levels drawn by our generator, which follows the original's (`pathfinder_scene`), seeded, one stream for each picture:
+Levels drawn by our generator (`attn_zoo.tasks.contours`), which follows the original, seeded, one stream a picture:
     32: the published task, contours of 14 paddles; 160 000 / 20 000 / 20 000, as published.
     32_intermediate, 32_easy: contours of 9 and 6 paddles, as many pictures.
     64: as 32 with 64 x 64 pixels; 40 000 / 5 000 / 5 000 (a picture takes about 30 times as long to draw as at 32).
@@ -29,6 +29,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, final
@@ -40,8 +41,8 @@ from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import AbstractTask, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.contours.geometry import Scene, marker_levels
 from attn_zoo.tasks.contours.pictures import distinct_splits, drawn_split
-from attn_zoo.tasks.contours.scene import Scene, marker_levels
 from attn_zoo.tasks.floors.linear_model import linear_floor
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import RowStreams, SplitSizes
@@ -214,7 +215,6 @@ class Pathfinder(AbstractTask):
         super().__init__(level, data_dir=data_dir)
         self.config = self.levels[level]
         self._splits: dict[SplitName, Split] = {}
-        self._read: dict[str, Tensor] = {}
 
     @classmethod
     def source(cls, level: str) -> Source | None:
@@ -256,13 +256,13 @@ class Pathfinder(AbstractTask):
     @property
     def num_skipped(self) -> int:
         """Pictures left out because their published file is empty."""
-        return int(self._pictures()["num_skipped"]) if self.config.source else 0
+        return int(self._pictures["num_skipped"]) if self.config.source else 0
 
     def split(self, name: SplitName) -> Split:
         if name not in self._splits:
             level = self.config
             if name not in level.drawn:
-                pictures = self._pictures()
+                pictures = self._pictures
                 self._splits[name] = Split.without_padding(pictures[f"{name}.tokens"], pictures[f"{name}.labels"])
             elif level.is_distinct:
                 counts = {part: level.count(part) for part in SPLITS}
@@ -273,12 +273,9 @@ class Pathfinder(AbstractTask):
                 self._splits[name] = Split.without_padding(**drawn)
         return self._splits[name]
 
+    @cached_property
     def _pictures(self) -> dict[str, Tensor]:
-        if not self._read:
-            self._read = self._read_pictures()
-        return self._read
-
-    def _read_pictures(self) -> dict[str, Tensor]:
+        """The read pictures as splits."""
         side = self.config.scene.side
         if self.config.source == "original":
             return _shared_out(read_npz(ORIGINAL.locate(self.data_dir)["pictures"], side), self.config)
@@ -297,7 +294,8 @@ class Pathfinder(AbstractTask):
 
     def show(self, example: Example) -> str:
         lit = example.tokens.numpy().reshape(self.image_shape) >= _LINE
-        rows = ["".join(" ▀▄█"[upper + 2 * lower] for upper, lower in zip(*pair, strict=True)) for pair in _pairs(lit)]
+        shades = lit[::2] + 2 * lit[1::2]  # a character shows one pixel above another
+        rows = ["".join(" ▀▄█"[shade] for shade in row) for row in shades]
         answer = "one contour" if int(example.label) else "two contours"
         return "\n".join([*rows, f"= {answer}"])
 
@@ -305,20 +303,11 @@ class Pathfinder(AbstractTask):
         return export_images(self.split(name), out, self.image_shape)
 
 
-def _pairs(lit: Any) -> list[tuple[Any, Any]]:
-    """Return rows of pixels two by two: a character shows one above the other."""
-    return list(zip(lit[::2].astype(int), lit[1::2].astype(int), strict=True))
-
-
 def find_markers(pictures: NDArray[np.uint8], scene: Scene) -> NDArray[np.int64]:
     """Return (row, column) of the two markers of each picture `[N, 2, 2]`, found in its pixels alone.
 
     A marker is where the darkest pixel of a full disk is brightest: lines are too thin for that. The second is the next
     best that does not touch the first.
-
-    Args:
-        pictures: grey levels `[N, side, side]`.
-        scene: how large the markers are.
     """
     middle = scene.side // 2
     rows, columns, levels = marker_levels(scene, middle, middle)

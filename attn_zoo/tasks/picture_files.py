@@ -166,10 +166,6 @@ def listing_digest(folder: Path) -> str:
 def read_folder(folder: Path, side: int) -> Published:
     """Read one difficulty of one size, such as `pathfinder32/curv_contour_length_14`.
 
-    Args:
-        folder: that holds `imgs` and `metadata`.
-        side: of the pictures, in pixels.
-
     Raises:
         ConfigError: something is not as published; names the file and line.
     """

@@ -100,15 +100,13 @@ def _split(path: Path, max_len: int, max_rows: int) -> Split:
         second.add(two)
     if not labels:
         raise ConfigError(str(path), [("", "expected pairs of papers; the file is empty")])
-    tokens, lengths = first.tensors()
-    other_tokens, other_lengths = second.tensors()
-    return Split(
-        tokens=tokens,
-        lengths=lengths,
-        labels=torch.frombuffer(labels, dtype=torch.uint8),
-        other_tokens=other_tokens,
-        other_lengths=other_lengths,
-    )
+    return pair_split(first.tensors(), second.tensors(), torch.frombuffer(labels, dtype=torch.uint8))
+
+
+def pair_split(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], labels: Tensor) -> Split:
+    """Return pairs of texts, each given as ids `[N, L]` and lengths `[N]`."""
+    (tokens, lengths), (other_tokens, other_lengths) = first, second
+    return Split(tokens=tokens, lengths=lengths, labels=labels, other_tokens=other_tokens, other_lengths=other_lengths)
 
 
 class AbstractTextPairs(AbstractFileTask):

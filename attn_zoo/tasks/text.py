@@ -199,12 +199,7 @@ def _held_out(texts: list[str], labels: NDArray[np.uint8], rows: Ints) -> Ints:
 
 
 def per_class(rows: Ints, labels: NDArray[np.integer], counts: dict[int, int]) -> Ints:
-    """Return the first `counts[c]` of the rows of each class c, in the order of `rows`.
-
-    Args:
-        rows: indices into `labels`.
-        labels: class of every row.
-        counts: by class; more than there are takes all.
+    """Return the first `counts[c]` of the rows of each class c, or all where there are fewer, in the order of `rows`.
 
     >>> per_class(np.array([3, 0, 2, 1]), np.array([0, 1, 0, 1]), {0: 1, 1: 1}).tolist()
     [3, 0]

@@ -74,14 +74,7 @@ class Feed:
 
 
 class Batcher:
-    """Decide lengths and make batches.
-
-    Args:
-        spec: of the task.
-        protocol: gives pooling and padding.
-        capabilities: of the variant.
-        device: where batches go.
-    """
+    """Decide lengths and make batches of a task on a device, as protocol and variant want them padded."""
 
     def __init__(
         self, spec: TaskSpec, protocol: Protocol, capabilities: Capabilities, device: torch.device | str

@@ -65,14 +65,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What an interrupted run continues from; all tensors on CPU.
-
-    Args:
-        numbers: where it stands.
-        weights: of the model.
-        best_weights: the selected ones.
-        optimizer: its state by parameter index and name.
-    """
+    """What an interrupted run continues from; all tensors on CPU, the optimiser's by parameter index and name."""
 
     numbers: Numbers
     weights: dict[str, Tensor]
@@ -88,15 +81,7 @@ def save_checkpoint(
     best_weights: dict[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Write everything a run needs to continue.
-
-    Args:
-        path: of the file; its folder is made.
-        identity: of the run: whatever must be equal for continuing to make sense.
-        numbers: where it stands.
-        model: gives the weights.
-        best_weights: the selected ones.
-        optimizer: gives its state, which must be tensors.
+    """Write everything a run needs to continue; `identity` is whatever must be equal for continuing to make sense.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -109,12 +94,7 @@ def save_checkpoint(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, str]) -> None:
-    """Write a safetensors file that is complete or absent, whatever happens meanwhile.
-
-    Args:
-        path: of the file; its folder is made.
-        tensors: by name; they may share memory.
-        header: texts to store with them.
+    """Write a safetensors file that is complete or absent, whatever happens meanwhile; tensors may share memory.
 
     Raises:
         StoreError: the folder cannot be written.

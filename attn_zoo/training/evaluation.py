@@ -67,15 +67,7 @@ def evaluate(
 ) -> Evaluation:
     """Score a model as it is on all examples, in order; the last batch may be smaller and counts like any other.
 
-    Args:
-        model: is put into evaluation mode.
-        objective: of the task.
-        batcher: makes the batches.
-        feed: the split.
-        batch_size: examples per batch.
-        seed: of the run.
-        dtype: of the cell.
-        is_test: whether predictions may cost more than one forward.
+    Only with `is_test` may predictions cost more than one forward. The model is put into evaluation mode.
     """
     model.eval()
     seed_everything(derive_seed(seed, "evaluation"))  # for variants that draw at evaluation too
@@ -99,14 +91,7 @@ def evaluate(
 def breakdown(
     scored: Evaluation, groups: Tensor | None, axes: tuple[str, ...], metric: Metric
 ) -> tuple[dict[str, float], ...]:
-    """Return the metric for each combination of the groups' values, in order of the values.
-
-    Args:
-        scored: of a split.
-        groups: float `[N, A]`, of its examples.
-        axes: name of each column.
-        metric: how items are summed up.
-    """
+    """Return the metric for each combination of the values of `groups` `[N, A]`, in order of the values."""
     if groups is None:
         return ()
     values, group_of = torch.unique(groups.double(), dim=0, return_inverse=True)

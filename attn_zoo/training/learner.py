@@ -67,12 +67,7 @@ class AbstractLearner(ABC):
 
 
 def step_spec(seq_len: int, *, has_padding: bool) -> TaskSpec:
-    """Return what generated data are: one class for each sequence.
-
-    Args:
-        seq_len: L of every sequence.
-        has_padding: the last quarter of every second sequence is padding.
-    """
+    """Return what generated data are: one class a sequence; with padding, the last quarter of every second one."""
     return TaskSpec(
         kind="classification",
         metric="accuracy",
@@ -86,9 +81,6 @@ def step_spec(seq_len: int, *, has_padding: bool) -> TaskSpec:
 
 def step_protocol(cell: Cell) -> Protocol:
     """Return the protocol of a cell whose training steps are timed: every batch has one size.
-
-    Args:
-        cell: of scope `"model"`.
 
     Raises:
         ConfigError: the cell names no protocol.

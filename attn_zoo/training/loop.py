@@ -16,8 +16,7 @@ from attn_zoo.training.batches import Batcher, Feed
 from attn_zoo.training.checkpoint import Numbers
 from attn_zoo.training.evaluation import Evaluation, evaluate, is_better
 from attn_zoo.training.objective import objective_for
-from attn_zoo.training.protocol import Protocol
-from attn_zoo.training.requirements import require, weight_dtype
+from attn_zoo.training.protocol import Protocol, require, weight_dtype
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.updates import DivergedError, Updater
 
@@ -32,13 +31,9 @@ class Trainer(Updater):
         after_evaluation: Callable[[Numbers], None] | None = None,
         after_step: Callable[[int], None] | None = None,
     ) -> None:
-        """Make the updates that are left; afterwards the model holds the selected weights.
+        """Make the updates that are left; afterwards the model holds the weights selected by `validation`.
 
-        Args:
-            train: examples to learn from.
-            validation: examples to select by.
-            after_evaluation: called when the state is worth saving.
-            after_step: called with the number of updates done.
+        Callbacks as in `make_updates`.
 
         Raises:
             DivergedError: loss or gradient is not finite.
@@ -82,11 +77,6 @@ class Trainer(Updater):
 
 def make_trainer(cell: Cell, spec: TaskSpec, protocol: Protocol) -> tuple[Trainer, ModelConfig]:
     """Return a trainer of a new model around the cell's variant, and what the model was made of.
-
-    Args:
-        cell: gives variant, options, seed, dtype and device.
-        spec: of the task.
-        protocol: resolved.
 
     Raises:
         UnsupportedError: the variant, or training itself, refuses what this asks.

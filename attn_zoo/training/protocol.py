@@ -3,20 +3,73 @@
 Scores are comparable only under one protocol. What a task sets differently (published settings differ by task) stands
 in the task's `settings`; what a matrix sets differently in the cell's `overrides`. The precision is the cell's `dtype`.
 `attn_zoo.records.TRAINING_VERSION` enters every cell's key: raise it when a protocol here changes.
+`require` says what a run under a protocol asks of its variant, before any data is made.
+
+Learning rates are pure functions of the step, so that a run can start again anywhere. Steps count from 1: the rate of
+step t is the one that the t-th update uses. With T steps, W of them warm-up, and the model's width E, the base rate is
+multiplied by
+
+    constant: min(1, t / W)
+    linear: min(1, t / W), then straight to 0 at T (one cycle)
+    cosine: min(1, t / W), then (1 + cos(pi (t - W) / (T - W))) / 2
+    rsqrt: min(1, t / W) / sqrt(max(t, W)), of Long Range Arena; the peak is base / sqrt(W)
+    noam: E^-0.5 min(t^-0.5, t W^-1.5), of Vaswani et al. 2017, section 5.3; the base rate there is 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from attn_zoo.errors import ConfigError, UnknownNameError
+import torch
+
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
+from attn_zoo.metadata import Position, Request
 from attn_zoo.model import ModelConfig
 from attn_zoo.model.config import Activation, NormKind, PoolingKind, PositionKind
-from attn_zoo.registry import make_config
-from attn_zoo.training.schedule import ScheduleKind
+from attn_zoo.records import Cell
+from attn_zoo.registry import capabilities_of, make_config
+from attn_zoo.tasks import TaskSpec
+
+ScheduleKind = Literal["constant", "linear", "cosine", "rsqrt", "noam"]
+SCHEDULES: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
+
+
+def learning_rate(
+    kind: ScheduleKind, step: int, *, base_lr: float, warmup_steps: int, num_steps: int, embed_dim: int
+) -> float:
+    """Return the learning rate of update `step` (1 is the first).
+
+    Args:
+        kind: one of `SCHEDULES`.
+        step: t.
+        base_lr: what the factor multiplies; for all kinds but rsqrt and noam also the peak.
+        warmup_steps: W.
+        num_steps: T.
+        embed_dim: E, for noam.
+
+    >>> learning_rate("linear", 5, base_lr=1.0, warmup_steps=10, num_steps=100, embed_dim=64)
+    0.5
+    """
+    if step < 1:
+        raise ValueError(f"expected step >= 1; got {step}")
+    warmup = min(1.0, step / warmup_steps) if warmup_steps else 1.0
+    left = float(step <= warmup_steps)  # of the decay: 1 at the end of warm-up, 0 at the last step
+    if warmup_steps < step < num_steps:
+        left = (num_steps - step) / (num_steps - warmup_steps)
+    if kind == "linear":
+        return base_lr * (warmup * left)
+    if kind == "cosine":
+        return base_lr * (warmup * 0.5 * (1.0 + math.cos(math.pi * (1.0 - left))))
+    if kind == "rsqrt":
+        return base_lr * (warmup / math.sqrt(max(step, warmup_steps)))
+    if kind == "noam":
+        rising = step / warmup_steps / math.sqrt(warmup_steps) if warmup_steps else math.inf
+        return base_lr * (min(1.0 / math.sqrt(step), rising) / math.sqrt(embed_dim))
+    return base_lr * warmup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +96,7 @@ class Protocol:
         eps: of Adam.
         weight_decay: decoupled (AdamW), on matrices; biases, norms and embeddings have none.
         base_lr: multiplied by the schedule.
-        schedule: see `attn_zoo.training.schedule`.
+        schedule: see the module's docstring.
         warmup_steps: W.
         num_steps: updates.
         batch_size: examples per update.
@@ -232,3 +285,53 @@ def resolve_protocol(
         raise ConfigError(f"overrides of {name}", fixed)
     settings = {**asdict(PROTOCOLS[name]), **(task_settings or {}), **overrides}
     return make_config(Protocol, settings, f"overrides of {name}")
+
+
+_WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
+
+
+def weight_dtype(dtype: str) -> torch.dtype:
+    """Return the type of the weights for a cell's dtype: bfloat16 trains under autocast with float32 weights.
+
+    Raises:
+        UnsupportedError: training does not run in it.
+    """
+    if dtype not in _WEIGHT_DTYPES:
+        raise UnsupportedError("dtypes", f"training runs in {', '.join(_WEIGHT_DTYPES)}; {dtype} needs loss scaling")
+    return _WEIGHT_DTYPES[dtype]
+
+
+def _directions(cell: Cell, spec: TaskSpec, protocol: Protocol) -> Iterator[bool]:
+    """Yield for each kind of self-attention that will be built whether it is causal."""
+    if spec.kind in ("classification", "pair", "seq2seq"):
+        yield False
+    if spec.kind in ("causal_lm", "seq2seq"):
+        yield True
+    if spec.kind == "token_classification":
+        yield cell.is_causal
+    if protocol.pretrain:
+        yield protocol.pretrain == "causal"
+
+
+def requests(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -> Iterator[tuple[str, Request]]:
+    """Yield (variant, request) for everything that will be built."""
+    position: Position = "none"
+    if protocol.position == "rotary" or protocol.position == "alibi":
+        position = protocol.position
+    request = Request(has_key_padding_mask=has_mask, dropout_p=protocol.dropout_p, dtype=cell.dtype, device=cell.device)
+    for is_causal in _directions(cell, spec, protocol):
+        yield (cell.variant, replace(request, is_causal=is_causal, is_autoregressive=is_causal, position=position))
+    if spec.kind == "seq2seq":
+        yield protocol.cross_variant or cell.variant, replace(request, is_cross=True)
+
+
+def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -> None:
+    """Raise `UnsupportedError` for what the variant, or training itself, refuses; arguments as in `requests`."""
+    if cell.is_causal and spec.kind not in ("token_classification", "causal_lm"):
+        raise UnsupportedError("causal", f"is_causal: a task of kind {spec.kind} does not leave the direction open")
+    if protocol.pretrain and spec.kind in ("causal_lm", "seq2seq"):
+        raise UnsupportedError("pretrain", f"pretrain: a model for {spec.kind} has no encoder over one input")
+    for variant, request in requests(cell, spec, protocol, has_mask=has_mask):
+        options = cell.options if variant == cell.variant else {}
+        capabilities_of(variant, options).require(variant, request)
+    weight_dtype(cell.dtype)

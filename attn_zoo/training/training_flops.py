@@ -21,11 +21,7 @@ LINEAR_BACKWARD_RATIO = 2.0
 
 
 class FlopCounter:
-    """Counts every forward of a model in training mode.
-
-    Args:
-        model: gets hooks; they cost microseconds.
-    """
+    """Counts every forward of a model in training mode, by hooks that cost microseconds."""
 
     def __init__(self, model: nn.Module) -> None:
         self._forward, self._total = 0, 0.0
@@ -86,9 +82,6 @@ class CompiledFlopCounter(FlopCounter):
     """Counts by the shapes of the inputs, for a model that runs compiled: there hooks would be compiled along.
 
     Each new shape costs one forward of the model as it was written.
-
-    Args:
-        model: has hooks during such a forward only.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -2,34 +2,41 @@
 
 Every random draw is a function of seed and step, so that an interrupted run continues with the same results on the same
 machine. The host never waits for the device inside a step.
+
+A small model's update is hundreds of kernels of microseconds, and the host takes longer to launch them than the GPU to
+run them: `GraphedUpdate` makes forward, loss, backward and optimiser one CUDA graph. The first updates of every batch
+shape run as they are (so kernels are compiled and chosen, and nothing is done twice); then one is captured, and
+replayed from there on. Random numbers of the device follow its generator at every replay, so that dropout is what it
+would be without. What a graph would freeze is not captured: a model that draws on the host. What cannot be captured,
+such as a model that asks the device for a number, goes on as before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attn_zoo.kernels.trace import note_path
 from attn_zoo.training.batches import Batch, Batcher, DataOrder, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
 from attn_zoo.training.evaluation import precision
-from attn_zoo.training.graphed_update import NUM_EAGER, GraphedUpdate
 from attn_zoo.training.objective import AbstractObjective
-from attn_zoo.training.protocol import Protocol
-from attn_zoo.training.schedule import learning_rate
+from attn_zoo.training.protocol import Protocol, learning_rate
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
-_LOOK_EVERY = (
-    20  # steps between checks for non-finite values, which wait for the device; the step is still known exactly
-)
+_LOOK_EVERY = 20  # steps between checks for non-finite values, which wait for the device; the step is known exactly
 
 
 class DivergedError(Exception):
@@ -60,16 +67,9 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
 
 
 class Updater:
-    """A model, its optimiser, and their progress.
+    """A model on its device, its optimiser, and their progress.
 
-    Args:
-        model: on its device.
-        objective: of the task.
-        batcher: makes its batches.
-        protocol: of the run.
-        num_steps: updates in all.
-        seed: of everything random.
-        dtype: `"bfloat16"` trains under autocast; other types are the model's own.
+    With dtype `"bfloat16"` it trains under autocast; other types are the model's own.
     """
 
     def __init__(
@@ -130,13 +130,14 @@ class Updater:
         self._loss_sum.zero_()
         self.model.train()
         _reset_peak(self.batcher.device)
-        with self._timed():
-            for step in range(first, stop + 1):
-                self.step(feed, order)
-                if after_step is not None:
-                    after_step(step)
-            self._look()
-            mean_loss = float(self._loss_sum) / (stop - first + 1)
+        start = self._now()
+        for step in range(first, stop + 1):
+            self.step(feed, order)
+            if after_step is not None:
+                after_step(step)
+        self._look()
+        mean_loss = float(self._loss_sum) / (stop - first + 1)
+        self.numbers.train_s += self._now() - start
         self.numbers.train_flops = self.flops.training_flops
         if (peak := _peak_bytes(self.batcher.device)) is not None:
             self.numbers.peak_bytes = max(peak, self.numbers.peak_bytes or 0)
@@ -233,12 +234,6 @@ class Updater:
         if (step := int(self._first_bad)) > 0:
             raise DivergedError(step, "loss or gradient norm")
 
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = self._now()
-        yield
-        self.numbers.train_s += self._now() - start
-
     def _now(self) -> float:
         if self.batcher.device.type == "cuda":
             torch.cuda.synchronize(self.batcher.device)
@@ -274,3 +269,88 @@ def _peak_bytes(device: torch.device) -> int | None:
         return None
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return highest if sys.platform == "darwin" else 1024 * highest
+
+
+GRAPH_PATH = "cuda_graph"
+"""Noted among the kernels of a run when its first update is captured."""
+
+NUM_EAGER = 3
+"""Updates of a shape before it is captured."""
+
+MAX_SHAPES = 16
+"""Shapes captured at most: each keeps the memory of an update."""
+
+
+class GraphedUpdate:
+    """Calls `update(batch)`, from its third time on as a graph.
+
+    Args:
+        update: reads the batch, and beside it only tensors that stay where they are. It must leave nothing to the host.
+        cuda: what to use as `torch.cuda`.
+
+    Attributes:
+        reason: why nothing is captured any more, or empty.
+    """
+
+    def __init__(self, update: Callable[[Batch], None], cuda: Any = torch.cuda) -> None:
+        self.reason = ""
+        self._update, self._cuda = update, cuda
+        self._num_seen: dict[Hashable, int] = {}
+        self._captured: dict[Hashable, tuple[Any, Batch]] = {}
+        self._stream: Any = None
+
+    def __call__(self, batch: Batch) -> None:
+        """Make one update."""
+        shape = (*batch.shapes, batch.labels.shape, batch.key_padding_mask is None, batch.other_padding_mask is None)
+        if shape not in self._captured:
+            seen = self._num_seen[shape] = self._num_seen.get(shape, 0) + 1
+            may_capture = seen > NUM_EAGER and not self.reason and len(self._captured) < MAX_SHAPES
+            if not (may_capture and self._capture(shape, batch)):
+                self._plain(batch)
+                return
+        graph, held = self._captured[shape]
+        for name, tensor in _tensors(held).items():
+            tensor.copy_(getattr(batch, name))
+        graph.replay()
+
+    def _plain(self, batch: Batch) -> None:
+        """Run as it is, on the stream that will be captured: what torch keeps for a stream is then there."""
+        cuda, before = self._cuda, _host_states()
+        self._stream = self._stream or cuda.Stream()
+        self._stream.wait_stream(cuda.current_stream())
+        with cuda.stream(self._stream):
+            self._update(batch)
+        cuda.current_stream().wait_stream(self._stream)
+        if _host_states() != before:
+            self.reason = "the model draws random numbers on the host"
+
+    def _capture(self, shape: Hashable, batch: Batch) -> bool:
+        """Capture an update without running it; return whether that was possible."""
+        cuda = self._cuda
+        kept: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
+        held = replace(batch, **kept)
+        graph = cuda.CUDAGraph()
+        # A capture that fails leaves the generator believing that it goes on.
+        generator = cuda.default_generators[cuda.current_device()]
+        before = generator.clone_state()
+        try:
+            with cuda.graph(graph, stream=self._stream):
+                self._update(held)
+        except RuntimeError as error:
+            generator.graphsafe_set_state(before)
+            self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"
+            return False
+        note_path(GRAPH_PATH)
+        self._captured[shape] = graph, held
+        return True
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    values = {item.name: getattr(batch, item.name) for item in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _host_states() -> tuple[object, ...]:
+    """Return the states of the host's generators, comparable."""
+    numbers = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the global one is what a variant may use
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), numbers["key"].tobytes(), numbers["pos"]

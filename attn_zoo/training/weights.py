@@ -21,8 +21,7 @@ from attn_zoo.tasks import AbstractTask
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.checkpoint import read_tensors, write_tensors
 from attn_zoo.training.objective import AbstractObjective, objective_for
-from attn_zoo.training.protocol import resolve_protocol
-from attn_zoo.training.requirements import weight_dtype
+from attn_zoo.training.protocol import resolve_protocol, weight_dtype
 
 _KIND = "attn_zoo weights"
 
@@ -50,12 +49,6 @@ class Trained:
 
 def save_weights(path: Path, cell: Cell, model_config: ModelConfig, model: nn.Module) -> None:
     """Write the weights of a trained model.
-
-    Args:
-        path: of the file; its folder is made.
-        cell: the run that trained it.
-        model_config: what the model was built from.
-        model: gives the tensors.
 
     Raises:
         StoreError: the folder cannot be written.

@@ -16,8 +16,7 @@ from attn_zoo.attention.effective import attention_call, effective_weights
 from attn_zoo.attention.oracle import attention_weights
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.maps import attention as attention_module
-from attn_zoo.maps.attention import attention_map, head_weights
-from attn_zoo.maps.capture import MixerCall, capture_calls, input_of_example
+from attn_zoo.maps.attention import MixerCall, attention_map, capture_calls, head_weights, input_of_example
 from attn_zoo.maps.find import find_weights
 from attn_zoo.maps.head_panels import Bins, PooledWeights, draw_heads, make_bins, pool_weights
 from attn_zoo.report.figures.heat import weight_shades

@@ -7,19 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from attn_zoo import cli_maps
+from attn_zoo.cli import app
 from attn_zoo.errors import AttnZooError
-
-app = typer.Typer()
-cli_maps.register(app)
-
-
-@app.callback()
-def _main() -> None:
-    """Keep `maps` a sub-command."""
 
 
 def run(*arguments: object) -> str:

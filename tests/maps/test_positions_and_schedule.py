@@ -12,8 +12,7 @@ from attn_zoo.maps.find import find_weights
 from attn_zoo.maps.position_table import _table_of, cosine_similarity, position_map, position_table
 from attn_zoo.maps.rate_curve import protocol_rates, schedule_map
 from attn_zoo.model.positions import sinusoidal_positions
-from attn_zoo.training.protocol import PROTOCOLS
-from attn_zoo.training.schedule import learning_rate
+from attn_zoo.training.protocol import PROTOCOLS, learning_rate
 from attn_zoo.training.weights import load_trained
 from tests.maps.test_attention_map import words_of
 

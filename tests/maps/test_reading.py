@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
-from attn_zoo.maps.capture import encode_text, input_of_example, input_of_text
+from attn_zoo.maps.attention import encode_text, input_of_example, input_of_text
 from attn_zoo.maps.find import find_weights, kept_cells
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.weights import load_trained

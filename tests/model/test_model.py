@@ -13,8 +13,8 @@ from attn_zoo import describe, list_variants
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.model import Classifier, LanguageModel, ModelConfig, Retriever, Seq2Seq
 from attn_zoo.model.heads import pool_mean
-from attn_zoo.model.norm import PositionBatchNorm
 from attn_zoo.model.positions import sinusoidal_positions
+from attn_zoo.model.stacks import PositionBatchNorm
 from attn_zoo.registry import variants
 
 CONFIG = ModelConfig(variant="full", vocab_size=20, max_seq_len=24, embed_dim=32, ffn_dim=48)

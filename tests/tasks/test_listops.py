@@ -16,11 +16,10 @@ from attn_zoo.errors import ConfigError, FolderError, UnknownNameError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import AbstractTask, SplitName
 from attn_zoo.tasks import listops as listops_module
-from attn_zoo.tasks.expressions.grammar import OPERATORS, Grammar, draw_trees
-from attn_zoo.tasks.expressions.published_text import read_tsv, show_tokens, write_tsv
+from attn_zoo.tasks.expressions import OPERATORS, Grammar, draw_trees
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import Draws
-from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits, padded
+from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits, padded, read_tsv, show_tokens, write_tsv
 from attn_zoo.tasks.sources.tensor_cache import cache_dir, cached_tensors
 from attn_zoo.training.protocol import resolve_protocol
 from tests.tasks.evaluators import by_stack, recursive

@@ -13,8 +13,8 @@ from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import AbstractTask, SplitName
 from attn_zoo.tasks.abstract_task import Split
+from attn_zoo.tasks.contours.geometry import Scene
 from attn_zoo.tasks.contours.pictures import draw_pictures
-from attn_zoo.tasks.contours.scene import Scene
 from attn_zoo.tasks.pathfinder import LEVELS, Pathfinder, PathfinderLevel, pathfinder_floors
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from tests.tasks.test_pathfinder_files import write_folder

@@ -11,7 +11,7 @@ import torch
 
 from attn_zoo.records import Score
 from attn_zoo.training import batches, run_training, updates
-from attn_zoo.training.graphed_update import GRAPH_PATH
+from attn_zoo.training.updates import GRAPH_PATH
 from tests.training.toy_task import cell, toy_task
 
 

@@ -14,7 +14,7 @@ import torch
 
 from attn_zoo.kernels.trace import recording
 from attn_zoo.training.batches import Batch
-from attn_zoo.training.graphed_update import GRAPH_PATH, MAX_SHAPES, NUM_EAGER, GraphedUpdate
+from attn_zoo.training.updates import GRAPH_PATH, MAX_SHAPES, NUM_EAGER, GraphedUpdate
 
 
 class Stream:

@@ -206,10 +206,10 @@ def test_a_seq2seq_test_reads_its_own_words(monkeypatch):
 @pytest.mark.parametrize("can_step", [True, False])
 def test_greedy_decoding_equals_reading_step_by_step(monkeypatch, can_step):
     """Every written token is the best one given those before it, with and without decode state."""
-    from attn_zoo.model import Seq2Seq, generators
+    from attn_zoo.model import Seq2Seq, heads
 
     if not can_step:
-        monkeypatch.setattr(generators, "_can_step", lambda model: False)
+        monkeypatch.setattr(heads, "_can_step", lambda model: False)
     protocol = resolve_protocol("cpu-small")
     config = protocol.model_config(variant="full", options={}, vocab_size=9, max_seq_len=16, seed=3)
     model = Seq2Seq(config).eval()

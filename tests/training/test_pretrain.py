@@ -14,8 +14,8 @@ from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training import Progress, run_training
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.loop import Trainer
-from attn_zoo.training.pretrain import DenoisingObjective, Pretrainer, make_pretrainer
 from attn_zoo.training.protocol import resolve_protocol
+from attn_zoo.training.run import DenoisingObjective, Pretrainer, make_pretrainer
 from attn_zoo.training.seeding import derive_seed
 from tests.training.toy_task import TINY, cell, toy_task
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from attn_zoo.training.schedule import SCHEDULES, learning_rate
+from attn_zoo.training.protocol import SCHEDULES, learning_rate
 
 WARMUP, STEPS, DIM, BASE = 10, 110, 64, 0.5
 

@@ -35,12 +35,7 @@ def _host_reason(error: BaseException, room_bytes: int | None) -> str:
 
 
 def outcome_of(error: BaseException, room_bytes: int | None = None) -> tuple[Status, str]:
-    """Return (status, reason).
-
-    Args:
-        error: what ended the cell.
-        room_bytes: that could be allocated when it began, if known.
-    """
+    """Return (status, reason) for what ended a cell; `room_bytes` could be allocated when it began, if known."""
     text = str(error)
     if isinstance(error, UnsupportedError):
         return "unsupported", error.reason

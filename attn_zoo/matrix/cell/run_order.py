@@ -10,41 +10,26 @@ from attn_zoo.errors import AttnZooError, ConfigError
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import limit_memory
 from attn_zoo.matrix.plan.work_order import WorkOrder
-from attn_zoo.records import Record
+from attn_zoo.records import Record, Status
 from attn_zoo.registry import load_file
 
 
-def _tell_nobody(index: int) -> None:
-    del index
-
-
 def run_order(
-    order: WorkOrder,
-    tell: Callable[[int], object] = _tell_nobody,
-    room_bytes: int | None = None,
+    order: WorkOrder, tell: Callable[[int], object] = lambda _: None, room_bytes: int | None = None
 ) -> list[Record]:
-    """Run a bundle in this process and say what became of its cells; every exception but Ctrl-C becomes a status.
-
-    Args:
-        order: what to do. The variants must be registered.
-        tell: told the index of a cell whenever work on it begins.
-        room_bytes: of memory that could be allocated at the start, for messages.
-
-    Returns:
-        A record of each cell; of failures only, where one of them left the device unusable.
-    """
+    """Run a bundle of registered variants in this process; arguments and result as in `AbstractKind.run`."""
     return kind_of(order.cells[0]).run(order, _empty_records(order), tell, room_bytes)
 
 
-def _empty_records(order: WorkOrder, **fields: Any) -> list[Record]:
+def _empty_records(order: WorkOrder, status: Status = "ok", reason: str = "") -> list[Record]:
     common: dict[str, Any] = {
-        "status": "ok",
+        "status": status,
+        "reason": reason,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": order.environment,
         "isolation": order.isolation,
         "bundle": order.bundle,
         "attempt": order.attempt,
-        **fields,
     }
     return [Record(cell=cell, **common) for cell in order.cells]
 

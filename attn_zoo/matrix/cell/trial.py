@@ -1,11 +1,18 @@
-"""A timed cell in this process: build, check, time and weigh its work; step by step, so that cells can take turns."""
+"""Timed cells in this process: one, or several of one length that are timed in turns, as peers are compared.
+
+Each is built, passes its gate and is warmed up; then samples are taken in rounds; then each is weighed by itself. They
+share their inputs, so that memory does not grow with their number: each adds its parameters and, in the backward alone,
+its graph.
+"""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,13 +20,14 @@ from torch import Tensor
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.conditions import Conditions
+from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_graph_time
-from attn_zoo.measure.timing import Sampling
-from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
+from attn_zoo.measure.timing import Sampling, sample_in_turns
+from attn_zoo.records import PASSES, Cell, Record, Timing
 from attn_zoo.registry import capabilities_of
 
 MakeWorkload = Callable[[Cell, Sequence[Tensor] | None], AbstractWorkload]
@@ -51,9 +59,9 @@ class Trial:
         make_workload: MakeWorkload,
         budget_s: float,
         *,
-        has_energy: bool = False,
-        has_count: bool = True,
-        is_repeat: bool = False,
+        has_energy: bool,
+        has_count: bool,
+        is_repeat: bool,
     ) -> None:
         self._record, self._cell, self._budget_s = record, record.cell, budget_s
         self._make_workload = make_workload
@@ -91,11 +99,7 @@ class Trial:
         assert self._work is not None
         return self._work.inputs
 
-    def prepare(
-        self,
-        inputs: Sequence[Tensor] | None = None,
-        make_stopwatch: Callable[[str], AbstractStopwatch] = stopwatch_for,
-    ) -> None:
+    def prepare(self, inputs: Sequence[Tensor] | None, make_stopwatch: Callable[[str], AbstractStopwatch]) -> None:
         """Build and check the variant, make the first call, check its output, and warm up.
 
         Args:
@@ -136,9 +140,6 @@ class Trial:
     def finish(self, conditions: Conditions) -> Record:
         """Return the record, after measuring memory and what else was asked for.
 
-        Args:
-            conditions: under which the samples were taken.
-
         Raises:
             AttnZooError: the work cannot have been done in the time it took.
         """
@@ -152,7 +153,14 @@ class Trial:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
                 timing = with_graph_time(timing, work.make_call, cell.device)
                 work.release()
-            memory, energy, counted = self._weigh(work, timing.median_ms)
+            with self.phase("memory"):
+                memory = work.memory()
+            if self._has_energy:
+                with self.phase("energy"):
+                    energy = _energy(work, cell.device)
+            if self._has_count and timing.median_ms < COUNT_BELOW_MS:
+                with self.phase("count"):
+                    counted = work.counted_flops()
         return replace(
             self._record,
             kernels=self._kernels,
@@ -166,18 +174,6 @@ class Trial:
             num_params=work.num_params,
             **asdict(claims),
         )
-
-    def _weigh(self, work: AbstractWorkload, median_ms: float) -> tuple[Memory, Energy | None, int | None]:
-        cell, energy, counted = self._cell, None, None
-        with self.phase("memory"):
-            memory = work.memory()
-        if self._has_energy:
-            with self.phase("energy"):
-                energy = _energy(work, cell.device)
-        if self._has_count and median_ms < COUNT_BELOW_MS:
-            with self.phase("count"):
-                counted = work.counted_flops()
-        return memory, energy, counted
 
     def drop(self) -> None:
         """Let go of everything."""
@@ -213,3 +209,114 @@ def _energy(work: AbstractWorkload, device: str) -> Energy | None:
         return energy_of_call(whole, device=device)
     finally:
         work.release()
+
+
+class _Ledger:
+    """Tells which member is at work, and charges the time between two rounds to the one that had it."""
+
+    def __init__(self, trials: Sequence[Trial], tell: Callable[[int], object]) -> None:
+        self._trials, self._tell = trials, tell
+        self._index: int | None = None
+        self._since = 0.0
+
+    def at(self, index: int | None, *, has_phases: bool = False) -> None:
+        """Go on with another member, or with none; one with phases keeps its own accounts."""
+        now = time.perf_counter()
+        if self._index is not None:
+            phases = self._trials[self._index].phases
+            phases["timing"] = phases.get("timing", 0.0) + now - self._since
+        self._index, self._since = None if has_phases else index, now
+        if index is not None:
+            self._tell(index)
+
+
+def measure_bundle(
+    records: Sequence[Record],
+    trials: Sequence[Trial],
+    *,
+    seed: int,
+    tell: Callable[[int], object],
+    room_bytes: int | None,
+) -> list[Record]:
+    """Measure cells and return their records. Every exception but Ctrl-C becomes a status of its own cell.
+
+    Where an error has left the device unusable, only the records of failures are returned: for the others another
+    process must begin anew.
+
+    Args:
+        records: of the cells, otherwise empty; one length, pass, dtype and so on.
+        trials: of the same cells.
+        seed: of the order in each round.
+        tell: told the index of a cell whenever work on it begins.
+        room_bytes: of memory that could be allocated at the start, for messages.
+    """
+    ledger = _Ledger(trials, tell)
+    failures: dict[int, Record] = {}
+    done: dict[int, Record] = {}
+    is_usable = True
+
+    def living() -> list[int]:
+        return [index for index in range(len(trials)) if index not in failures]
+
+    def failed(index: int, error: BaseException) -> None:
+        failures[index] = failure_record(records[index], error, room_bytes)
+        trials[index].drop()
+
+    def guarded(step: Callable[[int], object], index: int) -> None:
+        nonlocal is_usable
+        ledger.at(index, has_phases=True)
+        try:
+            step(index)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a variant may even call sys.exit
+            failed(index, error)
+        if index in failures:  # outside the block above, whose traceback keeps tensors alive
+            is_usable = is_usable and _tidy(trials[index].device)
+
+    make_stopwatch = cache(stopwatch_for)  # one for all: it may hold a buffer that empties the cache
+    inputs: Sequence[Tensor] | None = None
+
+    def prepare(index: int) -> None:
+        nonlocal inputs
+        trials[index].prepare(inputs, make_stopwatch)
+        inputs = trials[index].inputs
+
+    for index in range(len(trials)):
+        if is_usable:
+            guarded(prepare, index)
+    order = living() if is_usable else []
+    with Conditions(trials[0].device) as conditions:
+        sample_in_turns(
+            [trials[index].sampling for index in order],
+            seed=seed,
+            at=lambda position: ledger.at(order[position]),
+            failed=lambda position, error: failed(order[position], error),
+        )
+        ledger.at(None)
+    is_usable = is_usable and (len(living()) == len(order) or _tidy(trials[0].device))
+
+    def finish(index: int) -> None:
+        done[index] = trials[index].finish(conditions)
+        trials[index].drop()
+
+    for step in (lambda index: trials[index].end_timing(), finish):  # all graphs go before anything is weighed
+        for index in living():
+            if is_usable:
+                guarded(step, index)
+    ended = {**done, **failures} if is_usable else failures
+    phases = {index: trials[index].phases for index in sorted(ended)}
+    return [replace(ended[index], duration_s=round(sum(own.values()), 4), phases=own) for index, own in phases.items()]
+
+
+def _tidy(device: str) -> bool:
+    """Free what a failure left behind; return whether the device still works."""
+    gc.collect()
+    if device == "cpu" or not torch.cuda.is_available():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True

@@ -57,7 +57,7 @@ def measure_missing(
     Args:
         items: cells to run.
         store: results folder.
-        environment: digest of this machine.
+        environment: digest of this one.
         say: shows a message.
         should_stop: asked several times a second; True ends it without a result.
     """

@@ -67,17 +67,13 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """One line per cell, for logs and pipes.
-
-    Args:
-        stream: where to.
-    """
+    """One line per cell, for logs and pipes."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
         self.total = self.done = 0
 
-    def _line(self, text: str) -> None:
+    def say(self, text: str) -> None:
         # Reasons quote foreign text: nothing in it may steer the terminal.
         self._print("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text))
 
@@ -88,17 +84,14 @@ class PlainProgress(Progress):
         self.total, self.done = total, done
         known = f", {done} of them done before" if done else ""
         repeats = f", {total} measurements with their repeats" if total > num_cells else ""
-        self._line(f"{num_cells} cells{repeats}{known}")
+        self.say(f"{num_cells} cells{repeats}{known}")
 
     def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
         self.done += num_done
         around = "" if record.overhead_s is None else f", {span(record.overhead_s)} beside what it measured"
         took = span(sum(record.phases.values()) or record.duration_s)
         what = ": ".join(filter(None, [step, describe(record)]))
-        self._line(f"[{self.done}/{self.total}] {record.cell.id}  {what}  [{took}{around}]")
-
-    def say(self, text: str) -> None:
-        self._line(text)
+        self.say(f"[{self.done}/{self.total}] {record.cell.id}  {what}  [{took}{around}]")
 
 
 class LiveProgress(PlainProgress):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,153 @@ from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import measure_missing
 from attn_zoo.matrix.drive.progress import Progress
-from attn_zoo.matrix.drive.session import Session
-from attn_zoo.matrix.drive.supervise import Control
+from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
+from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.plan.expand import Plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store
-from attn_zoo.records import ANSWERS, Record
+from attn_zoo.records import ANSWERS, Cell, Environment, Record
+from attn_zoo.statistics import pool_records
+
+GRACE_S = 30.0
+"""How long the running cell may go on after the first Ctrl-C."""
+
+
+class Session(Control):
+    """Stores records as they come, keeps the time limit, hears Ctrl-C.
+
+    Args:
+        store: where records go.
+        progress: told what happens.
+        time_limit_s: seconds from now, or None.
+        todo: cells without a record.
+        earlier: records that there are already.
+        jobs: trainings at once.
+        repeats: of `todo`, by key.
+
+    Attributes:
+        stopped: why no further cell may start, or None.
+        new: records of this run.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        progress: Progress,
+        time_limit_s: float | None,
+        todo: Sequence[PlannedCell],
+        earlier: Sequence[Record],
+        jobs: int,
+        repeats: Mapping[str, Sequence[Record]],
+    ) -> None:
+        self._store, self._progress, self._jobs = store, progress, jobs
+        self._began = time.monotonic()
+        self._deadline = None if time_limit_s is None else self._began + time_limit_s
+        self._waiting = {item.cell.key: item for item in todo}
+        self._repeats = {item.cell.key: list(repeats.get(item.cell.key, ())) for item in todo}
+        self._forecasts = {kind.name: kind.forecast() for kind in KINDS}
+        for record in earlier:
+            if not kind_of(record.cell).is_timed:  # that of a timed one sums its repeats
+                self._forecast_of(record.cell).add(record)
+        self._kill_at: float | None = None
+        self.stopped: str | None = None
+        self.new: list[Record] = []
+
+    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        """First call: end after the running cell, or its grace. Second: at once."""
+        now = time.monotonic()
+        if self.stopped == "interrupted":
+            self._kill_at = now
+            return
+        self.stopped, self._kill_at = "interrupted", now + GRACE_S
+        self._progress.say(
+            f"stopping after what is running (at most {GRACE_S:g} s); press Ctrl-C again to stop at once. "
+            "The same command goes on from here."
+        )
+
+    def is_over(self) -> bool:
+        return self.stopped == "interrupted" or (self._deadline is not None and time.monotonic() >= self._deadline)
+
+    def _forecast_of(self, cell: Cell) -> Forecast:
+        return self._forecasts[kind_of(cell).name]
+
+    def forecast_s(self, item: PlannedCell) -> float:
+        """Return the seconds that a cell, or its next repeat, will take."""
+        if repeats := self._repeats.get(item.cell.key):
+            return repeats[-1].duration_s
+        return self._forecast_of(item.cell).seconds(item)
+
+    def may_start(self, *bundle: PlannedCell) -> bool:
+        if self.is_over():
+            self.stopped = self.stopped or "time limit"
+            return False
+        cell = bundle[0].cell
+        if cell.key not in self._waiting:
+            return False  # an earlier repeat failed, which is the cell's result
+        if self._deadline is None or not kind_of(cell).is_timed:
+            return True  # a training goes on from its checkpoint another time
+        forecast_s = sum(min(self.forecast_s(item), item.timeout_s) for item in bundle)
+        if time.monotonic() + forecast_s <= self._deadline:
+            return True
+        self.stopped = self.stopped or "time limit"  # cells of other lanes may still fit
+        return False
+
+    def started(self, item: PlannedCell) -> None:
+        left_s = 0.0
+        for key, waiting in self._waiting.items():
+            num_left = waiting.separate_repeats - len(self._repeats[key])
+            left_s += num_left * self.forecast_s(waiting) / (1 if kind_of(waiting.cell).is_timed else self._jobs)
+        self._progress.started(item, left_s)
+
+    def should_stop(self) -> bool:
+        self._progress.tick()
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            return True
+        if self._deadline is not None and now >= self._deadline:
+            self.stopped = self.stopped or "time limit"
+            return True
+        return False
+
+    def finished(self, record: Record) -> None:
+        """Store a record: of a cell, or of one of its repeats as long as others are to come.
+
+        The last repeat makes all of them the cell's record. One that fails is the cell's record, whatever the others
+        said: a crash now and then is a result too.
+        """
+        key = record.cell.key
+        num_repeats = self._waiting[key].separate_repeats
+        repeats = self._repeats[key]
+        self._forecast_of(record.cell).add(record)
+        step = f"repeat {len(repeats) + 1} of {num_repeats}" if num_repeats > 1 else ""
+        num_done = 1
+        if record.status == "ok":
+            repeats.append(record)
+            if len(repeats) < num_repeats:
+                self._store.repeats.write(record, len(repeats))
+                self._progress.finished(record, step)
+                return
+            record = pool_records(repeats)
+        elif num_repeats > 1:
+            num_done = num_repeats - len(repeats)
+            if repeats:
+                record = replace(record, reason=f"{step}: {record.reason}")
+        self._store.write(record)
+        if record.status == "ok":
+            self._store.repeats.drop(key)
+        else:
+            self._store.repeats.retire(key)
+        del self._waiting[key]
+        self.new.append(record)
+        self._progress.finished(record, step, num_done)
+
+    def moved_to(self, environment: Environment) -> None:
+        self._store.add_environment(environment)
+
+    def say(self, text: str) -> None:
+        self._progress.say(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,13 +215,7 @@ class Summary:
 
 
 def standing(plan: Plan, records: Sequence[Record], repeats: Mapping[str, int] | None = None) -> Standing:
-    """Compare a plan with records; nothing is run.
-
-    Args:
-        plan: of all cells.
-        records: of the folder.
-        repeats: how many there are of cells that are not done, by key.
-    """
+    """Compare a plan with the records of a folder, and the number of repeats of cells that are not done, by key."""
     by_key = {record.cell.key: record for record in records}
     planned = {item.cell.key for item in plan.cells}
     ids = {item.cell.id for item in plan.cells}
@@ -94,9 +229,6 @@ def standing(plan: Plan, records: Sequence[Record], repeats: Mapping[str, int] |
     )
 
 
-Lanes = Sequence[tuple[Sequence[PlannedCell], Sequence[Record]]]
-
-
 class Engine(Protocol):
     """Supervises workers. Records go to `control`, which belongs to the driver: nobody else writes.
 
@@ -108,7 +240,7 @@ class Engine(Protocol):
     is_remote: bool
     jobs: int
 
-    def run(self, lanes: Lanes, settings: Settings, control: Control) -> None:
+    def run(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
         """Run all lanes, as long as `control` agrees."""
 
 
@@ -197,7 +329,9 @@ def run(
                     measure_missing(left, store, environment.digest, progress.say, session.is_over)
                 for item in left:
                     if item.refusal is not None:
-                        session.finished(_refused(item, environment.digest))
+                        started = datetime.now(UTC).isoformat(timespec="seconds")
+                        record = Record(cell=item.cell, status="unsupported", reason=item.refusal[1], started=started)
+                        session.finished(replace(record, environment=environment.digest))
                 engine.run(_lanes(left, records, repeats, is_joined=engine.is_remote), settings, session)
         finally:
             progress.end()
@@ -212,13 +346,6 @@ def run(
         stopped=session.stopped,
         folder=store.folder,
     )
-
-
-def _refused(item: PlannedCell, environment: str) -> Record:
-    assert item.refusal is not None  # asked by the caller
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    reason = item.refusal[1]
-    return Record(cell=item.cell, status="unsupported", reason=reason, environment=environment, started=started)
 
 
 def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environment: str) -> dict[str, list[Record]]:
@@ -240,15 +367,10 @@ def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environmen
 
 def _lanes(
     left: Sequence[PlannedCell], records: Mapping[str, Record], repeats: Mapping[str, Sequence[Record]], is_joined: bool
-) -> Lanes:
-    """Group runnable cells by repeat and by lane, each with the records that its curves have.
+) -> list[Lane]:
+    """Group runnable cells by repeat and by lane; `is_joined` puts all repeats of a lane in one.
 
-    Args:
-        left: cells without a record.
-        records: by key.
-        repeats: those that there are, by key.
-        is_joined: all repeats of a lane in one, for an engine whose lanes run on different machines: repeats of one
-            cell belong on one.
+    An engine whose lanes run on different machines needs that: repeats of one cell belong on one machine.
     """
     prior: dict[str, list[Record]] = {}
     for record in records.values():

@@ -1,18 +1,28 @@
-"""Run the cells of one lane in order: what is hopeless is not started.
+"""Run the cells of one lane in order: what is hopeless is not started, and every end of a worker is a named outcome.
 
 Both engines use this function: on this machine, or inside a Ray task on another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
 
-from attn_zoo.matrix.drive.attempts import run_bundle
+from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.records import STOPPERS, Environment, Record
+from attn_zoo.records import STOPPERS, Environment, Record, Status
+from attn_zoo.statistics import pool_records
+
+Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
+"""Cells that run one after another, shorter sequences first, and the records that their curves have already."""
 
 
 class Control:
@@ -44,18 +54,13 @@ class Control:
 
 
 def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
-    """Return the record of a cell that a shorter length of its curve makes hopeless, or None.
-
-    Args:
-        item: cell in question.
-        earlier: records of the same curve, and perhaps of others.
-    """
+    """Return the record of a cell that a shorter length of its curve makes hopeless, or None."""
     cell = item.cell
     for record in earlier:
         length = record.cell.seq_len
-        if record.cell.curve != cell.curve or record.status not in STOPPERS or length is None:
+        if record.cell.curve != cell.curve or record.status not in STOPPERS:
             continue
-        if cell.seq_len is None or cell.seq_len <= length:
+        if length is None or cell.seq_len is None or cell.seq_len <= length:
             continue
         if record.status == "timeout":
             return Record(cell=cell, status="timeout", reason=f"not started: length {length} of the lane timed out")
@@ -65,13 +70,9 @@ def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
 
 
 def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, prior: Sequence[Record] = ()) -> None:
-    """Run the cells of a lane, shorter sequences first; every cell, or repeat, that is started ends in one record.
+    """Run the cells of a lane, or several repeats of it; every cell, or repeat, that is started ends in one record.
 
-    Args:
-        items: of one lane; perhaps several repeats of it, one after the other.
-        pool: has the processes; it may serve other lanes before and after.
-        control: asked and told.
-        prior: records that the lane's curves have already.
+    The pool may serve other lanes before and after.
     """
     known = list(prior)
     ended: set[str] = set()  # cells that failed: they are not repeated
@@ -102,3 +103,133 @@ def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, p
                     ended.add(record.cell.key)
     finally:
         pool.end_lane()
+
+
+_MAX_ATTEMPTS = 2
+_FOREIGN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_TAIL_BYTES, _TAIL_LINES = 8000, 14
+
+
+def run_bundle(
+    items: Sequence[PlannedCell], pool: WorkerPool, has_next: bool, *, is_alone: bool = False
+) -> list[Record] | None:
+    """Return the records of one bundle, run in as many processes as its cells ask for; None if the run was stopped.
+
+    A cell that ends its process keeps the blame; others of the bundle begin anew without it. One that runs out of
+    memory, where others hold some too, is run again by itself (`is_alone`): then the failure is its own, or its timing
+    says `timed_alone`.
+    """
+    first, settings = items[0], pool.settings
+    isolation = "cell" if is_alone else first.isolation
+    is_in_turns = isolation == "interleaved"
+    bundle = _bundle_id(items) if is_in_turns else ""
+    num_processes = first.successive_repeats if is_in_turns else 1
+    is_training = not kind_of(first.cell).is_timed
+    measured: dict[str, list[Record]] = {item.cell.key: [] for item in items}
+    final: dict[str, Record] = {}
+    for process in range(num_processes):
+        attempt = 1
+        while left := [
+            item for item in items if item.cell.key not in final and len(measured[item.cell.key]) <= process
+        ]:
+            began, clock = datetime.now(UTC), time.monotonic()
+            answer = pool.ask(
+                left,
+                keeps=isolation == "lane" and has_next,
+                has_next=has_next or process + 1 < num_processes,
+                isolation=isolation,
+                attempt=attempt,
+                bundle=bundle,
+                seed=1000 * left[0].cell.seed + process,
+                is_repeat=process > 0 or first.repeat > 0,
+                checkpoint_dir=_folder(settings.checkpoints, first.cell.key) if is_training else None,
+                weights_dir=_folder(settings.weights) if first.keep_weights else None,
+            )
+            if not isinstance(answer, Ended):
+                for record in answer:
+                    if record.status == "ok":
+                        measured[record.cell.key].append(record)
+                    else:
+                        final[record.cell.key] = record
+            elif _is_stopped(answer, pool):
+                return None
+            elif _is_foreign(answer) and attempt < _MAX_ATTEMPTS:
+                attempt += 1  # killed from outside, for no reason of its own: that says nothing about the cells
+            else:
+                guilty = left[answer.at]
+                status, reason = _classify(answer, guilty.timeout_s, attempt)
+                final[guilty.cell.key] = Record(
+                    cell=guilty.cell,
+                    status=status,
+                    reason=reason,
+                    environment=settings.environment,
+                    started=began.isoformat(timespec="seconds"),
+                    duration_s=round(time.monotonic() - clock, 4),
+                    isolation=isolation,
+                    bundle=bundle,
+                    attempt=attempt,
+                    exit_code=answer.exit_code,
+                    trace=_tail(pool.log(left[0])),
+                )
+                attempt = 1
+    for item in items:
+        key = item.cell.key
+        if key not in final:
+            final[key] = pool_records(measured[key])
+        elif final[key].status in {"oom_device", "oom_host"} and len(items) > 1:
+            again = run_bundle([item], pool, has_next, is_alone=True)
+            if again is None:
+                return None
+            final[key] = again[0]
+            if (timing := again[0].timing) is not None:
+                final[key] = replace(again[0], timing=replace(timing, flags=(*timing.flags, "timed_alone")))
+    return [final[item.cell.key] for item in items]
+
+
+def _folder(folder: Path | None, name: str = "") -> str | None:
+    return str(folder / name) if folder else None
+
+
+def _bundle_id(items: Sequence[PlannedCell]) -> str:
+    """Return a name that no other run of the same cells has: samples of two runs are no pairs."""
+    cell = items[0].cell
+    text = f"{time.time_ns()} {' '.join(item.cell.key for item in items)}"
+    return f"{cell.scope}/{cell.pass_}/L{cell.seq_len}/{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def _is_stopped(ended: Ended, pool: WorkerPool) -> bool:
+    """Tell whether the run is at its end: whoever ended it, such as a batch system, ended its workers too."""
+    return ended.why == "stopped" or (_is_foreign(ended) and pool.is_over())
+
+
+def _is_foreign(ended: Ended) -> bool:
+    return ended.why == "exit" and -ended.exit_code in _FOREIGN and not ended.was_memory
+
+
+def _classify(ended: Ended, timeout_s: float, attempt: int) -> tuple[Status, str]:
+    if ended.why == "timeout":
+        limit = f"its limit of {timeout_s:g} s" if ended.was_ready else f"{START_TIMEOUT_S:g} s of starting up"
+        return "timeout", f"stopped after {limit}"
+    if ended.exit_code == -signal.SIGKILL and ended.was_memory:
+        return "oom_host", "killed by the operating system while using most of the memory"
+    where = "" if ended.was_ready else " before it could run a cell"
+    if ended.exit_code < 0:
+        number = -ended.exit_code
+        known = {item.value: item.name for item in signal.Signals}
+        again = f" ({attempt} attempts)" if attempt > 1 else ""
+        return "crashed", f"the process was ended by {known.get(number, f'signal {number}')}{where}{again}"
+    return "crashed", f"the process ended with exit code {ended.exit_code} and no result{where}"
+
+
+def _tail(log: Path) -> str:
+    """Return the end of a log: after a crash, the stacks that faulthandler wrote."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    start = text.rfind("Fatal Python error")
+    lines = [line for line in text[max(start, 0) :].splitlines() if not line.startswith("Extension modules:")]
+    return "\n".join(lines[:_TAIL_LINES] if start >= 0 else lines[-_TAIL_LINES:])

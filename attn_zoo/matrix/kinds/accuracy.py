@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,17 @@ from pydantic import Field
 
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
 from attn_zoo.matrix.cell.outcomes import failure_record
-from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Member, Problem, Seconds, as_axis
+from attn_zoo.matrix.kinds.kind import (
+    AbstractKind,
+    Axis,
+    Forecast,
+    Group,
+    Member,
+    Problem,
+    Seconds,
+    as_axis,
+    combinations,
+)
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
@@ -67,8 +77,8 @@ class AccuracyGroup(Group):
 
     def trials(self) -> Iterator[dict[str, Any]]:
         """Yield the overrides of each combination of the grid, those of the group included."""
-        for values in itertools.product(*self.grid.values()):
-            yield {**self.overrides, **dict(zip(self.grid, values, strict=True))}
+        for trial in combinations(self.grid):
+            yield {**self.overrides, **trial}
 
 
 class Accuracy(AbstractKind):
@@ -104,10 +114,7 @@ class Accuracy(AbstractKind):
         return list(dict.fromkeys(problems))
 
     def expand(self, group: AccuracyGroup, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
-        @cache
-        def known(task: str, level: str) -> _Known:
-            return _known_of(task, level, data_dir)
-
+        known = cache(partial(_known_of, data_dir=data_dir))  # it hashes files
         for member, task, level in itertools.product(members, group.task, group.level):
             data = known(task, level)
             own = _directions_of(data.spec.kind)[:1] if data.spec else (False,)
@@ -212,8 +219,7 @@ def _known_of(task: str, level: str, data_dir: Path | None) -> _Known:
 
 def _refusal(cell: Cell, spec: TaskSpec) -> Refusal | None:
     """Return what the variants of a training, or training itself, refuse."""
-    from attn_zoo.training.protocol import resolve_protocol
-    from attn_zoo.training.requirements import require
+    from attn_zoo.training.protocol import require, resolve_protocol
 
     assert cell.task is not None and cell.protocol is not None  # noqa: PT018  an accuracy cell has both
     settings = tasks[cell.task].settings.get(cell.protocol)
@@ -274,8 +280,7 @@ def _protocol_problems(task: type[AbstractTask], group: Mapping[str, Any], where
     except ConfigError as error:
         path = f"{where}.overrides"
         return [*problems, *((f"{path}.{key}" if key else path, text) for key, text in error.problems)]
-    for values in itertools.product(*axes.values()) if axes else ():
-        trial = dict(zip(axes, values, strict=True))
+    for trial in combinations(axes) if axes else ():
         try:
             resolve_protocol(protocol, task_settings=settings, overrides={**overrides, **trial})
         except ConfigError as error:

@@ -5,6 +5,7 @@ Behaviour of a kind stands in its own module beside this one and nowhere else. `
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,12 @@ _Value = TypeVar("_Value")
 def as_axis(value: Any) -> Any:
     """Return a tuple: TOML has no tuples, and one value is an axis of one."""
     return tuple(value) if isinstance(value, list) else (value,)
+
+
+def combinations(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield every combination of one value of each axis; the last axis moves fastest."""
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ batch, and is then timed by the step its author wrote. Steps are refused where a
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -20,7 +19,7 @@ from attn_zoo.conformance.tolerance import largest, largest_error, working_toler
 from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forward_flops
-from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants
+from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants, combinations
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import Refusal
@@ -108,19 +107,19 @@ class Step(TimedKind):
             "head_dim": protocol.head_dim or protocol.embed_dim // protocol.num_heads,
             "dropout_p": protocol.dropout_p,
         }
-        axes: dict[str, Sequence[Any]] = {
+        axes = {
             "dtype": group.dtypes,
             "batch_size": group.batch_size or (protocol.batch_size,),
             "has_padding": group.has_padding,
             "seed": group.seeds,
             "seq_len": sorted(group.seq_len),
         }
-        for values in itertools.product(*axes.values()):
-            yield {**fixed, **dict(zip(axes, values, strict=True))}
+        for point in combinations(axes):
+            yield {**fixed, **point}
 
     def refusal(self, cell: Cell) -> Refusal | None:
         from attn_zoo.training.learner import step_protocol, step_spec
-        from attn_zoo.training.requirements import require
+        from attn_zoo.training.protocol import require
 
         assert cell.seq_len is not None  # every step has one
         try:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from attn_zoo.attention import BuildContext, build_attention, build_mixer
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.matrix.cell.bundle import measure_bundle
-from attn_zoo.matrix.cell.trial import Trial
+from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import build_context, form_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Length, Member, Seconds

@@ -50,24 +50,12 @@ def call_estimate(cell: Cell, budget_s: float, isolation: str) -> Estimate:
 
 
 def rough_seconds(flops: float, cell: Cell, budget_s: float, isolation: str) -> float:
-    """Return the rough seconds of a cell, set-up included.
-
-    Args:
-        flops: of one call.
-        cell: gives device and dtype.
-        budget_s: seconds of sampling.
-        isolation: `"cell"`, `"lane"` or `"interleaved"`.
-    """
+    """Return the rough seconds of a cell, set-up included, where one call is `flops`; `budget_s` is that of samples."""
     rate = assumed_rate(cell.device, cell.threads) * (_HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0)
     call_s = flops / rate
     return _START_S[isolation] + max(budget_s, 3 * call_s) + _CALLS * call_s
 
 
 def assumed_rate(device: str, threads: int | None = None) -> float:
-    """Return the floating-point operations per second in float32 that forecasts assume.
-
-    Args:
-        device: `"cpu"` or `"cuda"`.
-        threads: of the CPU; None means all that this process may use.
-    """
+    """Return the floating-point operations per second in float32 that forecasts assume; None threads means all."""
     return _RATE[device] * ((threads or num_cores()) if device == "cpu" else 1)

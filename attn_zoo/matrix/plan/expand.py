@@ -83,7 +83,7 @@ def make_plan(
     for item in _expand(matrix, has_cuda, data_dir):
         # What is timed in turns stays together, whatever is done with lanes.
         lanes.setdefault(item.cell.together or item.cell.curve, {}).setdefault(item.cell.key, item)
-    ordered = [_ascending(lane.values()) for lane in lanes.values()]
+    ordered = [sorted(lane.values(), key=lambda item: item.cell.seq_len or 0) for lane in lanes.values()]
     if shard is not None:
         index, count = shard
         if not 1 <= index <= count:
@@ -123,10 +123,6 @@ def _member(entry: Entry, options: Mapping[str, Any], kind: AbstractKind) -> Mem
         "variant_digest": source_digest(variants[entry.name], kind.rooms),
         **({"overrides": overrides} if (overrides := entry.overrides()) else {}),
     }
-
-
-def _ascending(lane: Iterable[PlannedCell]) -> list[PlannedCell]:
-    return sorted(lane, key=lambda item: item.cell.seq_len or 0)
 
 
 def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:

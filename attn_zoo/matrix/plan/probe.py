@@ -26,13 +26,7 @@ TIMEOUT_S = 120.0
 def probe(
     items: Sequence[PlannedCell], variant_files: Sequence[str], timeout_s: float = TIMEOUT_S
 ) -> list[PlannedCell]:
-    """Return the items, those refused by a constructor with the refusal.
-
-    Args:
-        items: planned cells; only timed ones that are not refused yet are asked.
-        variant_files: plain files that register variants.
-        timeout_s: for all of them; what was not answered by then stays as it was.
-    """
+    """Return the items, timed ones that a constructor refuses with the refusal; what takes too long stays as it was."""
     asked = [item.cell.to_dict() for item in items if item.refusal is None and kind_of(item.cell).is_timed]
     if not asked:
         return list(items)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, suggestion
 from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Group, Problem, StrictModel
-from attn_zoo.matrix.plan.problems import plain_problems, sentences, shown, unknown_key
 from attn_zoo.registry import make_config, variants
 
 MAX_FILE_BYTES = 1_000_000
@@ -143,16 +144,12 @@ def _defaults(raw: Any) -> tuple[dict[str, Any], list[Problem]]:
             # Only this field matters here; the others of the group are not given yet.
             model.model_validate({key: value})
         except ValidationError as error:
-            own = [problem for problem in sentences(error, model, ("defaults",)) if _starts(problem[0], key)]
-            if own:
+            every = sentences(error, model, ("defaults",))
+            if own := [problem for problem in every if re.split(r"[.\[]", problem[0])[1] == key]:
                 problems += own
                 continue
         usable[key] = value
     return usable, problems
-
-
-def _starts(path: str, key: str) -> bool:
-    return path.removeprefix("defaults.").partition("[")[0].partition(".")[0] == key
 
 
 def _name_problems(data: Mapping[str, Any]) -> list[Problem]:
@@ -177,33 +174,26 @@ def _entry_problems(entries: Any, shared: Mapping[str, Any], where: str) -> Iter
         path = f"{where}.variants[{index}]"
         if not isinstance(name, str):
             continue
-        if missing := _unknown(name):
-            yield path, missing
+        if name not in variants:
+            yield from _option_problems(name, {}, path)
         elif isinstance(entry, dict) and isinstance(entry.get("options"), dict):
             base = shared.get(name, {})
             merged = {**base, **entry["options"]} if isinstance(base, dict) else entry["options"]
             yield from _option_problems(name, merged, f"{path}.options")
 
 
-def _unknown(name: str) -> str | None:
-    """Return the sentence for a variant that is not registered."""
-    try:
-        variants[name]
-    except UnknownNameError as error:
-        return str(error)
-    return None
-
-
 def _option_problems(name: str, options: Any, path: str) -> list[Problem]:
-    if missing := _unknown(name):
-        return [(path, missing)]
+    try:
+        variant = variants[name]
+    except UnknownNameError as error:
+        return [(path, str(error))]
     if not isinstance(options, dict):
         return []  # the model says so already
     plain = plain_problems(options, path)
     if plain:
         return plain
     try:
-        make_config(variants[name].config, options, name)
+        make_config(variant.config, options, name)
     except ConfigError as error:
         return [(f"{path}.{where}" if where else path, text) for where, text in error.problems]
     except AttnZooError as error:
@@ -231,3 +221,83 @@ def _whole_problems(matrix: Matrix) -> list[Problem]:
                 text = f"label {label!r} already means {meaning[label][0]} with other options; give this one a label"
                 problems.append((f"{where}.variants[{position}]", text))
     return problems
+
+
+_GROUPS = {kind.name: kind.group for kind in KINDS}
+
+
+def _key_path(parts: tuple[int | str, ...]) -> str:
+    """Return the path as users write it: `scaling[0].dtypes[1]`."""
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def shown(value: Any) -> str:
+    """Return the value as Python writes it, shortened."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def unknown_key(key: str, model: type[BaseModel]) -> str:
+    """Return the sentence for a key that `model` does not have; `defaults` and `source` of a matrix are special."""
+    known = set(model.model_fields)
+    if "source" in known:
+        known = known - {"source"} | {"defaults"}
+    return f"unknown key{suggestion(key, known)}  (keys are {', '.join(sorted(known))})"
+
+
+def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[Problem]:
+    """Turn pydantic's findings into our sentences: expected this; got that."""
+    problems: list[Problem] = []
+    for detail in error.errors(include_url=False):
+        parts = tuple(detail["loc"])
+        got, context = shown(detail["input"]), detail.get("ctx", {})
+        match detail["type"]:
+            case "extra_forbidden" if len(parts) > 1 and parts[-3:-2] == ("variants",):
+                keys = ", ".join(_GROUPS[str(parts[0])].entry.model_fields)
+                text = f"unknown key  (keys of a variant's table are {keys})"
+            case "extra_forbidden":
+                text = unknown_key(str(parts[-1]), _GROUPS.get(str(parts[0]), root) if len(parts) > 1 else root)
+            case "missing":
+                text = "this key is required"
+            case "literal_error":
+                choices = context["expected"].replace(" or ", ", ").replace("'", "")
+                hint = suggestion(str(detail["input"]), choices.split(", ")) if isinstance(detail["input"], str) else ""
+                text = f"expected one of {choices}; got {got}{hint}"
+            case "greater_than_equal":
+                text = f"expected at least {context['ge']}; got {got}"
+            case "greater_than":
+                text = f"expected more than {context['gt']:g}; got {got}"
+            case "less_than_equal":
+                text = f"expected at most {context['le']}; got {got}"
+            case "less_than":
+                text = f"expected less than {context['lt']:g}; got {got}"
+            case "too_short":
+                text = "expected at least one value; got none"
+            case "value_error":
+                text = str(context["error"])
+            case "string_pattern_mismatch":
+                text = f"expected letters, digits and . _ - (a label may also have spaces and + = ( )); got {got}"
+            case "int_type" | "float_type" | "bool_type" | "string_type" | "dict_type" | "model_type":
+                words = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "a string"}
+                kind = words.get(detail["type"].removesuffix("_type"), "a table")
+                text = f"expected {kind}; got {got}"
+            case _:
+                text = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}; got {got}"
+        problems.append((_key_path((*prefix, *parts)), text))
+    return problems
+
+
+def plain_problems(value: Any, path: str) -> list[Problem]:
+    """Return what of a part of a matrix JSON cannot hold exactly: dates, NaN and infinities."""
+    if isinstance(value, dict):
+        return [problem for key, item in value.items() for problem in plain_problems(item, f"{path}.{key}")]
+    if isinstance(value, list):
+        return [problem for index, item in enumerate(value) for problem in plain_problems(item, f"{path}[{index}]")]
+    if isinstance(value, float) and not math.isfinite(value):
+        return [(path, f"expected a finite number; got {value}")]
+    if not isinstance(value, str | int | float | None):
+        return [(path, f"expected a string, number, true or false; got {shown(value)}")]
+    return []

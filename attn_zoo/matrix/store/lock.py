@@ -33,7 +33,7 @@ def move_aside(path: Path, folder: Path, key: str) -> None:
 def hold_lock(
     folder: Path, shard: tuple[int, int] | None, *, name: str = ".lock", wait: bool = False
 ) -> Iterator[None]:
-    """Hold the lock of a folder, or one shard's, while the block runs. The kernel frees it when the process ends.
+    """Hold the lock of a results folder, or one shard's, while the block runs. The kernel frees it with the process.
 
     Args:
         folder: the results folder.

@@ -3,7 +3,7 @@
 run.json            the resolved matrices and every environment by digest
 ceilings.json       what each machine could do before it timed anything
 cells/<key>.json    one record; the file is the mark that the cell is done
-parts/<key>-<n>.json  repeats of a cell that is not done; see `attn_zoo.matrix.store.repeats`
+parts/<key>-<n>.json  repeats of a cell that is not done; see `Repeats`
 logs/<key>.log      what the cell printed
 weights/            what was trained, one file per cell, where the matrix asks to keep it
 checkpoints/        state of trainings that have not ended
@@ -14,19 +14,101 @@ quarantine/         files in `cells` that are no records, each with its reason
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.folder import RunInfo, Scan, differences, read_ceilings, read_info, scan_cells
+from attn_zoo.folder import RunInfo, Scan, differences, read_ceilings, read_info, read_record, scan_cells
 from attn_zoo.matrix.store.lock import hold_lock, move_aside
-from attn_zoo.matrix.store.repeats import Repeats
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
 from attn_zoo.whole_files import write_whole
+
+
+class Repeats:
+    """Repeats of cells that are not complete. Making the object reads and writes nothing.
+
+    They are no results. When the last repeat is done, the cell gets its one record in `cells` and they go; where one
+    fails, the failure is the record and they move to `replaced`. Then nothing below reads them any more.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._replaced = folder / "parts", folder / "replaced"
+
+    def _path(self, key: str, number: int) -> Path:
+        return self._folder / f"{key}-{number}.json"
+
+    def count(self) -> dict[str, int]:
+        """Return how many repeats each cell has that has any, by key; without reading them."""
+        return dict(Counter(path.name.partition("-")[0] for path in self._folder.glob("[!.]*-*.json")))
+
+    def take(self, key: str, environment: str, most: int) -> list[Record]:
+        """Return the repeats of a cell that a run can go on from, and move its others to `replaced`.
+
+        Args:
+            key: of the cell.
+            environment: digest of the one that the next repeat will be measured in: repeats of another do not count.
+            most: repeats that can be used.
+
+        Raises:
+            StoreError: a file cannot be moved, or a newer version of this package wrote it.
+        """
+        usable: list[Record] = []
+        for number in range(1, most + 1):
+            try:
+                record = read_record(self._path(key, number), key)
+            except StoreError as error:
+                if isinstance(error, FolderError):
+                    raise
+                break  # absent, or damaged: what comes after it is of no use
+            if record.environment != environment or record.status != "ok":
+                break
+            usable.append(record)
+        self.retire(key, beyond=len(usable))
+        return usable
+
+    def write(self, record: Record, number: int) -> None:
+        """Store a repeat, counted from 1.
+
+        Raises:
+            StoreError: the disk is full or not writable, or there is this repeat already.
+        """
+        path = self._path(record.cell.key, number)
+        if path.exists():
+            raise StoreError(f"{path}: there is this repeat already; nothing is overwritten")
+        try:
+            self._folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise FolderError(f"{self._folder}: cannot be written: {error.strerror}") from None
+        write_whole(path, record.to_json())
+
+    def drop(self, key: str) -> None:
+        """Delete the repeats of a cell, all of which are in its record."""
+        for path in self._of(key):
+            path.unlink(missing_ok=True)
+
+    def retire(self, key: str, beyond: int = 0) -> None:
+        """Move the repeats of a cell from the one after `beyond` on to `replaced`.
+
+        Raises:
+            StoreError: not writable.
+        """
+        kept = {self._path(key, number) for number in range(1, beyond + 1)}
+        for path in self._of(key):
+            if path not in kept:
+                move_aside(path, self._replaced, key)
+
+    def tidy(self) -> None:
+        """Remove the folder if nothing is left in it; only for a run that has the results folder for itself."""
+        with suppress(OSError):
+            self._folder.rmdir()
+
+    def _of(self, key: str) -> list[Path]:
+        return sorted(self._folder.glob(f"{key}-*.json"))
 
 
 class Store:

@@ -74,19 +74,20 @@ def margin(low: float | None, high: float | None, error: float | None) -> float 
     return max(halves) if halves else None
 
 
-def judge(
-    value: float, uncertainty: float | None, chance: float | None, floors: Mapping[str, float], metric: Metric
-) -> Standing | None:
+def with_chance(floors: Mapping[str, float], chance: float | None) -> dict[str, float]:
+    """Return what needs no attention, by name: floors, and chance where it is known."""
+    return dict(floors) | ({CHANCE: chance} if chance is not None else {})
+
+
+def judge(value: float, uncertainty: float | None, marks: Mapping[str, float], metric: Metric) -> Standing | None:
     """Return where `value` stands, or None where neither chance nor a floor is known.
 
     Args:
         value: mean score.
         uncertainty: half the width of its interval, or None.
-        chance: what guessing scores.
-        floors: what trivial models score.
+        marks: what chance and trivial models score, by name.
         metric: says which direction is the better one.
     """
-    marks = dict(floors) | ({CHANCE: chance} if chance is not None else {})
     if not marks:
         return None
     best = min(sorted(marks), key=lambda name: metric.order(marks[name]))

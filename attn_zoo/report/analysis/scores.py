@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error
+from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error, with_chance
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Results
 from attn_zoo.report.analysis.training_runs import (
@@ -176,7 +176,7 @@ class AccuracyGroup:
     @property
     def marks(self) -> dict[str, float]:
         """Chance and floors by name, worst first."""
-        marks = dict(self.floors) | ({"chance": self.chance} if self.chance is not None else {})
+        marks = with_chance(self.floors, self.chance)
         return dict(sorted(marks.items(), key=lambda mark: self.metric.order(mark[1]), reverse=True))
 
     @property
@@ -250,8 +250,7 @@ def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name
                 chosen[key],
                 chosen.get((baseline, key[1])),
                 metric=metric,
-                chance=chance,
-                floors=floors,
+                marks=with_chance(floors, chance),
                 name=names[key],
                 num_trials=len(trials[key]),
                 is_baseline=key[0] == baseline,
@@ -288,8 +287,7 @@ def _label_score(
     baseline: Trial | None,
     *,
     metric: Metric,
-    chance: float | None,
-    floors: Mapping[str, float],
+    marks: Mapping[str, float],
     name: str,
     num_trials: int,
     is_baseline: bool,
@@ -314,7 +312,7 @@ def _label_score(
         low=low,
         high=high,
         size_error=error,
-        standing=None if mean is None else judge(mean, margin(low, high, error), chance, floors, metric),
+        standing=None if mean is None else judge(mean, margin(low, high, error), marks, metric),
         difference=pair(trial.runs, baseline.runs) if baseline and not is_baseline else None,
         params_excess=params / other_params - 1.0 if params and other_params else None,
         costs={cost.name: cost.pooled(run.record for run in trial.scored) for cost in COSTS},

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from statistics import fmean
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 
 from attn_zoo.folder import Claim
 from attn_zoo.records import Memory, Record, Timing
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.measurements import token_rates
-from attn_zoo.statistics import time_summary
-
-Part = TypeVar("Part", Record, Timing, Memory)
+from attn_zoo.statistics import pool_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +18,15 @@ class Point:
 
     Args:
         record: as stored, or several (seeds, repeated runs) with their samples pooled.
-        timing: of the record.
     """
 
     record: Record
-    timing: Timing
+
+    @property
+    def timing(self) -> Timing:
+        """Of the record."""
+        assert self.record.timing is not None  # a record without is a failure
+        return self.record.timing
 
     @property
     def seq_len(self) -> int:
@@ -137,7 +137,7 @@ def make_series(label: str, members: Sequence[Observation], scope: str | None, r
     for _, same in sorted(by_length.items()):
         timed = [one.record for one in same if one.is_timed]
         if timed:
-            points.append(_point(timed))
+            points.append(Point(pool_records(timed)))
         else:
             failures.append(Failure(same[-1].record))
     variant = members[0].cell.variant
@@ -152,33 +152,6 @@ def make_series(label: str, members: Sequence[Observation], scope: str | None, r
         claim=claim,
         is_simulated=any(one.record.is_simulated for one in members),
     )
-
-
-def _point(records: Sequence[Record]) -> Point:
-    """Return one record as it is, or several with their samples pooled: samples of two records are of two processes."""
-    timings = [record.timing for record in records if record.timing is not None]
-    timing = timings[0]
-    if len(timings) > 1:
-        samples = tuple(sample for one in timings for sample in one.samples_ms)
-        sizes = tuple(size for one in timings for size in one.process_sizes or [len(one.samples_ms)] if size)
-        flags = tuple(sorted({flag for one in timings for flag in one.flags}))
-        timing = replace(_merged(timings), samples_ms=samples, process_sizes=sizes, flags=flags)
-        timing = replace(timing, **(time_summary(samples, sizes) if samples else {}))
-    memories = [record.memory for record in records if record.memory is not None]
-    memory = _merged(memories) if memories else None
-    return Point(replace(_merged(records), timing=timing, memory=memory), timing)
-
-
-def _merged(parts: Sequence[Part]) -> Part:
-    """Return the first of `parts` with the most of each count or number of bytes and the mean of each other number."""
-    changes: dict[str, Any] = {}
-    for field in fields(parts[0]) if len(parts) > 1 else ():
-        known = [value for part in parts if (value := getattr(part, field.name)) is not None]
-        if known and all(type(value) is int for value in known):
-            changes[field.name] = max(known)
-        elif known and all(type(value) in {int, float} for value in known):
-            changes[field.name] = fmean(known)
-    return replace(parts[0], **changes)
 
 
 def fastest_exact(series: Sequence[Series]) -> Series | None:

@@ -7,7 +7,7 @@ from typing import Any
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.tables.table import Table, length_columns, number_column, text_column
+from attn_zoo.report.tables.table import Table, number_column, text_column, wide_table
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words
 
@@ -17,24 +17,13 @@ def rate_table(panel: Panel) -> Table | None:
     ceilings = panel.ceilings
     if not panel.efficiency or ceilings is None:
         return None
-    lengths = sorted({point.seq_len for points in panel.efficiency.values() for point in points})
-    rows = [
-        {"variant": label} | dict.fromkeys(map(str, lengths)) | {str(point.seq_len): point for point in points}
-        for label, points in panel.efficiency.items()
-    ]
-    return Table(
-        name=f"rates-{panel.name}",
-        title=f"Useful FLOP/s and share of the roof, {panel.title}",
-        note=(
-            f"Roof, measured before the run: {ceilings_words(ceilings)}. What counts: below the table Efficiency. "
-            f"{panel.subtitle}."
-        ),
-        columns=(
-            text_column("variant", "variant", priority=0),
-            *length_columns(lengths, _rate, _share, lambda point: float(point.flops_per_s)),
-        ),
-        rows=tuple(rows),
-        is_view=True,
+    return wide_table(
+        f"rates-{panel.name}",
+        f"Useful FLOP/s and share of the roof, {panel.title}",
+        f"Roof, measured before the run: {ceilings_words(ceilings)}. What counts: below the table Efficiency. "
+        f"{panel.subtitle}.",
+        panel.efficiency,
+        (_rate, _share, lambda point: float(point.flops_per_s)),
     )
 
 

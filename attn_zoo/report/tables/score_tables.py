@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -73,6 +73,19 @@ def _floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
     return [{**dict.fromkeys(fields), "variant": name, "score": value} for name, value in marks]
 
 
+def _about(
+    group: AccuracyGroup, kind: str, title: str, note: str, columns: Iterable[Column], rows: Iterable[Row]
+) -> Table:
+    """Return a table of one group; its note begins with what all its runs share."""
+    return Table(
+        name=f"{kind}-{group.name}",
+        title=f"{title}: {group.heading}",
+        note=f"{capital(group.how)}. {note}".strip(),
+        columns=tuple(columns),
+        rows=tuple(rows),
+    )
+
+
 def accuracy_table(group: AccuracyGroup) -> Table:
     """Return mean score over seeds with interval, beside floors and the exact baseline; best first."""
     rows = [_row(score) for score in group.ranked]
@@ -84,18 +97,18 @@ def accuracy_table(group: AccuracyGroup) -> Table:
     if errors and size:
         size += f" alone make a standard error of {metric.show(max(errors))}"
     tuned = f"Tuned: {', '.join(group.setting.tuned)}; of each variant the trial best on validation, shown on test. "
-    return Table(
-        name=f"accuracy-{group.name}",
-        title=f"{metric.title}: {group.heading}",
+    return _about(
+        group,
+        "accuracy",
+        metric.title,
         note=(
-            f"{capital(group.how)}. "
             f"{tuned if group.setting.tuned else ''}Mean over seeds with its 95 % t-interval (one seed has none). "
             f"{against}{alike}: difference paired by seed, with its interval (over test items where there is one "
             "seed), each for itself, not corrected for the number of variants. Over floor: better than the best of "
             "chance and the trivial models by so much, which counts only beyond the wider of two intervals: over "
             "seeds, and from the size of the test set. "
             f"{size + '.' if size else ''}"
-        ).strip(),
+        ),
         columns=(
             text_column("variant", "variant", priority=0),
             interval_column(metric.words, "score", metric.show, priority=0, show_end=metric.end),
@@ -115,7 +128,7 @@ def cost_table(group: AccuracyGroup) -> Table:
     """Return what each score cost: parameters, FLOPs, time, memory, padding."""
     rows = [_row(score) for score in group.ranked]
     pretrained = any(score.start for score in group.scores)
-    notes = [f"{capital(group.how)}. Means over seeds; of memory the most."]
+    notes = ["Means over seeds; of memory the most."]
     if group.baseline:
         notes.append(f"Parameters: what is more than 10 % away from {group.baseline} says so.")
     if pretrained:
@@ -124,17 +137,17 @@ def cost_table(group: AccuracyGroup) -> Table:
         notes.append("Times marked (shared): other cells ran on the device meanwhile, so they compare nothing.")
     if group.num_machines > 1:
         notes.append(f"Runs come from {group.num_machines} machines: their times do not compare.")
-    return Table(
-        name=f"cost-{group.name}",
-        title=f"What it cost: {group.heading}",
+    return _about(
+        group,
+        "cost",
+        "What it cost",
         note=" ".join(notes),
         columns=(
             text_column("variant", "name", priority=0),
             number_column(group.metric.words, "score", group.metric.show, priority=0),
             *(_cost_column(cost) for cost in COSTS if any(row[cost.name] is not None for row in rows)),
         ),
-        rows=tuple(rows),
-        fields_if_empty=("variant", "score"),
+        rows=rows,
     )
 
 
@@ -176,18 +189,17 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
         for axis, limit in limits.items()
     ]
     shared = " Times are of runs that shared their device." if group.is_shared and "seconds" in limits else ""
-    return Table(
-        name=f"equal-cost-{group.name}",
-        title=f"Validation at equal cost: {group.heading}",
+    return _about(
+        group,
+        "equal-cost",
+        "Validation at equal cost",
         note=(
-            f"{capital(group.how)}. "
             "Best validation score within what every variant has spent, mean over seeds; self-pretraining counts as "
             "spent. FLOPs and seconds of an evaluation are those of the whole run times its share of the steps."
             + shared
         ),
         columns=(text_column("variant", "variant", priority=0), *columns),
-        rows=tuple(rows),
-        fields_if_empty=("variant",),
+        rows=rows,
     )
 
 
@@ -224,11 +236,11 @@ def trials_table(group: AccuracyGroup) -> Table | None:
             )
     counts = sorted({len(trials) for trials in group.trials.values()})
     how_many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return Table(
-        name=f"tuning-{group.name}",
-        title=f"Tuning: {group.heading}",
+    return _about(
+        group,
+        "tuning",
+        "Tuning",
         note=(
-            f"{capital(group.how)}. "
             f"{how_many} trial{'s' if counts != [1] else ''} for each variant. Selected (*): best mean validation over "
             "seeds, among those with most finished seeds; only its test score is shown."
         ),
@@ -240,8 +252,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
             number_column("test", "test", group.metric.show, priority=1),
             *([text_column("no score", "failed", priority=1)] if any(row["failed"] for row in rows) else []),
         ),
-        rows=tuple(rows),
-        fields_if_empty=("variant", "trial", "validation"),
+        rows=rows,
     )
 
 
@@ -269,17 +280,16 @@ def pretraining_table(group: AccuracyGroup) -> Table | None:
             number_column("more time", f"extra_s_{index}", lambda value: human_ms(1e3 * value), priority=2),
         ]
     learned = f" What was learned before: {others[0]}." if len(others) == 1 else ""
-    return Table(
-        name=f"pretraining-{group.name}",
-        title=f"From scratch and self-pretrained: {group.heading}",
+    return _about(
+        group,
+        "pretraining",
+        "From scratch and self-pretrained",
         note=(
-            f"{capital(group.how)}. "
             "Self-pretraining learns from the inputs of the same training set before the labels are seen. Gain: better "
             f"by so much, paired by seed, with its 95 % interval. More time: self-pretraining itself.{learned}"
         ),
-        columns=tuple(columns),
-        rows=tuple(rows),
-        fields_if_empty=("variant", "scratch"),
+        columns=columns,
+        rows=rows,
     )
 
 

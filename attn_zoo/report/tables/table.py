@@ -149,16 +149,30 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
     )
 
 
-def length_columns(
-    lengths: Sequence[int], show: Callable[[Any], str], brief: Callable[[Any], str], sort: Callable[[Any], float | None]
-) -> list[Column]:
-    """Return one column for each length, of what rows hold under it; where space is short, middle ones go first."""
+def wide_table(
+    name: str,
+    title: str,
+    note: str,
+    by_label: Mapping[str, Sequence[Any]],
+    views: tuple[Callable[[Any], str], Callable[[Any], str], Callable[[Any], float | None]],
+) -> Table:
+    """Return labels down and lengths across, a view of a long table; where space is short, middle lengths go first.
+
+    Args:
+        name: see `Table`.
+        title: likewise.
+        note: likewise.
+        by_label: what each label has at some lengths (`seq_len`).
+        views: of one of those: text, brief text, and what to sort by.
+    """
 
     def read(row: Row, key: str, view: Callable[[Any], Any], missing: str | None) -> Any:
         return missing if row[key] is None else view(row[key])
 
+    lengths = sorted({each.seq_len for own in by_label.values() for each in own})
     ranks = {length: rank for rank, length in enumerate(_by_importance(lengths))}
-    return [
+    show, brief, sort = views
+    columns = [
         Column(
             heading=human_length(length),
             show=partial(read, key=str(length), view=show, missing=""),
@@ -168,6 +182,12 @@ def length_columns(
         )
         for length in lengths
     ]
+    rows = tuple(
+        {"variant": label} | dict.fromkeys(map(str, lengths)) | {str(each.seq_len): each for each in own}
+        for label, own in by_label.items()
+    )
+    columns.insert(0, text_column("variant", "variant", priority=0))
+    return Table(name=name, title=title, note=note, columns=tuple(columns), rows=rows, is_view=True)
 
 
 def _by_importance(lengths: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.measurements import CALLS, token_rates
-from attn_zoo.report.tables.table import Column, Row, Table, length_columns, number_column, text_column, time_column
+from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column, wide_table
 from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, interval_ms, interval_rate, ratio
 from attn_zoo.report.wording import doubt_words, held_words, outcome
 from attn_zoo.statistics import time_ratio
@@ -21,13 +21,6 @@ _GRAPHS = "In parentheses, where a call is bound by its launches: the same call 
 
 def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     """Return variants down, lengths across: median time with its interval, or peak memory."""
-    rows = [
-        {"variant": series.label}
-        | dict.fromkeys(map(str, panel.lengths))
-        | {str(each.seq_len): each for each in series.outcomes}
-        for series in panel.series
-    ]
-    show, brief, sort = _CELLS[quantity]
     title, how_to_read = {
         "time": ("Time", "Median, with the 95 % interval of the median in brackets."),
         "memory": ("Peak memory", f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included."),
@@ -35,18 +28,13 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     points = panel.points if quantity == "time" else []
     graphs = _GRAPHS if any(point.timing.graph_ms for point in points) else ""
     doubt = doubt_words(point.num_processes for point in points)
-    return Table(
-        name=f"{quantity}-{panel.name}",
-        title=f"{title}, {panel.title}",
-        note=" ".join(filter(None, (how_to_read, doubt, graphs, f"{panel.subtitle}."))),
-        columns=(
-            text_column("variant", "variant", priority=0),
-            *length_columns(
-                panel.lengths, partial(_at, show=show), partial(_at, show=brief), partial(_sort_at, sort=sort)
-            ),
-        ),
-        rows=tuple(rows),
-        is_view=True,
+    show, brief, sort = _CELLS[quantity]
+    return wide_table(
+        f"{quantity}-{panel.name}",
+        f"{title}, {panel.title}",
+        " ".join(filter(None, (how_to_read, doubt, graphs, f"{panel.subtitle}."))),
+        {series.label: series.outcomes for series in panel.series},
+        (partial(_at, show=show), partial(_at, show=brief), partial(_sort_at, sort=sort)),
     )
 
 

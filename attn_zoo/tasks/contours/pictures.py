@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.tasks.abstract_task import SplitName
-from attn_zoo.tasks.contours.geometry import Tables, tables_of
-from attn_zoo.tasks.contours.scene import Bytes, Ints, Scene, marker_levels
+from attn_zoo.tasks.contours.geometry import Bytes, Ints, Scene, Tables, marker_levels, tables_of
 from attn_zoo.tasks.contours.snakes import Paddles, draw_distractors, draw_targets
 from attn_zoo.tasks.generated.draws import STREAMS, RowStreams, Unseen
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
@@ -106,14 +105,7 @@ def _draw(scene: Scene, margin: int, streams: RowStreams, labels: Bytes) -> Pict
 
 
 def draw_pictures(scene: Scene, *, seed: int, stream: int, index: Ints) -> Pictures:
-    """Draw some pictures of a split; each is the same whichever others are drawn with it.
-
-    Args:
-        scene: what they look like.
-        seed: of the data.
-        stream: names the split.
-        index: of each picture in the split, `[B]`.
-    """
+    """Draw the pictures `index` `[B]` of a stream; each is the same whichever others are drawn with it."""
     streams = RowStreams(seed, stream, index)
     every = np.arange(len(index))
     labels = streams.below(every, 2, 1)[:, 0].astype(np.uint8)
@@ -155,13 +147,8 @@ def generate(
 ) -> tuple[Bytes, Bytes]:
     """Draw the first `count` pictures of a stream: grey levels `[count, side^2]`, labels `[count]`.
 
-    Args:
-        scene: what they look like.
-        seed: of the data.
-        stream: names the split.
-        count: of pictures.
-        num_processes: that share the work; all cores by default. Where none can be started (in a daemon, or from a
-            script without a main guard) this process does it all.
+    `num_processes` share the work, all cores by default. Where none can be started (in a daemon, or from a script
+    without a main guard) this process does it all.
     """
     pixels, labels = np.empty((count, scene.side**2), np.uint8), np.empty(count, np.uint8)
     jobs = [
@@ -213,14 +200,7 @@ def _progress(scene: Scene, count: int) -> Callable[[int], None]:
 
 
 def drawn_split(scene: Scene, *, seed: int, name: SplitName, count: int) -> dict[str, Tensor]:
-    """Return `tokens` uint8 `[count, side^2]` and `labels` uint8 `[count]` of a split; levels that share it share it.
-
-    Args:
-        scene: what the pictures look like.
-        seed: of the data.
-        name: of the split.
-        count: of pictures.
-    """
+    """Return `tokens` uint8 `[count, side^2]` and `labels` uint8 `[count]` of a split, which levels may share."""
 
     def make() -> dict[str, Tensor]:
         pixels, labels = generate(scene, seed=seed, stream=STREAMS[name], count=count)
@@ -235,11 +215,6 @@ def distinct_splits(scene: Scene, *, seed: int, counts: Mapping[SplitName, int])
     """Return splits without a picture that occurs twice or in two of them, for scenes so small that this happens.
 
     Pictures stay in the order of drawing; test is filled first, then validation, then train.
-
-    Args:
-        scene: what the pictures look like.
-        seed: of the data.
-        counts: pictures of each split.
 
     Raises:
         ValueError: the scene has fewer distinct pictures.

@@ -1,4 +1,4 @@
-"""Pathfinder's contours, grown for many pictures at once by the rules of the generator `pathfinder_scene` names.
+"""Pathfinder's contours, grown for many pictures at once by the rules of the generator that `geometry` names.
 
 Most attempts at two long contours run into something, and the picture starts again: at 32 pixels after 317 paddles on
 average, for the 28 it keeps. That is where the time goes.
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.tasks.contours.geometry import NUM_DEGREES, Tables
-from attn_zoo.tasks.contours.scene import Bytes, Ints, Scene
+from attn_zoo.tasks.contours.geometry import NUM_DEGREES, Bytes, Ints, Scene, Tables
 from attn_zoo.tasks.generated.draws import RowStreams
 
 _SCARCE = 77  # levels below are free pixels: ceil(level / 255 - 0.3) is 0

@@ -29,20 +29,12 @@ def _code(task: type[AbstractTask]) -> str:
 
 
 def floors_of(task: AbstractTask) -> dict[str, float]:
-    """Return `task.floors()`, computed once for the same data and code: every run of a matrix asks for it.
-
-    Args:
-        task: at its level, with its data.
-    """
+    """Return `task.floors()`, computed once for the same data and code: every run of a matrix asks for it."""
     return _once(task, "floors", task.floors)
 
 
 def references_of(task: AbstractTask) -> dict[str, float]:
-    """Return `task.references()`, likewise computed once.
-
-    Args:
-        task: at its level, with its data.
-    """
+    """Return `task.references()`, likewise computed once."""
     return _once(task, "references", task.references)
 
 

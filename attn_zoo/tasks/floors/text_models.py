@@ -28,10 +28,6 @@ def word_floor(train: Split, test: Split) -> float:
 
     Words are runs of at least two ASCII letters, lower-cased, that occur in at least two texts of train; their weights
     are (1 + log count) log(N / texts with the word), each text scaled to length 1 (tf-idf).
-
-    Args:
-        train: tokens as in `attn_zoo.tasks.byte_text`.
-        test: likewise.
     """
     counted = [_counts(split.tokens) for split in (train, test)]
     texts_with = Counter(word for words in counted[0] for word in words)
@@ -45,10 +41,6 @@ def word_similarity(train: Split, test: Split) -> tuple[NDArray[np.float64], NDA
 
     Words and weights are those of `word_floor`, but a word that train does not have counts as if one text had it: a
     name that both texts mention tells most where it is new.
-
-    Args:
-        train: pairs of texts.
-        test: likewise.
     """
     counted = []
     for split in (train, test):

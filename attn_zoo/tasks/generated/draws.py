@@ -80,9 +80,7 @@ class Draws:
     def small(self, bound: int, count: int) -> NDArray[np.uint8]:
         """Return `count` integers uniform in 0 .. bound - 1, two from each word.
 
-        Args:
-            bound: at most 256; the relative bias is below bound / 2^32.
-            count: how many.
+        The bound is at most 256; the relative bias is below bound / 2^32.
         """
         halves = self.words(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
         return ((halves.astype(np.uint64) * np.uint64(bound)) >> np.uint64(32)).astype(np.uint8)
@@ -120,15 +118,10 @@ class Draws:
         return pool[:, :count].astype(np.int64)
 
     def weighted(self, weights: NDArray[np.float64], count: int, rows: int) -> Ints:
-        """Return `[rows, count]`: in each row, indices drawn one after the other without replacement.
+        """Return `[rows, count]`: in each row, indices of positive `weights` `[S]` drawn without replacement.
 
         The chance of an index is proportional to its weight among those that are left. (With E exponential, the
         indices in increasing order of E / weight are such a sequence: Efraimidis and Spirakis 2006.)
-
-        Args:
-            weights: positive, `[S]`.
-            count: at most S.
-            rows: of the result.
         """
         times = -np.log1p(-self.uniform(rows, len(weights))) / weights
         first = np.argpartition(times, count - 1, axis=1)[:, :count]

@@ -101,13 +101,7 @@ class AbstractGeneratedTask(AbstractCachedTask, Generic[PartT]):
         """Return `count` examples of a part; which ones must depend on nothing but the arguments and the level."""
 
     def drawn_spec(self, vocab_size: int, num_classes: int, **changes: Any) -> TaskSpec:
-        """Return the spec of a task with a label per position, scored by accuracy, all classes equally likely.
-
-        Args:
-            vocab_size: padding included.
-            num_classes: of the labels.
-            changes: fields that are otherwise.
-        """
+        """Return the spec of a task with a label per position, scored by accuracy, all classes equally likely."""
         lengths = {part.seq_len for part in self.config.parts}
         fields: dict[str, Any] = {
             "max_seq_len": max(lengths),

@@ -48,11 +48,6 @@ class _BrokenError(Exception):
     """The connection ended early, or the server is busy: worth another attempt."""
 
 
-def target_of(source: Source, data_dir: Path | None) -> Path:
-    """Return the folder that `fetch` fills."""
-    return (fetched_dir() if data_dir is None else data_dir) / source.folder
-
-
 def fetch(
     source: Source, *, data_dir: Path | None = None, force: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Path]:
@@ -77,7 +72,7 @@ def fetch(
         return _present(source, at, source.locate(data_dir), say)
     if not source.is_fetchable:
         raise UnsupportedError("data", f"{source.name} cannot be fetched. {source.hint}")
-    folder = target_of(source, data_dir)
+    folder = (fetched_dir() if data_dir is None else data_dir) / source.folder
     paths = {key: folder / file for key, file in source.files.items()}
     if (present := [path.name for path in paths.values() if path.exists()]) and not force:
         names = ", ".join(present)

@@ -23,10 +23,6 @@ _LABEL = "label"
 def read_parquet(name: str, paths: Mapping[str, Path]) -> dict[str, datasets.Dataset]:
     """Return each file as a table, in the order of its rows, with the features that its metadata describe.
 
-    Args:
-        name: of the data, for messages.
-        paths: of local Parquet files by what the task calls them.
-
     Raises:
         UnsupportedError: `datasets` is not installed.
         ConfigError: a file is missing, cut short, or not Parquet; names it.
@@ -61,14 +57,7 @@ def picture_bytes(table: datasets.Dataset, column: str) -> Iterator[bytes | None
 
 
 def require_columns(name: str, path: Path, table: datasets.Dataset, columns: dict[str, str]) -> None:
-    """Raise `ConfigError` unless the table has columns of the wanted kind.
-
-    Args:
-        name: of the data, for messages.
-        path: of the file the table was read from.
-        table: as `read_parquet` returned it.
-        columns: type of value by column, as the table's own description begins: `Value('string')`, `Image(`.
-    """
+    """Raise `ConfigError` unless the table has columns of the wanted kind: `Value('string')`, `Image(`."""
     problems = []
     for column, kind in columns.items():
         if column not in table.column_names:
@@ -84,12 +73,6 @@ def class_labels(name: str, path: Path, table: datasets.Dataset, classes: tuple[
     """Return the column `label`, `[N]`.
 
     Plain integers are taken as they are; a column that names its classes must name them as expected, in this order.
-
-    Args:
-        name: of the data, for messages.
-        path: of the file the table was read from.
-        table: as `read_parquet` returned it.
-        classes: names of the classes.
 
     Raises:
         ConfigError: the column is missing or of another type, it has other classes, a label is out of range, or there

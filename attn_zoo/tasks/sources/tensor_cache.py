@@ -53,11 +53,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def cached_tensors(name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return `make()`, or what it returned the last time.
+    """Return `make()` (contiguous tensors by name), or what it returned the last time.
 
-    Args:
-        name: of the file below the cache folder; must change whenever `make` would return something else.
-        make: returns contiguous tensors by name.
+    `name` must change whenever `make` would return something else.
     """
     path = cache_dir() / f"{name}.safetensors"
     # A missing file, one cut short by a full disk, or a folder that may not be read: make the data again.

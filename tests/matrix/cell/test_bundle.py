@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from attn_zoo.matrix.cell.trial import Trial
-from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record, Timing
+from attn_zoo.statistics import pool_records
 from tests.matrix.conftest import run_cells_in_turns, tiny_plan
 
 TURNS = {"isolation": "interleaved", "seq_len": [1024]}
@@ -123,7 +123,7 @@ def test_a_repeat_takes_times_only_but_still_checks_the_output():
 
 
 def test_a_device_that_an_error_left_unusable_ends_the_process(monkeypatch):
-    monkeypatch.setattr("attn_zoo.matrix.cell.bundle._tidy", lambda device: False)
+    monkeypatch.setattr("attn_zoo.matrix.cell.trial._tidy", lambda device: False)
     found = run_cells_in_turns(cells(["fake_ok", "fake_bug", "full"]), budget_s=0.02)
     assert [(record.cell.label, record.status) for record in found] == [("fake_bug", "error")]
 
@@ -151,7 +151,7 @@ def test_pooling_keeps_order_sums_times_and_widens_the_interval():
         replace(first, timing=timing([2.0] * 10), kernels=("b",), attempt=2, phases={"timing": 0.5}),
         replace(first, timing=timing([3.0] * 4), kernels=("a",)),
     ]
-    whole = merge_repeats(records)
+    whole = pool_records(records)
     assert whole.timing is not None
     assert whole.timing.samples_ms == (1.0,) * 10 + (2.0,) * 10 + (3.0,) * 4
     assert whole.timing.process_sizes == (10, 10, 4)
@@ -162,7 +162,7 @@ def test_pooling_keeps_order_sums_times_and_widens_the_interval():
     assert whole.timing.first_ms == 9.0
     assert (whole.duration_s, whole.attempt, whole.kernels) == (6.0, 2, ("a", "b"))
     assert whole.phases == {"gate": 2.0, "timing": 1.5}
-    assert merge_repeats(records[:1]) == records[0]
+    assert pool_records(records[:1]) == records[0]
 
 
 @pytest.mark.gpu

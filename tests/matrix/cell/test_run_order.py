@@ -14,10 +14,9 @@ from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import AttnZooError, GateError, UnsupportedError
 from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import outcome_of, short_trace
-from attn_zoo.matrix.cell.random_inputs import normal, padding_of
 from attn_zoo.matrix.cell.trial import _refuse_impossible
 from attn_zoo.matrix.claimed_costs import Claims
-from attn_zoo.matrix.kinds.scaling import make_call_workload
+from attn_zoo.matrix.kinds.scaling import make_call_workload, normal, padding_of
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
@@ -50,7 +49,7 @@ def test_a_workload_computes_what_the_cell_says():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_are_the_same_for_any_number_of_threads(dtype, monkeypatch):
-    monkeypatch.setattr("attn_zoo.matrix.cell.random_inputs.BLOCK_LEN", 1000)
+    monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.BLOCK_LEN", 1000)
     drawn = []
     for threads in (1, 2, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)

@@ -10,15 +10,14 @@ from typing import Any, ClassVar
 import pytest
 
 from attn_zoo.errors import StoreError
-from attn_zoo.matrix.drive.merge_repeats import merge_repeats
 from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.drive.run_plan import run, standing
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.matrix.store.repeats import Repeats
-from attn_zoo.matrix.store.store import Store
+from attn_zoo.matrix.store.store import Repeats, Store
 from attn_zoo.records import Record, Timing
+from attn_zoo.statistics import pool_records
 from tests.matrix.conftest import environment, tiny_plan
 
 
@@ -226,11 +225,11 @@ def test_the_budget_of_a_cell_is_shared_by_its_repeats_and_its_estimate_covers_a
     assert turns.separate_repeats == 1, "its processes follow each other"
 
 
-def test_records_of_two_environments_are_not_merge_repeats():
+def test_records_of_two_environments_are_not_pooled():
     (item,) = plan_of([16]).cells
     records = [Record(cell=item.cell, status="ok", environment=name, timing=timing(1.0)) for name in "ab"]
     with pytest.raises(ValueError, match="one environment"):
-        merge_repeats(records)
+        pool_records(records)
 
 
 @pytest.mark.parametrize(("isolation", "lengths"), [("cell", [16]), ("lane", [16, 24])])

@@ -120,7 +120,7 @@ def test_records_of_changed_sources_are_stale_and_of_other_matrices_other(tmp_pa
 
 def test_time_limit_leaves_what_would_not_fit_and_says_so(tmp_path, monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr("attn_zoo.matrix.drive.session.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.time.monotonic", lambda: clock[0])
 
     def pass_time(item):
         clock[0] += 10.0
@@ -140,7 +140,7 @@ def test_time_limit_leaves_what_would_not_fit_and_says_so(tmp_path, monkeypatch)
 
 def test_a_cell_that_exceeds_the_time_limit_is_stopped_without_a_record(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("attn_zoo.matrix.drive.session.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.time.monotonic", lambda: clock[0])
     engine = FakeEngine(before=lambda item: clock.__setitem__(0, 100.0))
     summary = run(tiny_plan(["fake_ok"]), Store(tmp_path / "run"), engine=engine, time_limit_min=1)
     assert (summary.new, len(summary.left), summary.stopped) == (0, 2, "time limit")

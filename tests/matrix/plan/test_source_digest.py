@@ -47,11 +47,11 @@ def edit(path: Path) -> None:
         ("kernels/exact/sdpa.py", [True, True]),
         ("variants/linformer.py", [False, False]),
         ("kernels/compress/learned.py", [False, False]),
-        ("model/block.py", [False, True]),
+        ("model/stacks.py", [False, True]),
         ("training/loop.py", [False, True]),
         ("tasks/abstract_task.py", [False, True]),
         ("report/units.py", [False, False]),
-        ("matrix/drive/session.py", [False, False]),
+        ("matrix/drive/run_plan.py", [False, False]),
     ],
 )
 def test_an_edit_makes_stale_what_runs_the_edited_code(package, name, is_stale):

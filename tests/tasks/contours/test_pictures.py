@@ -14,9 +14,8 @@ from scipy.ndimage import label as components
 from scipy.ndimage import maximum_filter
 
 from attn_zoo.tasks.contours import pictures as pathfinder_splits
-from attn_zoo.tasks.contours.geometry import NUM_DEGREES, tables_of
+from attn_zoo.tasks.contours.geometry import NUM_DEGREES, Scene, flipped, marker_levels, paddle_stamp, tables_of
 from attn_zoo.tasks.contours.pictures import Pictures, distinct_splits, draw_pictures, generate
-from attn_zoo.tasks.contours.scene import Scene, flipped, marker_levels, paddle_stamp
 from attn_zoo.tasks.generated.draws import RowStreams
 from attn_zoo.tasks.pathfinder import LEVELS, find_markers
 

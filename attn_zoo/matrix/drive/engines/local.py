@@ -9,25 +9,18 @@ from dataclasses import replace
 from typing import TypeVar
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.drive.supervise import Control, run_lane
+from attn_zoo.matrix.drive.supervise import Control, Lane, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Environment, Record
 
-Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
 _TICK_S = 0.2
 
 
 def crowding(cells: Sequence[PlannedCell], jobs: int, cores: int) -> str:
-    """Return the sentence that warns of more threads than cores, or an empty string.
-
-    Args:
-        cells: that may run at once.
-        jobs: how many of them.
-        cores: of this machine.
-    """
+    """Return the sentence that warns of more threads than cores, where `jobs` of the cells run at once, or ""."""
     asked = sorted((item.cell.threads or 0 for item in cells), reverse=True)[:jobs]
     share = max(1, cores // jobs)
     total = sum(threads or share for threads in asked)
@@ -40,12 +33,7 @@ _Item = TypeVar("_Item")
 
 
 class _SharedControl(Control):
-    """Passes on to the driver's control, one call at a time.
-
-    Args:
-        control: the driver's.
-        num_jobs: lanes that may run at once; records say so.
-    """
+    """Passes on to the driver's control, one call at a time; `num_jobs` lanes may run at once, and records say so."""
 
     def __init__(self, control: Control, num_jobs: int) -> None:
         self._control, self._num_jobs = control, num_jobs
@@ -115,13 +103,7 @@ class LocalEngine:
         self.jobs = jobs
 
     def run(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
-        """Run all lanes.
-
-        Args:
-            lanes: cells to run, ascending, and the records their lane has already.
-            settings: of the run.
-            control: asked before each cell and told after it.
-        """
+        """Run all lanes; `control` is asked before each cell and told after it."""
         alone = [lane for lane in lanes if self.jobs == 1 or kind_of(lane[0][0].cell).is_timed]
         ahead = [item for items, _ in alone for item in items]
         with WorkerPool(settings, control.should_stop, control.is_over, ahead) as pool:

@@ -48,11 +48,7 @@ class Ended:
 
 
 def spawn_environment(threads: int | None) -> dict[str, str]:
-    """Return the environment of processes that measure.
-
-    Args:
-        threads: for OpenMP and MKL, which read it at start; None leaves their default.
-    """
+    """Return the environment of processes that measure; None threads leaves OpenMP's and MKL's default."""
     environment = {**MEASURING_VARIABLES, **os.environ}
     # Works from the source tree too, without an installed package.
     root = str(Path(attn_zoo.__path__[0]).parent)
@@ -99,11 +95,7 @@ class WorkerProcess:
         self._room, self._kills, self._peak = available_bytes(), num_oom_kills(), 0
 
     def is_starting(self, wait_s: float = 0.0) -> bool:
-        """Tell whether it is loading what it needs; one that is ready, ended or takes too long is not.
-
-        Args:
-            wait_s: to wait at most for it to be ready.
-        """
+        """Tell whether it is loading what it needs, after `wait_s` at most; one that ended or takes too long is not."""
         if not self._is_ready and self._process.poll() is None:
             self._is_ready = self._next_message(wait_s) is not None  # the first message says so
         is_late = time.monotonic() > self._spawned + START_TIMEOUT_S
@@ -115,12 +107,10 @@ class WorkerProcess:
         return not self.is_starting() and self._is_ready and self._process.poll() is None
 
     def run(self, order: WorkOrder, limits_s: Sequence[float], should_stop: Callable[[], bool]) -> list[Record] | Ended:
-        """Have cells run; the clocks start when the worker is ready.
+        """Have cells run; `should_stop` is asked several times a second, and True ends the worker at once.
 
-        Args:
-            order: for the worker.
-            limits_s: seconds that each cell may take; time counts for the one that the worker is at.
-            should_stop: asked several times a second; True ends the worker at once.
+        `limits_s` are the seconds that each cell may take: time counts for the one that the worker is at. The clocks
+        start when the worker is ready.
         """
         assert self._process.stdin is not None  # opened above
         os.pwrite(self._place.fileno(), bytes(4), 0)
@@ -149,11 +139,9 @@ class WorkerProcess:
             elif left_s[at] < 0 if self._is_ready else now > self._spawned + START_TIMEOUT_S:
                 return Ended("timeout", self.kill(), was_ready=self._is_ready, at=at)
             elif self._process.poll() is not None:
-                last = self._next_message(0.0)  # written just before it ended
-                while last is not None and last["event"] != "done":
-                    last = self._next_message(0.0)
-                if last is not None:
-                    return self._records(last)
+                while (last := self._next_message(0.0)) is not None:  # written just before it ended
+                    if last["event"] == "done":
+                        return self._records(last)
                 at, was_memory = self._at, self._was_memory()
                 return Ended("exit", self.kill(), was_memory=was_memory, was_ready=self._is_ready, at=at)
 

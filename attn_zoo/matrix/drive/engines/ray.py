@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.matrix.drive.supervise import Control, run_lane
+from attn_zoo.matrix.drive.supervise import Control, Lane, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Environment, Record
@@ -109,9 +109,7 @@ class RayEngine:
             self._ray.shutdown()
             raise UnsupportedError("ray", f"no node offers a {SLOT}: start nodes with --resources='{{\"{SLOT}\": 1}}'")
 
-    def run(
-        self, lanes: Sequence[tuple[Sequence[PlannedCell], Sequence[Record]]], settings: Settings, control: Control
-    ) -> None:
+    def run(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
         """Run all lanes; arguments as in `LocalEngine.run`. A lane's records arrive together, when it ends."""
         self._connect()
         try:
@@ -154,17 +152,12 @@ class RayEngine:
                 control.moved_to(Environment.from_dict(answer["environment"]))
                 for key, text in answer["logs"].items():
                     (settings.logs / f"{key}.log").write_text(text, encoding="utf-8")
-                _keep(answer["weights"], settings.weights)
+                if settings.weights and answer["weights"]:
+                    settings.weights.mkdir(parents=True, exist_ok=True)
+                    for name, content in answer["weights"].items():
+                        (settings.weights / name).write_bytes(content)
                 for data in answer["records"]:
                     control.finished(Record.from_dict(data))
-
-
-def _keep(weights: dict[str, bytes], folder: Path | None) -> None:
-    if folder is None or not weights:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in weights.items():
-        (folder / name).write_bytes(content)
 
 
 def _lost(item: PlannedCell, error: BaseException) -> Record:

@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, VOCAB_SIZE, Grammar, Trees, draw_trees
-from attn_zoo.tasks.expressions.published_text import show_tokens, source_text
+from attn_zoo.tasks.expressions import CLOSE, DIGIT, OPERATORS, VOCAB_SIZE, Grammar, Trees, draw_trees
 from attn_zoo.tasks.generated.draws import Draws
+from attn_zoo.tasks.listops import show_tokens, source_text
 from tests.tasks.evaluators import by_stack, recursive
 
 NUM_ROOTS = 65_536

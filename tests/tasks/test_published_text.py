@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks.expressions.grammar import CLOSE, DIGIT, OPERATORS, Grammar, draw_trees
-from attn_zoo.tasks.expressions.published_text import read_tsv, show_tokens, source_text, tokens_of, write_tsv
+from attn_zoo.tasks.expressions import CLOSE, DIGIT, OPERATORS, Grammar, draw_trees
 from attn_zoo.tasks.generated.draws import Draws
+from attn_zoo.tasks.listops import read_tsv, show_tokens, source_text, tokens_of, write_tsv
 from tests.tasks.evaluators import by_stack, recursive
 
 MAX, SM = OPERATORS["[MAX"], OPERATORS["[SM"]

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from attn_zoo.tasks.abstract_task import Split, SplitName
-from attn_zoo.tasks.expressions.grammar import Grammar
-from attn_zoo.tasks.expressions.partial_reading import has_whole_trees, ladder
-from attn_zoo.tasks.expressions.published_text import show_tokens
-from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits
+from attn_zoo.tasks.expressions import Grammar, has_whole_trees, ladder
+from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits, show_tokens
 
 SMALL = ListOpsLevel(
     grammar=Grammar(max_depth=5, max_args=4, min_len=3, max_len=80), num_train=600, num_validation=10, num_test=300
@@ -81,7 +79,7 @@ def test_a_reader_of_everything_is_always_right_and_chunks_do_not_matter(small, 
     (whole,) = ladder(small["test"], small["test"], [4])
     assert (whole.accuracy, whole.certain_frac) == (1.0, 1.0)
     all_at_once = ladder(small["train"], small["test"], range(4))
-    monkeypatch.setattr("attn_zoo.tasks.expressions.partial_reading._ROWS", 7)
+    monkeypatch.setattr("attn_zoo.tasks.expressions._ROWS", 7)
     assert ladder(small["train"], small["test"], range(4)) == all_at_once
 
 

@@ -1,0 +1,66 @@
+"""One record out of several that measured the same: repeats in further processes, further seeds, further folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from attn_zoo.records import Memory, Record, Timing
+from attn_zoo.statistics.medians import quartiles, time_summary
+
+Part = TypeVar("Part", Record, Timing, Memory)
+
+
+def pool_records(records: Sequence[Record]) -> Record:
+    """Return the first record with the samples of all, and an interval that covers what differs between processes.
+
+    Samples of two records are of two processes. Of counts and bytes the most is taken; durations and phases are sums;
+    flags and kernels are those of any, and `kernels_differ` is added where not all ran the same. All else is of the
+    first.
+
+    Args:
+        records: of one machine, all ok, in the order of their processes; where one is untimed, the first comes back.
+
+    Raises:
+        ValueError: they were measured in several environments.
+    """
+    if len({record.environment for record in records} - {""}) > 1:
+        raise ValueError(f"{records[0].cell.id}: expected records of one environment")
+    timings = [record.timing for record in records if record.timing is not None]
+    if len(timings) < 2 or len(timings) < len(records):
+        return records[0]
+    samples = tuple(sample for timing in timings for sample in timing.samples_ms)
+    sizes = tuple(size for timing in timings for size in timing.process_sizes or [len(timing.samples_ms)] if size)
+    flags = dict.fromkeys(flag for timing in timings for flag in timing.flags)
+    if len({record.kernels for record in records}) > 1:
+        flags["kernels_differ"] = None
+    processor = [timing.process_cpu_ms for timing in timings if timing.process_cpu_ms is not None]
+    timing = replace(
+        _with_most(timings),
+        samples_ms=samples,
+        process_sizes=sizes,
+        process_cpu_ms=quartiles(processor)[1] if processor else None,
+        flags=tuple(flags),
+        **(time_summary(samples, sizes) if samples else {}),
+    )
+    memories = [record.memory for record in records if record.memory is not None]
+    phases = dict.fromkeys(name for record in records for name in record.phases)
+    return replace(
+        _with_most(records),
+        timing=timing,
+        memory=_with_most(memories) if memories else None,
+        kernels=tuple(dict.fromkeys(path for record in records for path in record.kernels)),
+        duration_s=round(sum(record.duration_s for record in records), 4),
+        phases={name: round(sum(record.phases.get(name, 0.0) for record in records), 4) for name in phases},
+    )
+
+
+def _with_most(parts: Sequence[Part]) -> Part:
+    """Return the first of `parts` with the most of each count or number of bytes that any of them knows."""
+    changes: dict[str, Any] = {}
+    for field in fields(parts[0]):
+        known = [value for part in parts if type(value := getattr(part, field.name)) is int]
+        if known:
+            changes[field.name] = max(known)
+    return replace(parts[0], **changes)

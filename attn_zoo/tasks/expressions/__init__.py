@@ -1,1 +1,0 @@
-"""ListOps: the grammar, partial readings and the published text."""

@@ -1,0 +1,35 @@
+"""Records of the same measurement give one: repeats of a run and further folders of a report by the same rule."""
+
+from dataclasses import replace
+
+import pytest
+
+from attn_zoo.records import Memory
+from attn_zoo.statistics import pool_records
+from tests.report.synthetic import scaling
+
+
+def test_pooled_records_pool_again_and_keep_every_process():
+    first, second, third = (scaling("full", 512, ms) for ms in (1.0, 2.0, 8.0))
+    one = pool_records([pool_records([first, second]), third])
+    assert one.timing is not None
+    assert one.timing.process_sizes == (15, 15, 15)
+    assert one.timing.median_ms == pytest.approx(16 ** (1 / 3), rel=0.02), "the geometric mean of three"
+    assert one.timing == pool_records([first, second, third]).timing
+
+
+def test_the_most_memory_counts_whichever_process_measured_it():
+    first, second = scaling("full", 512), scaling("full", 512, num_heads=4)
+    sizes = [Memory(peak_bytes=3, saved_bytes=7), None, Memory(peak_bytes=5)]
+    one = pool_records(
+        [replace(record, memory=memory) for record, memory in zip([first, second, second], sizes, strict=True)]
+    )
+    assert one.memory == Memory(peak_bytes=5, saved_bytes=7)
+    assert one.cell == first.cell
+
+
+def test_kernels_that_differ_are_said():
+    records = [replace(scaling("full", 512), kernels=kernels, environment="") for kernels in (("a",), ("b",))]
+    one = pool_records(records)
+    assert one.timing is not None
+    assert (one.kernels, one.timing.flags) == (("a", "b"), ("kernels_differ",))
