@@ -86,17 +86,6 @@ def _nvml() -> ModuleType | None:
     return pynvml  # type: ignore[no-any-return]
 
 
-def _handle(nvml: Any, device: torch.device | str) -> Any | None:
-    """Return NVML's handle for torch's device. By its UUID: the two number the devices differently."""
-    device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    except Exception:
-        return None
-
-
 def _read(query: Callable[[], Any]) -> Any | None:
     """Return what NVML says, or None where this GPU or this user may not ask."""
     try:
@@ -106,8 +95,11 @@ def _read(query: Callable[[], Any]) -> Any | None:
 
 
 def _connect(device: torch.device | str) -> tuple[Any, Any] | None:
+    """Return NVML and its handle for torch's device. By its UUID: the two number the devices differently."""
     nvml = _nvml()
-    handle = None if nvml is None else _handle(nvml, device)
+    if nvml is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return None
+    handle = _read(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
     return None if handle is None else (nvml, handle)
 
 

@@ -79,12 +79,6 @@ def _cpu_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _driver() -> str | None:
     """Return the version of the NVIDIA driver, from the kernel module or else from NVML."""
     try:
@@ -139,17 +133,13 @@ def _commit(folder: Path) -> tuple[str, bool]:
     return commit, bool(_git(folder, "status", "--porcelain", "--", "."))
 
 
-def _is_path_like(value: str) -> bool:
-    return "/" in value or "\\" in value or value.startswith("~")
-
-
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables on the allow-list, without values that look like paths or are long."""
     return {
         name: value
         for name, value in sorted(environ.items())
         if (name in _VARIABLES or name.startswith(_PREFIXES))
-        and not _is_path_like(value)
+        and not ("/" in value or "\\" in value or value.startswith("~"))
         and len(value) <= _MAX_VALUE_LEN
     }
 
@@ -162,7 +152,7 @@ def capture_environment() -> Environment:
         host=hashlib.sha256(platform.node().encode()).hexdigest()[:12],
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu_name(),
-        num_cores=_num_cores(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=psutil.virtual_memory().total,
         threads=torch.get_num_threads(),
         gpu=None if gpu is None else gpu.name,

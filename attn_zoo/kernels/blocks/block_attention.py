@@ -98,7 +98,7 @@ class _BlockAttention(torch.autograd.Function):
 # The operator. A pattern is its two tables and some numbers, or the name of a layout's class and its fields.
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? padding, Tensor? slopes, Tensor? seed, Tensor? indices, "
-    "Tensor? counts, str layout, SymInt[] numbers, float scale, float dropout_p, str backend, "
+    "Tensor? counts, str layout, SymInt[] numbers, float dropout_p, str backend, "
     "bool has_lse, bool needs_grad"
 )
 _NUM_TENSORS = 8  # of these
@@ -140,12 +140,10 @@ def _as_pattern(
 
 def _as_call(*given: Any) -> tuple[Backend, BlockCall]:
     """Return the path and the call that the operator's arguments stand for."""
-    query, key, value, padding, slopes, seed, *table, scale, dropout_p, backend, has_lse, needs_grad = given
+    query, key, value, padding, slopes, seed, *table, dropout_p, backend, has_lse, needs_grad = given
     pattern = _as_pattern(query, key, *table)
-    path = choose_path(
-        query, pattern.block_size, dropout_p=dropout_p, scale=scale, needs_grad=needs_grad, backend=backend
-    )
-    return path, BlockCall(query, key, value, padding, pattern, slopes, scale, dropout_p, seed, has_lse)
+    path = choose_path(query, pattern.block_size, dropout_p=dropout_p, needs_grad=needs_grad, backend=backend)
+    return path, BlockCall(query, key, value, padding, pattern, slopes, dropout_p, seed, has_lse)
 
 
 @torch.library.custom_op(
@@ -204,10 +202,9 @@ def block_sparse_attention(
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     slopes: Tensor | None = None,
-    scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Compute softmax attention over the pairs that `pattern` shows.
+    """Compute softmax attention over the pairs that `pattern` shows; scores are scaled by D ** -0.5.
 
     Cost: time O(pairs D); memory beyond inputs, outputs and gradients O(B H L) and buffers of about one head.
 
@@ -220,7 +217,6 @@ def block_sparse_attention(
         key_padding_mask: bool `[B, S]`, True = padding.
         dropout_p: probability of dropping an attention weight.
         slopes: ALiBi's `[H]`; the bias of a pair is minus the slope times the distance of the positions.
-        scale: of the scores; None means D ** -0.5.
         backend: a path; `"auto"` takes the first of `"triton"`, `"flex"` and `"gather"` that can serve the call.
 
     Returns:
@@ -230,8 +226,7 @@ def block_sparse_attention(
         ValueError: the pattern is for other sizes.
         UnsupportedError: `backend` names a path that cannot serve the call; it is never replaced by the other.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _attend(query, key, value, pattern, key_padding_mask, slopes, scale, dropout_p, backend, has_lse=False)[0]
+    return _attend(query, key, value, pattern, key_padding_mask, slopes, dropout_p, backend, has_lse=False)[0]
 
 
 def block_sparse_attention_with_lse(
@@ -250,8 +245,7 @@ def block_sparse_attention_with_lse(
         The output `[B, H, L, D]`, and the natural logarithm `[B, H, L]` in float32 (float64 for such inputs), minus
         infinity where a query sees no key. Both have gradients.
     """
-    scale = query.shape[-1] ** -0.5
-    output, lse = _attend(query, key, value, pattern, key_padding_mask, None, scale, dropout_p, backend, has_lse=True)
+    output, lse = _attend(query, key, value, pattern, key_padding_mask, None, dropout_p, backend, has_lse=True)
     assert lse is not None
     return output, lse
 
@@ -263,7 +257,6 @@ def _attend(
     pattern: BlockPattern | PatternLayout,
     padding: Tensor | None,
     slopes: Tensor | None,
-    scale: float,
     dropout_p: float,
     backend: Backend,
     *,
@@ -274,20 +267,16 @@ def _attend(
     if torch.compiler.is_compiling():
         # Where the inputs are, so that nothing waits for it; the gather path alone reads it on the host.
         seed = torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
-        given = (*_as_numbers(pattern), scale, dropout_p, backend, has_lse, needs_grad)
+        given = (*_as_numbers(pattern), dropout_p, backend, has_lse, needs_grad)
         compiled: tuple[Tensor, Tensor] = _operator(query, key, value, padding, slopes, seed, *given)
         return compiled
     if isinstance(pattern, PatternLayout):
         pattern = pattern.pattern(str(query.device))
     _check_sizes(query, key, pattern, slopes)
-    path = choose_path(
-        query, pattern.block_size, dropout_p=dropout_p, scale=scale, needs_grad=needs_grad, backend=backend
-    )
+    path = choose_path(query, pattern.block_size, dropout_p=dropout_p, needs_grad=needs_grad, backend=backend)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
-    make_call = partial(
-        BlockCall, pattern=pattern, slopes=slopes, scale=scale, dropout_p=dropout_p, seed=seed, has_lse=has_lse
-    )
+    make_call = partial(BlockCall, pattern=pattern, slopes=slopes, dropout_p=dropout_p, seed=seed, has_lse=has_lse)
     if path == "flex":
         return _forward(path, make_call(query, key, value, padding))
     attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, make_call)

@@ -29,7 +29,6 @@ class BlockCall:
         padding: bool `[B, S]`, True = padding, or None.
         pattern: which pairs are seen, on the device of the query.
         slopes: ALiBi's `[H]`, or None.
-        scale: of the scores.
         dropout_p: probability of dropping a weight.
         seed: int64 `[1]`, of the draws of dropout, or None.
         has_lse: the log-sum-exp of the scores is a result too, with a gradient.
@@ -41,10 +40,14 @@ class BlockCall:
     padding: Tensor | None
     pattern: BlockPattern
     slopes: Tensor | None = None
-    scale: float = 1.0
     dropout_p: float = 0.0
     seed: Tensor | None = None
     has_lse: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.query.shape[-1] ** -0.5)
 
 
 # What `auto` tries, in order. Of the two on a GPU, FlexAttention compiles for every length and computes the global
@@ -101,9 +104,7 @@ def why_not_flex(
     return None
 
 
-def why_not_triton(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, scale: float = 1.0
-) -> str | None:
+def why_not_triton(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     """Return the sentence that says why our Triton kernels cannot serve a call, or None when they can."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not is_interpreted:
@@ -119,8 +120,6 @@ def why_not_triton(
         return f"backend 'triton' needs head_dim in {_TRITON_SIZES}; got {head_dim}"
     if block_size not in _TRITON_SIZES:
         return f"backend 'triton' needs block_size in {_TRITON_SIZES}; got {block_size}"
-    if scale <= 0:
-        return f"backend 'triton' needs scale > 0, as it scales the greatest score; got {scale}"
     return None
 
 
@@ -128,15 +127,14 @@ def choose_path(
     query: Tensor,
     block_size: int,
     *,
-    dropout_p: float = 0.0,
-    scale: float = 1.0,
-    needs_grad: bool = False,
-    backend: Backend = "auto",
+    dropout_p: float,
+    needs_grad: bool,
+    backend: Backend,
 ) -> Backend:
     """Return the path that serves a call; see `block_sparse_attention` for arguments and errors."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     sizes = query.device, query.dtype, query.shape[-1], block_size
-    return _choose(*sizes, dropout_p, scale, backend, needs_grad=needs_grad, is_interpreted=is_interpreted)
+    return _choose(*sizes, dropout_p, backend, needs_grad=needs_grad, is_interpreted=is_interpreted)
 
 
 @cache  # asked in every call, and looking for a package takes longer than the rest of a small one
@@ -146,14 +144,13 @@ def _choose(
     head_dim: int,
     block_size: int,
     dropout_p: float,
-    scale: float,
     backend: Backend,
     *,
     needs_grad: bool,
     is_interpreted: bool,  # noqa: ARG001  # part of the key
 ) -> Backend:
     reasons: dict[str, Callable[[], str | None]] = {
-        "triton": lambda: why_not_triton(device, dtype, head_dim, block_size, scale),
+        "triton": lambda: why_not_triton(device, dtype, head_dim, block_size),
         "flex": lambda: why_not_flex(device, dtype, head_dim, block_size, dropout_p, needs_grad=needs_grad),
         "gather": lambda: None,
     }

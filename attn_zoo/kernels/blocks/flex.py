@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.blocks.call import BlockCall, merge_attention
 from attn_zoo.kernels.blocks.pattern import BlockPattern, transpose_table
+from attn_zoo.kernels.exact.flex_attention import run_compiled
 from attn_zoo.kernels.trace import note_path
 
-_MAX_KERNELS = 256  # compiled variants kept, one for each shape; beyond it compilation raises, never falls back
 _MAX_PATTERNS = 64  # whose lists are kept
 _TILE = 64
 
@@ -161,11 +161,6 @@ def _global(
     return _block_lists(table, everywhere, everywhere, seq_lengths=lengths, block_size=block_size)
 
 
-@functools.cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
 def _kernel_options(block_size: int) -> dict[str, Any]:
     """Return tiles of the forward that divide the blocks; those of the backward torch takes from its own table."""
     tile = min(_TILE, block_size)
@@ -215,37 +210,29 @@ def flex_forward(call: BlockCall) -> tuple[Tensor, Tensor | None]:
         outputs.append(_dense_rows(call, query[:, :, :dense_len], key, value))
     if pattern.num_rows:
         rows = query[:, :, dense_len:]
-        offset = pattern.key_len - rows.shape[2]
-
-        def alibi(score: Tensor, batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:  # noqa: ARG001
-            assert slopes is not None
-            return score - slopes[head] * (query_at + offset - key_at).abs()
 
         def attend(num_keys: int, mask: BlockMask | None) -> tuple[Tensor, Tensor]:
-            output, extra = _compiled()(
+            output, extra = run_compiled(
                 rows,
                 key[:, :, :num_keys],
                 value[:, :, :num_keys],
-                score_mod=None if slopes is None else alibi,
-                block_mask=mask,
+                mask=mask,
+                slopes=slopes,
+                offset=pattern.key_len - rows.shape[2],
                 scale=call.scale,
                 kernel_options=_kernel_options(pattern.block_size),
                 return_aux=AuxRequest(lse=True),
             )
             return output, extra.lse
 
-        try:
-            with torch._dynamo.config.patch(recompile_limit=_MAX_KERNELS), warnings.catch_warnings():
-                # The compiler looks at `.grad` of its inputs, which are no leaves here.
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-                parts = [attend(pattern.key_len, listed_block_mask(pattern, padding))]
-                if pattern.num_global:
-                    has_mask = padding is not None or pattern.rule is not None
-                    mask = global_block_mask(pattern, padding) if has_mask else None
-                    parts.append(attend(pattern.num_global * pattern.block_size, mask))
-        except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UnsupportedError("backend", f"backend 'flex' cannot be compiled here: {reason}") from error
+        with warnings.catch_warnings():
+            # The compiler looks at `.grad` of its inputs, which are no leaves here.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            parts = [attend(pattern.key_len, listed_block_mask(pattern, padding))]
+            if pattern.num_global:
+                has_mask = padding is not None or pattern.rule is not None
+                mask = global_block_mask(pattern, padding) if has_mask else None
+                parts.append(attend(pattern.num_global * pattern.block_size, mask))
         outputs.append(merge_attention(*zip(*parts, strict=True)))
         if call.has_lse:
             lse = functools.reduce(torch.logaddexp, [each for _, each in parts])

@@ -7,8 +7,7 @@ layout and be kept, or be made of the data in every call (`is_dynamic`): then no
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -207,24 +206,6 @@ class BlockPattern:
         past = self.key_len - self.query_len
         return pairs - hidden + num_tables * (dense * past + dense * (dense + 1) // 2)
 
-    @cached_property
-    def digest(self) -> str:
-        """16 hexadecimal digits that are equal exactly for equal patterns, on every machine."""
-        head: tuple[object, ...] = (
-            self.query_len,
-            self.key_len,
-            self.block_size,
-            self.num_global,
-            self.num_dense_rows,
-            self.is_causal,
-        )
-        head += () if self.rule is None else astuple(self.rule)
-        shape = tuple(self.indices.shape)
-        state = hashlib.sha256(repr((*head, shape if shape[0] > 1 else shape[1:])).encode())
-        for tensor in (self.counts, self.indices):
-            state.update(tensor.cpu().numpy().astype("<i4").tobytes())
-        return state.hexdigest()[:16]
-
     def to(self, device: torch.device | str) -> BlockPattern:
         """Return the same pattern with its table on `device`."""
         return replace(self, indices=self.indices.to(device), counts=self.counts.to(device))
@@ -240,14 +221,10 @@ class BlockPattern:
             counts=self.counts.repeat_interleave(group, 1),
         )
 
-    def transpose(self) -> tuple[Tensor, Tensor]:
-        """Return the table by key block, without the global columns, as `transpose_table` does."""
-        return transpose_table(self.indices, self.counts, self.num_key_blocks)
-
     @cached_property
     def transposed(self) -> tuple[Tensor, Tensor]:
-        """What `transpose` returns, made once."""
-        return self.transpose()
+        """The table by key block, without the global columns: rows and starts, as of `transpose_table`."""
+        return transpose_table(self.indices, self.counts, self.num_key_blocks)
 
     def to_dense(self) -> Tensor:
         """Return bool `[B or 1, P, L, S]`, True = may be seen. Quadratic: for tests and references."""

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -174,11 +175,11 @@ def sdpa_arguments(call: ExactCall, *, is_grouped: bool) -> tuple[Tensor, Tensor
     return query, key, value, mask, call.dropout_p, call.is_causal and not call.has_bias
 
 
-def _gate(call: ExactCall, name: str, can_use: Callable[[torch.backends.cuda.SDPAParams, bool], bool]) -> str | None:
+def _gate(call: ExactCall, name: str, can_use: Callable[[cuda.SDPAParams, bool], bool]) -> str | None:
     """Ask torch's own check, silently, so that our rule cannot drift from it."""
     is_grouped = call.is_grouped and name != "efficient"
     arguments = sdpa_arguments(call, is_grouped=is_grouped)
-    if can_use(torch.backends.cuda.SDPAParams(*arguments, is_grouped), False):
+    if can_use(cuda.SDPAParams(*arguments, is_grouped), False):
         return None
     return f"torch's own check refuses this call for {name}"
 
@@ -205,19 +206,7 @@ def _why_not_flash(call: ExactCall) -> str | None:
         return reason
     if call.has_bias:
         return "the CUDA kernel takes no mask, and padding, ALiBi and a causal mask with L != S need one"
-    return _gate(call, "flash", torch.backends.cuda.can_use_flash_attention)
-
-
-def _why_not_efficient(call: ExactCall) -> str | None:
-    return _outside_cuda(call) or _gate(call, "efficient", torch.backends.cuda.can_use_efficient_attention)
-
-
-def _why_not_cudnn(call: ExactCall) -> str | None:
-    return _outside_cuda(call) or _gate(call, "cudnn", torch.backends.cuda.can_use_cudnn_attention)
-
-
-def _why_not_flex(call: ExactCall) -> str | None:
-    return flex_attention.why_not(call.query, needs_grad=call.needs_grad, dropout_p=call.dropout_p)
+    return _gate(call, "flash", cuda.can_use_flash_attention)
 
 
 def _why_not_xformers(call: ExactCall) -> str | None:
@@ -229,9 +218,9 @@ def _why_not_xformers(call: ExactCall) -> str | None:
 _WHY_NOT: dict[str, Callable[[ExactCall], str | None]] = {
     "math": lambda call: None,  # noqa: ARG005 - dense torch operations run everywhere
     "flash": _why_not_flash,
-    "efficient": _why_not_efficient,
-    "cudnn": _why_not_cudnn,
-    "flex": _why_not_flex,
+    "efficient": lambda call: _outside_cuda(call) or _gate(call, "efficient", cuda.can_use_efficient_attention),
+    "cudnn": lambda call: _outside_cuda(call) or _gate(call, "cudnn", cuda.can_use_cudnn_attention),
+    "flex": lambda call: flex_attention.why_not(call.query, needs_grad=call.needs_grad, dropout_p=call.dropout_p),
     "xformers": _why_not_xformers,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import note_path
 
 BLOCK_SIZE = 128  # the kernels' own default
-MAX_LENGTHS = 256  # compiled variants kept: one for each shape. Beyond it compilation raises, never falls back.
+MAX_KERNELS = 256  # compiled variants kept: one for each shape. Beyond it compilation raises, never falls back.
 
 
 def why_not(query: Tensor, *, needs_grad: bool, dropout_p: float) -> str | None:
@@ -97,9 +98,45 @@ def _block_mask(
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return compiled
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def run_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask | None,
+    slopes: Tensor | None,
+    offset: int,
+    **options: Any,
+) -> Any:
+    """Return what compiled FlexAttention does; the first call of a shape compiles.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, H, S, D]`.
+        value: `[B, H, S, D]`.
+        mask: which blocks are computed, and what is hidden inside.
+        slopes: `[H]` of ALiBi.
+        offset: key position at which the first query stands.
+        **options: others of torch's function.
+
+    Raises:
+        UnsupportedError: the compiler cannot make a kernel for this call.
+    """
+
+    def alibi(score: Tensor, batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:  # noqa: ARG001
+        assert slopes is not None
+        return score - slopes[head] * (query_at + offset - key_at).abs()
+
+    score_mod = None if slopes is None else alibi
+    try:
+        with torch._dynamo.config.patch(recompile_limit=MAX_KERNELS):
+            return _compiled()(query, key, value, score_mod=score_mod, block_mask=mask, **options)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedError("backend", f"backend 'flex' cannot be compiled here: {reason}") from error
 
 
 def attend(
@@ -125,19 +162,9 @@ def attend(
         UnsupportedError: the compiler cannot make a kernel for this call.
     """
     query_len, key_len = query.shape[2], key.shape[2]
-    offset = key_len - query_len
-
-    def alibi(score: Tensor, batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:  # noqa: ARG001
-        assert slopes is not None
-        return score - slopes[head] * (query_at + offset - key_at).abs()
-
     note_path("flex")
     if not torch.is_grad_enabled():  # the CPU kernel refuses leaves of a graph even where none is recorded
         query, key, value = query.detach(), key.detach(), value.detach()
     mask = _block_mask(query_len, key_len, is_causal, key_padding_mask, query.device)
-    try:
-        with torch._dynamo.config.patch(recompile_limit=MAX_LENGTHS):
-            return _compiled()(query, key, value, score_mod=None if slopes is None else alibi, block_mask=mask)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UnsupportedError("backend", f"backend 'flex' cannot be compiled here: {reason}") from error
+    output: Tensor = run_compiled(query, key, value, mask=mask, slopes=slopes, offset=key_len - query_len)
+    return output

@@ -1,11 +1,26 @@
-"""Tables that are made of the data: of any number of blocks a row, for every batch entry and group of heads."""
+"""Digests of patterns; tables made of the data: any number of blocks a row, for each batch entry and group of heads."""
 
 from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+
+
+def digest_of(pattern: BlockPattern) -> str:
+    """Return 16 hexadecimal digits that are equal exactly for equal patterns, on every machine."""
+    names = ("query_len", "key_len", "block_size", "num_global", "num_dense_rows", "is_causal")
+    head = [getattr(pattern, name) for name in names]
+    head += [] if pattern.rule is None else astuple(pattern.rule)
+    shape = tuple(pattern.indices.shape)
+    state = hashlib.sha256(repr((*head, shape if shape[0] > 1 else shape[1:])).encode())
+    for tensor in (pattern.counts, pattern.indices):
+        state.update(tensor.numpy().astype("<i4").tobytes())
+    return state.hexdigest()[:16]
 
 
 def random_lists(

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from attn_zoo.kernels.blocks import flex, pieces
+from attn_zoo.kernels.blocks import pieces
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import flex_forward, listed_block_mask
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from attn_zoo.kernels.exact import flex_attention
 from tests.exactness import assert_exact
 from tests.kernels.blocks.tables import cross_table, random_lists, random_table
 from tests.kernels.blocks.test_flex import dense_of, plain_kernel
@@ -126,7 +127,7 @@ def test_flex_equals_dense_attention(
     entries: int,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(flex, "_compiled", lambda: plain_kernel)
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: plain_kernel)
     pattern = random_table(entries, tables, length, is_causal=is_causal, has_global=has_global)
     padding = padding_for(length) if has_padding else None
     slopes = torch.tensor([0.5, 0.1, 0.02, 0.0], dtype=torch.float64) if has_slopes else None
@@ -152,7 +153,7 @@ def test_the_dense_form_and_the_pairs_are_the_lists():
         pattern = random_table(BATCH, HEADS, 90, is_causal=is_causal)
         assert torch.equal(pattern.to_dense(), visible(pattern, None))
         assert pattern.num_pairs == int(visible(pattern, None).sum())
-        rows, starts = pattern.transpose()
+        rows, starts = pattern.transposed
         for place in [(0, 0), (1, 3)]:
             counted = zip(pattern.indices[place], pattern.counts[place], strict=True)
             table = [row[:count].tolist() for row, count in counted]
@@ -232,7 +233,7 @@ def test_nothing_waits_for_the_device():
     with FakeTensorMode():
         query, key, _ = (torch.randn(BATCH, HEADS, 128, DIM) for _ in range(3))
         pattern = select(query, key, 3)
-        pattern.transpose()
+        assert len(pattern.transposed) == 2
         listed_block_mask(pattern, None)
         assert pattern.full_rows == [False] * 8
         assert pattern.has_empty_rows
@@ -273,7 +274,7 @@ def lse_of(inputs: Sequence[Tensor], pattern: BlockPattern, padding: Tensor | No
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("path", ["gather", "flex", "compiled"])
 def test_the_log_sum_exp_and_its_gradient(dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(flex, "_compiled", lambda: plain_kernel)
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: plain_kernel)
     pattern, padding = random_table(BATCH, 2, 70, is_causal=True), padding_for(70)
 
     def run(x: list[Tensor]) -> Tensor:
@@ -310,14 +311,14 @@ def test_a_gradient_of_the_log_sum_exp_alone():
 @pytest.mark.parametrize(("query_len", "key_len"), [(64, 70), (75, 64), (30, 100)])
 @pytest.mark.parametrize("path", ["gather", "flex"])
 def test_any_two_lengths(query_len: int, key_len: int, path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(flex, "_compiled", lambda: plain_kernel)
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: plain_kernel)
     pattern = cross_table(query_len, key_len, 2)
     inputs = [inputs_for(query_len)[0], *inputs_for(key_len)[1:]]
 
     def run(x: list[Tensor]) -> Tensor:
         query, key, value = x
         if path == "flex":
-            return flex_forward(BlockCall(query, key, value, None, pattern, scale=DIM**-0.5))[0]
+            return flex_forward(BlockCall(query, key, value, None, pattern))[0]
         return block_sparse_attention(query, key, value, pattern)
 
     actual = value_and_gradients(run, inputs)

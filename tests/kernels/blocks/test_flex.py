@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
-from attn_zoo.kernels.blocks import flex as block_sparse_flex
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.call import BlockCall, _backward_tile, why_not_flex
 from attn_zoo.kernels.blocks.flex import flex_forward, global_block_mask, listed_block_mask
 from attn_zoo.kernels.blocks.pattern import BlockPattern
+from attn_zoo.kernels.exact import flex_attention
 from attn_zoo.kernels.trace import recording
 from tests.kernels.blocks.test_gather import (
     BATCH,
-    DIM,
     HEADS,
     dense_attention,
     drawn_pattern,
@@ -136,7 +135,7 @@ def plain_kernel(
 def test_parts_add_up(
     length: int, is_causal: bool, extra: int, has_padding: bool, has_slopes: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(block_sparse_flex, "_compiled", lambda: plain_kernel)
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: plain_kernel)
     pattern = drawn_pattern(make_layout(length, is_causal=is_causal, num_extra_tokens=extra), HEADS, (2, 1))
     inputs = make_inputs(pattern, torch.float64)
     padding = make_padding(pattern.key_len) if has_padding else None
@@ -144,7 +143,7 @@ def test_parts_add_up(
 
     def run(tensors: list[Tensor]) -> Tensor:
         query, key, value = tensors
-        return flex_forward(BlockCall(query, key, value, padding, pattern, slopes, scale=DIM**-0.5))[0]
+        return flex_forward(BlockCall(query, key, value, padding, pattern, slopes))[0]
 
     with recording() as paths:
         output = run(inputs)
@@ -153,13 +152,13 @@ def test_parts_add_up(
 
 
 def test_merged_parts_have_the_right_gradient(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(block_sparse_flex, "_compiled", lambda: plain_kernel)
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: plain_kernel)
     pattern = drawn_pattern(make_layout(100), HEADS, (2, 1))
     inputs = make_inputs(pattern, torch.float64)
 
     def run(tensors: list[Tensor]) -> Tensor:
         query, key, value = tensors
-        return flex_forward(BlockCall(query, key, value, None, pattern, scale=DIM**-0.5))[0]
+        return flex_forward(BlockCall(query, key, value, None, pattern))[0]
 
     expected = value_and_gradients(lambda x: dense_attention(x, pattern), inputs)
     for found, wanted in zip(value_and_gradients(run, inputs), expected, strict=True):

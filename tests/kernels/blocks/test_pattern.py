@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from tests.kernels.blocks.tables import digest_of
 from tests.kernels.blocks.test_gather import drawn_pattern
 
 SMALL: dict[str, Any] = {"block_size": 8, "num_window_blocks": 3, "num_global_blocks": 2, "num_random_blocks": 2}
@@ -92,7 +93,7 @@ def test_lists_are_ascending_in_range_and_complete(layout: BlockLayout):
 @given(layout=layouts)
 def test_transpose_lists_the_same_pairs(layout: BlockLayout):
     pattern = drawn_pattern(layout, 2, (3, 1))
-    rows, starts = pattern.transpose()
+    rows, starts = pattern.transposed
     for head in range(2):
         listed = {
             (row, entry)
@@ -125,7 +126,7 @@ def test_size_is_linear_and_no_tensor_is_quadratic():
             query_len=length, block_size=64, num_window_blocks=3, num_global_blocks=2, num_random_blocks=3
         )
         pattern = drawn_pattern(layout, 2, (0, 0))
-        rows, starts = pattern.transpose()
+        rows, starts = pattern.transposed
         blocks = length // 64
         tensors = (pattern.indices, pattern.counts, pattern.table, pattern.is_entry, rows, starts)
         assert all(tensor.numel() <= 2 * blocks * 8 for tensor in tensors)
@@ -135,9 +136,9 @@ def test_size_is_linear_and_no_tensor_is_quadratic():
 
 def test_digest_is_the_same_in_another_process():
     text = (
-        "from attn_zoo.kernels.blocks.layout import BlockLayout;"
-        "print(BlockLayout(query_len=1000, block_size=16, num_window_blocks=3, num_global_blocks=2,"
-        " num_random_blocks=3, num_heads=4, seed=11, layer_index=2).pattern().digest)"
+        "from attn_zoo.kernels.blocks.layout import BlockLayout; from tests.kernels.blocks.tables import digest_of;"
+        "print(digest_of(BlockLayout(query_len=1000, block_size=16, num_window_blocks=3, num_global_blocks=2,"
+        " num_random_blocks=3, num_heads=4, seed=11, layer_index=2).pattern()))"
     )
     found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.strip()
     assert found == "b0974d708f7a16aa"
@@ -153,7 +154,7 @@ def test_digest_tells_patterns_apart():
         drawn_pattern(BlockLayout(query_len=201, **SMALL), 2, (0, 0)),
         drawn_pattern(BlockLayout(query_len=200, is_causal=True, **SMALL), 2, (0, 0)),
     ]
-    assert len({pattern.digest for pattern in variations}) == len(variations)
+    assert len({digest_of(pattern) for pattern in variations}) == len(variations)
     heads = variations[0].indices[0]
     assert not torch.equal(heads[0], heads[1])
 
@@ -204,7 +205,7 @@ def test_a_pattern_made_on_a_gpu_is_the_one_made_on_the_cpu(is_causal: bool):
     layout = BlockLayout(query_len=5000, is_causal=is_causal, **SMALL)
     pattern = drawn_pattern(layout, 3, (4, 1), "cuda")
     assert pattern.indices.is_cuda
-    assert pattern.digest == drawn_pattern(layout, 3, (4, 1)).digest
+    assert digest_of(pattern) == digest_of(drawn_pattern(layout, 3, (4, 1)))
 
 
 def test_rows_that_need_no_mask_are_asked_for_once():

@@ -17,12 +17,12 @@ from attn_zoo import BuildContext, build_attention, registry
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import blank_padding, masked_softmax
 from attn_zoo.conformance import run_checks
-from attn_zoo.kernels.blocks import flex
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import flex_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout, TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from attn_zoo.kernels.exact import flex_attention
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 from tests.kernels.blocks.test_flex import plain_kernel
@@ -202,12 +202,14 @@ def test_it_keeps_every_promise(registered: str):
 @pytest.mark.parametrize("registered", VARIANTS, indirect=True)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_other_paths_and_the_compiler_agree(registered: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(flex, "_compiled", lambda: lambda *given, **options: plain_kernel(*given, **as_tested(options)))
+    monkeypatch.setattr(
+        flex_attention, "_compiled", lambda: lambda *given, **options: plain_kernel(*given, **as_tested(options))
+    )
     module = build_attention(registered, BuildContext(embed_dim=32, num_heads=2, max_seq_len=128, is_causal=is_causal))
     query, key, value = torch.randn(3, 2, 2, 100, 16, dtype=torch.float64).unbind()
     expected = module.reference(query, key, value)
     pattern = module.config.layout(100, is_causal=is_causal).pattern()
-    output, _ = flex_forward(BlockCall(query, key, value, None, pattern, scale=0.25))
+    output, _ = flex_forward(BlockCall(query, key, value, None, pattern))
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(compiled(query, key, value), expected, rtol=0, atol=1e-12)

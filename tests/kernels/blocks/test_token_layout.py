@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_zoo.kernels.blocks import flex, pieces
+from attn_zoo.kernels.blocks import pieces
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import flex_forward
 from attn_zoo.kernels.blocks.layout import TokenLayout
+from attn_zoo.kernels.exact import flex_attention
 from tests.kernels.blocks.test_flex import plain_kernel
 from tests.kernels.blocks.test_gather import DIM, dense_attention, make_inputs, make_padding, value_and_gradients
 
@@ -76,7 +77,7 @@ def test_paths_equal_dense_attention(
 ):
     if path == "small pieces":
         monkeypatch.setattr(pieces, "_CPU_PIECE_BYTES", 1 << 13)
-    monkeypatch.setattr(flex, "_compiled", lambda: plain_kernel)
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: plain_kernel)
     pattern = TokenLayout(**options, block_size=16, is_causal=is_causal).pattern()
     inputs, padding = make_inputs(pattern), make_padding(pattern.key_len) if has_padding else None
     slopes = torch.tensor([0.5, 0.1, 0.02], dtype=torch.float64) if has_padding else None

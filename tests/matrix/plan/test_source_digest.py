@@ -46,7 +46,7 @@ def edit(path: Path) -> None:
         ("attention/contract.py", [True, True]),
         ("kernels/exact/sdpa.py", [True, True]),
         ("variants/linformer.py", [False, False]),
-        ("kernels/compress/learned.py", [False, False]),
+        ("kernels/compress/compression.py", [False, False]),
         ("model/stacks.py", [False, True]),
         ("training/loop.py", [False, True]),
         ("tasks/abstract_task.py", [False, True]),

@@ -151,10 +151,7 @@ def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(query):
         num_programs = num_sequences * row_tiles * (pattern.num_dense_rows * num_splits + pattern.num_rows)
         forward_kernel[(num_programs,)](
-            tokens(query),
-            tokens(call.key),
-            tokens(call.value),
-            tokens(output),
+            *map(tokens, (query, call.key, call.value, output)),
             lse,
             part,
             part_lse,
@@ -195,8 +192,7 @@ def triton_backward(
     delta = torch.empty_like(lse)
     with torch.cuda.device_of(query):
         delta_kernel[(num_sequences * -(-query_len // _DELTA_TOKENS),)](
-            tokens(output),
-            tokens(grad_output),
+            *map(tokens, (output, grad_output)),
             delta,
             num_heads,
             query_len,
@@ -213,12 +209,7 @@ def triton_backward(
         key_part, value_part = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
         lines = pattern.num_global * num_splits + pattern.num_key_blocks - pattern.num_global
         key_gradient_kernel[(num_sequences * lines * (size // options["block_n"]),)](
-            tokens(query),
-            tokens(key),
-            tokens(value),
-            tokens(grad_output),
-            tokens(grad_key),
-            tokens(grad_value),
+            *map(tokens, (query, key, value, grad_output, grad_key, grad_value)),
             lse,
             delta,
             key_part,
@@ -241,11 +232,7 @@ def triton_backward(
         part = query.new_empty((batch_size, num_heads, num_splits, num_dense, head_dim), dtype=torch.float32)
         lines = pattern.num_dense_rows * num_splits + pattern.num_rows
         query_gradient_kernel[(num_sequences * lines * (size // options["block_m"]),)](
-            tokens(query),
-            tokens(key),
-            tokens(value),
-            tokens(grad_output),
-            tokens(grad_query),
+            *map(tokens, (query, key, value, grad_output, grad_query)),
             lse,
             delta,
             part,
