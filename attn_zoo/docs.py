@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def complexity_table() -> str:
     return "\n".join(lines)
 
 
-_TABLES = {"variants": variant_table, "complexity": complexity_table}
+_TABLES: dict[str, Callable[[], str]] = {"variants": variant_table, "complexity": complexity_table}
 
 
 def update_readme(path: Path, *, check_only: bool = False) -> bool:
