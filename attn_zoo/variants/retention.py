@@ -162,7 +162,6 @@ class Retention(AbstractMixer):
     """
 
     config: RetentionConfig
-    decay: Tensor
 
     def __init__(self, config: RetentionConfig, build: BuildContext) -> None:
         super().__init__(config, build)

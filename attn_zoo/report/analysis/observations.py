@@ -120,13 +120,24 @@ def _environment_of(record: Record, run: Run) -> str:
 def _distinct_labels(cells: Sequence[Cell]) -> list[str]:
     """Return labels, made longer where one label stands for several mechanisms (options or versions of the source)."""
     labels = _compiled_apart(cells)
-    mechanisms = [(cell.variant, str(sorted(cell.options.items())), cell.variant_digest) for cell in cells]
+    # A digest covers what its kind of cell runs, so only digests of one kind tell versions apart.
+    kinds = [(label, cell.kind, cell.scope == "model") for label, cell in zip(labels, cells, strict=True)]
+    versions: dict[tuple[str, str, bool], set[str]] = {}
+    for kind, cell in zip(kinds, cells, strict=True):
+        versions.setdefault(kind, set()).add(cell.variant_digest)
+    sources = [
+        cell.variant_digest[:6] or "unknown" if len(versions[kind]) > 1 else ""
+        for kind, cell in zip(kinds, cells, strict=True)
+    ]
+    mechanisms = [
+        (cell.variant, str(sorted(cell.options.items())), source) for cell, source in zip(cells, sources, strict=True)
+    ]
     known: dict[str, set[tuple[str, ...]]] = {}
     for label, mechanism in zip(labels, mechanisms, strict=True):
         known.setdefault(label, set()).add(mechanism)
     return [
-        label if len(known[label]) == 1 else _longer(label, cell, known[label])
-        for label, cell in zip(labels, cells, strict=True)
+        label if len(known[label]) == 1 else _longer(label, cell, source, known[label])
+        for label, cell, source in zip(labels, cells, sources, strict=True)
     ]
 
 
@@ -141,13 +152,13 @@ def _compiled_apart(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def _longer(label: str, cell: Cell, mechanisms: set[tuple[str, ...]]) -> str:
-    variants, options, sources = (set(column) for column in zip(*mechanisms, strict=True))
+def _longer(label: str, cell: Cell, source: str, mechanisms: set[tuple[str, ...]]) -> str:
+    variants, options, _ = (set(column) for column in zip(*mechanisms, strict=True))
     extra = []
     if len(variants) > 1:
         extra.append(cell.variant)
     if len(options) > 1:
         extra.append(", ".join(f"{name}={value}" for name, value in sorted(cell.options.items())) or "defaults")
-    if len(sources) > 1:
-        extra.append(f"source {cell.variant_digest[:6] or 'unknown'}")
-    return f"{label} ({'; '.join(extra)})"
+    if source:
+        extra.append(f"source {source}")
+    return f"{label} ({'; '.join(extra)})" if extra else label

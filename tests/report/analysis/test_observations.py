@@ -124,6 +124,13 @@ def test_two_versions_of_a_source_are_told_apart(tmp_path):
     assert set(load_runs([a, b])["label"]) == {"v (source aaaaaa)", "v (source bbbbbb)"}
 
 
+def test_a_digest_of_another_kind_of_cell_is_no_other_version(tmp_path):
+    """Of a training it covers the loop and the tasks too."""
+    records = [scaling("v", 512, variant_digest="aaaaaaaa"), accuracy("v", 0, 0.5, variant_digest="bbbbbbbb")]
+    run = write_run(tmp_path / "run", records)
+    assert {observation.label for observation in read_results([run]).observations} == {"v"}
+
+
 def test_the_same_folder_twice_counts_once(run_dir):
     assert len(load_runs([run_dir, run_dir / "."])) == len(load_runs([run_dir]))
 
