@@ -26,7 +26,10 @@ MUTED = "#59636e"
 PALE = "#d0d7de"
 
 EXACT_COLOURS = ("#1f2328", "#6e7781", "#4d4d4d")
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a")
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a"),
+    *("#b2182b", "#8a8d0f", "#1b7f8c", "#f781bf"),  # further apart than a second round with other dashes
+)
 """Okabe and Ito's set without black (exact baselines have it) and yellow (too pale on white), with brown and violet."""
 
 Line = str | tuple[int, tuple[float, ...]]
