@@ -23,6 +23,9 @@ ROUTING_SEES_FUTURE = "masked, but its routing sees the future"
 Decode = Literal["none", "kv_cache", "recurrent"]
 Position = Literal["none", "rotary", "alibi"]
 
+LINEAR_BACKWARD_RATIO = 2.0
+"""FLOPs of the backward of a matrix product over those of its forward: one product for each of its two factors."""
+
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _PROMISES = (
     *("bidirectional", "cross_attention", "key_padding_mask", "variable_seq_len", "grouped_query", "attention_dropout"),
@@ -328,7 +331,7 @@ class Complexity:
     max_path: str
     flops: CostFormula | None = None
     projection_flops: CostFormula | None = None
-    backward_ratio: float | Callable[[Shape], float] = 2.0
+    backward_ratio: float | Callable[[Shape], float] = LINEAR_BACKWARD_RATIO
     bytes: Callable[[Shape, int], int] | None = None
     projection_bytes: Callable[[Shape, int], int] | None = None
     state_bytes: Callable[[Shape, int], int] | None = None

@@ -21,7 +21,7 @@ from pydantic import Field as PydanticField
 
 from attn_zoo.discovery import IMPORT_TIMEOUT_S, LoadFailure, discover, import_file
 from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
-from attn_zoo.metadata import Capabilities, Complexity, Form, Reference, Shape
+from attn_zoo.metadata import LINEAR_BACKWARD_RATIO, Capabilities, Complexity, Form, Reference, Shape
 
 if TYPE_CHECKING:
     from attn_zoo.attention.context import BuildContext
@@ -135,7 +135,7 @@ class Variant:
         total, projections = self.flops(shape), self.projection_flops(shape)
         if not total:
             return None
-        return (self.complexity.ratio(shape) * (total - projections) + 2.0 * projections) / total
+        return (self.complexity.ratio(shape) * (total - projections) + LINEAR_BACKWARD_RATIO * projections) / total
 
     def min_bytes(self, shape: Shape, itemsize: int) -> int:
         """Return the bytes that one forward in `shape.form` must move at least, in a dtype of `itemsize` bytes."""

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attn_zoo.attention.contract import AbstractMixer, Mixed
-
-LINEAR_BACKWARD_RATIO = 2.0
-"""A linear map has one matrix product in the forward and two in the backward."""
+from attn_zoo.metadata import LINEAR_BACKWARD_RATIO
 
 
 class FlopCounter:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_zoo import registry
 from attn_zoo.attention import AbstractMixer, BuildContext, Mixed, build_attention, build_mixer
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.metadata import Capabilities
@@ -200,4 +199,3 @@ def test_claims_know_the_form():
     assert full.min_bytes(mixer, 4) == 4 * (2 * 2 * 16 * 8 + 4 * 8 * 8 + 4 * 8)
     parameters = sum(item.numel() for item in nn.ModuleList([build_mixer("full", BUILD)]).parameters())
     assert 4 * parameters == full.min_bytes(mixer, 4) - mixer.io_bytes(4)
-    assert registry.variants["full"] is full

@@ -27,6 +27,7 @@ from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_graph_time
 from attn_zoo.measure.timing import Sampling, sample_in_turns
+from attn_zoo.metadata import LINEAR_BACKWARD_RATIO
 from attn_zoo.records import PASSES, Cell, Record, Timing
 from attn_zoo.registry import capabilities_of
 
@@ -190,7 +191,7 @@ def _refuse_impossible(cell: Cell, claims: Claims, median_ms: float) -> None:
     """Raise `AttnZooError` if the work cannot have been done in that time: then the timing or the formula is wrong."""
     if claims.flops is None or cell.device != "cuda" or median_ms <= 0:
         return
-    ratio = 2.0 if claims.backward_ratio is None else claims.backward_ratio  # two products for each of the forward
+    ratio = LINEAR_BACKWARD_RATIO if claims.backward_ratio is None else claims.backward_ratio
     flops = claims.flops * PASSES[cell.pass_ or "fwd"].num_forwards(ratio)
     name = torch.cuda.get_device_name()
     if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops):
