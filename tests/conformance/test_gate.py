@@ -205,7 +205,7 @@ def test_every_layer_of_a_model_is_checked_in_training_mode() -> None:
         def is_lazy(self, query: Tensor) -> bool:
             return self.training and self.build.layer_index == 1
 
-    def model() -> nn.Module:
+    def model() -> nn.ModuleList:
         contexts = [replace(build(), num_layers=2).at_layer(layer) for layer in range(2)]
         return nn.ModuleList([attn_zoo.build_mixer(name, context) for context in contexts])
 
