@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.scores import AccuracyGroup
-from attn_zoo.report.tables.efficiency_tables import efficiency_table, rate_table
+from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.growth_tables import crossover_table, exponent_table
 from attn_zoo.report.tables.published import published_table, sources_table
 from attn_zoo.report.tables.score_tables import (
@@ -32,7 +32,6 @@ def summary_tables(analysis: Analysis) -> list[Table]:
     rates = [
         turns_table(analysis),
         efficiency_table(analysis, is_brief=True),
-        *(rate_table(panel) for panel in analysis.panels),
     ]
     tables += [table for table in rates if table]
     tables += [overview_table(overview) for overview in analysis.overviews]
