@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.analysis.fits import Growth, Quantity, growth
+from attn_zoo.report.analysis.fits import Growth
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, set_ticks, value_axis
@@ -106,31 +106,24 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
     )
 
 
-def draw_memory(panel: Panel, looks: Looks, quantity: Quantity) -> Page | None:
-    """Return peak or extra bytes against length; None where they were not measured."""
-    curves = _curves(panel, looks, lambda point: float(getattr(point.memory, quantity) or 0))
+def draw_memory(panel: Panel, looks: Looks) -> Page | None:
+    """Return peak bytes against length; None where they were not measured."""
+    curves = _curves(panel, looks, lambda point: float(point.memory.peak_bytes or 0))
     if not curves:
         return None
-    grown = {curve.label: growth(curve.series, quantity) for curve in curves}
     points = [point for curve in curves for point in curve.points]
-    held = held_words(panel.pass_)
-    beside = "" if held != "inputs" else ", output and gradients of the inputs"
-    kind, note = {
-        "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
-        "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
-    }[quantity]
     return _draw(
         panel,
         looks,
         curves,
-        title=f"{kind} against sequence length",
+        title="Peak memory against sequence length",
         show=human_bytes,
         base=2,
         values=[value for _, value in points],
-        labels=[_end_label(curve, _growth_words(grown[curve.label])) for curve in curves],
-        legend=[_marker(note)],
+        labels=[_end_label(curve, _growth_words(panel.memory[curve.label])) for curve in curves],
+        legend=[_marker(f"most bytes in tensors at once, {held_words(panel.pass_)} included")],
         draw=lambda axes: _reference_slopes(axes, points),
-        grown=grown,
+        grown=panel.memory,
     )
 
 
@@ -274,8 +267,9 @@ def _growth_words(grown: Growth) -> str:
     claimed = grown.claimed
     if grown.exponent is not None and grown.is_settled:
         return f"$N^{{{grown.exponent.value:.2f}}}$" + (f" (claimed {claimed:g})" if claimed is not None else "")
-    beside = f" (claimed $N^{{{claimed:g}}}$)" if claimed is not None else ""
-    return f"exponent not settled{beside}" if grown.slopes else beside.strip(" ()")
+    if grown.slopes:
+        return "slope not settled"
+    return f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
 
 
 def _settled_crossing(panel: Panel, curve: _Curve) -> Crossover | None:

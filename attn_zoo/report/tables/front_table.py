@@ -68,7 +68,7 @@ def _lengths(panel: Panel) -> list[int]:
 
 def _column(heading: str, key: str, priority: float) -> Column:
     brief = partial(_brief, key=key)
-    return Column(heading=heading, show=lambda row: str(row[key]), brief=brief, align="left", priority=priority)
+    return Column(heading=heading, show=lambda row: str(row[key]), brief=brief, priority=priority)
 
 
 def _brief(row: Row, key: str) -> str:
