@@ -12,6 +12,7 @@ from attn_zoo.attention.multihead import MultiHeadMixer
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 from attn_zoo.registry import Variant, make_config, variants
+from attn_zoo.typed_code import is_typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def describe(name: str) -> VariantInfo:
     """
     variant = variants[name]
     owner = variant.attention or variant.mixer
-    module = inspect.getmodule(owner)
+    module = None if is_typed(variant.source) else inspect.getmodule(owner)
     documentation = (module.__doc__ if module else None) or (owner.__doc__ if owner else None) or ""
     options = tuple(
         Option(item.name, str(item.type), item.default if item.default is not MISSING else None)

@@ -22,10 +22,13 @@ from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.kind import Forecast
-from attn_zoo.matrix.plan.expand import Plan
+from attn_zoo.errors import ConfigError
+from attn_zoo.matrix.plan.expand import Plan, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.matrix.store.kept_sources import keep_sources
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import ANSWERS, Cell, Environment, Record
+from attn_zoo.registry import variants
 from attn_zoo.statistics import pool_records
 
 GRACE_S = 30.0
@@ -283,10 +286,14 @@ def run(
         data_dir: where tasks find local data.
 
     Raises:
+        ConfigError: a variant has no source that a worker could load.
         StoreError: the folder cannot be used or written. Records written before stay whole.
     """
     from attn_zoo.measure.environment import capture_environment
 
+    for name in {item.cell.variant: None for item in plan.cells if variants[item.cell.variant].no_source}:
+        text = f"worker processes load a variant from its source, and of this one {variants[name].no_source}"
+        raise ConfigError(name, [("", f"{text}; write it to {name}.py and load that (attn_zoo.load_file)")])
     engine = engine or LocalEngine()
     progress = progress or Progress()
     environment = capture_environment()
@@ -300,6 +307,7 @@ def run(
     ) as scan:
         if scan.problems:
             progress.say(f"{len(scan.problems)} files were no records and are now in {store.folder / 'quarantine'}")
+        keep_sources(store.folder, plain_files(plan.cells))
         records = dict(scan.records)
         planned = {item.cell.key for item in plan.cells}
         for key, record in scan.records.items():

@@ -33,7 +33,7 @@ TINY = {"seq_len": [16], "batch_size": 2, "device": "cpu", "threads": 1, "budget
 
 def plan(names: list[Any], **changes: Any) -> Plan:
     matrix = parse_matrix({"name": "test", "step": [{"variants": names, **TINY, **changes}]}, "test.toml")
-    return make_plan(matrix, variant_files=[VARIANT_FILE])
+    return make_plan(matrix)
 
 
 def cells(names: list[Any], **changes: Any) -> list[Cell]:
