@@ -384,7 +384,9 @@ def _register(
     def decorate(cls: _Class) -> _Class:
         origin = _origin(cls, name, sys._getframe(1))
         if base not in {ancestor.__name__ for ancestor in cls.__mro__}:
-            raise ConfigError(origin.provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")])
+            raise ConfigError(
+                origin.provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")]
+            )
         variant = Variant(
             name=name,
             config=config,

@@ -75,7 +75,7 @@ def _statements(cell: str) -> Iterator[_Statement]:
         binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             module = sys.modules.get(node.module or "")
-            binds |= set(getattr(module, "__all__", None) or [key for key in dir(module) if key[0] != "_"])
+            binds |= {key for key in dir(module) if key[0] != "_"}
         needs = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
         inner = list(table.get_children())
         for scope in inner:  # grows as it goes

@@ -7,7 +7,7 @@ from others too: only what was measured on this machine, by this user, is loaded
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,16 +40,18 @@ def keep_sources(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
             _mark(content).touch()
 
 
-def load_kept(folder: Path) -> Iterator[str]:
-    """Load what the folder keeps and is not registered here; yield a sentence for each that only its name can load.
+def load_kept(folder: Path) -> list[Path]:
+    """Load what a results folder keeps, is not registered here, and was measured by this user; return what was not.
 
     Raises:
         ConfigError: a file cannot be imported.
     """
+    foreign = []
     for path in sorted(folder.glob("sources/*/*.py")):
         if path.parent.name in variants or path.parent.name in tasks:
             continue
         if _mark(path.read_bytes()).exists():
             load_file(path)
         else:
-            yield f"{path} was not measured by you and is not run; read it, then say --variant-file {path}"
+            foreign.append(path)
+    return foreign

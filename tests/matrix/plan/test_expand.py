@@ -13,7 +13,7 @@ from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.registry import variants
-from tests.matrix.conftest import VARIANT_FILE, make_matrix, tiny_plan
+from tests.matrix.conftest import make_matrix, tiny_plan
 
 
 def axis(values):
