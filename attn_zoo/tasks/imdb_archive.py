@@ -74,7 +74,9 @@ def _read(archive: Path) -> tuple[dict[tuple[str, str], dict[int, str]], dict[tu
                 if list_label:
                     urls[part, list_label] = file.read()
                 elif int(number) in reviews[part, label]:
-                    raise ConfigError(str(archive), [(f"{part}/{label}", f"there are two reviews with number {number}")])
+                    raise ConfigError(
+                        str(archive), [(f"{part}/{label}", f"there are two reviews with number {number}")]
+                    )
                 else:
                     reviews[part, label][int(number)] = file.read().decode()
     except (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, UnicodeDecodeError) as error:

@@ -356,7 +356,9 @@ def tokens_of(source: bytes) -> NDArray[np.uint8]:
         raise ValueError(f"unexpected symbol {chr(symbols[tokens == 0][0])!r}")
     if (is_symbol[1:] & is_symbol[:-1]).any():
         first = int(np.flatnonzero(is_symbol[1:] & is_symbol[:-1])[0])
-        raise ValueError(f"expected a space between two symbols; there is none after symbol {is_symbol[: first + 1].sum()}")
+        raise ValueError(
+            f"expected a space between two symbols; there is none after symbol {is_symbol[: first + 1].sum()}"
+        )
     opened = np.cumsum(np.where(tokens == CLOSE, -1, is_operator(tokens)))
     if not len(tokens) or opened[-1] != 0 or opened[:-1].min(initial=1) < 1:
         raise ValueError("expected one expression whose brackets match")

@@ -168,7 +168,9 @@ def _shared_out(pictures: Published, level: PathfinderLevel) -> dict[str, Tensor
     names = [name for name in SPLITS if name not in level.drawn]
     count, fewest = len(pictures.labels), 10 if len(names) > 1 else 1
     if count < fewest:
-        raise ConfigError("pathfinder", [("pictures", f"expected at least {fewest} for {', '.join(names)}; got {count}")])
+        raise ConfigError(
+            "pathfinder", [("pictures", f"expected at least {fewest} for {', '.join(names)}; got {count}")]
+        )
     # 80, 10, 10 %; 90, 10 % where test is drawn; all where only test is read.
     ends = [count - tenths * (count // 10) for tenths in reversed(range(len(names)))]
     order = RowStreams(level.seed, _SHUFFLE, np.arange(count)).words(np.arange(count), 1)[:, 0].argsort(kind="stable")

@@ -148,7 +148,9 @@ class Text(AbstractFileTask):
             return {"train": self._split(*reviews["train"], rows["train"]), "validation": test, "test": test}
         held_out = _held_out(*reviews["train"], rows["train"])
         if not len(held_out):
-            problem = f"expected {_VALIDATION_SHARE} reviews of a class, and one with a text of its own, to hold one out"
+            problem = (
+                f"expected {_VALIDATION_SHARE} reviews of a class, and one with a text of its own, to hold one out"
+            )
             raise ConfigError(REVIEWS.name, [(str(paths["train"]), problem)])
         kept = rows["train"][~np.isin(rows["train"], held_out)]
         return {

@@ -178,9 +178,7 @@ def test_arrays_damaged_inside_or_of_a_claimed_size_are_named(tmp_path, pictures
     with pytest.raises(ConfigError, match="cannot be read as arrays of NumPy"):
         read_npz(path, 32)
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": "|u1", "fortran_order": False, "shape": (2**50, 32, 32)}
-    )
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (2**50, 32, 32)})
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x.npy", header.getvalue())
         archive.writestr("y.npy", header.getvalue())
