@@ -118,13 +118,14 @@ def draw(number: int, names: Sequence[str] = ()) -> Configuration:
         num_layers=num_layers,
         seed=rng.randrange(5),
     )
+    forms: list[Form] = ["mixer"] if variant.attention is None else ["attention", "mixer"]
     checks = [check.name for check in CHECKS if check.name not in _COMPILED]
     return Configuration(
         name=name,
         options=options,
         build=build,
         dtype=rng.choice([dtype for dtype in FLOAT_DTYPES if dtype in can.dtypes]),
-        form=rng.choice(("attention", "mixer") if variant.attention is not None else ("mixer",)),
+        form=rng.choice(forms),
         seq_len=seq_len,
         has_padding=can.key_padding_mask and rng.random() < 0.7,
         checks=tuple(rng.sample(checks, 3)) if rng.random() < 0.25 else (),

@@ -65,7 +65,7 @@ def texts_of(name: str, path: Path, table: datasets.Dataset, column: str) -> lis
     Raises:
         ConfigError: a text is missing or not UTF-8; names the row.
     """
-    texts = []
+    texts: list[str] = []
     for chunk in table.data.column(column).chunks:
         for stored in chunk:
             try:
