@@ -7,13 +7,13 @@ one record each; `attn_zoo.matrix.store.store` writes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import ConfigError, FolderError, StoreError
-from attn_zoo.records import COMMIT_FIELDS, SCHEMA_VERSION, Ceilings, Environment, Record
+from attn_zoo.records import COMMIT_FIELDS, SCHEMA_VERSION, Ceilings, Cell, Environment, Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,9 @@ class RunInfo:
         matrices: every matrix that was run into the folder, resolved, oldest first.
         environments: by digest.
         claims: by variant, as stored; see `Claim`.
-        problems: environments that could not be read, one sentence each.
+        planned: cells that the runs into the folder were to make; None where the folder does not say.
+        stopped: why the last of these runs ended early, in words; empty where it did not, or was killed.
+        problems: what could not be read, one sentence each.
     """
 
     schema: int = SCHEMA_VERSION
@@ -58,6 +60,8 @@ class RunInfo:
     matrices: tuple[dict[str, Any], ...] = ()
     environments: dict[str, Environment] = field(default_factory=dict)
     claims: dict[str, Any] = field(default_factory=dict)
+    planned: tuple[Cell, ...] | None = None
+    stopped: str = ""
     problems: tuple[str, ...] = ()
 
 
@@ -85,6 +89,9 @@ class Run:
         claims: by variant.
         ceilings: what the machines could do; empty in folders of older versions.
         records: what could be read, ordered by key.
+        planned: how many cells it was to have; None where the folder does not say, as those of older versions.
+        left: planned cells that have no record.
+        stopped: why the last run into the folder ended early, in words; empty where it did not, or was killed.
         warnings: what could not be read, one sentence each.
     """
 
@@ -94,6 +101,9 @@ class Run:
     claims: Mapping[str, Claim] = field(default_factory=dict)
     ceilings: tuple[Ceilings, ...] = ()
     records: tuple[Record, ...] = ()
+    planned: int | None = None
+    left: tuple[Cell, ...] = ()
+    stopped: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -134,6 +144,9 @@ def read_run(folder: str | Path) -> Run:
         claims=claims,
         ceilings=ceilings,
         records=tuple(records.values()),
+        planned=None if info.planned is None else len(info.planned),
+        left=tuple(cell for cell in info.planned or () if cell.key not in records),
+        stopped=info.stopped,
         warnings=tuple(warnings),
     )
 
@@ -169,7 +182,11 @@ def read_info(folder: Path) -> RunInfo:
     if not isinstance(data.get("schema"), int):
         raise FolderError(f"{path}: not written by attn_zoo (it names no schema)")
     _refuse_newer(data["schema"], path)
-    environments, problems = {}, []
+    environments, problems, planned = {}, [], None
+    try:
+        planned = unpack_cells(data["planned"]) if "planned" in data else None
+    except (StoreError, KeyError, TypeError, ValueError) as error:
+        problems.append(f"run.json: the planned cells were skipped: {error}")
     try:
         for digest, entry in data["environments"].items():
             try:
@@ -183,10 +200,51 @@ def read_info(folder: Path) -> RunInfo:
             matrices=tuple(matrix for matrix in data["matrices"] if isinstance(matrix, dict)),
             environments=environments,
             claims=dict(data.get("claims") or {}),
+            planned=planned,
+            stopped=str(data.get("stopped") or ""),
             problems=tuple(problems),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FolderError(f"{path}: damaged: {type(error).__name__} {error}") from None
+
+
+def pack_cells(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Return cells as plain data: what those have in common that differ in length and seed is said once.
+
+    Fields that have their default are left out, but for the version, whose default changes.
+
+    >>> pack_cells([Cell(kind="scaling", variant="full", seq_len=n, protocol_version=4) for n in (512, 1024)])
+    [{'cell': {'kind': 'scaling', 'variant': 'full', 'protocol_version': 4}, 'at': [[512, 0], [1024, 0]]}]
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        values = cell.to_dict()
+        common = {
+            each.name: values[each.name]
+            for each in fields(Cell)
+            if each.name not in {"seq_len", "seed"}
+            and (each.name == "protocol_version" or values[each.name] != _default(each))
+        }
+        group = groups.setdefault(json.dumps(common, sort_keys=True), {"cell": common, "at": []})
+        group["at"].append([cell.seq_len, cell.seed])
+    return list(groups.values())
+
+
+def _default(each: Any) -> Any:
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def unpack_cells(groups: Iterable[Mapping[str, Any]]) -> tuple[Cell, ...]:
+    """Return the cells that `pack_cells` made plain data of.
+
+    Raises:
+        StoreError: a field is unknown or of another type.
+    """
+    return tuple(
+        Cell.from_dict({**group["cell"], "seq_len": seq_len, "seed": seed})
+        for group in groups
+        for seq_len, seed in group["at"]
+    )
 
 
 def _not_a_results_folder(folder: Path) -> str:

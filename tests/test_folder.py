@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.folder import read_info, read_record, read_run, scan_cells
+from attn_zoo.folder import pack_cells, read_info, read_record, read_run, scan_cells, unpack_cells
+from attn_zoo.records import Cell
 from tests.report.synthetic import MACHINE, scaling, write_run
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -57,3 +58,25 @@ def test_extra_keys_and_damaged_parts_of_run_json_are_tolerated(tmp_path):
     assert list(read.environments) == [MACHINE.digest]
     assert len(read.warnings) == 2
     assert not read.claims["y"].is_exact
+
+
+def test_planned_cells_come_back_as_they_were():
+    cells = [
+        scaling(variant, n, seed=seed).cell for variant in ("full", "bigbird") for n in (512, 1024) for seed in (0, 1)
+    ]
+    cells.append(Cell(kind="accuracy", variant="full", task="listops", overrides={"base_lr": 0.1}, protocol_version=3))
+    packed = json.loads(json.dumps(pack_cells(cells)))
+    assert len(packed) == 3
+    assert sorted(cell.key for cell in unpack_cells(packed)) == sorted(cell.key for cell in cells)
+
+
+def test_what_was_planned_and_left_is_read_and_unknown_in_older_folders(tmp_path):
+    done, left = scaling("full", 512), scaling("full", 1024)
+    planned = pack_cells([done.cell, left.cell])
+    run = read_run(write_run(tmp_path / "new", [done], planned=planned, stopped="time limit"))
+    assert (run.planned, run.left, run.stopped) == (2, (left.cell,), "time limit")
+    old = read_run(write_run(tmp_path / "old", [done]))
+    assert (old.planned, old.left, old.stopped) == (None, (), "")
+    damaged = read_run(write_run(tmp_path / "damaged", [done], planned=[{"cell": {"nonsense": 1}, "at": [[1, 2]]}]))
+    assert damaged.planned is None
+    assert "the planned cells were skipped" in damaged.warnings[0]

@@ -88,6 +88,7 @@ def run_training(
     checkpoint_dir: Path | None = None,
     weights_path: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
+    before_training: Callable[[nn.Module, bool], object] | None = None,
 ) -> TrainingResult:
     """Train and score the variant of an accuracy cell.
 
@@ -100,6 +101,7 @@ def run_training(
             files are removed when the run has ended.
         weights_path: where to write the selected weights; None writes none.
         progress: called after every update.
+        before_training: called with each model that is about to train, and whether its batches are padded.
 
     Raises:
         UnknownNameError: variant, task, level or protocol does not exist.
@@ -113,7 +115,7 @@ def run_training(
     kernels: list[str] = []
     try:
         with recording() as kernels:
-            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, progress)
+            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, progress, before_training)
     except UnsupportedError as error:
         return TrainingResult(status="unsupported", reason=error.reason, kernels=tuple(kernels))
 
@@ -126,6 +128,7 @@ def _train(
     checkpoint_dir: Path | None,
     weights_path: Path | None,
     progress: Callable[[Progress], None] | None,
+    before_training: Callable[[nn.Module, bool], object] | None,
 ) -> TrainingResult:
     trainer, config = make_trainer(cell, task.spec, protocol)
     objective, batcher, model = trainer.objective, trainer.batcher, trainer.model
@@ -133,6 +136,10 @@ def _train(
     if protocol.pretrain:
         pretrainer = make_pretrainer(config, batcher, protocol, seed=cell.seed, dtype=cell.dtype)
         pretrainer.check(objective.encoder(model))
+    if before_training is not None:
+        for each in (trainer, pretrainer):
+            if each is not None:
+                before_training(each.model, batcher.has_mask)
 
     identity = _identity(cell, task, protocol)
 

@@ -297,6 +297,7 @@ def run(
         allow_mixed_env=allow_mixed_env,
         shard=plan.shard,
         claims=stored_claims({item.cell.variant for item in plan.cells}),
+        planned=[item.cell for item in plan.cells],
     ) as scan:
         if scan.problems:
             progress.say(f"{len(scan.problems)} files were no records and are now in {store.folder / 'quarantine'}")
@@ -335,6 +336,8 @@ def run(
                 engine.run(_lanes(left, records, repeats, is_joined=engine.is_remote), settings, session)
         finally:
             progress.end()
+        if session.stopped:
+            store.note_end(session.stopped)
     for record in session.new:
         records[record.cell.key] = record
     now = standing(plan, list(records.values()), store.repeats.count())

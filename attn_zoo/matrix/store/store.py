@@ -1,6 +1,6 @@
 """A results folder: `run.json`, one record per cell, logs. Each file is whole or absent, whatever happens and when.
 
-run.json            the resolved matrices and every environment by digest
+run.json            the resolved matrices, the cells they were to make, and every environment by digest
 ceilings.json       what each machine could do before it timed anything
 cells/<key>.json    one record; the file is the mark that the cell is done
 parts/<key>-<n>.json  repeats of a cell that is not done; see `Repeats`
@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.folder import RunInfo, Scan, differences, read_ceilings, read_info, read_record, scan_cells
+from attn_zoo.folder import RunInfo, Scan, differences, pack_cells, read_ceilings, read_info, read_record, scan_cells
 from attn_zoo.matrix.store.lock import hold_lock, move_aside
-from attn_zoo.records import SCHEMA_VERSION, Ceilings, Environment, Record
+from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
 from attn_zoo.whole_files import write_whole
 
 
@@ -186,10 +187,20 @@ class Store:
         allow_mixed_env: bool = False,
         shard: tuple[int, int] | None = None,
         claims: Mapping[str, dict[str, Any]] | None = None,
+        planned: Iterable[Cell] = (),
     ) -> Iterator[Scan]:
         """Hold the folder for one run: create or resume it, put what is no record into quarantine, yield the records.
 
         Shards hold locks of their own and share the folder: their cells differ.
+
+        Args:
+            matrix: resolved.
+            environment: of this machine.
+            allow_mixed_env: go on in a folder of another environment.
+            shard: which part of the matrix this run is, or None for all.
+            claims: of the variants.
+            planned: cells that the run is to make. They are noted beside those of earlier runs; where the source or the
+                data of one changed, the new one takes the place of the old.
 
         Raises:
             StoreError: no results folder, not writable, another run is at it, or another environment.
@@ -202,7 +213,7 @@ class Store:
             raise FolderError(f"{self.folder}: cannot be written: {error.strerror}") from None
         with hold_lock(self.folder, shard):
             with hold_lock(self.folder, None, name=".lock-info", wait=True):
-                self._enter(matrix, environment, allow_mixed_env, claims or {})
+                self._enter(matrix, environment, allow_mixed_env, claims or {}, tuple(planned))
             if shard is None:  # nobody else writes, so these were left by a killed run
                 for path in (*self._cells.glob(".*.tmp"), *self.folder.glob("parts/.*.tmp")):
                     path.unlink(missing_ok=True)
@@ -219,8 +230,9 @@ class Store:
         environment: Environment,
         allow_mixed_env: bool,
         claims: Mapping[str, dict[str, Any]],
+        planned: Sequence[Cell] = (),
     ) -> None:
-        """Note the matrix and the environment in `run.json`."""
+        """Note matrix, environment and plan in `run.json`."""
         if self.exists:
             info = self.info()
             if info.environments and environment.digest not in info.environments and not allow_mixed_env:
@@ -231,20 +243,37 @@ class Store:
                 )
         else:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            info = RunInfo(created=now, version=attn_zoo.__version__)
+            info = RunInfo(created=now, version=attn_zoo.__version__, planned=())
         matrices = info.matrices if dict(matrix) in info.matrices else (*info.matrices, dict(matrix))
         if (before := info.environments.get(environment.digest)) is not None:
             environment = environment.following(before)
         environments = {**info.environments, environment.digest: environment}
+        cells = None
+        if info.planned is not None:  # else the folder began under a version that noted no plan, and stays unknown
+            ids = {cell.id for cell in planned}
+            cells = (*(cell for cell in info.planned if cell.id not in ids), *planned)
+        claimed = {**info.claims, **claims}
+        self._write_info(
+            replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
+        )
+
+    def _write_info(self, info: RunInfo) -> None:
         data = {
             "schema": SCHEMA_VERSION,
             "created": info.created,
             "version": info.version,
-            "matrices": list(matrices),
-            "environments": {digest: item.to_dict() for digest, item in environments.items()},
-            "claims": {**info.claims, **claims},
+            "matrices": list(info.matrices),
+            "environments": {digest: item.to_dict() for digest, item in info.environments.items()},
+            "claims": info.claims,
+            "stopped": info.stopped,
+            **({} if info.planned is None else {"planned": pack_cells(info.planned)}),
         }
         write_whole(self._info, json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
+
+    def note_end(self, stopped: str) -> None:
+        """Note in `run.json` why a run ended early; empty where it did not."""
+        with hold_lock(self.folder, None, name=".lock-info", wait=True):
+            self._write_info(replace(self.info(), stopped=stopped))
 
     def add_environment(self, environment: Environment) -> None:
         """Note one more environment: that of another machine of a cluster."""

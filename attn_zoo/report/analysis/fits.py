@@ -23,6 +23,9 @@ Quantity = Literal["time", "peak_bytes", "extra_bytes", "saved_bytes"]
 TOLERANCE = 0.1
 """An interval of the exponent must lie within this of a whole power before the report calls it linear or quadratic."""
 
+CONTRADICTION = 0.3
+"""How far above a claimed exponent the measured interval must lie: a logarithm or a cache that overflows adds less."""
+
 _POWERS = ((0, "constant"), (1, "linear"), (2, "quadratic"))
 
 
@@ -36,6 +39,7 @@ class Growth:
         fit: a + bN + cN^2; None below three lengths.
         claimed: exponent the variant claims, or None.
         verdict: `"linear"`, `"quadratic"`, `"constant"`, `"not settled"`, `"simulated"` or `"too few lengths"`.
+        formula: exponent of the variant's FLOPs formula over the same lengths; None without one, and for memory.
     """
 
     label: str
@@ -45,6 +49,20 @@ class Growth:
     fit: CostFit | None
     claimed: float | None
     verdict: str
+    formula: float | None = None
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the measurement contradicts the claim: it grows faster, and as one power over all lengths.
+
+        Slower is no contradiction: smaller terms may lead at these lengths, and a large device may not be busy yet.
+        """
+        if self.claimed is None or self.exponent is None or self.fit is None or self.verdict == "simulated":
+            return False
+        used = [slope.slope for slope in self.slopes if slope.low_len >= self.exponent.lengths[0]]
+        is_straight = all(abs(slope - self.exponent.value) <= TOLERANCE for slope in used) and len(used) > 1
+        is_settled = is_straight or self.verdict in {word for _, word in _POWERS}
+        return is_settled and self.exponent.low > self.claimed + CONTRADICTION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +110,16 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
         fit=fit,
         claimed=claimed,
         verdict=_verdict(exponent, fit, is_simulated=series.is_simulated),
+        formula=_formula_exponent(series.points, exponent) if quantity == "time" else None,
     )
+
+
+def _formula_exponent(points: Sequence[Point], exponent: Exponent | None) -> float | None:
+    used = exponent.lengths if exponent else ()
+    flops = {point.seq_len: [float(point.record.flops or 0)] for point in points if point.seq_len in used}
+    if len(flops) < 2 or min(flops.values()) <= [0.0]:
+        return None
+    return fit_exponent(flops, from_len=0).value
 
 
 def _has_decade(samples: Mapping[int, Sequence[float]]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, pair
@@ -28,6 +29,7 @@ ENOUGH = 3
 def findings(analysis: Analysis) -> list[str]:
     """Return a few sentences for each panel and accuracy group, and how many cells gave no measurement."""
     sentences = [text for panel in analysis.panels if (text := _panel(panel))]
+    sentences += _contradictions(analysis)
     sentences += [overview_finding(overview) for overview in analysis.overviews]
     sentences += [text for group in analysis.accuracy for text in accuracy_findings(group)]
     statuses = [one.record.status for one in analysis.results.observations]
@@ -59,6 +61,22 @@ def _panel(panel: Panel) -> str:
         wins = [f"{crossing.label} {crossing_text(crossing)}" for crossing in crossings]
         said.append(f"crossover with {panel.baseline.label}: {', '.join(wins)}")
     return f"{capital(panel.title)}: {'; '.join([*said, *panel.caveats])}."
+
+
+def _contradictions(analysis: Analysis) -> list[str]:
+    """Return a sentence on claims that measurements contradict, and one on FLOPs that are claimed and did not run."""
+    exponents = contradicted_exponents(analysis.panels)
+    flops = [
+        f"{one.label} ({one.setting}) {one.ratios} times at {one.span} tokens"
+        for one in flops_ratios(analysis.results.observations)
+        if one.is_too_many
+    ]
+    said = (("Measurements contradict claims", exponents), ("More FLOPs are claimed than ran", flops))
+    return [
+        f"{what}: {'; '.join([*found[:MOST], *([f'{len(found) - MOST} more in the tables'] * (len(found) > MOST))])}."
+        for what, found in said
+        if found
+    ]
 
 
 def accuracy_findings(group: AccuracyGroup) -> list[str]:

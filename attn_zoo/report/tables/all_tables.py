@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.scores import AccuracyGroup
-from attn_zoo.report.tables.efficiency_tables import efficiency_table, rate_table
+from attn_zoo.report.tables.efficiency_tables import efficiency_table, flops_table, rate_table
 from attn_zoo.report.tables.growth_tables import crossover_table, exponent_table
 from attn_zoo.report.tables.published import published_table, sources_table
 from attn_zoo.report.tables.score_tables import (
@@ -54,9 +54,9 @@ def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
 
 
 def make_tables(analysis: Analysis) -> list[Table]:
-    """Return the summary and, last, the long tables: efficiency, where ceilings were measured, and all measurements."""
-    rates = efficiency_table(analysis)
-    long = [*([rates] if rates else []), *([measurement_table(analysis)] if analysis.panels else [])]
+    """Return the summary and, last, the long tables: FLOPs, efficiency, where there is any, and all measurements."""
+    rates = [table for table in (flops_table(analysis), efficiency_table(analysis)) if table]
+    long = [*rates, *([measurement_table(analysis)] if analysis.panels else [])]
     return [*summary_tables(analysis), *long]
 
 

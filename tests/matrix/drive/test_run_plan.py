@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.errors import StoreError
+from attn_zoo.folder import read_run
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, make_progress, span
 from attn_zoo.matrix.drive.run_plan import run, standing
 from attn_zoo.matrix.plan.expand import make_plan
@@ -133,9 +134,13 @@ def test_time_limit_leaves_what_would_not_fit_and_says_so(tmp_path, monkeypatch)
     assert summary.stopped == "time limit"
     assert [item.cell.seq_len for item in summary.left] == [32, 64, 128, 32, 64, 128]
     assert summary.exit_code == 0
+    noted = read_run(tmp_path / "run")
+    assert (noted.planned, len(noted.left), noted.stopped) == (8, 6, "time limit")
     rest = run(plan, Store(tmp_path / "run"), engine=FakeEngine())
     assert rest.counts == {"ok": 8}
     assert rest.stopped is None
+    noted = read_run(tmp_path / "run")
+    assert (noted.planned, noted.left, noted.stopped) == (8, (), "")
 
 
 def test_a_cell_that_exceeds_the_time_limit_is_stopped_without_a_record(tmp_path, monkeypatch):

@@ -250,6 +250,35 @@ def test_matrices_are_kept_once_each(store):
     assert [item["name"] for item in store.info().matrices] == ["test", "second"]
 
 
+def test_plans_are_noted_together_and_a_changed_source_takes_the_place_of_the_old(tmp_path):
+    store, cells = Store(tmp_path / "run"), [record(length).cell for length in (16, 32)]
+    for planned in (cells, [record(64).cell], [replace(cells[0], variant_digest="new")]):
+        with store.writing(MATRIX, environment(), planned=planned):
+            pass
+    assert {(cell.seq_len, cell.variant_digest) for cell in store.info().planned or ()} == {
+        (16, "new"),
+        (32, ""),
+        (64, ""),
+    }
+
+
+def test_why_a_run_ended_is_noted_until_the_next_one(store):
+    with store.writing(MATRIX, environment()):
+        store.note_end("time limit")
+    assert store.info().stopped == "time limit"
+    with store.writing(MATRIX, environment()):
+        assert store.info().stopped == ""
+
+
+def test_a_folder_that_began_without_a_plan_stays_without(store):
+    head = json.loads((store.folder / "run.json").read_text())
+    del head["planned"]
+    (store.folder / "run.json").write_text(json.dumps(head))
+    with store.writing(MATRIX, environment(), planned=[record(64).cell]):
+        pass
+    assert store.info().planned is None, "what was planned before is not known"
+
+
 def test_a_second_writer_is_told_who_is_there(store):
     with store.writing(MATRIX, environment()):
         with pytest.raises(FolderError, match=rf"in use by another run: process {os.getpid()} since 20") as caught:
