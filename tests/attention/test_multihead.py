@@ -109,7 +109,10 @@ def test_gradients_do_not_carry_garbage_from_padding(garbage):
 @pytest.mark.parametrize("name", ["full", "linformer", "luna"])
 def test_padded_queries_carry_no_garbage_into_the_weights(name, garbage):
     build = BuildContext(embed_dim=E, num_heads=H, max_seq_len=16)
-    mixer, mask = build_mixer(name, build).double(), torch.tensor([[False, False, True, False], [True, False, False, True]])
+    mixer, mask = (
+        build_mixer(name, build).double(),
+        torch.tensor([[False, False, True, False], [True, False, False, True]]),
+    )
     hidden, results = torch.randn(B, 4, E, dtype=torch.float64), []
     for token in (0.0, garbage):
         tokens = hidden.masked_fill(mask[:, :, None], token).requires_grad_()
