@@ -268,7 +268,7 @@ class AbstractMixer(_Bound, ABC):
                 0 * NaN = NaN.
 
         Returns:
-            `[B, L, E]`, what padded positions hold being of no use; `Mixed` exactly where the variant declares `has_carry`.
+            `[B, L, E]`, of no use at padded positions; `Mixed` exactly where the variant declares `has_carry`.
         """
 
     def init_carry(self, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:

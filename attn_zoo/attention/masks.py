@@ -72,7 +72,7 @@ def blank_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def finite_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Set NaN and infinities to zero at padded positions of hidden states `[B, S, E]` that are projected as queries too.
+    """Zero NaN and infinities at padded positions of hidden states `[B, S, E]` that are projected as queries too.
 
     The gradient of a weight sums over all tokens, and 0 * NaN = NaN. Anything finite stays, so that a padded query
     gets what any other would; a finite number whose projection overflows is not found. On a CPU one sum, which only
