@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attn_zoo import AbstractAttention, Capabilities, Complexity, Reference, Shape, VariantConfig, register_attention
-from attn_zoo.attention.masks import keep_mask, masked_softmax
+from attn_zoo.attention.masks import blank_padding, keep_mask, masked_softmax
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +67,7 @@ def ${name}_flops(shape: Shape) -> int:
 )
 class ${cls}Attention(AbstractAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        key, value = (blank_padding(x, key_padding_mask) for x in (key, value))  # may hold anything there, NaN too
         scale = self.build.head_dim**-0.5 / self.config.temperature
         scores = query @ key.transpose(-1, -2) * scale  # [B, H, L, S]
         keep = keep_mask(
