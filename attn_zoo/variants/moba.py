@@ -285,7 +285,7 @@ def moba_state_bytes(shape: Shape, itemsize: int) -> int:
     complexity=Complexity(
         time="B H L (k C + L / C) D",
         memory="B H L k D",
-        time_exponent=1.82,  # from 1 to 2: the default blocks at four million tokens are still on the way
+        time_exponent=2,  # of the scores of blocks, which lead from about 2 k C^2 tokens on: see the formula
         memory_exponent=1,
         sequential_ops="1",
         max_path="depends on the data",

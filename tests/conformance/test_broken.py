@@ -9,8 +9,9 @@ from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, regi
 from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, ProjectedSoftmax, SoundDecode
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
+from tests.conformance.broken_modes import MODES
 
-BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT)
+BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT, *MODES)
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
 

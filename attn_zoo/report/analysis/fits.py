@@ -31,6 +31,9 @@ LEAST_LENGTHS = 3
 CLEAR = 0.975
 """Share of the resamples that must agree before a curve is called cheaper, or not cheaper, at all lengths."""
 
+CONTRADICTION = 0.3
+"""How far above a claimed exponent the measured interval must lie: a logarithm or a cache that overflows adds less."""
+
 _POWERS = ((0, "constant"), (1, "linear"), (2, "quadratic"))
 
 
@@ -47,6 +50,7 @@ class Growth:
         verdict: `"linear"`, `"quadratic"`, `"constant"`, `"not settled"`, `"simulated"` or `"too few lengths"`.
         why: it is none of the first three; empty where it is.
         is_device: of the time of the GPU alone at all these lengths.
+        formula: exponent of the variant's FLOPs formula over the same lengths; None without one, and for memory.
     """
 
     label: str
@@ -58,11 +62,25 @@ class Growth:
     verdict: str
     why: str
     is_device: bool = False
+    formula: float | None = None
 
     @property
     def is_settled(self) -> bool:
         """Whether the exponent may be said as a fact."""
         return not self.why
+
+    @property
+    def is_contradicted(self) -> bool:
+        """Whether the measurement contradicts the claim: it grows faster, and as one power over all lengths.
+
+        Slower is no contradiction: smaller terms may lead at these lengths, and a large device may not be busy yet.
+        """
+        if self.claimed is None or self.exponent is None or self.fit is None or self.verdict == "simulated":
+            return False
+        used = [slope.slope for slope in self.slopes if slope.low_len >= self.exponent.lengths[0]]
+        is_straight = all(abs(slope - self.exponent.value) <= TOLERANCE for slope in used) and len(used) > 1
+        is_settled = is_straight or self.verdict in {word for _, word in _POWERS}
+        return is_settled and self.exponent.low > self.claimed + CONTRADICTION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +160,16 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
         verdict=verdict,
         why=why,
         is_device=bool(used) and all(length in device for length in used),
+        formula=_formula_exponent(series.points, exponent) if quantity == "time" else None,
     )
+
+
+def _formula_exponent(points: Sequence[Point], exponent: Exponent | None) -> float | None:
+    used = exponent.lengths if exponent else ()
+    flops = {point.seq_len: [float(point.record.flops or 0)] for point in points if point.seq_len in used}
+    if len(flops) < 2 or min(flops.values()) <= [0.0]:
+        return None
+    return fit_exponent(flops, from_len=0).value
 
 
 def _verdict(

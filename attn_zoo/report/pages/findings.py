@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
 from attn_zoo.report.analysis.fits import Growth
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel
@@ -138,6 +139,7 @@ def findings(analysis: Analysis) -> list[str]:
     """Return what to know beside the headline, the most important first, a line each: seven at most."""
     panel = lead_panel(analysis.panels)
     said = list(dict.fromkeys(f"{capital(caveat)}." for one in analysis.panels for caveat in one.caveats))[:2]
+    said += _contradictions(analysis)
     if panel is not None:
         said += [_growth_line(panel), _crossing_line(panel), _memory_line(panel), _weights_line(panel)]
     said += [_score_line(group) for group in analysis.accuracy[:2]]
@@ -245,6 +247,22 @@ def _panel(panel: Panel) -> str:
     if line := _crossing_line(panel):
         said.append(line[:1].lower() + line[1:-1])
     return f"{capital(panel.title)}: {'; '.join([*said, *panel.caveats])}."
+
+
+def _contradictions(analysis: Analysis) -> list[str]:
+    """Return a sentence on claims that measurements contradict, and one on FLOPs that are claimed and did not run."""
+    exponents = contradicted_exponents(analysis.panels)
+    flops = [
+        f"{one.label} ({one.setting}) {one.ratios} times at {one.span} tokens"
+        for one in flops_ratios(analysis.results.observations)
+        if one.is_too_many
+    ]
+    said = (("Measurements contradict claims", exponents), ("More FLOPs are claimed than ran", flops))
+    return [
+        f"{what}: {'; '.join([*found[:MOST], *([f'{len(found) - MOST} more in the tables'] * (len(found) > MOST))])}."
+        for what, found in said
+        if found
+    ]
 
 
 def accuracy_findings(group: AccuracyGroup) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from attn_zoo.errors import UnknownNameError
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.scores import AccuracyGroup
-from attn_zoo.report.tables.efficiency_tables import efficiency_table
+from attn_zoo.report.tables.efficiency_tables import efficiency_table, flops_table
 from attn_zoo.report.tables.growth_tables import crossover_table, exponent_table
 from attn_zoo.report.tables.published import published_table, sources_table
 from attn_zoo.report.tables.score_tables import (
@@ -49,7 +50,7 @@ def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
         ],
         "growth": [exponent_table(analysis), crossover_table(analysis)] if analysis.panels else [],
         "memory": [length_table(panel, "memory") for panel in wide],
-        "efficiency": [efficiency_table(analysis, is_brief=True), efficiency_table(analysis)],
+        "efficiency": [efficiency_table(analysis, is_brief=True), flops_table(analysis), efficiency_table(analysis)],
         "accuracy": [
             *(overview_table(overview) for overview in analysis.overviews),
             *(table for group in analysis.accuracy for table in _accuracy(group, analysis)),
@@ -62,7 +63,7 @@ def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
 
 def summary_tables(analysis: Analysis) -> list[Table]:
     """Return the tables for people: all but those with a row for every measurement."""
-    return [table for table in make_tables(analysis) if table.name not in {"efficiency", "scaling"}]
+    return [table for table in make_tables(analysis) if table.name not in {"efficiency", "flops", "scaling"}]
 
 
 def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table | None]:
@@ -79,6 +80,18 @@ def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table | None]:
 def make_tables(analysis: Analysis) -> list[Table]:
     """Return all tables, question by question."""
     return [table for tables in tables_by_question(analysis).values() for table in tables]
+
+
+def find_table(analysis: Analysis, name: str) -> Table:
+    """Return one table by its name.
+
+    Raises:
+        UnknownNameError: these results have no such table.
+    """
+    tables = {table.name: table for table in make_tables(analysis)}
+    if name not in tables:
+        raise UnknownNameError("table", name, list(tables), f"there are {', '.join(tables)}")
+    return tables[name]
 
 
 def status_table(analysis: Analysis) -> Table:

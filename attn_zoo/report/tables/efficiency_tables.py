@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.contradictions import flops_ratios
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.tables.table import Column, Table, number_column, text_column
+from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words, mark_words, marks_of
 
@@ -100,3 +101,40 @@ _NUMBERS = (
     *("flops", "min_bytes", "flops_per_byte", "flops_per_s", "bytes_per_s", "roof_frac"),
     *("mfu", "realised", "backward_ratio"),
 )
+
+
+def flops_table(analysis: Analysis) -> Table | None:
+    """Return where formula and count of FLOPs differ by more than 1 %; None where they nowhere do."""
+    rows = [
+        {
+            "variant": one.label,
+            "setting": one.setting,
+            "least": one.least,
+            "most": one.most,
+            "ratios": one.ratios,
+            "lengths": one.span,
+            "is_too_many": one.is_too_many,
+        }
+        for one in flops_ratios(analysis.results.observations)
+    ]
+    if not rows:
+        return None
+    return Table(
+        name="flops",
+        title="FLOPs by formula over those counted",
+        note=(
+            "Only where they differ by more than 1 %. A formula says what is useful and a count what ran, fused "
+            "causal attention counted as dense: below 1 is what a mask hides. (!): above 1 more is claimed than ran."
+        ),
+        columns=(
+            text_column("variant", "variant", priority=0),
+            text_column("of", "setting", priority=1),
+            Column(heading="formula / count", show=_flops_ratio, sort=lambda row: row["most"], priority=0),
+            text_column("lengths", "lengths", priority=2),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _flops_ratio(row: Row) -> str:
+    return f"{row['ratios']} (!)" if row["is_too_many"] else str(row["ratios"])

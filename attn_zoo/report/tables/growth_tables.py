@@ -28,7 +28,8 @@ def exponent_table(analysis: Analysis) -> Table:
             "Exponent k of N^k: a straight line through the top decade of lengths, three at least, with its 95 % "
             "interval; on a GPU without the lengths that wait for the host. Last slope: between the two longest, "
             "whatever took the time. The reading is linear or quadratic only where the whole interval is within 0.1 of "
-            f"it and that term leads the fit a + bN + cN^2. {_doubt(analysis)}".strip()
+            "it and that term leads the fit a + bN + cN^2. Formula: exponent of the FLOPs formula over the same "
+            f"lengths. (!): contradicted by the measurement. {_doubt(analysis)}".strip()
             if rows
             else _NOTHING_GROWS
         ),
@@ -37,7 +38,8 @@ def exponent_table(analysis: Analysis) -> Table:
             text_column("of", "quantity", priority=0),
             text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
             interval_column("exponent", "exponent", slope, priority=0),
-            number_column("claimed", "claimed_exponent", "{:g}".format),
+            Column(heading="claimed", show=_claimed, sort=lambda row: row["claimed_exponent"]),
+            number_column("formula", "formula_exponent", slope, priority=4),
             interval_column("last slope", "last_slope", slope, priority=4),
             text_column("reading", "reading", priority=2),
             text_column("why", "why", priority=2.5),
@@ -46,6 +48,12 @@ def exponent_table(analysis: Analysis) -> Table:
         rows=tuple(rows),
         fields_if_empty=("variant", "quantity", "exponent", "claimed_exponent"),
     )
+
+
+def _claimed(row: Row) -> str:
+    if row["claimed_exponent"] is None:
+        return ""
+    return f"{row['claimed_exponent']:g}" + (" (!)" if row["is_contradicted"] else "")
 
 
 def _doubt(analysis: Analysis) -> str:
@@ -65,6 +73,8 @@ def _growth_row(growth: Growth) -> dict[str, Any]:
         "exponent_low": exponent.low if exponent and has_spread else None,
         "exponent_high": exponent.high if exponent and has_spread else None,
         "claimed_exponent": growth.claimed,
+        "is_contradicted": growth.is_contradicted,
+        "formula_exponent": growth.formula,
         "last_slope": last.slope,
         "last_slope_low": last.ci_low if growth.quantity == "time" else None,
         "last_slope_high": last.ci_high if growth.quantity == "time" else None,

@@ -1,0 +1,104 @@
+"""Claims of variants that their own measurements contradict: exponents, and FLOPs beside those that were counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from attn_zoo.report.analysis.fits import Growth
+from attn_zoo.report.analysis.observations import Observation
+from attn_zoo.report.analysis.panels import Panel
+from attn_zoo.report.units import human_length
+
+AGREEMENT = 0.01
+"""Relative difference between a formula and a count that needs no words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlopsRatio:
+    """FLOPs by a variant's formula over those that were counted, where they differ.
+
+    Args:
+        label: of the mechanism.
+        setting: direction and scope, in words.
+        least: smallest ratio over the lengths.
+        most: largest.
+        lengths: where they differ, ascending.
+    """
+
+    label: str
+    setting: str
+    least: float
+    most: float
+    lengths: tuple[int, ...]
+
+    @property
+    def is_too_many(self) -> bool:
+        """Whether more is claimed than ran: no convention explains that."""
+        return self.most > 1
+
+    @property
+    def ratios(self) -> str:
+        """The ratio, or its range."""
+        return " to ".join(dict.fromkeys(f"{end:.3g}" for end in (self.least, self.most)))
+
+    @property
+    def span(self) -> str:
+        """The length, or the shortest and the longest."""
+        return " to ".join(dict.fromkeys(human_length(end) for end in (self.lengths[0], self.lengths[-1])))
+
+
+def contradicted_exponents(panels: Iterable[Panel]) -> list[str]:
+    """Return one sentence for each claimed exponent that a settled fit contradicts."""
+    return [
+        f"{growth.label}, {panel.title}: {_exponent_words(growth)}"
+        for panel in panels
+        for fits in (panel.time, panel.memory)
+        for growth in fits.values()
+        if growth.is_contradicted
+    ]
+
+
+def _exponent_words(growth: Growth) -> str:
+    exponent = growth.exponent
+    assert exponent is not None  # nothing is contradicted without one
+    quantity = "time" if growth.quantity == "time" else "memory"
+    found = f"{exponent.value:.2f}"
+    if growth.quantity == "time":  # bytes do not vary between repetitions
+        found += f" [{exponent.low:.2f}, {exponent.high:.2f}]"
+    first, last = human_length(exponent.lengths[0]), human_length(exponent.lengths[-1])
+    said = f"exponent of {quantity} claims {growth.claimed:g}, measured {found} from {first} to {last} tokens"
+    if growth.formula is not None and growth.formula >= exponent.low:
+        said += f"; its own formula grows with {growth.formula:.2f} there"
+    return said
+
+
+def flops_ratios(observations: Iterable[Observation]) -> list[FlopsRatio]:
+    """Return where formula and count differ by more than 1 %, one entry for each mechanism and direction.
+
+    Left out are a mechanism without products of its own, whose formula counts sums that a count of products does not
+    see, and layers whose formula says nothing of their projections, which are counted.
+    """
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for one in observations:
+        record, cell = one.record, one.cell
+        claimed, counted = record.flops, record.counted_flops
+        if not claimed or not counted or record.is_simulated:
+            continue
+        if cell.scope == "mixer" and record.projection_flops is None:
+            continue
+        if abs(counted - (record.projection_flops or 0)) <= AGREEMENT * counted:
+            continue
+        if abs(claimed - counted) > AGREEMENT * counted:
+            setting = f"{'causal' if cell.is_causal else 'bidirectional'}, {cell.scope or 'attention'}"
+            found.setdefault((one.label, setting), {})[cell.seq_len or 0] = claimed / counted
+    return [
+        FlopsRatio(
+            label=label,
+            setting=setting,
+            least=min(ratios.values()),
+            most=max(ratios.values()),
+            lengths=tuple(sorted(ratios)),
+        )
+        for (label, setting), ratios in sorted(found.items())
+    ]
