@@ -25,9 +25,7 @@ def test_twelve_variants_over_twelve_lengths_stay_legible(tmp_path):
     records += [scaling(MANY[-1], n, status="timeout", reason="60 s") for n in lengths[2:]]
     records += trained(MANY)
     found = pictures(tmp_path, records)
-    assert [picture.name.split("-")[0] for picture in found] == [
-        *("time", "speedup", "memory", "accuracy", "bubbles")
-    ]
+    assert [picture.name.split("-")[0] for picture in found] == [*("time", "speedup", "memory", "accuracy", "bubbles")]
     for picture in found:
         assert_legible(picture.figure)
 

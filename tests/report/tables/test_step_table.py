@@ -135,7 +135,7 @@ def test_samples_of_several_records_are_pooled_before_the_rate(tmp_path: Path):
 def test_a_report_without_steps_has_no_such_table(tmp_path: Path):
     analysis = analyse([write_run(tmp_path / "run", zoo(lengths=[512, 1024]))])
     assert step_table(analysis) is None
-    assert not any("tokens/s" in text for text in findings(analysis))
+    assert not any("tokens/s" in text for text in panel_findings(analysis))
 
 
 def test_steps_of_one_length_have_one_table_and_of_several_wide_ones_too(tmp_path: Path):
@@ -163,7 +163,7 @@ def test_at_one_length_nothing_crosses(tmp_path: Path):
     tables = {table.name: table for table in make_tables(analysis)}
     assert tables["crossovers"].rows == ()
     assert tables["exponents"].note == "Nothing to fit: it takes two lengths."
-    assert "crossover" not in findings(analysis)[0]
+    assert "cheaper" not in panel_findings(analysis)[0]
 
 
 def test_an_exact_kernel_is_not_compared_with_twice(tmp_path: Path):
