@@ -10,8 +10,9 @@ from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, P
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 from tests.conformance.broken_modes import MODES
+from tests.conformance.broken_padding import PADDING, SOUND_PADDING
 
-BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT, *MODES)
+BROKEN = (*SHAPES, *DEPENDENCE, *PADDING, *CLAIMS, *CONTRACT, *MODES)
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
 
@@ -33,6 +34,7 @@ class OnlyHalf(Softmax):
 
 
 SOUND = (
+    *SOUND_PADDING,
     Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
     Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
     Broken(cls=SoundDecode, check="", capabilities=DECODE),
