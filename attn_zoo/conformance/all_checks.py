@@ -1,4 +1,7 @@
-"""All checks, in the order in which they are run and printed: the simplest promises first."""
+"""All checks, in the order in which they are run and printed: the simplest promises first.
+
+Side effects are looked for before all others: some happen at the first call of a process only.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from attn_zoo.conformance.numerics import CHECKS as NUMERICS
 from attn_zoo.conformance.padding import CHECKS as PADDING
 from attn_zoo.conformance.randomness import CHECKS as RANDOMNESS
 from attn_zoo.conformance.shapes import CHECKS as SHAPES
+from attn_zoo.conformance.side_effects import CHECKS as SIDE_EFFECTS
 
 CHECKS: tuple[Check, ...] = (
+    *SIDE_EFFECTS,
     *SHAPES,
     *INDEPENDENCE,
     *PADDING,
