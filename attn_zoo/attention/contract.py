@@ -123,7 +123,9 @@ class AbstractAttention(_Bound, ABC):
             query: `[B, H, L, D]`.
             key: `[B, G, S, D]`.
             value: `[B, G, S, D]`.
-            key_padding_mask: bool `[B, S]`, True = padding, must not influence the output.
+            key_padding_mask: bool `[B, S]`, True = padding: keys and values there may hold anything, NaN and infinities
+                too, and influence neither the output nor any gradient (`attention.masks.blank_padding`). It is read
+                at every call; entries of a batch may differ in any way.
 
         Returns:
             `[B, H, L, D]`; zeros where every key of a row is padding.
@@ -260,10 +262,13 @@ class AbstractMixer(_Bound, ABC):
         Args:
             hidden: `[B, L, E]`.
             context: `[B, S, E]` to attend to, for cross-attention; None means `hidden` itself.
-            key_padding_mask: bool `[B, S]`, True = padding, must not influence the output.
+            key_padding_mask: bool `[B, S]`, True = padding: tokens there may hold anything, NaN and infinities too, and
+                influence neither the output at other positions nor any gradient. Blank them before they are
+                projected (`attention.masks.blank_padding`): the gradient of a weight sums over all tokens, and
+                0 * NaN = NaN.
 
         Returns:
-            `[B, L, E]`; `Mixed` exactly where the variant declares `has_carry`.
+            `[B, L, E]`, of no use at padded positions; `Mixed` exactly where the variant declares `has_carry`.
         """
 
     def init_carry(self, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:

@@ -13,6 +13,7 @@ from attn_zoo.conformance.complexity import CHECKS as COMPLEXITY
 from attn_zoo.conformance.cost_claims import CHECKS as COSTS
 from attn_zoo.conformance.decoding import CHECKS as DECODING
 from attn_zoo.conformance.independence import CHECKS as INDEPENDENCE
+from attn_zoo.conformance.modes import CHECKS as MODES
 from attn_zoo.conformance.numerics import CHECKS as NUMERICS
 from attn_zoo.conformance.padding import CHECKS as PADDING
 from attn_zoo.conformance.randomness import CHECKS as RANDOMNESS
@@ -26,6 +27,7 @@ CHECKS: tuple[Check, ...] = (
     *PADDING,
     *BACKWARD,
     *NUMERICS,
+    *MODES,
     *DECODING,
     *CARRY,
     *RANDOMNESS,

@@ -15,7 +15,7 @@ from attn_zoo.conformance.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
 from attn_zoo.conformance.global_state import restored
 from attn_zoo.conformance.subject import Subject
-from attn_zoo.errors import UnknownNameError, UnsupportedError
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES, Form
 from attn_zoo.registry import Variant, make_config, variants
 
@@ -151,6 +151,9 @@ def run_one(check: Check, subject: Subject) -> CheckResult:
             return CheckResult(check=check.name, outcome="refused", message=error.reason)
         message = f"refuses what its capabilities declare ({error.capability}): {error.reason}"
         return CheckResult(check=check.name, outcome="failed", message=message, example=_words(subject))
+    except ConfigError as error:  # sizes or options that do not fit each other, which a cell would be told too
+        outcome: Outcome = "refused" if subject.may_refuse else "failed"
+        return CheckResult(check=check.name, outcome=outcome, message=str(error), example=_words(subject))
     except (MemoryError, torch.OutOfMemoryError) as error:
         return CheckResult(check=check.name, outcome="error", message=_describe(error), example=_words(subject))
     except Exception as error:  # a variant may raise anything, and that is the finding

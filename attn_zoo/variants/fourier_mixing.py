@@ -37,6 +37,8 @@ class _RealFourier(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:  # noqa: ARG004
         length, width = hidden.shape[-2:]
+        if hidden.shape[0] == 0:  # the library transforms no empty batch
+            return hidden.clone()
         half = torch.fft.rfft2(hidden).real  # [B, L, E // 2 + 1]
         # The other features are the conjugates of these at negative frequencies: (-n mod L, -k mod E).
         mirrored = half[..., 1 : (width + 1) // 2].flip(-1)

@@ -10,8 +10,9 @@ from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, P
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 from tests.conformance.broken_effects import EFFECTS, SoundEffects
+from tests.conformance.broken_modes import MODES
 
-BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT, *EFFECTS)
+BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT, *MODES, *EFFECTS)
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
 

@@ -148,6 +148,8 @@ def _run(call: CompressCall, path: Path) -> tuple[Tensor, ...]:
         UnsupportedError: the named path cannot serve this call.
     """
     _check(call.tokens[0], call.matrices[0], call.mask)
+    if call.tokens[0].shape[0] == 0:  # nothing to cut into chunks; the matrices still get a gradient, of zeros
+        return tuple([matrix.to(tokens.dtype).mT @ tokens for tokens, matrix in call.pairs])
     name = _choose(path, call.tokens[0])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tokens, *call.matrices)):
         results: tuple[Tensor, ...] = _Compress.apply(name, len(call.tokens), call.mask, *call.tokens, *call.matrices)

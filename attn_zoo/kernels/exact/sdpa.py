@@ -118,6 +118,8 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
     """
     if reason:
         raise UnsupportedError("backend", f"backend {name!r} cannot serve this call: {reason}")
+    if call.query.shape[0] == 0:  # fused kernels of a GPU refuse an empty batch, and there is nothing to compute
+        return _with_kernel(_math, call)
     if name == DENSE_DROPOUT:
         return _dropout
     if name == "flex":
@@ -209,7 +211,9 @@ def _contiguous_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     """Return tensors whose rows are D consecutive numbers, which fused kernels read."""
     if query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         return query, key, value
-    return query.contiguous(), key.contiguous(), value.contiguous()
+    # `contiguous` returns a single number as it is, whatever its stride, and the kernels then refuse that stride.
+    packed = [x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)]
+    return packed[0], packed[1], packed[2]
 
 
 def _as_autocast_would(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,7 +245,7 @@ def _padded(kernel: _Kernel, call: ExactCall) -> Tensor:
     padding, query = call.key_padding_mask, call.query
     assert padding is not None
     bias = padding.to(_bias_dtype(kernel, query)).masked_fill_(padding, float("-inf"))
-    bias = bias.view(padding.shape[0], 1, 1, -1)
+    bias = bias[:, None, None, :]
     if kernel is _cpu_flash:  # it reads a broadcast bias in place, and gives zeros for rows that see nothing
         return kernel(query, call.key, call.value, bias, call.dropout_p, call.is_causal)
     bias, is_empty = guard_empty_rows(bias)

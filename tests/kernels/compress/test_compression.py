@@ -200,6 +200,16 @@ def test_strides_do_not_matter():
     assert torch.equal(compress(strided, matrix), compress(tokens, matrix))
 
 
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_an_empty_batch_gives_an_empty_result(sharing: tuple[int, int]):
+    tokens, matrix = inputs(sharing)
+    empty, rows = tokens[:0], matrix if matrix.shape[0] == 1 else matrix[:0]
+    output = compress(empty, rows, key_padding_mask=padding(37)[:0])
+    assert output.shape == (0, tokens.shape[1], matrix.shape[3], tokens.shape[3])
+    (gradient,) = torch.autograd.grad(output.sum(), rows)
+    assert torch.equal(gradient, torch.zeros_like(rows))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -434,6 +434,35 @@ def test_tensors_without_consecutive_features_are_served():
         torch.testing.assert_close(output.double(), oracle(query, key, value, **arguments), rtol=1e-5, atol=1e-6)
 
 
+def test_fused_kernels_get_rows_of_stride_one_even_of_a_single_number():
+    single = torch.randn(1, 1, 1, 2)[..., ::2]
+    assert single.stride(-1) == 2
+    assert [x.stride(-1) for x in sdpa._contiguous_rows(single, single, single)] == [1, 1, 1]
+    torch.testing.assert_close(attend(single, single, single, backend="flash"), single.contiguous())
+
+
+def empty_batch_gives_an_empty_result(backend, device):
+    query, key, value = (x[:0].detach().requires_grad_() for x in draw(9, 12, device=device))
+    mask = half_padded(12, device)[:0]
+    for arguments in ({}, {"is_causal": True}, {"key_padding_mask": mask}, {"alibi": True, "key_padding_mask": mask}):
+        output = attend(query, key, value, backend=backend, **arguments)
+        assert output.shape == query.shape
+        assert [x.shape[0] for x in torch.autograd.grad(output.sum(), (query, key, value))] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash", "math"])
+def test_an_empty_batch_gives_an_empty_result(backend):
+    empty_batch_gives_an_empty_result(backend, "cpu")
+    dropped = attend(*(x[:0] for x in draw(9)), dropout_p=0.5)
+    assert dropped.shape == (0, H, 9, D)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_an_empty_batch_gives_an_empty_result_on_the_gpu(backend):
+    empty_batch_gives_an_empty_result(backend, "cuda")
+
+
 def unused_queries_get_no_gradient(backend, dtype, device):
     """Rows whose output is not used, such as padded queries, get exact zeros: a check asks it of every variant."""
     generator = torch.Generator().manual_seed(0)
