@@ -36,6 +36,9 @@ class _Setting:
     is_shown: bool = True
 
 
+_BACKENDS: Any = torch.backends
+
+
 def _attribute(owner: Any, name: str, words: str) -> _Setting:
     return _Setting(words, partial(getattr, owner, name), partial(setattr, owner, name))
 
@@ -87,7 +90,7 @@ def _write_autocast(device: str, value: tuple[bool, torch.dtype]) -> None:
 
 def _read_numpy() -> tuple[Any, ...]:
     name, keys, *others = np.random.get_state()  # noqa: NPY002 - the global generator is what is looked at
-    return (name, keys.tobytes(), *others)  # type: ignore[union-attr]
+    return (name, np.asarray(keys).tobytes(), *others)
 
 
 def _write_numpy(value: tuple[Any, ...]) -> None:
@@ -96,7 +99,7 @@ def _write_numpy(value: tuple[Any, ...]) -> None:
 
 
 def _read_generators() -> tuple[bytes, ...]:
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]  # type: ignore[no-untyped-call]
     return tuple(state.numpy().tobytes() for state in states)
 
 
@@ -125,12 +128,12 @@ _SETTINGS = (
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory", "filling of uninitialised memory"),
     _Setting("flushing of denormal numbers", _flushes_denormals, torch.set_flush_denormal),
     _Setting("the precision of matrix products", _read_precision, _write_precision),
-    _attribute(torch.backends.cuda.matmul, "fp32_precision", "the precision of matrix products on CUDA"),
-    _attribute(torch.backends.mkldnn.matmul, "fp32_precision", "the precision of matrix products of oneDNN"),
-    _attribute(torch.backends.cudnn.conv, "fp32_precision", "the precision of convolutions of cuDNN"),
-    _attribute(torch.backends.cudnn.rnn, "fp32_precision", "the precision of recurrent layers of cuDNN"),
-    *(_attribute(torch.backends.cudnn, name, f"cuDNN's {name}") for name in ("enabled", "benchmark", "deterministic")),
-    _attribute(torch.backends.mkldnn, "enabled", "the use of oneDNN"),
+    _attribute(_BACKENDS.cuda.matmul, "fp32_precision", "the precision of matrix products on CUDA"),
+    _attribute(_BACKENDS.mkldnn.matmul, "fp32_precision", "the precision of matrix products of oneDNN"),
+    _attribute(_BACKENDS.cudnn.conv, "fp32_precision", "the precision of convolutions of cuDNN"),
+    _attribute(_BACKENDS.cudnn.rnn, "fp32_precision", "the precision of recurrent layers of cuDNN"),
+    *(_attribute(_BACKENDS.cudnn, name, f"cuDNN's {name}") for name in ("enabled", "benchmark", "deterministic")),
+    _attribute(_BACKENDS.mkldnn, "enabled", "the use of oneDNN"),
     *(
         _Setting(
             f"the switch of {name} attention",

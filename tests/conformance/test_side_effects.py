@@ -52,13 +52,15 @@ def test_what_is_left_behind_is_named_with_both_values() -> None:
 
 def test_everything_that_is_watched_is_put_back() -> None:
     before = read_state()
+    backends: Any = torch.backends
+    deterministic: Any = torch.utils.deterministic
     with restored():
         torch.set_default_device("meta")
         torch.set_autocast_enabled("cpu", True)
         torch.autograd.set_detect_anomaly(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.backends.cudnn.benchmark = True
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        deterministic.fill_uninitialized_memory = False
+        backends.cudnn.benchmark = True
+        backends.mkldnn.matmul.fp32_precision = "bf16"
         torch.rand(1, device="cpu")
         found = set(changes(before))
         assert found >= {
