@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.checks.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
+from attn_zoo.conformance.checks.all_checks import CHECKS
 from attn_zoo.conformance.global_state import restored
 from attn_zoo.conformance.subject import Subject
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError

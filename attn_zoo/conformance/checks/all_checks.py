@@ -5,9 +5,9 @@ Side effects are looked for before all others: some happen at the first call of 
 
 from __future__ import annotations
 
+from attn_zoo.conformance.check import Check
 from attn_zoo.conformance.checks.backward import CHECKS as BACKWARD
 from attn_zoo.conformance.checks.carry import CHECKS as CARRY
-from attn_zoo.conformance.check import Check
 from attn_zoo.conformance.checks.claims import CHECKS as CLAIMS
 from attn_zoo.conformance.checks.complexity import CHECKS as COMPLEXITY
 from attn_zoo.conformance.checks.cost_claims import CHECKS as COSTS
