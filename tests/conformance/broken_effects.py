@@ -161,9 +161,9 @@ class CachesItsMask(Softmax):
 class CachesMasksForTheWholeClass(Softmax):
     masks: ClassVar[dict[Any, Tensor]] = {}
 
-    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         known = None if mask is None else CachesMasksForTheWholeClass.masks.setdefault(mask.shape, mask)
-        return super().keep(query, key, known)
+        return super().attend(query, key, value, known)
 
 
 class RemembersWhatItSaw(Softmax):
