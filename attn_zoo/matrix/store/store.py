@@ -6,6 +6,7 @@ cells/<key>.json    one record; the file is the mark that the cell is done
 parts/<key>-<n>.json  repeats of a cell that is not done; see `Repeats`
 logs/<key>.log      what the cell printed
 weights/            what was trained, one file per cell, where the matrix asks to keep it
+sources/            plain files that variants of the run were loaded from
 checkpoints/        state of trainings that have not ended
 replaced/           records that `retry` ran again; repeats of no use
 quarantine/         files in `cells` that are no records, each with its reason
