@@ -165,7 +165,9 @@ def test_whatever_runs_in_a_timed_call_is_in_the_digest(name, pass_):
 
 
 def test_whatever_runs_in_a_training_step_is_in_the_digest():
-    (item,) = make_plan(parse_matrix({"name": "test", "step": [{"variants": ["full"], "seq_len": 16, "device": "cpu"}]}, "test.toml")).cells
+    (item,) = make_plan(
+        parse_matrix({"name": "test", "step": [{"variants": ["full"], "seq_len": 16, "device": "cpu"}]}, "test.toml")
+    ).cells
     kind = kind_of(item.cell)
     assert isinstance(kind, TimedKind)
     call, _ = kind.workload(item.cell, None).make_call()
