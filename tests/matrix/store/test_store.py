@@ -102,11 +102,15 @@ def test_a_read_only_folder_is_named(tmp_path):
 @pytest.mark.parametrize("place", ["cells", "parts"])
 def test_a_place_lost_in_the_middle_of_a_run_is_no_mistake_in_the_call(tmp_path, place):
     store = Store(tmp_path / "run")
-    with pytest.raises(StoreError, match=f"{place}/.*: cannot be written") as caught:
-        with store.writing(MATRIX, environment()):
-            store.write(record(16)) if place == "parts" else (store.folder / place).rmdir()
-            (store.folder / place).write_text("in the way")
-            store.write(record(32)) if place == "cells" else store.repeats.write(record(32), 1)
+    expected = pytest.raises(StoreError, match=f"{place}/.*: cannot be written")
+    with expected as caught, store.writing(MATRIX, environment()):
+        if place == "cells":
+            (store.folder / place).rmdir()
+        (store.folder / place).write_text("in the way")
+        if place == "cells":
+            store.write(record())
+        else:
+            store.repeats.write(record(), 1)
     assert caught.value.exit_code == 4
 
 
