@@ -73,13 +73,13 @@ class Results:
         return {digest: environment for run in self.runs for digest, environment in run.environments.items()}
 
 
-def read_results(dirs: Iterable[str | Path]) -> Results:
-    """Read all `dirs` (results folders).
+def read_results(dirs: Iterable[str | Path] | str | Path) -> Results:
+    """Read all `dirs` (results folders; a string or a path is one).
 
     Raises:
         ConfigError: no directory was given, or one is not a results folder.
     """
-    paths = [Path(entry) for entry in dirs]
+    paths = [Path(entry) for entry in ([dirs] if isinstance(dirs, str | Path) else dirs)]
     if not paths:
         raise ConfigError("report", [("", "expected at least one results folder; got none")])
     unique = list({path.resolve(): path for path in paths}.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -77,20 +77,39 @@ class Picture:
     figure: Figure
 
 
-def make_pictures(analysis: Analysis) -> list[Picture]:
-    """Return what can be drawn from the records: nothing for an empty run."""
-    exact = {series.label for panel in analysis.panels for series in panel.series if series.is_exact}
-    exact |= {group.baseline for group in analysis.accuracy}
-    looks = make_looks(analysis.labels, sorted(exact))
+def _subjects(analysis: Analysis) -> list[tuple[FigureEntry, str, Any]]:
+    """Return what may be drawn, each with the name of its figure."""
     subjects: list[tuple[Subject, str, Any]] = [
         *(("panel", panel.name, panel) for panel in analysis.panels),
         *(("overview", overview.name, overview) for overview in analysis.overviews),
         *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]
-    with styled():
-        return [
-            Picture(f"{entry.name}-{name}", page.title, entry.question, page.alt, page.figure)
-            for kind, name, subject in subjects
-            for entry in FIGURES
-            if entry.subject == kind and (page := entry.draw(subject, looks)) is not None
-        ]
+    return [
+        (entry, f"{entry.name}-{name}", subject)
+        for kind, name, subject in subjects
+        for entry in FIGURES
+        if entry.subject == kind
+    ]
+
+
+def figure_names(analysis: Analysis) -> list[str]:
+    """Return the names of figures that these results may have."""
+    return [name for _, name, _ in _subjects(analysis)]
+
+
+def draw_pictures(analysis: Analysis, start: str = "") -> Iterator[Picture]:
+    """Yield what can be drawn from the records, of figures whose name begins with `start`."""
+    exact = {series.label for panel in analysis.panels for series in panel.series if series.is_exact}
+    exact |= {group.baseline for group in analysis.accuracy}
+    looks = make_looks(analysis.labels, sorted(exact))
+    for entry, name, subject in _subjects(analysis):
+        if name.startswith(start):
+            with styled():
+                page = entry.draw(subject, looks)
+            if page is not None:
+                yield Picture(name, page.title, entry.question, page.alt, page.figure)
+
+
+def make_pictures(analysis: Analysis) -> list[Picture]:
+    """Return what can be drawn from the records: nothing for an empty run."""
+    return list(draw_pictures(analysis))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attn_zoo.errors import UnknownNameError
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.tables.efficiency_tables import efficiency_table, flops_table, rate_table
@@ -58,6 +59,18 @@ def make_tables(analysis: Analysis) -> list[Table]:
     rates = [table for table in (flops_table(analysis), efficiency_table(analysis)) if table]
     long = [*rates, *([measurement_table(analysis)] if analysis.panels else [])]
     return [*summary_tables(analysis), *long]
+
+
+def find_table(analysis: Analysis, name: str) -> Table:
+    """Return one table by its name.
+
+    Raises:
+        UnknownNameError: these results have no such table.
+    """
+    tables = {table.name: table for table in make_tables(analysis)}
+    if name not in tables:
+        raise UnknownNameError("table", name, list(tables), f"there are {', '.join(tables)}")
+    return tables[name]
 
 
 def status_table(analysis: Analysis) -> Table:

@@ -253,8 +253,8 @@ _LATEX = {
 
 
 def to_latex(table: Table) -> str:
-    """Return a `table` environment with rules of the booktabs package."""
-    lines = [r"\begin{table}", f"\\caption{{{_latex(table.title)}}}"]
+    """Return a `table` environment with rules of the booktabs package; its label is `tab:NAME`."""
+    lines = [r"\begin{table}", f"\\caption{{{_latex(table.title)}}}", f"\\label{{tab:{table.name}}}"]
     lines.append("\\begin{tabular}{" + "".join(column.align[0] for column in table.columns) + "}")
     lines.append(r"\toprule")
     lines.append(" & ".join(_latex(column.heading) for column in table.columns) + r" \\")

@@ -13,7 +13,6 @@ from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, same_shape_tolerance
 
-
 PATTERNS = ("nothing", "the start", "every other key", "all keys but one")
 """What the entries of one batch pad."""
 
