@@ -1,4 +1,4 @@
-"""A fault is caught whatever the variant says about itself: with a reference of its own, as exact attention, or bare."""
+"""A fault is caught whatever the variant says of itself: with a reference of its own, as exact attention, or bare."""
 
 from __future__ import annotations
 
