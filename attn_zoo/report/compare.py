@@ -255,9 +255,8 @@ def agreement(frame: pd.DataFrame) -> str:
         )
         if count
     ]
-    why = _why_apart(
-        [{str(name): value for name, value in row.items()} for row in frame.to_dict(orient="records")], _MATCH
-    )
+    rows = [{str(name): value for name, value in row.items()} for row in frame.to_dict(orient="records")]
+    why = _why_apart(rows, ("protocol", "protocol_version"))
     return "; ".join([said, *others]) + (f": they differ in {why}" if why else "")
 
 

@@ -153,6 +153,12 @@ def test_no_cell_in_common_names_the_field_that_differs(tmp_path, changes, words
         compare_table(compare(a, b))
 
 
+def test_cells_of_another_protocol_beside_common_ones_say_which(tmp_path):
+    a = write_run(tmp_path / "a", [scaling("v", 512, 10.0), scaling("v", 1024, 10.0, protocol_version=3)])
+    b = write_run(tmp_path / "b", [scaling("v", 512, 10.0), scaling("v", 1024, 10.0, protocol_version=2)])
+    assert agreement(compare(a, b)).endswith("only in the second: they differ in protocol_version (3 against 2)")
+
+
 def test_where_no_field_differs_as_a_whole_the_nearest_pair_tells(tmp_path):
     a = write_run(tmp_path / "a", [scaling("v", 512, 10.0), scaling("w", 1024, 10.0)])
     b = write_run(tmp_path / "b", [scaling("v", 1024, 10.0), scaling("w", 512, 10.0)])
