@@ -16,8 +16,9 @@ from rich.table import Table
 from attn_zoo.metadata import big_o
 
 if TYPE_CHECKING:
+    from attn_zoo.api import Checks
     from attn_zoo.attention.build import VariantInfo
-    from attn_zoo.conformance import CheckResult, MeasuredComplexity
+    from attn_zoo.conformance import MeasuredComplexity
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 
@@ -123,7 +124,8 @@ def print_variant(info: VariantInfo) -> None:
     print_table("Capabilities", ("", ""), shown)
     out.print()
     if info.options:
-        print_table("Options", ("name", "default", "type"), [(o.name, o.default, o.type) for o in info.options])
+        options = [(one.name, one.default, f"{one.summary} ({one.type})".strip()) for one in info.options]
+        print_table("Options", ("name", "default", "what it does"), options)
     else:
         out.print("No options.")
 
@@ -162,24 +164,15 @@ def variant_data(info: VariantInfo) -> dict[str, Any]:
     }
 
 
-def print_checks(name: str, results: Sequence[CheckResult]) -> None:
+def print_checks(results: Checks) -> None:
     """Print one line per check, and beneath the table what failed with its smallest example."""
-    words = {"passed": "passed", "refused": "refused as declared", "not_applicable": "not applicable"}
-    rows = [
-        (r.check, words.get(r.outcome, r.outcome.upper()), "" if r.outcome == "passed" else r.message) for r in results
-    ]
-    print_table(f"Conformance of {name}", ("check", "outcome", "why"), rows)
-    failed = [r for r in results if r.outcome in {"failed", "error"}]
+    print_table(f"Conformance of {results.variant}", ("check", "outcome", "why"), results.rows())
     out.print()
-    for result in failed:
+    for result in results.failed:
         out.print(f"[bold red]{escape(result.check)}[/bold red]: {escape(result.message)}")
         if result.example:
             out.print(f"  smallest example: {escape(result.example)}")
-    counts = {word: sum(r.outcome == word for r in results) for word in ("passed", "refused", "not_applicable")}
-    out.print(
-        f"{counts['passed']} passed, {counts['refused']} refused as declared, "
-        f"{counts['not_applicable']} not applicable, {len(failed)} failed"
-    )
+    out.print(escape(str(results)))
 
 
 def _amount(value: float | None, steps: Sequence[tuple[float, str]]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attn_zoo import registry
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
-from attn_zoo.attention.masks import keep_mask, masked_softmax
+from attn_zoo.attention.masks import blank_padding, keep_mask, masked_softmax
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention, register_mixer
@@ -50,8 +50,11 @@ class Softmax(AbstractAttention):
     def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
         return masked_softmax(scores, keep)
 
+    def hide(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        return blank_padding(tokens, mask)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        key, value = expand_kv_heads(key, query.shape[1]), expand_kv_heads(value, query.shape[1])
+        key, value = (expand_kv_heads(self.hide(x, mask), query.shape[1]) for x in (key, value))
         scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         return self.weights(scores, self.keep(query, key, mask)) @ value
 
