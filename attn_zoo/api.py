@@ -61,8 +61,21 @@ class Run:
         """One row per record, units in the names (`median_ms`, `peak_bytes`); what was not measured is empty."""
         from attn_zoo.report.export import flat_frame
 
-        order = ["run", "kind", "label", "pass", "task", "dtype", "seq_len", "seed"]
-        return flat_frame(self.analysis.results.observations).sort_values(order, ignore_index=True)
+        within = [
+            "run",
+            "kind",
+            "label",
+            "scope",
+            "pass",
+            "task",
+            "level",
+            "is_causal",
+            "has_padding",
+            "dtype",
+            "head_dim",
+        ]
+        frame = flat_frame(self.analysis.results.observations)
+        return frame.sort_values([*within, "seq_len", "seed"], ignore_index=True)
 
     def best(self) -> pd.DataFrame:
         """Return the fastest variant at each length of each panel, beside the next one.
