@@ -481,7 +481,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None) -> Plan:
 def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
     """Return what a results folder has, what is left, and which records are of sources or data that changed since.
 
-    Where a variant is not registered here, the folder's own list of planned cells counts, and no change is seen.
+    Where a variant is not registered here, the folder speaks for itself, and `doubt` says what is not seen then.
 
     Args:
         folder: results folder.
@@ -489,7 +489,6 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
 
     Raises:
         StoreError: no results folder.
-        ConfigError: a variant is not registered, and the folder, of an older version, does not say what was planned.
     """
     from attn_zoo.matrix.drive.run_plan import standing
     from attn_zoo.matrix.plan.planned_cell import PlannedCell
@@ -497,14 +496,14 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
 
     store = Store(folder)
     info, records = store.info(), list(store.scan().records.values())
-    cells: Sequence[PlannedCell]
     try:
-        cells = _stored_plan(store.folder, data_dir).cells
-    except ConfigError:
-        if info.planned is None:
-            raise
-        cells = [PlannedCell(cell=cell) for cell in info.planned]
-    return standing(cells, records, store.repeats.count())
+        return standing(_stored_plan(store.folder, data_dir).cells, records, store.repeats.count())
+    except ConfigError as error:
+        planned = [record.cell for record in records] if info.planned is None else info.planned
+        unseen = "what changed since" if info.planned is not None else "what is left, and what changed since,"
+        found = standing([PlannedCell(cell=cell) for cell in planned], records, store.repeats.count())
+        doubt = f"{unseen} is not known: {error.problems[0][1]}"
+        return replace(found, has_plan=info.planned is not None, doubt=doubt)
 
 
 class Checks(tuple["CheckResult", ...]):

@@ -26,6 +26,8 @@ class Answer(NamedTuple):
 
 Call = Callable[..., Answer]
 
+RESULTS = Path(__file__).parents[1] / "results"
+
 
 @pytest.fixture
 def call(capsys, monkeypatch) -> Call:
@@ -393,6 +395,18 @@ def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monke
         assert call("retry", "one", "--variant-file", str(source)).code == 0
     finally:
         variants.keep_only(before)
+
+
+def test_the_status_of_an_older_folder_says_what_is_not_known(call):
+    """One of variants that are not registered here, from before folders said what was planned."""
+    answer = call("status", str(RESULTS / "xeon-2cores" / "peers-cpu"))
+    assert answer.code == 0
+    assert max(len(line) for line in answer.out.splitlines()) <= 80
+    text = " ".join(answer.out.split())
+    assert "75 done what is left, and what changed since, is not known: unknown variant 'plain_sdpa'" in text
+    assert (
+        "unsupported: flex_bigbird: FlexAttention has no backward pass on a CPU FlexAttention bigbird/scaling" in text
+    )
 
 
 def test_doctor_says_what_runs_here(call):
