@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
+from attn_zoo.conformance.checks.all_checks import CHECKS
+from attn_zoo.conformance.global_state import restored
 from attn_zoo.conformance.subject import Subject
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES, Form
@@ -141,7 +142,7 @@ def run_one(check: Check, subject: Subject) -> CheckResult:
     """Run one check over one subject; whatever is raised becomes part of the result."""
     devices: list[int] | None = None if subject.device != "cpu" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), restored():
             finding = check.run(subject)
     except Violation as violation:
         return CheckResult(check=check.name, outcome="failed", message=violation.message, example=violation.example)

@@ -181,6 +181,11 @@ class Subject:
         return self.variant.capabilities_of(self.config)
 
     @property
+    def is_shared_mixer(self) -> bool:
+        """Whether the form is the shared mixer around an attention that is a subject itself."""
+        return self.form == "mixer" and self.variant.mixer is None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Type for checks of behaviour: the most precise one, so that a small leak is not lost in rounding."""
         return self.dtypes[0]

@@ -9,9 +9,19 @@ from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, regi
 from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, ProjectedSoftmax, SoundDecode
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
+from tests.conformance.broken_effects import EFFECTS, SoundEffects
 from tests.conformance.broken_modes import MODES
+from tests.conformance.broken_padding import PADDING, SOUND_PADDING
 
-BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT, *MODES)
+BROKEN = (
+    *SHAPES,
+    *DEPENDENCE,
+    *PADDING,
+    *CLAIMS,
+    *CONTRACT,
+    *MODES,
+    *EFFECTS,
+)
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
 
@@ -33,6 +43,7 @@ class OnlyHalf(Softmax):
 
 
 SOUND = (
+    *SOUND_PADDING,
     Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
     Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
     Broken(cls=SoundDecode, check="", capabilities=DECODE),
@@ -40,6 +51,7 @@ SOUND = (
     Broken(cls=SoundCarry, check="", capabilities=CARRY),
     Broken(cls=SoundRouting, check="", capabilities={"causal": True, "dtypes": ("float64", "float32", "bfloat16")}),
     Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"}),
+    Broken(cls=SoundEffects, check="", capabilities={"causal": True, "key_padding_mask": True}),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
     Broken(cls=OnlyCausal, check="", capabilities={"bidirectional": False, "causal": True, "key_padding_mask": True}),
     Broken(cls=OnlyMultiples, check="", capabilities={**EVERY_YES, "seq_len_multiple": 24}),

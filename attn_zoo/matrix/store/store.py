@@ -31,6 +31,16 @@ from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
 from attn_zoo.whole_files import write_whole
 
 
+def _write_new(path: Path, record: Record, what: str) -> None:
+    """Store a record in the middle of a run, where a place that cannot be written is no mistake in the call."""
+    if path.exists():
+        raise StoreError(f"{path}: there is {what} already; nothing is overwritten")
+    try:
+        write_whole(path, record.to_json())
+    except FolderError as error:
+        raise StoreError(str(error)) from None
+
+
 class Repeats:
     """Repeats of cells that are not complete. Making the object reads and writes nothing.
 
@@ -79,19 +89,13 @@ class Repeats:
         Raises:
             StoreError: the disk is full or not writable, or there is this repeat already.
         """
-        path = self._path(record.cell.key, number)
-        if path.exists():
-            raise StoreError(f"{path}: there is this repeat already; nothing is overwritten")
-        try:
-            self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise FolderError(f"{self._folder}: cannot be written: {error.strerror}") from None
-        write_whole(path, record.to_json())
+        _write_new(self._path(record.cell.key, number), record, "this repeat")
 
     def drop(self, key: str) -> None:
         """Delete the repeats of a cell, all of which are in its record."""
-        for path in self._of(key):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # what is left does no harm: nothing reads it any more
+            for path in self._of(key):
+                path.unlink(missing_ok=True)
 
     def retire(self, key: str, beyond: int = 0) -> None:
         """Move the repeats of a cell from the one after `beyond` on to `replaced`.
@@ -302,10 +306,7 @@ class Store:
         Raises:
             StoreError: the disk is full or not writable, or there is a record of this cell already.
         """
-        path = self._cells / f"{record.cell.key}.json"
-        if path.exists():
-            raise StoreError(f"{path}: there is a record of this cell already; nothing is overwritten")
-        write_whole(path, record.to_json())
+        _write_new(self._cells / f"{record.cell.key}.json", record, "a record of this cell")
 
     def retire(self, key: str) -> None:
         """Move a record to `replaced`, so that its cell runs again."""
