@@ -223,7 +223,7 @@ def run(
     matrix: MatrixLike,
     *,
     out: str | Path | None = None,
-    variants: Iterable[str | type] | str = (),
+    variants: str | type | Iterable[str | type] = (),
     only: Iterable[str] | str = (),
     device: str | None = None,
     shard: str | None = None,
@@ -375,7 +375,7 @@ def _engine(name: str, address: str, jobs: int) -> Engine:
 def plan(
     matrix: MatrixLike,
     *,
-    variants: Iterable[str | type] | str = (),
+    variants: str | type | Iterable[str | type] = (),
     only: Iterable[str] | str = (),
     device: str | None = None,
     shard: str | None = None,
@@ -412,8 +412,8 @@ def plan(
     )
 
 
-def _listed(given: Iterable[Any] | str | None) -> list[Any]:
-    """Return a list; a single string is one entry, not its letters."""
+def _listed(given: Any) -> list[Any]:
+    """Return a list; a single string, or class, is one entry."""
     return [given] if isinstance(given, str | type) else list(given or ())
 
 

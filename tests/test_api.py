@@ -60,7 +60,9 @@ def test_the_folder_is_named_after_the_matrix(tmp_path, monkeypatch):
 
 def test_variants_are_added_by_name_or_by_class():
     cls = variants["local_window"].attention
-    for given in ("local_window", ["local_window"], cls, [cls]):
+    assert cls is not None
+    every: list[Any] = ["local_window", ["local_window"], cls, [cls]]
+    for given in every:
         names = {item.cell.variant for item in api.plan(matrix(), variants=given).cells}
         assert names == {"full", "linformer", "local_window"}, given
 

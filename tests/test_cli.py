@@ -404,9 +404,7 @@ def test_the_status_of_an_older_folder_says_what_is_not_known(call):
     assert max(len(line) for line in answer.out.splitlines()) <= 80
     text = " ".join(answer.out.split())
     assert "75 done what is left, and what changed since, is not known: unknown variant 'plain_sdpa'" in text
-    assert (
-        "unsupported: flex_bigbird: FlexAttention has no backward pass on a CPU FlexAttention bigbird/scaling" in text
-    )
+    assert "unsupported: flex_bigbird: FlexAttention has no backward pass on a CPU FlexAttention bigbird/" in text
 
 
 def test_doctor_says_what_runs_here(call):

@@ -19,7 +19,7 @@ BUILD = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """Return a folder with what the wheel of this tree installs."""
-    folder = tmp_path_factory.mktemp("wheel")
+    folder: Path = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
         [sys.executable, *BUILD, "--wheel-dir", str(folder), str(ROOT)], capture_output=True, text=True, check=False
     )

@@ -23,7 +23,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path: Path) -> Path:
     path = new_variant("kept", tmp_path)
     keep_sources(tmp_path / "run", {str(path): ["kept"]})
     path.unlink()
