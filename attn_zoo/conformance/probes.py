@@ -232,7 +232,9 @@ def _num_reached(output: Tensor, given: Inputs) -> int:
     reached = torch.zeros(given.key_len, dtype=torch.bool, device=output.device)
     for gradient in (found[index] for index in given.key_side):
         if gradient is not None:
-            reached |= gradient[0].ne(0).flatten(0, -3).any(0).any(-1) if gradient.dim() == 4 else gradient[0].ne(0).any(-1)
+            reached |= (
+                gradient[0].ne(0).flatten(0, -3).any(0).any(-1) if gradient.dim() == 4 else gradient[0].ne(0).any(-1)
+            )
     return int(reached.sum())
 
 
@@ -306,7 +308,9 @@ def _slope_error(
     claimed, variance = 0.0, 0.0
     for name, leaf in leaves.items():
         size = 1.0 if name in inputs.names else float(leaf.detach().double().square().mean().sqrt())
-        noise = torch.randn(leaf.shape, generator=generator, device=device, dtype=dtype) * (STEPS[dtype] * size * length)
+        noise = torch.randn(leaf.shape, generator=generator, device=device, dtype=dtype) * (
+            STEPS[dtype] * size * length
+        )
         above[name], below[name] = leaf.detach() + noise, leaf.detach() - noise
         if (gradient := gradients.get(name)) is not None:
             moved = above[name] - below[name]  # as rounded
@@ -323,7 +327,9 @@ def _slope_error(
 
 def _moved(module: Module, inputs: Inputs, values: Mapping[str, Tensor]) -> Tensor:
     """Call the module with other values of inputs and parameters, which it does not keep."""
-    parameters = {name.removeprefix("parameter "): value for name, value in values.items() if name.startswith("parameter ")}
+    parameters = {
+        name.removeprefix("parameter "): value for name, value in values.items() if name.startswith("parameter ")
+    }
     tensors = tuple(values[name] for name in inputs.names)
     output: Tensor = functional_call(module, parameters, tensors, {"key_padding_mask": inputs.key_padding_mask})
     return output
