@@ -127,9 +127,9 @@ def test_what_goes_wrong_only_as_it_is_timed_is_stopped_by_name(cls, check, chan
 
 
 def test_a_lost_gradient_of_exact_attention_is_stopped_too():
-    with registered(Broken(cls=LosesAGradientWhenLong, check="", capabilities=EXACT)) as name:
-        with pytest.raises(GateError, match="own_slope"):
-            checked(name)
+    broken = Broken(cls=LosesAGradientWhenLong, check="", capabilities=EXACT)
+    with registered(broken) as name, pytest.raises(GateError, match="own_slope"):
+        checked(name)
 
 
 def test_beyond_the_reference_a_long_output_is_held_to_a_short_one(monkeypatch):
@@ -140,9 +140,9 @@ def test_beyond_the_reference_a_long_output_is_held_to_a_short_one(monkeypatch):
 
     monkeypatch.setattr(probes, "REFERENCE_PAIRS", 0)
     promises = {"key_padding_mask": True, "is_padding_invariant": True}
-    with registered(Broken(cls=ScalesWhenLong, check="", capabilities=promises)) as name:
-        with pytest.raises(GateError, match="own_prefix"):
-            checked(name)
+    broken = Broken(cls=ScalesWhenLong, check="", capabilities=promises)
+    with registered(broken) as name, pytest.raises(GateError, match="own_prefix"):
+        checked(name)
 
 
 class ChoosesByTheData(Softmax):

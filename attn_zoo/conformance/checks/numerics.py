@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, MultiHeadMixer
+from attn_zoo.attention import BuildContext
 from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed

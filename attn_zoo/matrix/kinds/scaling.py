@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
 from attn_zoo.conformance import check_output, gate
