@@ -166,9 +166,7 @@ DECODING = (
     Broken(cls=ChangesItsState, check="decode_states", capabilities=DECODE),
     Broken(cls=KeepsOneEmptyState, check="decode", also=STATES, capabilities=DECODE),
 )
-DECODING_MIXERS = (
-    Broken(cls=RemembersItsWeight, check="decode_states", capabilities=MIXER, complexity=MIXER_COST),
-)
+DECODING_MIXERS = (Broken(cls=RemembersItsWeight, check="decode_states", capabilities=MIXER, complexity=MIXER_COST),)
 SOUND_DECODING = (
     Broken(cls=Decodes, check="", capabilities=GROUPED),
     Broken(cls=RefusesAStateThatWasUsed, check="", capabilities=DECODE),

@@ -165,40 +165,56 @@ def _can_start(start: Callable[[], Any]) -> bool:
     return True
 
 
+Sequence = tuple[Module, Inputs, Callable[[], Any]]
+"""What is read, by which module, and how its state begins."""
+
+
+@torch.no_grad()
 def _decode_states(subject: Subject) -> Finding:
+    """Compare steps with steps: that these are right is for `decode` to say."""
     if subject.capabilities.decode == "none":
         return not_applicable("keeps no state")
     build = _causal_build(subject)
     if build is None:
         return not_applicable("decodes only in its causal form")
     length = next((length for length in subject.lengths if length >= 8), subject.lengths[-1])
-    first, second = (subject.inputs(build, length, seed=seed) for seed in (1, 2))
-    _expect_turns([_started(subject, build, inputs) for inputs in (first, second)])
-    _expect_value(*_started(subject, build, first), second)
-    _expect_parameters_read(subject, build, first)
+    builds = [build]
     if subject.form == "mixer" and subject.capabilities.cross_attention and not subject.is_fixed:
-        across = replace(subject.build, is_causal=False, is_cross=True)
-        pair = [subject.calls(across, length)[-1], subject.inputs(across, length, seed=2)]
-        sequences = [_started(subject, across, inputs) for inputs in pair]
-        if _can_start(sequences[0][2]):
-            _expect_turns(sequences)
-            _expect_value(*sequences[0], pair[1])
+        builds.append(replace(subject.build, is_causal=False, is_cross=True))
+    for context in builds:
+        calls = subject.calls(context, length)  # padded last, which only a context can be
+        pair = calls[-1 if context.is_cross else 0], subject.inputs(context, length, seed=2)
+        first, second = (_started(subject, context, inputs) for inputs in pair)
+        if not _can_start(first[2]):
+            return passed() if context.is_cross else not_applicable("refuses to begin")
+        _expect_turns(first, second)
+        _expect_value(first, second[1])
+        if not context.is_cross:
+            _expect_parameters_read(subject, context, first)
     return passed()
 
 
-@torch.no_grad()
-def _expect_turns(sequences: list[tuple[Module, Inputs, Callable[[], Any]]]) -> None:
+def _stepped(sequence: Sequence, num_steps: int) -> tuple[list[Tensor], Any]:
+    """Return what the first steps give, undisturbed, and the state after them."""
+    module, inputs, start = sequence
+    outputs, state = [], start()
+    for output, state in _read(module, inputs, [(range(num_steps), False)], state):
+        outputs.append(output)
+    return outputs, state
+
+
+def _expect_turns(*sequences: Sequence) -> None:
     """Check sequences that are read in turns, in no order, from states of their own."""
-    expected = [call(module, inputs) for module, inputs, _ in sequences]
+    expected = [_stepped(sequence, sequence[1].query_len)[0] for sequence in sequences]
     states, done = [start() for _, _, start in sequences], [0] * len(sequences)
-    turns = [number for number, (_, inputs, _) in enumerate(sequences) for _ in range(inputs.query_len)]
+    turns = [number for number, outputs in enumerate(expected) for _ in outputs]
     random.Random(0).shuffle(turns)
     for number in turns:
         module, inputs, _ = sequences[number]
         at = done[number]
         output, states[number] = read_positions(module, inputs, range(at, at + 1), states[number], at_once=False)
-        error = largest_error(output, expected[number][..., at : at + 1, :])
-        if error > rounding(expected[number], inputs.num_terms):
+        error = largest_error(output, expected[number][at])
+        if error > rounding(expected[number][at], inputs.num_terms):
             raise Violation(
                 "sequences that are decoded in turns disturb each other",
                 f"{inputs.words()}: step {at} of one is off by {error:.2g}, with {done} steps read of each",
@@ -206,56 +222,54 @@ def _expect_turns(sequences: list[tuple[Module, Inputs, Callable[[], Any]]]) -> 
         done[number] += 1
 
 
-@torch.no_grad()
-def _expect_value(module: Module, inputs: Inputs, start: Callable[[], Any], other: Inputs) -> None:
+def _expect_value(sequence: Sequence, other: Inputs) -> None:
     """Check that a state may be used again, after it was continued with another token, as beam search does."""
-    expected, length = call(module, inputs), inputs.query_len
-    tolerance = rounding(expected, inputs.num_terms)
+    module, inputs, start = sequence
+    expected, state = _stepped(sequence, inputs.query_len)[0], start()
 
-    def expect(output: Tensor, rows: Tensor, what: str) -> None:
-        error = largest_error(output, rows)
-        if error > tolerance:
+    def expect(output: Tensor, before: Tensor, what: str) -> None:
+        error = largest_error(output, before)
+        if error > rounding(before, inputs.num_terms):
             raise Violation("a state that is used again has changed", f"{inputs.words()}: {what} is off by {error:.2g}")
 
-    state = start()
-    for at in range(length):
+    for at, before in enumerate(expected):
         here = range(at, at + 1)
-        if at in {0, 5, 6, length - 2}:  # 5 and 6: a buffer that doubles has room there
-            branch = replace(inputs, tensors=tuple(map(torch.Tensor.clone, inputs.tensors)))
-            for index in range(3 if inputs.form == "attention" else 1):  # a context stays: it is in the state
-                branch.tensors[index][..., at, :] = other.tensors[index][..., at, :]
-            rows = call(module, branch)[..., at : at + 1, :]
-            expect(read_positions(module, branch, here, state, at_once=False)[0], rows, f"another token at step {at}")
-            try:
-                output, after = read_positions(module, inputs, here, state, at_once=False)
-            except UnsupportedError:  # a state that can be used once only must say so
-                return
-            expect(output, expected[..., at : at + 1, :], f"step {at}, after another token at it,")
-            expect(read_positions(module, branch, here, state, at_once=True)[0], rows, f"prefill from {at}, used twice,")
-        else:
+        if at not in {0, 5, 6, len(expected) - 2}:  # 5 and 6: a buffer that doubles has room there
+            output, state = read_positions(module, inputs, here, state, at_once=False)
+            expect(output, before, f"step {at}, after others were tried before it,")
+            continue
+        branch = replace(inputs, tensors=tuple(map(torch.Tensor.clone, inputs.tensors)))
+        for index in range(3 if inputs.form == "attention" else 1):  # a context stays: it is in the state
+            branch.tensors[index][..., at, :] = other.tensors[index][..., at, :]
+        ways = ("another token", False), ("another token, by prefill,", True)
+        alone = [read_positions(module, branch, here, _stepped(sequence, at)[1], at_once=once)[0] for _, once in ways]
+        read_positions(module, branch, here, state, at_once=False)
+        try:
             output, after = read_positions(module, inputs, here, state, at_once=False)
-            expect(output, expected[..., at : at + 1, :], f"step {at}, after others were tried before it,")
+        except UnsupportedError:  # a state that can be used once only must say so
+            return
+        expect(output, before, f"step {at}, after another token at it,")
+        for (words, at_once), output in zip(ways, alone, strict=True):
+            again, _ = read_positions(module, branch, here, state, at_once=at_once)
+            expect(again, output, f"{words} at step {at}, after it was made,")
         state = after
 
 
-@torch.no_grad()
-def _expect_parameters_read(subject: Subject, build: BuildContext, inputs: Inputs) -> None:
+def _expect_parameters_read(subject: Subject, build: BuildContext, sequence: Sequence) -> None:
     """Check that steps use the parameters of now: those loaded after the module was stepped."""
-    source, length = subject.module(build, seq_len=inputs.query_len), inputs.query_len
+    source, inputs, _ = sequence
     if not source.state_dict():
         return
-    target = subject.make(build, seq_len=length, torch_seed=1)
-    expected = call(source, inputs)
-    for is_loaded in (False, True):
-        if is_loaded:
-            target.load_state_dict(source.state_dict())
-        state = target.init_state(inputs.batch_size, device=subject.device, dtype=subject.dtype)
-        outputs = [output for output, _ in _read(target, inputs, [(range(length), False)], state)]
-    error = largest_error(torch.cat(outputs, dim=-2), expected)
-    if error > rounding(expected, inputs.num_terms):
-        raise Violation(
-            "steps do not use the parameters that were loaded", f"{inputs.words()}: an output is off by {error:.2g}"
-        )
+    target = subject.make(build, seq_len=inputs.query_len, torch_seed=1)
+    start = partial(target.init_state, inputs.batch_size, device=subject.device, dtype=subject.dtype)
+    _stepped((target, inputs, start), 1)
+    target.load_state_dict(source.state_dict())
+    expected, outputs = (_stepped((module, inputs, start), inputs.query_len)[0] for module in (source, target))
+    for at, (output, before) in enumerate(zip(outputs, expected, strict=True)):
+        error = largest_error(output, before)
+        if error > rounding(before, inputs.num_terms):
+            words = f"{inputs.words()}: step {at} is off by {error:.2g}"
+            raise Violation("steps do not use the parameters that were loaded", words)
 
 
 @torch.no_grad()
