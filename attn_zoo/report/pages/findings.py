@@ -11,7 +11,7 @@ from attn_zoo.report.analysis.contradictions import contradicted_exponents, flop
 from attn_zoo.report.analysis.fits import Growth
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, pair
+from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelScore, pair
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner, lead_panel, times_faster, winners
 from attn_zoo.report.tables.growth_tables import crossing_text
@@ -30,8 +30,6 @@ MOST = 6
 """Variants named in one sentence; the tables have the rest."""
 FEW = 3
 """Things named in one line at the top of a report."""
-ENOUGH = 3
-"""Seeds below which no difference is called settled."""
 MOST_BULLETS = 7
 
 
@@ -297,7 +295,7 @@ def _differences(group: AccuracyGroup) -> str:
     compared = [score for score in group.ranked if score.difference]
     if not compared:
         return ""
-    few = [score for score in compared if score.difference and score.difference.num_paired < ENOUGH]
+    few = [score for score in compared if score.difference and score.difference.num_paired < LEAST_SEEDS]
     settled = [score for score in compared if score.difference and score.difference.is_settled]
     noise = [score for score in compared if score not in settled and score not in few]
     said = [_settled(group, score) for score in settled[:MOST]]
@@ -308,7 +306,7 @@ def _differences(group: AccuracyGroup) -> str:
     if few:
         least = min(score.difference.num_paired for score in few if score.difference)
         seeds = "one seed" if least == 1 else f"{least} seeds"
-        said.append(f"{_names(few)} not settled: {seeds} in common, {ENOUGH} are needed")
+        said.append(f"{_names(few)} not settled: {seeds} in common, {LEAST_SEEDS} are needed")
     return f"On {group.title} against {group.baseline}: {'; '.join(said)}."
 
 
