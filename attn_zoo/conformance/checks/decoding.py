@@ -198,7 +198,8 @@ def _stepped(sequence: Sequence, num_steps: int) -> tuple[list[Tensor], Any]:
     """Return what the first steps give, undisturbed, and the state after them."""
     module, inputs, start = sequence
     outputs, state = [], start()
-    for output, state in _read(module, inputs, [(range(num_steps), False)], state):
+    for at in range(num_steps):
+        output, state = read_positions(module, inputs, range(at, at + 1), state, at_once=False)
         outputs.append(output)
     return outputs, state
 
