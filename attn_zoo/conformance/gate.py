@@ -24,6 +24,7 @@ GATE_CHECKS = (
     "batch_invariance",
     "causality",
     "padding_content",
+    "padding_patterns",
     "matches_reference",
     "matches_oracle",
     "modes",

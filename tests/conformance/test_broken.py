@@ -11,8 +11,17 @@ from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture,
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 from tests.conformance.broken_effects import EFFECTS, SoundEffects
 from tests.conformance.broken_modes import MODES
+from tests.conformance.broken_padding import PADDING, SOUND_PADDING
 
-BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT, *MODES, *EFFECTS)
+BROKEN = (
+    *SHAPES,
+    *DEPENDENCE,
+    *PADDING,
+    *CLAIMS,
+    *CONTRACT,
+    *MODES,
+    *EFFECTS,
+)
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
 
@@ -34,6 +43,7 @@ class OnlyHalf(Softmax):
 
 
 SOUND = (
+    *SOUND_PADDING,
     Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
     Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
     Broken(cls=SoundDecode, check="", capabilities=DECODE),
