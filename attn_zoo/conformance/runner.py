@@ -5,8 +5,10 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +166,23 @@ def _strain(subject: Subject) -> float:
         for build in subject.contexts():
             for length in subject.lengths:
                 module = subject.make(replace(build, dropout_p=0.0), seq_len=length, dtype=torch.float64)
-                for inputs in subject.calls(build, length, dtype=torch.float64):
-                    worst = max(worst, strain(partial(_nudged, module, inputs)))
+                for inputs, seed in product(subject.calls(build, length, dtype=torch.float64), range(3)):
+                    worst = max(worst, strain(partial(_nudged, module, inputs, seed)))
     return worst
 
 
-def _nudged(module: Module, inputs: Inputs, share: float) -> list[Tensor]:
-    """Return the output and all gradients of a call whose inputs are changed by a share of themselves."""
-    generator = torch.Generator().manual_seed(0)
+def _nudged(module: Module, inputs: Inputs, seed: int, share: float) -> list[Tensor]:
+    """Return the output and all gradients of a call, inputs and parameters being changed by a share of themselves."""
+    generator = torch.Generator().manual_seed(seed)
 
     def nudge(tensor: Tensor) -> Tensor:
         signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2.0 - 1.0
         return tensor * (1.0 + share * signs.to(tensor))
 
+    module = deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(nudge(parameter))
     found = gradients(module, inputs.map(nudge))
     by_name = [gradient.flatten() for gradient in found.by_name.values() if gradient is not None]
     return [found.output, *([torch.cat(by_name)] if by_name else [])]

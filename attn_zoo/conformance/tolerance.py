@@ -47,7 +47,7 @@ def strain(run: Callable[[float], Sequence[Tensor]]) -> float:
     Results that jump, or are others at every call, are not smooth: of these 1 is returned, whatever moves them.
 
     Args:
-        run: makes results in float64 from inputs that are all changed by up to this share of themselves.
+        run: makes results in float64 from inputs and parameters that are all changed by this share of themselves.
     """
     most = 1.0
     steps = (0.0, _STEP, 4 * _STEP, 16 * _STEP)
