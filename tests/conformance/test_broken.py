@@ -8,6 +8,7 @@ from attn_zoo.conformance import CHECKS, run_checks
 from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, ProjectedSoftmax, SoundDecode
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
+from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_DECODING
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 from tests.conformance.broken_effects import EFFECTS, SoundEffects
 from tests.conformance.broken_modes import MODES
@@ -17,6 +18,8 @@ BROKEN = (
     *SHAPES,
     *DEPENDENCE,
     *PADDING,
+    *DECODING,
+    *DECODING_MIXERS,
     *CLAIMS,
     *CONTRACT,
     *MODES,
@@ -44,6 +47,7 @@ class OnlyHalf(Softmax):
 
 SOUND = (
     *SOUND_PADDING,
+    *SOUND_DECODING,
     Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
     Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
     Broken(cls=SoundDecode, check="", capabilities=DECODE),
