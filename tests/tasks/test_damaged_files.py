@@ -44,7 +44,9 @@ def write_text(at: Path) -> None:
 def write_images(at: Path) -> None:
     for part, count in (("train", 20), ("test", 10)):
         pictures = [png(RANDOM.integers(0, 256, (32, 32, 3), np.uint8)) for _ in range(count)]
-        write_pictures(at / "cifar10" / "plain_text" / NAMES[part], pictures, [row % 10 for row in range(count)], CLASSES)
+        write_pictures(
+            at / "cifar10" / "plain_text" / NAMES[part], pictures, [row % 10 for row in range(count)], CLASSES
+        )
 
 
 def write_bytes(at: Path) -> None:
@@ -143,7 +145,9 @@ def test_a_damaged_file_is_named_in_one_sentence_and_nothing_is_written(data, ta
         read_all(task, level, data)
 
 
-@pytest.mark.parametrize(("task", "level"), [key for key in READERS if key[0] in {"listops", "text", "image", "retrieval"}])
+@pytest.mark.parametrize(
+    ("task", "level"), [key for key in READERS if key[0] in {"listops", "text", "image", "retrieval"}]
+)
 def test_one_file_in_the_place_of_another_is_noticed(data, task, level):
     READERS[task, level](data)
     first, *_, last = files_of(task, level, data)
