@@ -61,8 +61,21 @@ class Run:
         """One row per record, units in the names (`median_ms`, `peak_bytes`); what was not measured is empty."""
         from attn_zoo.report.export import flat_frame
 
-        order = ["run", "kind", "label", "pass", "task", "dtype", "seq_len", "seed"]
-        return flat_frame(self.analysis.results.observations).sort_values(order, ignore_index=True)
+        within = [
+            "run",
+            "kind",
+            "label",
+            "scope",
+            "pass",
+            "task",
+            "level",
+            "is_causal",
+            "has_padding",
+            "dtype",
+            "head_dim",
+        ]
+        frame = flat_frame(self.analysis.results.observations)
+        return frame.sort_values([*within, "seq_len", "seed"], ignore_index=True)
 
     def best(self) -> pd.DataFrame:
         """Return the fastest variant at each length of each panel, beside the next one.
@@ -210,7 +223,7 @@ def run(
     matrix: MatrixLike,
     *,
     out: str | Path | None = None,
-    variants: Iterable[str | type] | str = (),
+    variants: str | type | Iterable[str | type] = (),
     only: Iterable[str] | str = (),
     device: str | None = None,
     shard: str | None = None,
@@ -362,7 +375,7 @@ def _engine(name: str, address: str, jobs: int) -> Engine:
 def plan(
     matrix: MatrixLike,
     *,
-    variants: Iterable[str | type] | str = (),
+    variants: str | type | Iterable[str | type] = (),
     only: Iterable[str] | str = (),
     device: str | None = None,
     shard: str | None = None,
@@ -399,8 +412,8 @@ def plan(
     )
 
 
-def _listed(given: Iterable[Any] | str | None) -> list[Any]:
-    """Return a list; a single string is one entry, not its letters."""
+def _listed(given: Any) -> list[Any]:
+    """Return a list; a single string, or class, is one entry."""
     return [given] if isinstance(given, str | type) else list(given or ())
 
 
@@ -468,7 +481,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None) -> Plan:
 def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
     """Return what a results folder has, what is left, and which records are of sources or data that changed since.
 
-    Where a variant is not registered here, the folder's own list of planned cells counts, and no change is seen.
+    Where a variant is not registered here, the folder speaks for itself, and `doubt` says what is not seen then.
 
     Args:
         folder: results folder.
@@ -476,7 +489,6 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
 
     Raises:
         StoreError: no results folder.
-        ConfigError: a variant is not registered, and the folder, of an older version, does not say what was planned.
     """
     from attn_zoo.matrix.drive.run_plan import standing
     from attn_zoo.matrix.plan.planned_cell import PlannedCell
@@ -484,14 +496,14 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
 
     store = Store(folder)
     info, records = store.info(), list(store.scan().records.values())
-    cells: Sequence[PlannedCell]
     try:
-        cells = _stored_plan(store.folder, data_dir).cells
-    except ConfigError:
-        if info.planned is None:
-            raise
-        cells = [PlannedCell(cell=cell) for cell in info.planned]
-    return standing(cells, records, store.repeats.count())
+        return standing(_stored_plan(store.folder, data_dir).cells, records, store.repeats.count())
+    except ConfigError as error:
+        planned = [record.cell for record in records] if info.planned is None else info.planned
+        unseen = "what changed since" if info.planned is not None else "what is left, and what changed since,"
+        found = standing([PlannedCell(cell=cell) for cell in planned], records, store.repeats.count())
+        doubt = f"{unseen} is not known: {error.problems[0][1]}"
+        return replace(found, has_plan=info.planned is not None, doubt=doubt)
 
 
 class Checks(tuple["CheckResult", ...]):

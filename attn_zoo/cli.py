@@ -380,25 +380,29 @@ def report(
 def compare(
     before: Annotated[Path, typer.Argument(help="Results folder, the reference.", show_default=False)],
     after: Annotated[Path, typer.Argument(help="Results folder, the candidate.", show_default=False)],
-    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower.")] = False,
+    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower or a score worse.")] = False,
     allow_other_env: Annotated[bool, typer.Option(help="Compare across machines or versions all the same.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs cell by cell: how far apart, and whether they agree within their intervals."""
+    """Compare two runs, times and scores: how far apart, and whether they agree within their intervals."""
     from attn_zoo.console import out as console
     from attn_zoo.console import print_json
-    from attn_zoo.report.compare import agreement, compare_table
+    from attn_zoo.report.compare import agreement, compare_scores, compare_tables
     from attn_zoo.report.compare import compare as compare_runs
     from attn_zoo.report.tables.table import to_terminal
 
     frame = compare_runs(before, after, allow_other_environment=allow_other_env)
-    table = compare_table(frame)
+    scores = compare_scores(before, after)
+    tables = compare_tables(frame, scores)
     if as_json:
-        print_json(frame.astype(object).where(frame.notna(), None).to_dict(orient="records"))
+        print_json([*frame.astype(object).where(frame.notna(), None).to_dict(orient="records"), *scores])
     else:
-        to_terminal(table, console)
-        console.print(agreement(frame), soft_wrap=True)
-    raise typer.Exit(3 if fail and (frame["verdict"] == "slower").any() else 0)
+        for table in tables:
+            to_terminal(table, console)
+        if not frame.empty:
+            console.print(agreement(frame), soft_wrap=True)
+    verdicts = {*frame["verdict"], *(row["verdict"] for row in scores)}
+    raise typer.Exit(3 if fail and verdicts & {"slower", "worse"} else 0)
 
 
 @app.command()

@@ -242,11 +242,14 @@ def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequenc
     """Print what a results folder has, what failed with which reason, what is left, and what its machines could do."""
     counts = Counter(record.status for record in now.done)
     print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
-    failed = [record for record in now.done if record.status != "ok"]
-    if failed:
-        out.print()
-        rows = [(record.cell.id, record.status, record.reason) for record in failed]
-        print_table("Not measured", ("cell", "status", "why"), rows)
+    reasons: dict[tuple[str, str], list[str]] = {}  # beside each cell they would wrap in a narrow terminal
+    for record in now.done:
+        if record.status != "ok":
+            reasons.setdefault((record.status, record.reason), []).append(record.cell.id)
+    for (status, reason), cells in sorted(reasons.items()):
+        out.print(f"\n[bold]{status}[/bold]: {escape(reason)}")
+        for cell in cells:
+            out.print(f"  {escape(cell)}")
     if problems:
         out.print()
         print_table("No records", ("file", "why"), sorted(problems.items()))
@@ -257,6 +260,9 @@ def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequenc
     stale = f"; {len(now.stale)} records are stale: their source or data changed" if now.stale else ""
     other = f"; {len(now.other)} records belong to other matrices" if now.other else ""
     begun = f" ({len(now.begun)} begun: {sum(now.begun.values())} of their repeats are there)" if now.begun else ""
-    out.print(f"{len(now.done)} done, {len(now.left)} left{begun}{stale}{other}", soft_wrap=True)
+    left = f", {len(now.left)} left" if now.has_plan else ""
+    out.print(f"{len(now.done)} done{left}{begun}{stale}{other}")
+    if now.doubt:
+        out.print(escape(now.doubt))
     if any(record.status not in {"ok", "unsupported"} for record in now.done):
         out.print(f"next: attn-zoo retry {escape(str(folder))}", soft_wrap=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from attn_zoo import BuildContext, ConfigError, build_mixer
+from attn_zoo import BuildContext, ConfigError, UnsupportedError, build_mixer
 from attn_zoo.attention.decode import state_bytes
 
 E, H, B = 12, 3, 2
@@ -146,5 +146,7 @@ def test_steps_that_do_not_fit_are_refused():
     cross = make(is_cross=True)
     with pytest.raises(ValueError, match=r"context: expected .* with B = 2 to decode across; got none"):
         cross.init_state(B)
+    with pytest.raises(UnsupportedError, match="prompts of unlike length"):
+        mixer.init_state(B, key_padding_mask=torch.zeros(B, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"got \[1, 4, 12\]"):
         cross.init_state(B, context=torch.zeros(1, 4, E, dtype=torch.float64))

@@ -109,6 +109,7 @@ class HidesByWhere(Softmax):
 MASKED = {"key_padding_mask": True}
 BATCH = frozenset({"batch_invariance"})
 ROWS = frozenset({"fully_padded_row"})
+KEPT = BATCH | {"padding_content", "no_memory"}
 
 PADDING = (
     Broken(cls=ZeroTimesNan, check="padding_content", capabilities=MASKED),
@@ -119,9 +120,9 @@ PADDING = (
     Broken(cls=FirstMaskForAll, check="padding_patterns", also=BATCH | ROWS | {"padding_content"}, capabilities=MASKED),
     Broken(cls=NextEntrysMask, check="padding_patterns", also=BATCH | ROWS | {"padding_content"}, capabilities=MASKED),
     Broken(cls=HidesWhatAnyEntryHides, check="padding_patterns", also=BATCH | ROWS, capabilities=MASKED),
-    Broken(cls=RemembersMasks, check="padding_patterns", also=BATCH | ROWS | {"padding_content"}, capabilities=MASKED),
+    Broken(cls=RemembersMasks, check="padding_patterns", also=KEPT | ROWS, capabilities=MASKED),
     Broken(cls=RemembersMasksByAddress, check="padding_patterns", also=EVERYTHING, capabilities=MASKED),
-    Broken(cls=RemembersMasksByCount, check="padding_patterns", also=BATCH | {"padding_content"}, capabilities=MASKED),
+    Broken(cls=RemembersMasksByCount, check="padding_patterns", also=KEPT, capabilities=MASKED),
 )
 SOUND_PADDING = (
     Broken(cls=RemembersMasksByContent, check="", capabilities=MASKED),

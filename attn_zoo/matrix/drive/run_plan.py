@@ -180,6 +180,8 @@ class Standing:
         stale: records whose source or data changed since: kept, but not part of the plan any more.
         other: records of other matrices.
         begun: repeats that cells of `left` have already, by key.
+        has_plan: what was planned is known; otherwise nothing can be said of `left`.
+        doubt: what is not known, one sentence; empty where the matrix could be planned anew.
     """
 
     done: tuple[Record, ...]
@@ -187,6 +189,8 @@ class Standing:
     stale: tuple[Record, ...]
     other: tuple[Record, ...]
     begun: Mapping[str, int] = field(default_factory=dict)
+    has_plan: bool = True
+    doubt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

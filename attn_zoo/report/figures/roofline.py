@@ -94,12 +94,12 @@ def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> l
     left, right = min(*intensities, product / copy) / 2.5, max(*intensities, product / copy) * 3
     log_axis(axes, "x", left, right, lambda value: human_length(value) if value >= 1 else human_number(value), 2)
     axes.set_xlabel("useful FLOP per byte that must move")
-    tops = [product, ceilings.peak_flops_per_s or 0.0]
+    tops = [product, ceilings.sheet_flops_per_s or 0.0]
     values = [*rates, min(product, left * copy * 2), max(*tops, *rates)]
     value_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
     boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
-    if ceilings.peak_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
-        boxes += _draw_ceiling(axes, ceilings.peak_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
+    if ceilings.sheet_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
+        boxes += _draw_ceiling(axes, ceilings.sheet_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
     return boxes
 
 
