@@ -124,10 +124,11 @@ class SoundDropsMixer(SoftmaxMixer):
     def forward(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        weights = (0.1 * hidden @ hidden.transpose(-1, -2) * hidden.shape[-1] ** -0.5).softmax(-1)
+        weights: Tensor = (0.1 * hidden @ hidden.transpose(-1, -2) * hidden.shape[-1] ** -0.5).softmax(-1)
         if self.training and self.build.dropout_p:
             weights = weights * self.factors(weights)
-        return weights @ hidden
+        output: Tensor = weights @ hidden
+        return output
 
 
 class MixerDropsHalfTheRate(SoundDropsMixer):

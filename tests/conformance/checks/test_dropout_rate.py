@@ -13,6 +13,8 @@ from torch import Tensor
 import attn_zoo
 from attn_zoo.conformance import run_checks
 from attn_zoo.conformance.checks import dropout_rate
+from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.subject import Module
 from attn_zoo.registry import variants
 from tests.conformance.broken import Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_dropout import RATE, RATES, SOUND_DROPOUT
@@ -43,7 +45,10 @@ def at_seed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     seeded = dropout_rate._seeded
 
     def shift(seed: int) -> None:
-        monkeypatch.setattr(dropout_rate, "_seeded", lambda *call: seeded(*call[:2], call[2] + 10 * seed))
+        def shifted(module: Module, inputs: Inputs, own: int) -> Tensor:
+            return seeded(module, inputs, own + 10 * seed)
+
+        monkeypatch.setattr(dropout_rate, "_seeded", shifted)
 
     return shift
 
