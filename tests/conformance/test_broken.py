@@ -8,6 +8,7 @@ from attn_zoo.conformance import CHECKS, run_checks
 from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, ProjectedSoftmax, SoundDecode
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
+from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_DECODING
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 from tests.conformance.broken_dropout import RATES, SOUND_DROPOUT
 from tests.conformance.broken_effects import EFFECTS, SoundEffects
@@ -18,6 +19,8 @@ BROKEN = (
     *SHAPES,
     *DEPENDENCE,
     *PADDING,
+    *DECODING,
+    *DECODING_MIXERS,
     *CLAIMS,
     *CONTRACT,
     *MODES,
@@ -46,6 +49,7 @@ class OnlyHalf(Softmax):
 
 SOUND = (
     *SOUND_PADDING,
+    *SOUND_DECODING,
     Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
     Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
     Broken(cls=SoundDecode, check="", capabilities=DECODE),

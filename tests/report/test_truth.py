@@ -8,13 +8,14 @@ from attn_zoo.folder import pack_cells
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.figures.all_figures import make_pictures
-from attn_zoo.report.pages.findings import completeness, findings, headline, panel_findings
+from attn_zoo.report.pages.findings import completeness, findings, headline, memory_findings, panel_findings
+from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.write import write_results_readme
-from attn_zoo.report.tables.all_tables import make_tables, status_table
+from attn_zoo.report.tables.all_tables import make_tables, status_table, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING
-from attn_zoo.report.tables.time_tables import length_table
+from attn_zoo.report.tables.time_tables import length_table, turns_table
 from attn_zoo.report.units import TIMES
 from tests.report.figures.legible import assert_legible, words
 from tests.report.synthetic import accuracy, costed, roof, scaling, trained, write_run
@@ -210,13 +211,30 @@ def test_weights_that_grow_stand_beside_the_time(tmp_path):
     assert any("linformer 1,048,576 at 2k" in text for text in findings(analysis))
 
 
-def test_linear_memory_of_exact_attention_is_explained(tmp_path):
-    records = [scaling(variant, n) for variant in ("full", "linformer") for n in LENGTHS]
-    (panel,) = analyse([write_run(tmp_path / "run", records)]).panels
-    assert "fused kernels never store the scores" in length_table(panel, "memory").note
+def test_linear_memory_of_exact_attention_is_explained_once(tmp_path):
+    records = [scaling(variant, n, pass_=p) for variant in ("full", "bigbird") for n in LENGTHS for p in ("fwd", "bwd")]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    assert len(memory_findings(analysis)) == 1
+    assert "fused kernels never store the scores" in memory_findings(analysis)[0]
+    page = build_page(analysis, tables_by_question(analysis), [])
+    assert page.count("fused kernels never store the scores") == 1
     quadratic = [scaling("full", n, quadratic_memory=True) for n in LENGTHS]
-    (other,) = analyse([write_run(tmp_path / "other", quadratic)]).panels
-    assert "fused kernels" not in length_table(other, "memory").note
+    assert memory_findings(analyse([write_run(tmp_path / "other", quadratic)])) == []
+
+
+def test_level_ones_timed_in_turns_are_not_ranked(tmp_path):
+    records = [
+        replace(scaling(variant, 512, ms, spread=0.08), isolation="interleaved", bundle="b")
+        for variant, ms in (("full", 10.0), ("linformer", 10.01), ("bigbird", 20.0))
+    ]
+    assert records[1].timing is not None
+    backwards = replace(records[1].timing, samples_ms=records[1].timing.samples_ms[::-1])  # rounds have no common mood
+    records[1] = replace(records[1], timing=backwards)
+    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    assert table is not None
+    said = {row[2]: row[4] for row in table.texts()}
+    assert sorted(variant for variant, text in said.items() if text.endswith(", level")) == ["full", "linformer"]
+    assert "fastest, level" in said.values()
 
 
 def test_the_peak_of_float32_is_not_that_of_tf32(tmp_path):

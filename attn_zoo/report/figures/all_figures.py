@@ -81,9 +81,8 @@ class Picture:
 def front_picture(analysis: Analysis, pictures: Sequence[Picture]) -> Picture | None:
     """Return the one figure for the top of a report: times of the panel that says most, else the first scores."""
     panel = lead_panel(analysis.panels)
-    wanted = f"time-{panel.name}" if panel is not None else ""
-    named = [picture for picture in pictures if picture.name == wanted]
-    return next(iter([*named, *(picture for picture in pictures if picture.section == "accuracy")]), None)
+    wanted = [f"time-{panel.name}"] if panel is not None else [f"accuracy-{group.name}" for group in analysis.accuracy]
+    return next((picture for picture in pictures if picture.name in wanted), None)
 
 
 def _subjects(analysis: Analysis) -> list[tuple[FigureEntry, str, Any]]:

@@ -26,6 +26,11 @@ EXPLANATION = (
     "cheaper beyond a crossover length."
 )
 
+WHY_LINEAR = (
+    "Exact attention's memory is linear here: its fused kernels never store the scores of all pairs, only a running "
+    "maximum and sum for each token."
+)
+
 MOST = 6
 """Variants named in one sentence; the tables have the rest."""
 FEW = 3
@@ -190,8 +195,7 @@ def _memory_line(panel: Panel) -> str:
     if not peaks:
         return ""
     ranked = [f"{label} {human_bytes(peak)}" for label, peak in sorted(peaks.items(), key=lambda item: item[1])]
-    is_linear = any(panel.memory[one.label].verdict == "linear" for one in panel.series if one.is_exact)
-    exact = "; exact attention's is linear too, as fused kernels store no scores" if is_linear else ""
+    exact = "; exact attention's is linear too: fused kernels store no scores" if _has_linear_memory(panel) else ""
     return f"Peak memory at {human_length(longest)}: {_listed(ranked)}{exact}."
 
 
@@ -223,6 +227,15 @@ def _missing_line(analysis: Analysis) -> str:
     said = [f"{count} {words}" for words, count in counts.most_common()]
     total = len(analysis.results.observations)
     return f"{sum(counts.values())} of {total} cells gave no measurement: {_listed(said)}." if said else ""
+
+
+def memory_findings(analysis: Analysis) -> list[str]:
+    """Return why the memory of exact attention is linear, where it is."""
+    return [WHY_LINEAR] if any(_has_linear_memory(panel) for panel in analysis.panels) else []
+
+
+def _has_linear_memory(panel: Panel) -> bool:
+    return any(panel.memory[one.label].verdict == "linear" for one in panel.series if one.is_exact)
 
 
 def panel_findings(analysis: Analysis) -> list[str]:

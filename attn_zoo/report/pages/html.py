@@ -23,6 +23,7 @@ from attn_zoo.report.pages.findings import (
     completeness,
     findings,
     headline,
+    memory_findings,
     overview_finding,
     panel_findings,
 )
@@ -71,7 +72,7 @@ def build_page(
     front = front_picture(analysis, [picture for picture, _ in pictures])
     scores = [overview_finding(overview) for overview in analysis.overviews]
     scores += [text for group in analysis.accuracy for text in accuracy_findings(group)]
-    sentences = {"time": panel_findings(analysis), "accuracy": scores}
+    sentences = {"time": panel_findings(analysis), "memory": memory_findings(analysis), "accuracy": scores}
     jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.from_string(template).render(
         policy=(

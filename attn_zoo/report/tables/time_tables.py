@@ -18,11 +18,6 @@ from attn_zoo.statistics import time_ratio
 
 _GRAPHS = "In parentheses: the same call replayed from a CUDA graph, cache warm: the time of the GPU alone."
 
-_WHY_LINEAR = (
-    "Exact attention's memory is linear here: its fused kernels never store the scores of all pairs, only a running "
-    "maximum and sum for each token."
-)
-
 
 def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     """Return variants down, lengths across: median time with its interval and what makes it doubtful, or peak memory.
@@ -58,9 +53,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
 
 def _how_to_read(panel: Panel, quantity: Literal["time", "memory"], shown: frozenset[str]) -> Sequence[str]:
     if quantity == "memory":
-        is_linear = any(panel.memory[series.label].verdict == "linear" for series in panel.series if series.is_exact)
-        held = held_words(panel.pass_)
-        return f"Most bytes that tensors occupied at once, {held} included.", _WHY_LINEAR if is_linear else ""
+        return (f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included.",)
     return (
         "Median, with the 95 % interval of the median in brackets.",
         doubt_words(point.num_processes for point in panel.points),
@@ -320,14 +313,18 @@ def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
             key=lambda pair: (pair[0].median_ms, pair[1].label),
         )
         fastest, fastest_label = timed[0][0], timed[0][1].label
-        for timing, turn in timed:
-            compared = time_ratio(
+        ratios = [
+            time_ratio(
                 timing.samples_ms,
                 fastest.samples_ms,
                 is_paired=True,
                 sizes_a=timing.process_sizes,
                 sizes_b=fastest.process_sizes,
             )
+            for timing, _ in timed
+        ]
+        num_level = sum(compared.low <= 1.0 for compared in ratios)
+        for (timing, turn), compared in zip(timed, ratios, strict=True):
             rows.append(
                 {
                     "pass": panel.title,
@@ -341,6 +338,7 @@ def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
                     "ratio": compared.value,
                     "ratio_low": compared.low,
                     "ratio_high": compared.high,
+                    "is_level": compared.low <= 1.0 and num_level > 1,
                     "num_rounds": compared.num_pairs,
                     "num_processes": max(1, len(timing.process_sizes)),
                     "kernel": " + ".join(turn.record.kernels),
@@ -352,6 +350,7 @@ def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
 
 
 def _ratio(row: Row) -> str:
+    level = ", level" if row["is_level"] else ""
     if row["variant"] == row["fastest"]:
-        return "fastest"
-    return f"{ratio(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"
+        return f"fastest{level}"
+    return f"{ratio(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]{level}"
