@@ -119,7 +119,9 @@ PADDING = (
     Broken(cls=AssumesPaddingAtTheEnd, check="padding_content", capabilities=MASKED),
     Broken(cls=FirstMaskForAll, check="padding_patterns", also=BATCH | ROWS | {"padding_content"}, capabilities=MASKED),
     Broken(cls=NextEntrysMask, check="padding_patterns", also=BATCH | ROWS | {"padding_content"}, capabilities=MASKED),
-    Broken(cls=HidesWhatAnyEntryHides, check="padding_patterns", also=BATCH | ROWS, capabilities=MASKED),
+    Broken(
+        cls=HidesWhatAnyEntryHides, check="padding_patterns", also=BATCH | ROWS | {"no_memory"}, capabilities=MASKED
+    ),
     Broken(cls=RemembersMasks, check="padding_patterns", also=KEPT | ROWS, capabilities=MASKED),
     Broken(cls=RemembersMasksByAddress, check="padding_patterns", also=EVERYTHING, capabilities=MASKED),
     Broken(cls=RemembersMasksByCount, check="padding_patterns", also=KEPT, capabilities=MASKED),

@@ -13,6 +13,7 @@ from attn_zoo.attention.masks import blank_padding
 from attn_zoo.attention.oracle import attention_weights, expand_kv_heads
 from attn_zoo.conformance import run_checks
 from tests.conformance.broken import Broken, registered
+from tests.conformance.broken_decoding import DECODING, SOUND_DECODING
 from tests.conformance.broken_padding import PADDING, SOUND_PADDING
 
 DRESSES: dict[str, dict[str, Any]] = {"OwnReference": {}, "Exact": {"is_exact": True}}
@@ -32,14 +33,14 @@ def dressed(broken: Broken, dress: str) -> Broken:
 
 
 @pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("broken", PADDING, ids=lambda broken: broken.name)
+@pytest.mark.parametrize("broken", [*PADDING, *DECODING], ids=lambda broken: broken.name)
 def test_is_caught_in_every_dress(broken: Broken, dress: str) -> None:
     with registered(dressed(broken, dress)) as name:
         assert [result.outcome for result in run_checks(name, checks=[broken.check])] == ["failed"]
 
 
 @pytest.mark.parametrize("dress", DRESSES)
-@pytest.mark.parametrize("sound", SOUND_PADDING, ids=lambda sound: sound.name)
+@pytest.mark.parametrize("sound", [*SOUND_PADDING, *SOUND_DECODING], ids=lambda sound: sound.name)
 def test_the_same_dress_without_the_fault_passes(sound: Broken, dress: str) -> None:
     with registered(dressed(sound, dress)) as name:
         assert [result for result in run_checks(name) if result.is_bad] == []

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, MultiHeadMixer
+from attn_zoo.attention import BuildContext
 from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
@@ -22,16 +22,11 @@ from attn_zoo.conformance.subject import (
     call,
     call_reference,
     gradients,
+    is_own_reference,
     reference_results,
     routing_of,
 )
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, working_tolerance
-
-
-def _is_own_reference(module: Module) -> bool:
-    """Whether `forward` is the readable version itself."""
-    inner = module.attention if isinstance(module, MultiHeadMixer) else module
-    return type(inner).reference in {AbstractAttention.reference, AbstractMixer.reference}
 
 
 def _named(result: Gradients) -> Iterator[tuple[str, Tensor]]:
@@ -44,7 +39,7 @@ def _named(result: Gradients) -> Iterator[tuple[str, Tensor]]:
 def _matches_reference(subject: Subject) -> Finding:
     worst: tuple[float, str] = (0.0, "")
     for build in subject.contexts():
-        if _is_own_reference(subject.module(build, seq_len=subject.lengths[-1])):
+        if is_own_reference(subject.module(build, seq_len=subject.lengths[-1])):
             return not_applicable("its forward is the readable version itself")
         for dtype in subject.dtypes:
             is_first = dtype == subject.dtype

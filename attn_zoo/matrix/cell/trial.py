@@ -126,7 +126,7 @@ class Trial:
                 self._sampling = Sampling(call, setup=setup, budget_s=self._budget_s, stopwatch=watch)
                 output = self._sampling.begin()
             with self.phase("gate"):  # nothing of this is timed yet: the first call is reported apart
-                self._checks += work.check(output)
+                self._checks += work.check(output, is_repeat=self._is_repeat)
             del output
             with self.phase("timing"):
                 work.settle()

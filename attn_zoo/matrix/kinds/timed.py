@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from attn_zoo.attention import BuildContext, build_attention, build_mixer
+from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, build_attention, build_mixer
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
@@ -161,15 +161,16 @@ class TimedKind(AbstractKind):
         return self.workload(cell, inputs)
 
 
-def make_module(cell: Cell) -> tuple[nn.Module, BuildContext]:
+def make_module(cell: Cell) -> tuple[AbstractAttention | AbstractMixer, BuildContext]:
     """Build the cell's variant where torch's default device is, and return it with what it was built for.
 
     Raises:
         UnsupportedError: the variant refuses what the cell asks.
     """
     build = build_context(cell)
-    make = build_attention if form_of(cell) == "attention" else build_mixer
-    return make(cell.variant, build, **cell.options), build
+    if form_of(cell) == "attention":
+        return build_attention(cell.variant, build, **cell.options), build
+    return build_mixer(cell.variant, build, **cell.options), build
 
 
 def _together(group: TimedGroup, members: Sequence[Member], point: Mapping[str, Any]) -> str:

@@ -161,6 +161,7 @@ def test_an_accuracy_cell_is_a_training(monkeypatch, tmp_path):
     monkeypatch.setattr("attn_zoo.training.run_training", train)
     record = run_cell(wanted, data_dir=tmp_path, checkpoint_dir=tmp_path / "c", weights_dir=tmp_path / "w")
     weights = tmp_path / "w" / f"{wanted.key}.safetensors"
+    assert callable(seen.pop("before_training"))  # the gate
     assert seen == {
         "cell": wanted,
         "data_dir": tmp_path,
