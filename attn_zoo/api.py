@@ -183,12 +183,13 @@ class Run:
         return f"Run({', '.join(map(str, self.folders))}: {said})"
 
     def _repr_html_(self) -> str:
-        from attn_zoo.report.pages.findings import findings
-        from attn_zoo.report.tables.all_tables import summary_tables
+        from attn_zoo.report.pages.findings import completeness, findings, headline
+        from attn_zoo.report.tables.front_table import front_table
         from attn_zoo.report.units import clean
 
-        said = "".join(f"<li>{html.escape(clean(text))}</li>" for text in findings(self.analysis))
-        tables = [table for table in summary_tables(self.analysis) if table.rows][:1]
+        texts = [text for text in (headline(self.analysis), completeness(self.analysis)) if text]
+        said = "".join(f"<li>{html.escape(clean(text))}</li>" for text in [*texts, *findings(self.analysis)])
+        tables = [table for table in (front_table(self.analysis),) if table is not None]
         shown = "".join(
             f"<p><b>{html.escape(clean(table.title))}</b></p>"
             + html_table([column.heading for column in table.columns], table.texts())
