@@ -564,6 +564,8 @@ class Record(Json):
         min_bytes: bytes that one forward must move at least: from the variant's formula, or its inputs read once and
             its output written once.
         backward_ratio: FLOPs of the backward over those of the forward, as the variant counts them.
+        time_exponent: of the length, that the variant claims under the options of the cell; None in older records.
+        memory_exponent: likewise.
         counted_flops: forward FLOPs as counted while running, or None where the counter does not see the kernel.
         energy_joules: per call, where NVML is readable.
         clocks_mhz: GPU clock before and after.
@@ -590,6 +592,8 @@ class Record(Json):
     projection_flops: int | None = None
     min_bytes: int | None = None
     backward_ratio: float | None = None
+    time_exponent: float | None = None
+    memory_exponent: float | None = None
     counted_flops: int | None = None
     energy_joules: float | None = None
     clocks_mhz: tuple[float, ...] = ()
