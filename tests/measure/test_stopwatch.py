@@ -211,9 +211,7 @@ def make_for(cuda: GraphCuda) -> Any:
 
 
 def split(timing: Timing, cuda: GraphCuda) -> Timing:
-    return with_host_and_device_time(
-        timing, make_for(cuda), "cuda", cuda=cuda, clock=lambda: round(1e6 * cuda.now_ms)
-    )
+    return with_host_and_device_time(timing, make_for(cuda), "cuda", cuda=cuda, clock=lambda: round(1e6 * cuda.now_ms))
 
 
 @pytest.mark.parametrize("median_ms", [0.05, 20.0])
@@ -308,7 +306,9 @@ def test_gpu_replays_beat_launches_in_every_pass(pass_):
 def test_gpu_goes_on_after_a_capture_that_failed():
     """Asking the GPU for a number cannot be captured; random numbers and new captures must still work afterwards."""
     noise = torch.randn(8, device="cuda")
-    failed = with_host_and_device_time(single(0.05), lambda: (lambda: torch.rand(8, device="cuda").sum().item(), None), "cuda")
+    failed = with_host_and_device_time(
+        single(0.05), lambda: (lambda: torch.rand(8, device="cuda").sum().item(), None), "cuda"
+    )
     assert failed.graph_ms is None
     assert failed.graph_reason
     assert torch.isfinite(torch.randn(8, device="cuda")).all()
