@@ -30,6 +30,9 @@ GATE_CHECKS = (
     "matches_oracle",
     "modes",
     "uninitialised_memory",
+    "global_state",
+    "own_output",
+    "no_memory",
 )
 """What is checked before a timing: everything that would make the timing one of something else."""
 

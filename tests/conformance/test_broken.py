@@ -10,6 +10,7 @@ from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, P
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
 from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_DECODING
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
+from tests.conformance.broken_dropout import RATES, SOUND_DROPOUT
 from tests.conformance.broken_effects import EFFECTS, SoundEffects
 from tests.conformance.broken_modes import MODES
 from tests.conformance.broken_padding import PADDING, SOUND_PADDING
@@ -24,6 +25,7 @@ BROKEN = (
     *CONTRACT,
     *MODES,
     *EFFECTS,
+    *RATES,
 )
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
@@ -55,6 +57,7 @@ SOUND = (
     Broken(cls=SoundCarry, check="", capabilities=CARRY),
     Broken(cls=SoundRouting, check="", capabilities={"causal": True, "dtypes": ("float64", "float32", "bfloat16")}),
     Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"}),
+    *SOUND_DROPOUT,
     Broken(cls=SoundEffects, check="", capabilities={"causal": True, "key_padding_mask": True}),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
     Broken(cls=OnlyCausal, check="", capabilities={"bidirectional": False, "causal": True, "key_padding_mask": True}),
