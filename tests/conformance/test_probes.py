@@ -55,6 +55,20 @@ class ShortSightedWithoutReference(Lazy):
         return query.shape[-2] > FAR
 
 
+class NearSightedWithoutReference(Softmax):
+    """Sees the tokens of its own block of 16 only, beyond `beyond` tokens."""
+
+    beyond = 0
+
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        keep = super().keep(query, key, mask)
+        if query.shape[-2] <= self.beyond:
+            return keep
+        block = torch.arange(query.shape[-2]) // 16
+        near = block[:, None] == block
+        return near if keep is None else near & keep
+
+
 class LazyWhenTrainedLong(Lazy):
     def is_lazy(self, query: Tensor) -> bool:
         return self.training and query.shape[-2] > FAR
@@ -80,6 +94,22 @@ class LeaksWhenLong(Softmax):
     def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
         keep = super().keep(query, key, mask)
         return keep if query.shape[-2] <= FAR or keep is None else torch.ones_like(keep)
+
+
+@pytest.mark.parametrize(("beyond", "seq_len"), [(150, 256), (800, 1024), (1500, 2048)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sight_that_shortens_is_stopped_without_a_reference_or_a_promise(beyond, seq_len, is_causal):
+    cls = type("NearSighted", (NearSightedWithoutReference,), {"beyond": beyond})
+    with registered(Broken(cls=cls, check="", capabilities={"causal": True})) as name:
+        assert "own_modes" in checked(name, beyond, is_causal=is_causal)
+        with pytest.raises(GateError, match="own_reach"):
+            checked(name, seq_len, pass_="infer", is_causal=is_causal)
+
+
+def test_short_sight_at_every_length_is_sound():
+    with registered(Broken(cls=NearSightedWithoutReference, check="", capabilities={"causal": True})) as name:
+        for is_causal in (False, True):
+            assert "own_reach" in checked(name, 1024, is_causal=is_causal)
 
 
 HALF = {"dtypes": ("float64", "float32", "bfloat16")}
