@@ -10,6 +10,7 @@ from uuid import uuid4
 import torch
 
 from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.lengths import across_blocks, fitting
 from attn_zoo.conformance.runner import find_checks, run_one
 from attn_zoo.conformance.subject import Subject
 from attn_zoo.conformance.verdicts import Verdict, find, keep, subject_key
@@ -107,7 +108,7 @@ def gate(
             build=build,
             dtypes=(getattr(torch, dtype),),
             lengths=tuple(sorted({short, long})),
-            span_len=span if span > long else 0,
+            spans=fitting((*across_blocks(config), span), multiple, span) if span > long else (),
             device=device,
             is_fixed=True,
             may_refuse=True,

@@ -15,6 +15,7 @@ from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.shapes import offset_calls
 from attn_zoo.conformance.subject import (
     Gradients,
     Module,
@@ -54,18 +55,24 @@ def _matches_reference(subject: Subject) -> Finding:
                 truth_module.load_state_dict(module.state_dict())  # the same values, however they were rounded
                 for inputs in subject.calls(build, length, dtype=dtype)[:: 1 if is_first else 2]:
                     worst = max(worst, _expect_reference(module, truth_module, inputs))
-        if subject.span_len:
-            _expect_long_output(subject, build)
+        for probe, length in subject.probes(build):
+            module = subject.module(probe, seq_len=length)
+            truth_module = subject.make(probe, seq_len=length, dtype=torch.float64)
+            truth_module.load_state_dict(module.state_dict())
+            inputs = subject.inputs(probe, length, batch_size=1)
+            if subject.is_fixed:  # in this dtype and at this length no other check compares gradients
+                _expect_reference(module, truth_module, inputs)
+            else:
+                _expect_long_output(module, truth_module, inputs)
+        if build.is_causal:
+            for inputs in offset_calls(subject, build):
+                _expect_reference(subject.module(build), subject.make(build, dtype=torch.float64), inputs)
     return passed(worst[1])
 
 
-def _expect_long_output(subject: Subject, build: BuildContext) -> None:
+def _expect_long_output(module: Module, truth_module: Module, inputs: Inputs) -> None:
     """Compare one long output without gradients: dense references make those expensive."""
-    length, dtype = subject.span_len, subject.dtype
-    module = subject.make(build, seq_len=length)
-    truth_module = subject.make(build, seq_len=length, dtype=torch.float64)
-    truth_module.load_state_dict(module.state_dict())
-    inputs = subject.inputs(build, length, batch_size=1)
+    dtype = inputs.tensors[0].dtype
     with torch.no_grad():
         routing = routing_of(module, inputs)
         truth = call_reference(truth_module, inputs.map(torch.Tensor.double), routing)
@@ -109,13 +116,6 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
     return found
 
 
-def _exact_calls(subject: Subject, build: BuildContext, length: int) -> Iterator[Inputs]:
-    yield from subject.calls(build, length)
-    has_offset = build.is_causal and subject.capabilities.cross_attention and subject.capabilities.variable_seq_len
-    if has_offset and not subject.is_fixed and subject.fit(length + 3) <= build.max_seq_len:
-        yield subject.inputs(build, length, key_len=subject.fit(length + 3))
-
-
 def _matches_oracle(subject: Subject) -> Finding:
     if not subject.capabilities.is_exact:
         return not_applicable("does not claim to be exact")
@@ -128,8 +128,16 @@ def _matches_oracle(subject: Subject) -> Finding:
             builds.append(replace(context, num_kv_heads=1))
         for build in builds:
             for length in subject.lengths:
-                for inputs in _exact_calls(subject, build, length):
+                for inputs in subject.calls(build, length):
                     _expect_oracle(subject.module(build, seq_len=length), build, inputs)
+                if build.is_causal and subject.has_causal_offset and subject.fit(length + 3) <= build.max_seq_len:
+                    inputs = subject.inputs(build, length, key_len=subject.fit(length + 3))
+                    _expect_oracle(subject.module(build), build, inputs)
+            for inputs in offset_calls(subject, build) if build.is_causal else ():
+                _expect_oracle(subject.module(build), build, inputs)
+            for probe, length in subject.probes(build):
+                inputs = subject.calls(probe, length, batch_size=1)[-1]
+                _expect_oracle(subject.module(probe, seq_len=length), probe, inputs)
     return passed()
 
 
