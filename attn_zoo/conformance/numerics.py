@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, M
 from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.lengths import SPANS
 from attn_zoo.conformance.shapes import offset_calls
 from attn_zoo.conformance.subject import (
     Gradients,
@@ -23,10 +25,13 @@ from attn_zoo.conformance.subject import (
     call,
     call_reference,
     gradients,
+    objective,
     reference_results,
     routing_of,
 )
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, working_tolerance
+
+SLOPE_STEP = 1e-7  # of a one-sided difference: its bend and the rounding of sums are far below what is allowed
 
 
 def _is_own_reference(module: Module) -> bool:
@@ -60,29 +65,72 @@ def _matches_reference(subject: Subject) -> Finding:
             truth_module = subject.make(probe, seq_len=length, dtype=torch.float64)
             truth_module.load_state_dict(module.state_dict())
             inputs = subject.inputs(probe, length, batch_size=1)
-            if subject.is_fixed:  # in this dtype and at this length no other check compares gradients
+            if length <= SPANS[0] and not subject.is_fixed:
                 _expect_reference(module, truth_module, inputs)
-            else:
-                _expect_long_output(module, truth_module, inputs)
-        if build.is_causal:
-            for inputs in offset_calls(subject, build):
-                _expect_reference(subject.module(build), subject.make(build, dtype=torch.float64), inputs)
+                continue
+            _expect_probe(module, truth_module, inputs, has_slope=subject.is_fixed and length == subject.spans[-1])
+        for inputs in offset_calls(subject, build):
+            module, truth_module = subject.module(build), subject.make(build, dtype=torch.float64)
+            truth_module.load_state_dict(module.state_dict())
+            _expect_reference(module, truth_module, inputs)
     return passed(worst[1])
 
 
-def _expect_long_output(module: Module, truth_module: Module, inputs: Inputs) -> None:
-    """Compare one long output without gradients: dense references make those expensive."""
+def _expect_probe(module: Module, truth_module: Module, inputs: Inputs, *, has_slope: bool) -> None:
+    """Compare one long output without a graph of the reference: those of dense ones are expensive.
+
+    Args:
+        module: in a working dtype.
+        truth_module: the same in float64.
+        inputs: of the call.
+        has_slope: compare the gradients too, along one direction of all inputs.
+    """
     dtype = inputs.tensors[0].dtype
+    found = gradients(module, inputs) if has_slope else None
     with torch.no_grad():
         routing = routing_of(module, inputs)
-        truth = call_reference(truth_module, inputs.map(torch.Tensor.double), routing)
-        error = largest_error(call(module, inputs), truth)
-        plain = largest_error(call_reference(module, inputs, routing), truth)
-    tolerance = working_tolerance(plain, largest(truth), inputs.num_terms, dtype)
+        truth = reference_results(truth_module, inputs.map(torch.Tensor.double), routing)
+        error = largest_error(call(module, inputs) if found is None else found.output, truth[0])
+        plain = largest_error(call_reference(module, inputs, routing), truth[0])
+    tolerance = working_tolerance(plain, largest(truth[0]), inputs.num_terms, dtype)
     if error > tolerance:
         raise Violation(
             "the fast path differs from the readable reference",
             f"{inputs.words()}: output is off by {error:.2g}, allowed {tolerance:.2g}",
+        )
+    if found is not None:
+        _expect_slope(found, truth_module, inputs, routing, float(objective(*truth)))
+
+
+def _expect_slope(found: Gradients, truth_module: Module, inputs: Inputs, routing: Any, here: float) -> None:
+    """Compare gradients in a working dtype with the difference of two outputs of the reference in float64.
+
+    A random direction keeps the size of an error, so what rounding explains is a share of the gradients' norm.
+
+    Args:
+        found: the gradients.
+        truth_module: has the reference.
+        inputs: of the call.
+        routing: of the call.
+        here: the objective of the reference there.
+    """
+    moved, claimed, square = [], 0.0, 0.0
+    for index, (name, tensor) in enumerate(zip(inputs.names, inputs.tensors, strict=True)):
+        direction = random_tensor(tensor.shape, 300 + index, torch.float64, str(tensor.device))
+        moved.append(tensor.double() + SLOPE_STEP * direction)
+        gradient = found.by_name[name]
+        if gradient is not None:
+            claimed += float((gradient.double() * direction).sum())
+            square += float(gradient.double().square().sum())
+    with torch.no_grad():
+        there = float(objective(*reference_results(truth_module, replace(inputs, tensors=tuple(moved)), routing)))
+    slope, norm = (there - here) / SLOPE_STEP, torch.tensor([square**0.5, 1.0])
+    allowed = 4 * rounding(norm, inputs.num_terms, inputs.tensors[0].dtype) + 1e-5 * largest(norm)
+    if abs(slope - claimed) > allowed:
+        raise Violation(
+            "the fast path differs from the readable reference",
+            f"{inputs.words()}: its gradients say a slope of {claimed:.4g}, the reference {slope:.4g}, "
+            f"allowed {allowed:.2g}",
         )
 
 
@@ -92,7 +140,7 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
     reference = partial(reference_results, routing=routing_of(module, inputs))
     truth = gradients(truth_module, inputs.map(torch.Tensor.double), reference)
     fast = dict(_named(gradients(module, inputs)))
-    plain = dict(_named(gradients(module, inputs, reference)))
+    plain = {} if dtype == torch.float64 else dict(_named(gradients(module, inputs, reference)))
     largest_gradient = max([largest(value) for name, value in _named(truth) if name != "output"], default=0.0)
     found = (0.0, "")
     for name, expected in _named(truth):
@@ -133,9 +181,9 @@ def _matches_oracle(subject: Subject) -> Finding:
                 if build.is_causal and subject.has_causal_offset and subject.fit(length + 3) <= build.max_seq_len:
                     inputs = subject.inputs(build, length, key_len=subject.fit(length + 3))
                     _expect_oracle(subject.module(build), build, inputs)
-            for inputs in offset_calls(subject, build) if build.is_causal else ():
+            for inputs in offset_calls(subject, build):
                 _expect_oracle(subject.module(build), build, inputs)
-            for probe, length in subject.probes(build):
+            for probe, length in list(subject.probes(build))[-1 if subject.is_fixed else 0 :]:
                 inputs = subject.calls(probe, length, batch_size=1)[-1]
                 _expect_oracle(subject.module(probe, seq_len=length), probe, inputs)
     return passed()

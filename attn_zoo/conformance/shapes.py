@@ -46,6 +46,19 @@ def expect_equals_reference(module: Module, inputs: Inputs, what: str) -> None:
         raise Violation(f"{what}: differs from the readable reference by {error:.2g}", inputs.words())
 
 
+def _expect_exact(subject: Subject, module: Module, inputs: Inputs, what: str) -> None:
+    """Raise `Violation` where a variant that claims to be exact differs from exact attention."""
+    if not subject.capabilities.is_exact or subject.form == "mixer":
+        return
+    query, key, value = inputs.tensors
+    with torch.no_grad():
+        output = call(module, inputs)
+    mask = inputs.key_padding_mask
+    expected = softmax_attention(query, key, value, is_causal=inputs.is_causal, key_padding_mask=mask)
+    if largest_error(output, expected) > rounding(expected, inputs.num_terms, output.dtype):
+        raise Violation(f"{what}: differs from exact attention", inputs.words())
+
+
 def _shape_and_dtype(subject: Subject) -> Finding:
     for build in subject.contexts():
         for dtype in subject.dtypes:
@@ -104,7 +117,9 @@ def _expect_equal_or_refused(subject: Subject, build: BuildContext, length: int,
         module = subject.module(build, seq_len=length)
     except (ConfigError, UnsupportedError):
         return
-    expect_equals_reference(module, subject.calls(build, length, batch_size=batch_size)[-1], words)
+    inputs = subject.calls(build, length, batch_size=batch_size)[-1]
+    expect_equals_reference(module, inputs, words)
+    _expect_exact(subject, module, inputs, words)
 
 
 def _expect_empty_batch(subject: Subject, build: BuildContext, length: int) -> None:
@@ -123,9 +138,9 @@ def offset_calls(subject: Subject, build: BuildContext) -> Iterator[Inputs]:
 
     Args:
         subject: to be called.
-        build: causal; nothing is yielded where the variant takes no such calls.
+        build: of the calls; nothing is yielded where it is not causal or the variant takes no such calls.
     """
-    if not subject.has_causal_offset:
+    if not (build.is_causal and subject.has_causal_offset):
         return
     one, short, long = subject.fit(1), subject.fit(3), subject.lengths[-1]
     module = subject.module(build)
@@ -149,6 +164,7 @@ def _cross_attention(subject: Subject) -> Finding:
         causal = replace(subject.build, is_cross=False, is_causal=True)
         for inputs in offset_calls(subject, causal):
             expect_equals_reference(subject.module(causal), inputs, "causal, aligned at the end")
+            _expect_exact(subject, subject.module(causal), inputs, "causal, aligned at the end")
         query_len, key_len = subject.lengths[0], subject.lengths[-1]
         if not capabilities.cross_attention and capabilities.variable_seq_len and query_len < key_len:
             ask = partial(call, subject.module(causal), subject.inputs(causal, query_len, key_len=key_len))
@@ -164,13 +180,7 @@ def _cross_attention(subject: Subject) -> Finding:
         for mask in subject.masks(key_len):
             inputs = subject.inputs(build, subject.fit(query_len), key_len=key_len, mask=mask)
             expect_equals_reference(module, inputs, "cross-attention")
-            if capabilities.is_exact and subject.form == "attention":
-                query, key, value = inputs.tensors
-                with torch.no_grad():
-                    output = call(module, inputs)
-                expected = softmax_attention(query, key, value, key_padding_mask=inputs.key_padding_mask)
-                if largest_error(output, expected) > rounding(expected, key_len, subject.dtype):
-                    raise Violation("cross-attention differs from exact attention", inputs.words())
+            _expect_exact(subject, module, inputs, "cross-attention")
     return passed()
 
 
