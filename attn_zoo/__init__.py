@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_zoo.api import Checks, Run, check, load, run
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -31,10 +32,12 @@ _HOME = {
     "AttnZooError": "errors",
     "BuildContext": "attention",
     "Capabilities": "metadata",
+    "Checks": "api",
     "Complexity": "metadata",
     "ConfigError": "errors",
     "Mixed": "attention",
     "Reference": "metadata",
+    "Run": "api",
     "Shape": "metadata",
     "StoreError": "errors",
     "UnknownNameError": "errors",
@@ -42,12 +45,15 @@ _HOME = {
     "VariantConfig": "registry",
     "build_attention": "attention",
     "build_mixer": "attention",
+    "check": "api",
     "describe": "attention",
     "list_variants": "attention",
+    "load": "api",
     "load_file": "registry",
     "register_attention": "registry",
     "register_mixer": "registry",
     "register_task": "registry",
+    "run": "api",
 }
 
 __all__ = [
@@ -56,10 +62,12 @@ __all__ = [
     "AttnZooError",
     "BuildContext",
     "Capabilities",
+    "Checks",
     "Complexity",
     "ConfigError",
     "Mixed",
     "Reference",
+    "Run",
     "Shape",
     "StoreError",
     "UnknownNameError",
@@ -67,12 +75,15 @@ __all__ = [
     "VariantConfig",
     "build_attention",
     "build_mixer",
+    "check",
     "describe",
     "list_variants",
+    "load",
     "load_file",
     "register_attention",
     "register_mixer",
     "register_task",
+    "run",
 ]
 
 
@@ -80,3 +91,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'attn_zoo' has no attribute {name!r}")
     return getattr(importlib.import_module(f"attn_zoo.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from attn_zoo import api
 from attn_zoo.cli_data import data
 from attn_zoo.cli_maps import maps
 from attn_zoo.cli_options import AsJson, DataDir, VariantFiles, load_files
-from attn_zoo.errors import AttnZooError
-
-if TYPE_CHECKING:
-    from attn_zoo.matrix.drive.run_plan import Engine
-    from attn_zoo.matrix.plan.expand import Plan
-    from attn_zoo.matrix.store.store import Store
+from attn_zoo.errors import AttnZooError, ConfigError
 
 app = typer.Typer(
     name="attn-zoo",
@@ -27,7 +23,9 @@ app = typer.Typer(
 )
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default what the matrix says.")]
-MatrixFile = Annotated[Path, typer.Argument(help="TOML file, see benchmarks/.", show_default=False)]
+MatrixFile = Annotated[
+    str, typer.Argument(help="TOML file, or the name of a shipped matrix: attn-zoo list matrices.", show_default=False)
+]
 Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
 Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.", show_default=False)]
 TimeLimit = Annotated[float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")]
@@ -51,34 +49,79 @@ def main() -> None:
         sys.exit(130)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        import attn_zoo
+        from attn_zoo.console import say
+
+        say(f"attn-zoo {attn_zoo.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Compare attention mechanisms: are they right, what do they cost as sequences grow, what do they buy?"""
+
+
 @app.command("list")
 def list_command(
-    what: Annotated[str, typer.Argument(help="variants or tasks")] = "variants",
+    what: Annotated[str, typer.Argument(help="variants, tasks, matrices, protocols or checks")] = "variants",
     files: VariantFiles = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what is registered, and what could not be loaded."""
-    from attn_zoo.attention import describe
+    """List what there is by name: variants, tasks, matrices, protocols, checks."""
     from attn_zoo.console import print_json, print_table, print_variants, variant_data
-    from attn_zoo.errors import UnknownNameError
-    from attn_zoo.registry import tasks, variants
 
     load_files(files)
-    if what == "tasks":
-        rows = [(name, (tasks[name].__doc__ or "").strip().partition("\n")[0]) for name in tasks]
+    if what != "variants":
+        rows = _summaries(what)
         if as_json:
             print_json([{"name": name, "summary": summary} for name, summary in rows])
         else:
-            print_table("", ("task", "what it is"), rows)
+            print_table("", (_LISTS[what], "what it is"), rows)
         return
-    if what != "variants":
-        raise UnknownNameError("list", what, ["variants", "tasks"])
+    from attn_zoo.attention import describe
+    from attn_zoo.registry import variants
+
     infos = [describe(name) for name in variants]
     failures = [(failure.provider, failure.reason) for failure in variants.failures]
     if as_json:
         print_json({"variants": [variant_data(info) for info in infos], "failures": failures})
     else:
         print_variants(infos, failures)
+
+
+_LISTS = {"tasks": "task", "matrices": "matrix", "protocols": "protocol", "checks": "check"}
+
+
+def _summaries(what: str) -> list[tuple[str, str]]:
+    """Return (name, one line) of everything of a kind."""
+    if what == "tasks":
+        from attn_zoo.registry import tasks
+
+        return [(name, (tasks[name].__doc__ or "").strip().partition("\n")[0]) for name in tasks]
+    if what == "matrices":
+        import tomllib
+
+        from attn_zoo.matrix.plan.schema import shipped_matrices
+
+        texts = {name: path.read_text(encoding="utf-8") for name, path in shipped_matrices().items()}
+        return [(name, tomllib.loads(text).get("description", "")) for name, text in texts.items()]
+    if what == "protocols":
+        from attn_zoo.training.protocol import PROTOCOLS
+
+        return [(name, one.summary) for name, one in PROTOCOLS.items()]
+    if what == "checks":
+        from attn_zoo.conformance import CHECKS
+
+        return [(one.name, one.summary) for one in CHECKS]
+    from attn_zoo.errors import UnknownNameError
+
+    raise UnknownNameError("list", what, ["variants", *_LISTS])
 
 
 @app.command()
@@ -127,23 +170,20 @@ def check(
     """
     from dataclasses import asdict
 
-    from attn_zoo.conformance import exit_code, run_checks
     from attn_zoo.console import print_checks, print_json
 
     load_files(files)
-    results = run_checks(name, _options(option) or None, device=device, checks=only or None)
+    results = api.check(name, _options(option), device=device, only=only or ())
     if as_json:
         print_json([asdict(result) for result in results])
     else:
-        print_checks(name, results)
-    raise typer.Exit(exit_code(results))
+        print_checks(results)
+    raise typer.Exit(int(not results.is_ok))
 
 
 def _options(pairs: list[str] | None) -> dict[str, Any]:
     """Return options given as KEY=VALUE, values in TOML: `proj_len=128`, `sharing="headwise"` (or without quotes)."""
     import tomllib
-
-    from attn_zoo.errors import ConfigError
 
     options: dict[str, Any] = {}
     for pair in pairs or []:
@@ -163,47 +203,6 @@ Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Trainings at once; timi
 ShardOption = Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts only.")]
 
 
-def _shard(text: str | None) -> tuple[int, int] | None:
-    from attn_zoo.errors import ConfigError
-
-    if text is None:
-        return None
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal()):
-        raise ConfigError("--shard", [("", f"expected I/N, such as 1/4; got {text!r}")])
-    return int(index), int(count)
-
-
-def _plan(
-    matrix: Path | dict[str, Any],
-    files: list[Path] | None,
-    *,
-    add: list[str] | None = None,
-    only: list[str] | None = None,
-    device: str | None = None,
-    shard: str | None = None,
-    data_dir: Path | None = None,
-    is_remote: bool = False,
-    should_probe: bool = False,
-) -> Plan:
-    """Return the plan of a matrix file, or of the matrix that a results folder holds."""
-    from attn_zoo.matrix.plan.expand import make_plan
-    from attn_zoo.matrix.plan.schema import load_matrix, restore_matrix
-
-    load_files(files)
-    return make_plan(
-        restore_matrix(matrix) if isinstance(matrix, dict) else load_matrix(matrix),
-        device=device,
-        only=only or (),
-        shard=_shard(shard),
-        add_variants=add or (),
-        variant_files=[str(path.resolve()) for path in files or []],
-        data_dir=data_dir,
-        is_remote=is_remote,
-        should_probe=should_probe,
-    )
-
-
 @app.command()
 def plan(
     matrix: MatrixFile,
@@ -218,7 +217,16 @@ def plan(
     """Show the cells of a matrix: what will run, what is refused and why, and rough estimates. Runs nothing."""
     from attn_zoo.console import print_json, print_plan
 
-    planned = _plan(matrix, files, add=add, only=only, device=device, shard=shard, data_dir=data_dir, should_probe=True)
+    load_files(files)
+    planned = api.plan(
+        matrix,
+        variants=add or (),
+        only=only or (),
+        device=device,
+        shard=shard,
+        data_dir=data_dir,
+        should_probe=True,
+    )
     if as_json:
         print_json([{"id": item.cell.id, "key": item.cell.key, "refusal": item.refusal} for item in planned.cells])
     else:
@@ -243,75 +251,32 @@ def run(
     allow_mixed_env: MixedEnv = False,
 ) -> None:
     """Run a matrix; run it again to go on where it stopped. Ctrl-C is safe."""
-    planned = _plan(
-        matrix, files, add=add, only=only, device=device, shard=shard, data_dir=data_dir, is_remote=engine != "local"
-    )
-    _run(
-        planned,
-        out or Path("runs") / planned.matrix.name,
-        time_limit,
-        retry,
-        _engine(engine, address, jobs),
-        allow_mixed_env,
-        data_dir,
+    load_files(files)
+    _finish(
+        api.run(
+            matrix,
+            out=out,
+            variants=add or (),
+            only=only or (),
+            device=device,
+            shard=shard,
+            time_limit_min=time_limit,
+            retry=retry or (),
+            jobs=jobs,
+            engine=engine,
+            address=address,
+            data_dir=data_dir,
+            allow_mixed_env=allow_mixed_env,
+        )
     )
 
 
-def _run(
-    planned: Plan,
-    folder: Path,
-    time_limit: float | None,
-    retry: list[str] | None,
-    engine: Engine,
-    allow_mixed_env: bool,
-    data_dir: Path | None,
-) -> None:
+def _finish(done: api.Run) -> None:
     from attn_zoo.console import print_summary
-    from attn_zoo.errors import UnknownNameError
-    from attn_zoo.matrix.drive import run_plan as runner
-    from attn_zoo.matrix.drive.progress import make_progress
-    from attn_zoo.matrix.store.store import Store
-    from attn_zoo.records import STATUSES
 
-    for status in retry or []:
-        if status not in STATUSES:
-            raise UnknownNameError("status", status, STATUSES)
-    summary = runner.run(
-        planned,
-        Store(folder),
-        engine=engine,
-        time_limit_min=time_limit,
-        retry_statuses=retry or (),
-        progress=make_progress(),
-        allow_mixed_env=allow_mixed_env,
-        data_dir=data_dir,
-    )
-    print_summary(summary)
-    raise typer.Exit(summary.exit_code)
-
-
-def _engine(name: str, address: str, jobs: int) -> Engine:
-    from attn_zoo.errors import ConfigError, UnknownNameError
-    from attn_zoo.matrix.drive.engines.local import LocalEngine
-
-    if name == "ray":
-        from attn_zoo.matrix.drive.engines.ray import RayEngine
-
-        if jobs != 1:
-            raise ConfigError("--jobs", [("", "is for the local engine; a Ray cluster has a slot for each node")])
-        return RayEngine(address=address)
-    if name != "local":
-        raise UnknownNameError("engine", name, ["local", "ray"])
-    return LocalEngine(jobs)
-
-
-def _stored_plan(store: Store, files: list[Path] | None, data_dir: Path | None = None) -> Plan:
-    """Return the plan of every matrix that was run into a folder."""
-    from dataclasses import replace
-
-    plans = [_plan(matrix, files, data_dir=data_dir) for matrix in store.info().matrices]
-    cells = {item.cell.key: item for one in plans for item in one.cells}
-    return replace(plans[-1], cells=tuple(cells.values()))
+    assert done.summary is not None  # `run` made it
+    print_summary(done.summary)
+    raise typer.Exit(done.summary.exit_code)
 
 
 @app.command()
@@ -319,12 +284,10 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
     """Show what a results folder has, what is left, and what failed with which reason."""
     from attn_zoo.console import print_json, print_standing
     from attn_zoo.matrix.drive.machine_ceilings import ceilings_text
-    from attn_zoo.matrix.drive.run_plan import standing
     from attn_zoo.matrix.store.store import Store
 
-    store = Store(folder)
-    planned, scan = _stored_plan(store, files, data_dir), store.scan()
-    now = standing(planned, list(scan.records.values()), store.repeats.count())
+    load_files(files)
+    store, now = Store(folder), api.status(folder, data_dir)
     if as_json:
         counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
         left = [item.cell.id for item in now.left]
@@ -332,7 +295,7 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
         ceilings = [one.to_dict() for one in store.ceilings()]
         print_json({"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": ceilings})
     else:
-        print_standing(now, scan.problems, [ceilings_text(one) for one in store.ceilings()], folder)
+        print_standing(now, store.scan().problems, [ceilings_text(one) for one in store.ceilings()], folder)
 
 
 @app.command()
@@ -348,20 +311,37 @@ def retry(
     jobs: Jobs = 1,
 ) -> None:
     """Run the cells of a folder again that failed. The old records are kept in its folder `replaced`."""
-    from attn_zoo.matrix.store.store import Store
-    from attn_zoo.records import ANSWERS, STATUSES
-
-    planned = _stored_plan(Store(folder), files, data_dir)
-    statuses = only or [status for status in STATUSES if status not in ANSWERS]
-    _run(planned, folder, time_limit, statuses, _engine("local", "local", jobs), allow_mixed_env, data_dir)
+    load_files(files)
+    _finish(
+        api.run_again(
+            folder,
+            only or (),
+            jobs=jobs,
+            time_limit_min=time_limit,
+            data_dir=data_dir,
+            allow_mixed_env=allow_mixed_env,
+        )
+    )
 
 
 @app.command()
-def new(name: str, folder: Annotated[Path, typer.Option(help="Where to write the file.")] = Path()) -> None:
-    """Write a file with a working variant to start from."""
+def new(
+    name: Annotated[str, typer.Argument(help="Of the variant; or the word matrix.", show_default=False)],
+    matrix: Annotated[str | None, typer.Argument(metavar="[MATRIX]", help="After matrix: its name.")] = None,
+    like: Annotated[str, typer.Option(help="Shipped matrix that a new one starts as a copy of.")] = "quick",
+    folder: Annotated[Path, typer.Option(help="Where to write the file.")] = Path(),
+) -> None:
+    """Write a file to start from: `new NAME` a working variant, `new matrix NAME` a matrix."""
     from attn_zoo.console import say
-    from attn_zoo.scaffold import new_variant
+    from attn_zoo.scaffold import new_matrix, new_variant
 
+    if name == "matrix":
+        path = new_matrix(matrix or "my-matrix", folder, like)
+        say(f"wrote {path}")
+        say(f"next: attn-zoo plan {path}")
+        return
+    if matrix is not None:
+        raise ConfigError("new", [("", f"expected one name, or `new matrix {matrix}`; got {name!r} before it")])
     path = new_variant(name, folder)
     say(f"wrote {path}")
     say(f"next: attn-zoo check {name} --variant-file {path}")
@@ -387,44 +367,42 @@ def report(
     """Write tables, figures and one self-contained report.html; print the tables."""
     from attn_zoo.console import out as console
     from attn_zoo.console import say
-    from attn_zoo.errors import ConfigError
-    from attn_zoo.report import analyse, print_report
-    from attn_zoo.report.pages.write import write_analysis
+    from attn_zoo.report import print_report
 
-    if readme and (len(folders) > 1 or out is not None):
-        raise ConfigError(
-            "--readme", [("", "expected one results folder and no --out: it describes the folder itself")]
-        )
-    analysis = analyse(folders)
-    paths = write_analysis(analysis, out or folders[0], has_readme=readme)
-    print_report(analysis, console)
+    loaded = api.load(folders)
+    page = loaded.report(out, has_readme=readme)
+    print_report(loaded.analysis, console)
     console.print()
-    say(f"wrote {len(paths)} files; open {paths[0]}")
+    say(f"wrote tables and figures; open {page}")
 
 
 @app.command()
 def compare(
     before: Annotated[Path, typer.Argument(help="Results folder, the reference.", show_default=False)],
     after: Annotated[Path, typer.Argument(help="Results folder, the candidate.", show_default=False)],
-    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower.")] = False,
+    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower or a score worse.")] = False,
     allow_other_env: Annotated[bool, typer.Option(help="Compare across machines or versions all the same.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs cell by cell: how far apart, and whether they agree within their intervals."""
+    """Compare two runs, times and scores: how far apart, and whether they agree within their intervals."""
     from attn_zoo.console import out as console
     from attn_zoo.console import print_json
-    from attn_zoo.report.compare import agreement, compare_table
+    from attn_zoo.report.compare import agreement, compare_scores, compare_tables
     from attn_zoo.report.compare import compare as compare_runs
     from attn_zoo.report.tables.table import to_terminal
 
     frame = compare_runs(before, after, allow_other_environment=allow_other_env)
-    table = compare_table(frame)
+    scores = compare_scores(before, after)
+    tables = compare_tables(frame, scores)
     if as_json:
-        print_json(frame.astype(object).where(frame.notna(), None).to_dict(orient="records"))
+        print_json([*frame.astype(object).where(frame.notna(), None).to_dict(orient="records"), *scores])
     else:
-        to_terminal(table, console)
-        console.print(agreement(frame), soft_wrap=True)
-    raise typer.Exit(3 if fail and (frame["verdict"] == "slower").any() else 0)
+        for table in tables:
+            to_terminal(table, console)
+        if not frame.empty:
+            console.print(agreement(frame), soft_wrap=True)
+    verdicts = {*frame["verdict"], *(row["verdict"] for row in scores)}
+    raise typer.Exit(3 if fail and verdicts & {"slower", "worse"} else 0)
 
 
 @app.command()
@@ -432,12 +410,15 @@ def export(
     folders: Folders,
     out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
     fmt: Annotated[str, typer.Option("--format", help="csv, jsonl, parquet, markdown or latex")] = "csv",
+    table: Annotated[
+        str | None, typer.Option(help="Only this table of the report, such as exponents; csv, markdown or latex.")
+    ] = None,
 ) -> None:
-    """Write all observations as one flat file, one row each."""
+    """Write all observations as one flat file, one row each; or the tables of the report."""
     from attn_zoo.console import say
     from attn_zoo.report.export import export as export_runs
 
-    path = export_runs(folders, fmt, out)
+    path = export_runs(folders, fmt, out, table)
     say(f"wrote {path}")
 
 

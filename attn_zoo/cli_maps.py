@@ -20,6 +20,17 @@ CellPattern = Annotated[
 Out = Annotated[Path, typer.Option(help="File to write, .png or .svg.", show_default=False)]
 
 
+def _know(folder: Path | None, files: list[Path] | None) -> None:
+    """Load the files that were named, and what the folder keeps of variants that are not known otherwise."""
+    from attn_zoo.console import err
+    from attn_zoo.matrix.store.kept_sources import load_kept
+
+    load_files(files)
+    for path in load_kept(folder) if folder else []:
+        text = f"not loaded: {path} was not measured by you; if it is needed, read it and say --variant-file {path}"
+        err.print(text, markup=False, soft_wrap=True)
+
+
 def _write(figure: Figure, out: Path) -> None:
     from attn_zoo.console import say
     from attn_zoo.report.figures.style import save_figure
@@ -55,7 +66,7 @@ def attention(
         raise UnknownNameError("pool", pool, get_args(Pool))
     if text is not None and example is not None:
         raise ConfigError("--text", [("", "expected either --text or --example, not both")])
-    load_files(files)
+    _know(folder, files)
     figure = attention_map(
         folder,
         cell,
@@ -97,7 +108,7 @@ def positions(
             raise ConfigError(", ".join(wrong), [("", "a trained model has its own; leave out either these or FOLDER")])
     elif cell is not None:
         raise ConfigError("--cell", [("", "expected a results folder that keeps it")])
-    load_files(files)
+    _know(folder, files)
     figure = position_map(
         folder,
         cell,

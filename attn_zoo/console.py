@@ -16,8 +16,9 @@ from rich.table import Table
 from attn_zoo.metadata import big_o
 
 if TYPE_CHECKING:
+    from attn_zoo.api import Checks
     from attn_zoo.attention.build import VariantInfo
-    from attn_zoo.conformance import CheckResult, MeasuredComplexity
+    from attn_zoo.conformance import MeasuredComplexity
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 
@@ -123,7 +124,8 @@ def print_variant(info: VariantInfo) -> None:
     print_table("Capabilities", ("", ""), shown)
     out.print()
     if info.options:
-        print_table("Options", ("name", "default", "type"), [(o.name, o.default, o.type) for o in info.options])
+        options = [(one.name, one.default, f"{one.summary} ({one.type})".strip()) for one in info.options]
+        print_table("Options", ("name", "default", "what it does"), options)
     else:
         out.print("No options.")
 
@@ -162,24 +164,15 @@ def variant_data(info: VariantInfo) -> dict[str, Any]:
     }
 
 
-def print_checks(name: str, results: Sequence[CheckResult]) -> None:
+def print_checks(results: Checks) -> None:
     """Print one line per check, and beneath the table what failed with its smallest example."""
-    words = {"passed": "passed", "refused": "refused as declared", "not_applicable": "not applicable"}
-    rows = [
-        (r.check, words.get(r.outcome, r.outcome.upper()), "" if r.outcome == "passed" else r.message) for r in results
-    ]
-    print_table(f"Conformance of {name}", ("check", "outcome", "why"), rows)
-    failed = [r for r in results if r.outcome in {"failed", "error"}]
+    print_table(f"Conformance of {results.variant}", ("check", "outcome", "why"), results.rows())
     out.print()
-    for result in failed:
+    for result in results.failed:
         out.print(f"[bold red]{escape(result.check)}[/bold red]: {escape(result.message)}")
         if result.example:
             out.print(f"  smallest example: {escape(result.example)}")
-    counts = {word: sum(r.outcome == word for r in results) for word in ("passed", "refused", "not_applicable")}
-    out.print(
-        f"{counts['passed']} passed, {counts['refused']} refused as declared, "
-        f"{counts['not_applicable']} not applicable, {len(failed)} failed"
-    )
+    out.print(escape(str(results)))
 
 
 def _amount(value: float | None, steps: Sequence[tuple[float, str]]) -> str:
@@ -249,11 +242,14 @@ def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequenc
     """Print what a results folder has, what failed with which reason, what is left, and what its machines could do."""
     counts = Counter(record.status for record in now.done)
     print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
-    failed = [record for record in now.done if record.status != "ok"]
-    if failed:
-        out.print()
-        rows = [(record.cell.id, record.status, record.reason) for record in failed]
-        print_table("Not measured", ("cell", "status", "why"), rows)
+    reasons: dict[tuple[str, str], list[str]] = {}  # beside each cell they would wrap in a narrow terminal
+    for record in now.done:
+        if record.status != "ok":
+            reasons.setdefault((record.status, record.reason), []).append(record.cell.id)
+    for (status, reason), cells in sorted(reasons.items()):
+        out.print(f"\n[bold]{status}[/bold]: {escape(reason)}")
+        for cell in cells:
+            out.print(f"  {escape(cell)}")
     if problems:
         out.print()
         print_table("No records", ("file", "why"), sorted(problems.items()))
@@ -264,6 +260,9 @@ def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequenc
     stale = f"; {len(now.stale)} records are stale: their source or data changed" if now.stale else ""
     other = f"; {len(now.other)} records belong to other matrices" if now.other else ""
     begun = f" ({len(now.begun)} begun: {sum(now.begun.values())} of their repeats are there)" if now.begun else ""
-    out.print(f"{len(now.done)} done, {len(now.left)} left{begun}{stale}{other}", soft_wrap=True)
+    left = f", {len(now.left)} left" if now.has_plan else ""
+    out.print(f"{len(now.done)} done{left}{begun}{stale}{other}")
+    if now.doubt:
+        out.print(escape(now.doubt))
     if any(record.status not in {"ok", "unsupported"} for record in now.done):
         out.print(f"next: attn-zoo retry {escape(str(folder))}", soft_wrap=True)

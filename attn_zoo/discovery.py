@@ -115,6 +115,15 @@ def discover(group: str, guard: Guard, timeout_s: float = IMPORT_TIMEOUT_S) -> l
     return failures
 
 
+def is_entry_point(module: str) -> bool:
+    """Tell whether an installed package offers a module as a provider."""
+    return any(
+        entry.value.partition(":")[0] == module
+        for group in ("attn_zoo.variants", "attn_zoo.tasks")
+        for entry in entry_points(group=group)
+    )
+
+
 def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
     """Import a plain Python file under a name of its own. A second time does nothing.
 

@@ -306,7 +306,7 @@ class Complexity:
         memory_exponent: likewise for memory, inputs and outputs included.
         sequential_ops: operations that cannot be parallelised ("Attention Is All You Need", table 1): a sum of products
             such as `"L / W"`, `"1 (causal: log L)"`, or `DEPENDS_ON_DATA`. `attn-zoo check` compares its growth with
-            what it measures (`attn_zoo.conformance.complexity`).
+            what it measures (`attn_zoo.conformance.checks.complexity`).
         max_path: longest path a signal travels between two positions (same table), likewise.
         flops: forward floating-point operations of the mechanism (a multiply-add counts 2), the linear maps between
             hidden states and what it acts on left out; None where no formula is known. Counted are matrix products,

@@ -298,6 +298,8 @@ class Ceilings(Json):
         copy_bytes_per_s: of a copy too large for a cache, read and written bytes both counted; the fastest of a few.
         peak_flops_per_s: on the maker's data sheet, dense, or None where we know of none.
         peak_bytes_per_s: of the memory, likewise.
+        is_tf32: float32 products on a GPU might round their inputs to TF32, and the data sheet's figure is TF32's. None
+            for everything else, and in older records, whose figure is TF32's although products did not round.
         environment: digest of the environment, described in `run.json`.
         measured: UTC time, ISO 8601.
         idle_watts: drawn by the GPU just before, where it tells.
@@ -313,6 +315,7 @@ class Ceilings(Json):
     copy_bytes_per_s: float
     peak_flops_per_s: float | None = None
     peak_bytes_per_s: float | None = None
+    is_tf32: bool | None = None
     environment: str = ""
     measured: str = ""
     idle_watts: float | None = None
@@ -324,6 +327,12 @@ class Ceilings(Json):
     def subject(self) -> tuple[str, str, str, int | None]:
         """What was measured: environment, device, dtype and threads. One run keeps one entry for each."""
         return self.environment, self.device, self.dtype, self.threads
+
+    @property
+    def sheet_flops_per_s(self) -> float | None:
+        """What the maker promises for the products that were measured; None where we do not know."""
+        is_of_tf32 = self.device == "cuda" and self.dtype == "float32" and self.is_tf32 is None
+        return None if is_of_tf32 else self.peak_flops_per_s
 
     def floor_s(self, flops: float, num_bytes: float) -> float:
         """Return the shortest time that so much work can take: arithmetic and traffic overlap, the longer one counts.

@@ -1,27 +1,30 @@
 """The registry: names of variants and tasks, who provides them, and what was wrong with those that failed to load.
 
-Three ways in, all ending in `register_attention`, `register_mixer` or `register_task`:
+Four ways in, all ending in `register_attention`, `register_mixer` or `register_task`:
 a module of `attn_zoo.variants` or `attn_zoo.tasks`; another package's entry point in the group `attn_zoo.variants` or
-`attn_zoo.tasks`; a plain file (`load_file`, `--variant-file`).
+`attn_zoo.tasks`; a plain file (`load_file`, `--variant-file`); a class typed in a notebook, at a prompt or in a script.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
 
-from attn_zoo.discovery import IMPORT_TIMEOUT_S, LoadFailure, discover, import_file
+from attn_zoo.discovery import IMPORT_TIMEOUT_S, LoadFailure, discover, import_file, is_entry_point
 from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO, Capabilities, Complexity, Form, Reference, Shape
+from attn_zoo.typed_code import has_changed, is_typed, write_typed
 
 if TYPE_CHECKING:
     from attn_zoo.attention.context import BuildContext
@@ -87,7 +90,8 @@ class Variant:
         learner: makes a model of its own that trains by itself, from ours around `mixer`, so that both may be compared
             step by step (an `AbstractLearner` of `attn_zoo.training.learner`); None means that only ours trains.
         provider: package, distribution or file that registered it.
-        source: file that defines it, or an empty string.
+        source: file that defines it, of a typed one a file with what it needs of all that was typed; or empty.
+        no_source: why there is no such file, for people.
     """
 
     name: str
@@ -100,6 +104,7 @@ class Variant:
     learner: Callable[[Any], Any] | None = None
     provider: str = ""
     source: str = ""
+    no_source: str = ""
 
     @property
     def form(self) -> Form:
@@ -155,7 +160,7 @@ class Variant:
     @property
     def digest(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the source file: changes when the code does; or nothing."""
-        path = Path(self.source)  # a notebook names files that do not exist
+        path = Path(self.source)
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
@@ -175,6 +180,7 @@ class Registry(Generic[_Entry]):
     failures: list[LoadFailure] = field(default_factory=list)
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _providers: dict[str, str] = field(default_factory=dict)
+    _plain_files: dict[str, str] = field(default_factory=dict)
     _is_discovered: bool = False
 
     def _load(self) -> None:
@@ -194,26 +200,50 @@ class Registry(Generic[_Entry]):
     def keep_only(self, names: tuple[str, ...]) -> None:
         """Forget everything but `names`."""
         for name in set(self._entries) - set(names):
-            del self._entries[name], self._providers[name]
+            self._forget(name)
 
-    def add(self, name: str, entry: _Entry, provider: str) -> None:
-        """Register `entry`; a name that is taken is an error that names both providers."""
+    def _forget(self, name: str) -> None:
+        del self._entries[name], self._providers[name]
+        self._plain_files.pop(name, None)
+
+    def add(self, name: str, entry: _Entry, provider: str, plain_file: str = "") -> None:
+        """Register `entry`; a name that is taken is an error that names both providers.
+
+        Args:
+            name: of the entry.
+            entry: what is registered; one that was typed may be typed anew.
+            provider: for messages.
+            plain_file: that another process must load first; empty for what discovery finds there too.
+        """
         if not name or not name.replace("_", "a").isalnum() or name != name.lower() or not name.isascii():
             raise ConfigError(
                 provider, [("", f"{self.kind} name must be lower-case letters, digits and '_'; got {name!r}")]
             )
-        if name in self._entries:
+        if name in self._entries and not (is_typed(plain_file) and is_typed(self._plain_files.get(name, ""))):
             raise ConfigError(
                 provider,
                 [("", f"{self.kind} {name!r} is already registered by {self._providers[name]}; choose another name")],
             )
         self._entries[name] = entry
         self._providers[name] = provider
+        if plain_file:
+            self._plain_files[name] = plain_file
+
+    def plain_file(self, name: str) -> str:
+        """Return the plain file that another process must load to know `name`, or an empty string.
+
+        Raises:
+            ConfigError: it was typed, and something it needs was typed anew since.
+        """
+        file = self._plain_files.get(name, "")
+        if has_changed(file):
+            raise ConfigError(name, [("", "something it needs was typed anew since: run the cell that registers it")])
+        return file
 
     def remove(self, name: str) -> None:
-        """Forget `name`: for tests and for replacing a variant in a notebook."""
+        """Forget `name`."""
         self[name]
-        del self._entries[name], self._providers[name]
+        self._forget(name)
 
     def __getitem__(self, name: str) -> _Entry:
         self._load()
@@ -266,12 +296,29 @@ def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> N
     import_file(path, all_or_nothing, timeout_s)
 
 
-def _provider_of(owner: Callable[..., Any]) -> tuple[str, str]:
-    """Return (provider, source file) of a class or function."""
-    source = inspect.getsourcefile(owner) or ""
-    package = owner.__module__.partition(".")[0]
-    is_plain_file = owner.__module__.startswith("attn_zoo_file_")
-    return (Path(source).name if is_plain_file else package), source
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a class comes from; `is_plain`: another process does not find its source by itself."""
+
+    provider: str
+    source: str = ""
+    is_plain: bool = False
+    no_source: str = ""
+
+
+def _origin(owner: type, name: str, frame: FrameType) -> _Origin:
+    """Return where a class comes from that `frame` registers."""
+    is_script = owner.__module__ == "__main__"  # another process must not run all of it
+    if not is_script and getattr(sys.modules.get(owner.__module__), "__file__", None):
+        source = inspect.getsourcefile(owner) or ""
+        # A module that lies beside a notebook is a file to others; one that is installed for us, they find.
+        is_plain = "." not in owner.__module__ and not is_entry_point(owner.__module__)
+        return _Origin(Path(source).name if is_plain else owner.__module__.partition(".")[0], source, is_plain)
+    try:
+        source = write_typed(owner, frame, name)
+    except ConfigError as error:
+        return _Origin(owner.__module__, no_source=error.problems[0][1])
+    return _Origin(Path(source).name, source, is_plain=True)
 
 
 def register_attention(
@@ -335,9 +382,11 @@ def _register(
     learner: Callable[[Any], Any] | None = None,
 ) -> Callable[[_Class], _Class]:
     def decorate(cls: _Class) -> _Class:
-        provider, source = _provider_of(cls)
+        origin = _origin(cls, name, sys._getframe(1))
         if base not in {ancestor.__name__ for ancestor in cls.__mro__}:
-            raise ConfigError(provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")])
+            raise ConfigError(
+                origin.provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")]
+            )
         variant = Variant(
             name=name,
             config=config,
@@ -347,10 +396,11 @@ def _register(
             attention=cls if base == "AbstractAttention" else None,
             mixer=mixer if base == "AbstractAttention" else cls,
             learner=learner,
-            provider=provider,
-            source=source,
+            provider=origin.provider,
+            source=origin.source,
+            no_source=origin.no_source,
         )
-        variants.add(name, variant, provider)
+        variants.add(name, variant, origin.provider, origin.source if origin.is_plain else "")
         cls.variant = variant  # type: ignore[attr-defined]
         return cls
 
@@ -361,7 +411,8 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
     """Register the decorated task class (see `attn_zoo.tasks.abstract_task`) under `name`."""
 
     def decorate(cls: _Class) -> _Class:
-        tasks.add(name, cls, _provider_of(cls)[0])
+        origin = _origin(cls, name, sys._getframe(1))
+        tasks.add(name, cls, origin.provider, origin.source if origin.is_plain else "")
         return cls
 
     return decorate

@@ -1,12 +1,13 @@
-"""`attn-zoo new NAME`: a file with everything a variant needs, that runs and passes its checks before you change it."""
+"""`attn-zoo new`: a file with all that a variant or a matrix needs, that runs before you change it."""
 
 from __future__ import annotations
 
 import keyword
+import re
 from pathlib import Path
 from string import Template
 
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, UnknownNameError
 
 _TEMPLATE = Template('''\
 """$title attention: one line that says what it does.
@@ -16,7 +17,7 @@ Authors YEAR, "Title", arXiv NUMBER, equation.
 Cost: time O(B H L S D), memory O(B H L S).
 
 Check it:    attn-zoo check $name --variant-file $file
-Measure it:  attn-zoo run benchmarks/quick.toml --variant-file $file --add $name
+Measure it:  attn-zoo run quick --variant-file $file --add $name
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attn_zoo import AbstractAttention, Capabilities, Complexity, Reference, Shape, VariantConfig, register_attention
-from attn_zoo.attention.masks import keep_mask, masked_softmax
+from attn_zoo.attention.masks import blank_padding, keep_mask, masked_softmax
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ${cls}Config(VariantConfig):
-    temperature: float = 1.0  # the paper's own knobs, with the paper's defaults
+    \"""The paper's own knobs, with the paper's defaults; `attn-zoo show $name` prints what is said of each.
+
+    Args:
+        temperature: divides the scores; 1 is the paper's.
+    \"""
+
+    temperature: float = 1.0
 
 
 def ${name}_flops(shape: Shape) -> int:
@@ -60,6 +67,7 @@ def ${name}_flops(shape: Shape) -> int:
 )
 class ${cls}Attention(AbstractAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        key, value = (blank_padding(x, key_padding_mask) for x in (key, value))  # may hold anything there, NaN too
         scale = self.build.head_dim**-0.5 / self.config.temperature
         scores = query @ key.transpose(-1, -2) * scale  # [B, H, L, S]
         keep = keep_mask(
@@ -85,16 +93,37 @@ def new_variant(name: str, folder: Path) -> Path:
         raise ConfigError("new", [("", f"expected a name of lower-case letters, digits and '_'; got {name!r}")])
     if name in variants:
         raise ConfigError("new", [("", f"variant {name!r} is already registered by {variants[name].provider}")])
-    path = folder / f"{name}.py"
-    if path.exists():
-        raise ConfigError("new", [("", f"{path} exists; choose another name or remove it")])
     words = name.split("_")
     cls = "".join(word.capitalize() for word in words)
+    text = _TEMPLATE.substitute(name=name, cls=cls, title=" ".join(words).capitalize(), file=f"{name}.py")
+    return _write(folder / f"{name}.py", text)
+
+
+def new_matrix(name: str, folder: Path, like: str) -> Path:
+    """Write `NAME.toml`, a copy of a shipped matrix under another name, and return it.
+
+    Raises:
+        ConfigError: the name cannot be used, or the file exists.
+        UnknownNameError: no such matrix is shipped.
+    """
+    from attn_zoo.matrix.plan.schema import MATRIX_NAME, shipped_matrices
+
+    shipped = shipped_matrices()
+    if like not in shipped:
+        raise UnknownNameError("matrix", like, list(shipped), f"there are {', '.join(shipped)}")
+    if not re.fullmatch(MATRIX_NAME, name):
+        raise ConfigError("new", [("", f"expected a name of letters, digits and . _ -; got {name!r}")])
+    text = shipped[like].read_text(encoding="utf-8")
+    return _write(
+        folder / f"{name}.toml", re.sub(r'^name = ".*"', f'name = "{name}"', text, count=1, flags=re.MULTILINE)
+    )
+
+
+def _write(path: Path, text: str) -> Path:
+    if path.exists():
+        raise ConfigError("new", [("", f"{path} exists; choose another name or remove it")])
     try:
-        path.write_text(
-            _TEMPLATE.substitute(name=name, cls=cls, title=" ".join(words).capitalize(), file=path.name),
-            encoding="utf-8",
-        )
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError("new", [("", f"cannot write {path}: {error.strerror}")]) from error
     return path

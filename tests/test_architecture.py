@@ -31,9 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "folder": {"errors", "records"},
     "statistics": {"errors", "records"},
     "discovery": WORDS,
-    "registry": WORDS | {"discovery", "attention"},  # attention for annotations only
+    "typed_code": WORDS,
+    "registry": WORDS | {"discovery", "typed_code", "attention"},  # attention for annotations only
     "kernels": WORDS,
-    "attention": WORDS | {"registry", "kernels"},
+    "attention": WORDS | {"registry", "typed_code", "kernels"},
     "variants": WORDS | {"registry", "attention", "kernels"},
     "model": WORDS | {"registry", "attention"},
     "tasks": WORDS | {"registry"},
@@ -48,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # The shell on top: imports what it likes.
 TOP = {
+    "api",
     "cli",
     "cli_data",
     "cli_maps",

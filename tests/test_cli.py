@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+import attn_zoo
 from attn_zoo import cli
 from attn_zoo.registry import variants
 
@@ -24,6 +25,8 @@ class Answer(NamedTuple):
 
 
 Call = Callable[..., Answer]
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @pytest.fixture
@@ -61,8 +64,30 @@ def test_list_tasks(call):
     assert "listops" in call("list", "tasks").out
 
 
+def test_the_version_is_that_of_the_package(call):
+    answer = call("--version")
+    assert (answer.code, answer.out) == (0, f"attn-zoo {attn_zoo.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "words"),
+    [
+        ("tasks", "mqar", "recall"),
+        ("matrices", "quick", "three mechanisms"),
+        ("protocols", "cpu-small", "2 layers, width 64"),
+        ("checks", "causality", "future"),
+    ],
+)
+def test_everything_with_a_name_is_listed_with_what_it_is(call, what, name, words):
+    rows = {entry["name"]: entry["summary"] for entry in json.loads(call("list", what, "--json").out)}
+    assert words in rows[name].casefold()
+    assert all(rows.values()), "each says what it is"
+    assert all(each in call("list", what).out for each in rows)
+
+
 def test_lists_fit_eighty_columns(call):
-    for arguments in (["list"], ["list", "tasks"], ["show", "linformer"]):
+    kinds = [["list", what] for what in ("variants", "tasks", "matrices", "protocols", "checks")]
+    for arguments in (*kinds, ["show", "linformer"], ["show", "bigbird"]):
         assert max(len(line) for line in call(*arguments).out.splitlines() if "http" not in line) <= 80, arguments
 
 
@@ -81,6 +106,14 @@ def test_show_prints_source_claims_capabilities_and_options(call):
     assert answer.code == 0
     for text in ("2006.04768", "proj_len", "each compressed key mixes all positions", "N^1"):
         assert text in " ".join(answer.out.split())
+
+
+def test_show_explains_every_option(call):
+    for name in variants:
+        for option in json.loads(call("show", name, "--json").out)["options"]:
+            assert option["summary"], f"{name}: {option['name']}"
+    text = " ".join(call("show", "local_window").out.split())
+    assert "window_size 128 W, positions on either side of a query" in text
 
 
 def test_a_typo_is_one_line_with_the_nearest_name(call):
@@ -129,6 +162,34 @@ def test_a_leak_into_the_past_is_named(call, tmp_path, monkeypatch):
     assert "smallest example" in answer.out
 
 
+def test_a_new_matrix_is_one_to_start_from(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("new", "matrix", "mine").code == 0
+    planned = json.loads(call("plan", "mine.toml", "--json").out)
+    assert [cell["key"] for cell in planned] == [
+        cell["key"] for cell in json.loads(call("plan", "quick", "--json").out)
+    ]
+    assert call("new", "matrix", "--like", "zoo-cpu").code == 0
+    assert 'name = "my-matrix"' in Path("my-matrix.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["matrix", "a b"], "expected a name of letters"),
+        (["matrix", "../up"], "expected a name of letters"),
+        (["matrix", "mine", "--like", "quik"], "did you mean 'quick'"),
+        (["mine", "matrix"], "expected one name"),
+    ],
+)
+def test_new_says_what_it_expected(call, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    answer = call("new", *arguments)
+    assert answer.code == 2
+    assert message in answer.err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["Full", "with-dash", "class", "1st", "ful l", ""])
 def test_new_refuses_names_that_cannot_be_used(call, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -171,6 +232,7 @@ def test_help_is_fast_enough_to_ask_for():
     """Asking for help must not import torch: that alone takes a second."""
     program = """
 import sys
+import attn_zoo
 from attn_zoo import cli
 sys.argv = ["attn-zoo", "--help"]
 try:
@@ -220,6 +282,7 @@ def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path,
     status = call("status", "one")
     assert status.code == 0
     assert "8 done, 0 left" in status.out
+    assert max(len(line) for line in status.out.splitlines()) <= 80
 
     report = call("report", "one", "--readme")
     assert report.code == 0
@@ -228,6 +291,15 @@ def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path,
 
     assert call("export", "one", "--out", "all.csv").code == 0
     assert len(Path("all.csv").read_text().splitlines()) == 9
+
+    table = ("--table", "exponents", "--format", "latex", "--out", "growth.tex")
+    assert call("export", "one", *table).code == 0
+    latex = Path("growth.tex").read_text()
+    assert latex.count(r"\begin{table}") == latex.count(r"\label{tab:exponents}") == 1
+    assert "did you mean 'exponents'" in call("export", "one", "--table", "exponent", "--out", "x").err
+    parquet = call("export", "one", "--table", "exponents", "--format", "parquet", "--out", "x")
+    assert (parquet.code, "expected one of csv, markdown, latex" in parquet.err) == (2, True)
+    assert not Path("x").exists()
 
     shutil.copytree("one", "two")
     kept = [path for path in Path("two", "cells").iterdir() if json.loads(path.read_text())["status"] == "ok"]
@@ -259,6 +331,9 @@ def test_a_broken_matrix_is_reported_whole_and_nothing_is_written(call, tmp_path
         ("run", "tiny.toml", "--engine", "rai"),
         ("run", "tiny.toml", "--only", "nothing/*"),
         ("run", "tiny.toml", "--retry", "tiemout"),
+        ("run", "tiny.toml", "--device", "gpu"),
+        ("plan", "tiny.toml", "--device", "gpu"),
+        ("check", "full", "--device", "gpu"),
         ("data", "show", "listop"),
         ("data", "show", "listops", "--level", "shrt"),
     ],
@@ -271,6 +346,65 @@ def test_mistakes_are_one_message_with_exit_code_two(call, tmp_path, monkeypatch
     assert answer.err.strip()
     assert "Traceback" not in answer.err
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
+
+
+def test_a_device_that_is_not_there_is_an_error_and_no_record(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    Path("tiny.toml").write_text(TINY)
+    Path("gpu.toml").write_text(TINY.replace("[defaults]", '[defaults]\ndevice = "cuda"'))
+    assert "did you mean 'cuda'?" in call("run", "tiny.toml", "--device", "gpu").err
+    for arguments in (["run", "tiny.toml", "--device", "cuda"], ["run", "gpu.toml"]):
+        answer = call(*arguments)
+        assert answer.code == 2
+        assert "no CUDA device here" in answer.err
+    assert not Path("runs").exists()
+    assert "6 to run" in call("plan", "gpu.toml", "--device", "cpu").out
+
+
+def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monkeypatch):
+    """Where it was measured its source is at hand; elsewhere nothing of it is run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
+    before = tuple(variants)
+    try:
+        call("new", "my_kept")
+        Path("tiny.toml").write_text(TINY.replace('["full", "linformer"]', '["full"]'))
+        done = call("run", "tiny.toml", "--variant-file", "my_kept.py", "--add", "my_kept", "--out", "one")
+        assert done.code == 0, done.err
+
+        def forget() -> None:
+            variants.keep_only(before)
+            for name in [name for name in sys.modules if name.startswith("attn_zoo_file_my_kept")]:
+                del sys.modules[name]
+
+        forget()
+        Path("my_kept.py").unlink()
+        assert "8 done, 0 left" in call("status", "one").out
+        forget()
+        monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "of somebody else"))
+        assert "8 done, 0 left" in call("status", "one").out
+        for arguments in (["report", "one"], ["export", "one", "--out", "all.csv"], ["compare", "one", "one"]):
+            assert call(*arguments).code == 0
+        assert "my_kept" not in variants
+        retry = call("retry", "one")
+        assert retry.code == 2
+        assert "unknown variant 'my_kept'" in retry.err
+        source = Path("one/sources/my_kept/my_kept.py")
+        assert f"{source} was not measured by you: read it, then load it (--variant-file)" in retry.err
+        assert call("retry", "one", "--variant-file", str(source)).code == 0
+    finally:
+        variants.keep_only(before)
+
+
+def test_the_status_of_an_older_folder_says_what_is_not_known(call):
+    """One of variants that are not registered here, from before folders said what was planned."""
+    answer = call("status", str(RESULTS / "xeon-2cores" / "peers-cpu"))
+    assert answer.code == 0
+    assert max(len(line) for line in answer.out.splitlines()) <= 80
+    text = " ".join(answer.out.split())
+    assert "75 done what is left, and what changed since, is not known: unknown variant 'plain_sdpa'" in text
+    assert "unsupported: flex_bigbird: FlexAttention has no backward pass on a CPU FlexAttention bigbird/" in text
 
 
 def test_doctor_says_what_runs_here(call):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from attn_zoo.attention.context import BuildContext
 from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
@@ -12,15 +13,17 @@ from attn_zoo.attention.multihead import MultiHeadMixer
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 from attn_zoo.registry import Variant, make_config, variants
+from attn_zoo.typed_code import is_typed
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a variant: its name, type as written, and default."""
+    """One option of a variant: its name, type, default, and what the config's docstring says of it."""
 
     name: str
     type: str
     default: Any
+    summary: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,10 +132,16 @@ def describe(name: str) -> VariantInfo:
     """
     variant = variants[name]
     owner = variant.attention or variant.mixer
-    module = inspect.getmodule(owner)
+    module = None if is_typed(variant.source) else inspect.getmodule(owner)
     documentation = (module.__doc__ if module else None) or (owner.__doc__ if owner else None) or ""
+    explained, hints = _arguments(inspect.getdoc(variant.config) or ""), get_type_hints(variant.config)
     options = tuple(
-        Option(item.name, str(item.type), item.default if item.default is not MISSING else None)
+        Option(
+            item.name,
+            inspect.formatannotation(hints[item.name]).replace("typing.", ""),
+            item.default if item.default is not MISSING else None,
+            explained.get(item.name, ""),
+        )
         for item in fields(variant.config)
     )
     return VariantInfo(
@@ -145,3 +154,10 @@ def describe(name: str) -> VariantInfo:
         provider=variant.provider,
         source=variant.source,
     )
+
+
+def _arguments(documentation: str) -> dict[str, str]:
+    """Return what the section `Args` of a docstring says of each name."""
+    section = re.search(r"^Args:\n((?:[ \t].*\n?|\n)*)", documentation, re.MULTILINE)
+    entries = re.split(r"^ {4}(\w+):", section[1], flags=re.MULTILINE)[1:] if section else []
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}

@@ -61,13 +61,19 @@ class _Bound(nn.Module):
         self._refuse(Request(is_causal=self.build.is_causal, is_cross=self.build.is_cross, needs_decode=True))
         raise UnsupportedError("decode", f"{type(self).__name__} cannot decode step by step")
 
-    def _require_state(self) -> None:
-        """Raise `UnsupportedError` unless this module keeps a state: the variant decodes, and it was built causal."""
+    def _require_state(self, key_padding_mask: Tensor | None = None) -> None:
+        """Raise `UnsupportedError` unless this module keeps a state: the variant decodes, and it was built causal.
+
+        A mask is refused: all entries of a state stand at one position.
+        """
         self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
+        name = type(self).__name__ if self.variant is None else self.variant.name
         if not self.build.is_causal:
-            name = type(self).__name__ if self.variant is None else self.variant.name
             reason = "decoding needs is_causal=True; later tokens would change the past"
             raise UnsupportedError("decode", f"{name}: {reason}")
+        if key_padding_mask is not None:
+            reason = "the entries of a state are all at one position; decode prompts of unlike length in batches apart"
+            raise UnsupportedError("key_padding_mask", f"{name}: {reason}")
 
     def _remember(self, signature: Hashable) -> None:
         if len(self._checked) >= MAX_SIGNATURES:
@@ -123,7 +129,9 @@ class AbstractAttention(_Bound, ABC):
             query: `[B, H, L, D]`.
             key: `[B, G, S, D]`.
             value: `[B, G, S, D]`.
-            key_padding_mask: bool `[B, S]`, True = padding, must not influence the output.
+            key_padding_mask: bool `[B, S]`, True = padding: keys and values there may hold anything, NaN and infinities
+                too, and influence neither the output nor any gradient (`attention.masks.blank_padding`). It is read
+                at every call; entries of a batch may differ in any way.
 
         Returns:
             `[B, H, L, D]`; zeros where every key of a row is padding.
@@ -147,7 +155,12 @@ class AbstractAttention(_Bound, ABC):
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> Any:
-        """Return the empty decode state for `batch_size` sequences.
+        """Return the empty decode state for `batch_size` sequences, which are all at the same position.
+
+        A state is a value. `step` and `prefill` leave the one they are given as it is: it may be continued in several
+        ways, and states of other sequences, at other positions, in turns with it. So nothing that belongs to a
+        sequence is kept in the module. A variant whose states can be used only once raises `UnsupportedError` when
+        one is used again.
 
         Raises:
             UnsupportedError: the variant cannot decode step by step.
@@ -174,7 +187,8 @@ class AbstractAttention(_Bound, ABC):
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Attend from n new positions, each to all before it: the causal forward that starts from a state.
 
-        By default the positions are stepped through; a variant that can read them at once overrides this.
+        By default the positions are stepped through; a variant that can read them at once overrides this. There is no
+        padding: prompts of unlike length are read in batches of one length each.
 
         Args:
             query: `[B, H, n, D]`.
@@ -260,10 +274,13 @@ class AbstractMixer(_Bound, ABC):
         Args:
             hidden: `[B, L, E]`.
             context: `[B, S, E]` to attend to, for cross-attention; None means `hidden` itself.
-            key_padding_mask: bool `[B, S]`, True = padding, must not influence the output.
+            key_padding_mask: bool `[B, S]`, True = padding: tokens there may hold anything, NaN and infinities too, and
+                influence neither the output at other positions nor any gradient. Blank them before they are
+                projected (`attention.masks.blank_padding`): the gradient of a weight sums over all tokens, and
+                0 * NaN = NaN.
 
         Returns:
-            `[B, L, E]`; `Mixed` exactly where the variant declares `has_carry`.
+            `[B, L, E]`, of no use at padded positions; `Mixed` exactly where the variant declares `has_carry`.
         """
 
     def init_carry(self, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> Tensor | None:
@@ -295,8 +312,17 @@ class AbstractMixer(_Bound, ABC):
     ) -> Any:
         """Return the empty decode state; in cross-attention it holds what was computed from `context`.
 
+        A state is a value, and all its entries are at one position; as `AbstractAttention.init_state`.
+
+        Args:
+            batch_size: number of sequences.
+            context: `[B, S, E]`, in cross-attention.
+            key_padding_mask: bool `[B, S]` of the context; refused where there is none.
+            device: of the state.
+            dtype: of the hidden states to come; None means that of the parameters.
+
         Raises:
-            UnsupportedError: the variant cannot decode step by step.
+            UnsupportedError: the variant cannot decode step by step, or not with padding.
         """
         self._refuse_decode()
 
@@ -311,7 +337,8 @@ class AbstractMixer(_Bound, ABC):
     def prefill(self, hidden: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Mix n new positions, each with all before it: the causal forward that starts from a state.
 
-        By default the positions are stepped through; a variant that can read them at once overrides this.
+        By default the positions are stepped through; a variant that can read them at once overrides this. There is no
+        padding: prompts of unlike length are read in batches of one length each.
 
         Args:
             hidden: `[B, n, E]`.

@@ -1,8 +1,8 @@
-"""Decode state: what a variant keeps between steps, explicit, and measurable in bytes."""
+"""Decode state: what a variant keeps between steps, explicit, a value, and measurable in bytes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys and values so far, in buffers that double when they are full, so that a step costs O(1) copies on average.
+
+    A cache is a value: `append` leaves it as it is, so it may be continued in several ways, as beam search does. The
+    first continuation writes behind it in the same buffers, any other one copies them first.
 
     Args:
         key: buffer `[B, G, capacity, D]`.
@@ -21,6 +24,8 @@ class KVCache:
     key: Tensor
     value: Tensor
     length: int = 0
+    # One number that all caches in the same buffers share: up to where one of them has written. Empty: not known.
+    _taken: list[int] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def empty(
@@ -37,7 +42,7 @@ class KVCache:
         return cls(buffer, buffer.clone())
 
     def append(self, key: Tensor, value: Tensor) -> KVCache:
-        """Return the cache with `[B, G, n, D]` more positions. The old one must not be used any more.
+        """Return the cache with `[B, G, n, D]` more positions; this one stays as it is.
 
         Raises:
             ValueError: shape, dtype or device is not that of the cache.
@@ -51,16 +56,19 @@ class KVCache:
                     f"{name}: expected dtype and device of the cache ({self.key.dtype}, {self.key.device}); "
                     f"got {new.dtype}, {new.device}: give them to init_state"
                 )
-        length = self.length + key.shape[2]
-        key_buffer, value_buffer = self.key, self.value
-        if length > self.key.shape[2]:
-            room = [*self.key.shape[:2], max(length, 2 * self.key.shape[2]) - self.length, self.key.shape[3]]
+        length, capacity = self.length + key.shape[2], self.key.shape[2]
+        key_buffer, value_buffer, taken = self.key, self.value, self._taken
+        if length > capacity or taken != [self.length]:  # no room, or another continuation is in it
+            capacity = capacity if length <= capacity else max(length, 2 * capacity)
+            room = [*self.key.shape[:2], capacity - self.length, self.key.shape[3]]
             key_buffer, value_buffer = (
                 torch.cat([old[:, :, : self.length], old.new_zeros(room)], dim=2) for old in (self.key, self.value)
             )
+            taken = [self.length]
         key_buffer[:, :, self.length : length] = key
         value_buffer[:, :, self.length : length] = value
-        return KVCache(key_buffer, value_buffer, length)
+        taken[0] = length
+        return KVCache(key_buffer, value_buffer, length, taken)
 
     @property
     def keys(self) -> Tensor:

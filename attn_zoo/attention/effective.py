@@ -158,7 +158,7 @@ def attention_call(
     if not isinstance(mixer, MultiHeadMixer):
         raise UnsupportedError("effective_weights", f"{name}: it mixes hidden states without heads that attend")
     with _evaluating(mixer):
-        query, key, value = mixer._project(hidden, context)
+        query, key, value = mixer._project(hidden, context, key_padding_mask)
         call = AttentionCall(mixer.attention, query, key, value, key_padding_mask)
         expected = mixer(hidden, context=context, key_padding_mask=key_padding_mask)
         output = mixer._merge(call(value))

@@ -71,6 +71,20 @@ def blank_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return tokens.masked_fill(mask if tokens.dim() == 3 else mask[:, None], 0.0)
 
 
+def finite_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Zero NaN and infinities at padded positions of hidden states `[B, S, E]` that are projected as queries too.
+
+    The gradient of a weight sums over all tokens, and 0 * NaN = NaN. Anything finite stays, so that a padded query
+    gets what any other would; a finite number whose projection overflows is not found. On a CPU one sum, which only
+    reads, mostly shows that there is nothing to do.
+    """
+    if key_padding_mask is None:
+        return tokens
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and bool(tokens.detach().sum().isfinite()):
+        return tokens
+    return torch.where(key_padding_mask[..., None], tokens.nan_to_num(0.0, 0.0, 0.0), tokens)
+
+
 def harmless_padding(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:

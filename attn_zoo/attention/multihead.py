@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
+from attn_zoo.attention.masks import finite_padding
 from attn_zoo.attention.rotary import rotate
 from attn_zoo.errors import ConfigError
 from attn_zoo.metadata import Request
@@ -63,8 +64,13 @@ class MultiHeadMixer(AbstractMixer):
         heads: Tensor = projected.unflatten(-1, (num_heads, self.build.head_dim))
         return heads.transpose(1, 2)  # [B, H, L, D]
 
-    def _project(self, hidden: Tensor, context: Tensor | None, position: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        build, keys = self.build, hidden if context is None else context
+    def _project(
+        self, hidden: Tensor, context: Tensor | None, mask: Tensor | None = None, position: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        build = self.build
+        keys = finite_padding(hidden if context is None else context, mask)
+        if context is None:
+            hidden = keys
         query = self._heads(hidden, self.query_proj, build.num_heads)
         key = self._heads(keys, self.key_proj, build.num_kv_heads)
         value = self._heads(keys, self.value_proj, build.num_kv_heads)
@@ -80,12 +86,12 @@ class MultiHeadMixer(AbstractMixer):
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         """Mix positions through the attention; shapes as in `AbstractMixer.forward`."""
-        query, key, value = self._project(hidden, context)
+        query, key, value = self._project(hidden, context, key_padding_mask)
         return self._merge(self.attention(query, key, value, key_padding_mask=key_padding_mask))
 
     def route(self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None) -> Any:
         """Return what the attention chooses for the projected heads."""
-        query, key, _ = self._project(hidden, context)
+        query, key, _ = self._project(hidden, context, key_padding_mask)
         return self.attention.route(query, key, key_padding_mask=key_padding_mask)
 
     def reference(
@@ -97,7 +103,7 @@ class MultiHeadMixer(AbstractMixer):
         routing: Any = None,
     ) -> Tensor:
         """Mix positions through the attention's readable reference, under `routing` where one is given."""
-        query, key, value = self._project(hidden, context)
+        query, key, value = self._project(hidden, context, key_padding_mask)
         given = {} if routing is None else {"routing": routing}
         return self._merge(self.attention.reference(query, key, value, key_padding_mask=key_padding_mask, **given))
 
@@ -117,11 +123,13 @@ class MultiHeadMixer(AbstractMixer):
         """
         dtype = self.key_proj.weight.dtype if dtype is None else dtype
         if not self.build.is_cross:
+            if key_padding_mask is not None:
+                self._require_state(key_padding_mask)
             return MixerState(self.attention.init_state(batch_size, device=device, dtype=dtype))
         if context is None or context.shape[0] != batch_size:
             got = "none" if context is None else list(context.shape)
             raise ValueError(f"context: expected [B, S, E] with B = {batch_size} to decode across; got {got}")
-        _, key, value = self._project(context[:, :1], context)
+        _, key, value = self._project(context[:, :1], context, key_padding_mask)
         return MixerState(None, key=key, value=value, key_padding_mask=key_padding_mask)
 
     def step(self, hidden: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
@@ -149,6 +157,6 @@ class MultiHeadMixer(AbstractMixer):
             return self._merge(output), replace(state, position=position)
         if not self.build.is_cross:
             self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
-        query, key, value = self._project(hidden, None, state.position)
+        query, key, value = self._project(hidden, None, position=state.position)
         output, inner = attend(query, key, value, state.attention)
         return self._merge(output), MixerState(inner, position)

@@ -5,10 +5,10 @@ subset that runs before anything is timed. `measure_complexity(name)` measures h
 length grow. None of them knows any variant by name.
 """
 
-from attn_zoo.conformance.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, exit_code
-from attn_zoo.conformance.complexity import Growth, MeasuredComplexity, measure_complexity
-from attn_zoo.conformance.gate import GATE_CHECKS, gate
+from attn_zoo.conformance.checks.all_checks import CHECKS
+from attn_zoo.conformance.checks.complexity import Growth, MeasuredComplexity, measure_complexity
+from attn_zoo.conformance.gate import GATE_CHECKS, gate, gate_model
 from attn_zoo.conformance.own_length import check_output
 from attn_zoo.conformance.runner import run_checks
 
@@ -23,6 +23,7 @@ __all__ = [
     "check_output",
     "exit_code",
     "gate",
+    "gate_model",
     "measure_complexity",
     "run_checks",
 ]

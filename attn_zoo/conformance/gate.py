@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from uuid import uuid4
 
 import torch
+from torch import nn
 
-from attn_zoo.attention import BuildContext
+from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.conformance.lengths import across_blocks, fitting
 from attn_zoo.conformance.runner import find_checks, run_one
 from attn_zoo.conformance.subject import Subject
@@ -24,14 +25,16 @@ GATE_CHECKS = (
     "batch_invariance",
     "causality",
     "padding_content",
+    "padding_patterns",
     "matches_reference",
     "matches_oracle",
+    "modes",
     "uninitialised_memory",
 )
 """What is checked before a timing: everything that would make the timing one of something else."""
 
-LENGTH_CHECKS = ("shape_and_dtype", "matches_reference")
-"""What is checked again where all of it held at another length before: parameters and patterns depend on the length."""
+CHECKS_AGAIN = ("shape_and_dtype", "causality", "padding_content", "matches_reference", "matches_oracle")
+"""What is checked again where all of it held at another length or in another layer: parameters and patterns differ."""
 
 SHORT_LEN, LONG_LEN = 7, 131  # odd, so that no block size divides them; long enough for several blocks
 SPAN_LEN = 709  # for one comparison of outputs: eleven blocks of 64 and a ragged one
@@ -47,6 +50,7 @@ def gate(
     seq_len: int,
     form: Form | None = None,
     has_padding: bool = True,
+    is_training: bool = False,
 ) -> tuple[str, ...]:
     """Check a variant as a cell is about to use it; return the names of the checks that had something to check.
 
@@ -62,6 +66,8 @@ def gate(
         seq_len: of the cell; the gate itself uses at most 709 tokens, or one multiple of the variant more.
         form: `"attention"` or `"mixer"`, whichever the cell calls; None means every form the variant wrote itself.
         has_padding: the cell pads. Where it does not, and a named kernel takes no mask, the checks go without.
+        is_training: the cell calls the module in training mode. The checks do so too: without dropout, so that outputs
+            can be compared, and with it where `build` has it.
 
     Raises:
         GateError: a check failed; the message has the smallest example found.
@@ -83,37 +89,41 @@ def gate(
     multiple = capabilities.seq_len_multiple
     short, long, span = (min(-(-length // multiple) * multiple, seq_len) for length in (SHORT_LEN, LONG_LEN, SPAN_LEN))
     forms: list[Form] = [] if variant.attention is None else ["attention"]
-    if form is not None:
+    if form == "attention":
         forms = [form]
-    elif variant.mixer is not None:  # the shared mixer around an attention adds nothing of its own
+    elif form == "mixer" or variant.mixer is not None:  # the shared mixer around an attention adds nothing of its own
         forms.append("mixer")
     # Parameters may grow with the longest length: a gate must not cost more for a longer cell.
     build = replace(build, max_seq_len=min(build.max_seq_len, span))
-    anywhere = replace(build, max_seq_len=1)
+    anywhere = replace(build, max_seq_len=1, layer_index=0)
     classes = [f"{cls.__module__}.{cls.__qualname__}" for cls in (variant.attention, variant.mixer) if cls is not None]
     # Code in no file, such as a notebook's, may change under its name: it is asked each time.
     digest = variant.digest or uuid4().hex
     what = (name, digest, classes, capabilities, config_digest(config))
-    any_length = (*what, anywhere, dtype, device, torch.get_num_threads(), short, long, forms, has_padding)
-    key = subject_key(*any_length, build.max_seq_len, span)
+    any_length = (*what, anywhere, dtype, device, torch.get_num_threads(), short, long, form, has_padding, is_training)
+    key = subject_key(*any_length, build.max_seq_len, build.layer_index, span)
     if (verdict := find(key)) is not None:
         return verdict.checked()
-    known = find(subject_key(*any_length)) if span > long else None
+    known = find(subject_key(*any_length)) if span > long or build.layer_index else None
     held: dict[str, None] = dict.fromkeys(known.held if known else ())
     for each in forms:
         subject = Subject(
             variant=variant,
             form=each,
             options=options,
-            build=build,
+            build=replace(build, dropout_p=0.0) if is_training else build,
             dtypes=(getattr(torch, dtype),),
             lengths=tuple(sorted({short, long})),
             spans=fitting((*across_blocks(config), span), multiple, span) if span > long else (),
             device=device,
             is_fixed=True,
             may_refuse=True,
+            is_training=is_training,
+            dropout_p=build.dropout_p if is_training else 0.0,
         )
-        for check in find_checks(GATE_CHECKS if known is None else LENGTH_CHECKS):
+        # A shared mixer is compared as a mixer, but only its heads can be compared with exact attention.
+        names = ("matches_oracle",) if form not in (None, each) else GATE_CHECKS if known is None else CHECKS_AGAIN
+        for check in find_checks(names):
             if each not in check.forms:
                 continue
             result = run_one(check, subject)
@@ -125,9 +135,44 @@ def gate(
             if result.is_bad:
                 detail = f"{result.message} ({result.example})" if result.example else result.message
                 return keep(key, Verdict(failed=check.name, message=f"{name}: {detail}")).checked()
-            if result.outcome == "refused" and check.name == "shape_and_dtype":
+            if result.outcome == "refused" and form in (None, each) and check.name == "shape_and_dtype":
                 raise UnsupportedError("options", result.message)
             if result.outcome == "passed":
                 held[check.name] = None
     keep(subject_key(*any_length), Verdict(held=tuple(held)))
     return keep(key, Verdict(held=tuple(held))).checked()
+
+
+def gate_model(model: nn.Module, *, dtype: str, device: str, has_padding: bool) -> tuple[str, ...]:
+    """Check every mixer of a model that is about to train as the model built it: each layer, each direction.
+
+    Args:
+        model: holds the mixers.
+        dtype: working type of the training.
+        device: of the training.
+        has_padding: its batches are padded.
+
+    Returns:
+        The names of the checks that had something to check in any mixer.
+
+    Raises:
+        GateError, MemoryError, torch.OutOfMemoryError, UnsupportedError: as `gate`.
+    """
+    held: dict[str, None] = {}
+    for mixer in model.modules():
+        if not isinstance(mixer, AbstractMixer) or mixer.variant is None:
+            continue
+        held |= dict.fromkeys(
+            gate(
+                mixer.variant.name,
+                asdict(mixer.config),
+                mixer.build,
+                dtype=dtype,
+                device=device,
+                seq_len=mixer.build.max_seq_len,
+                form="mixer",
+                has_padding=has_padding,
+                is_training=True,
+            )
+        )
+    return tuple(held)

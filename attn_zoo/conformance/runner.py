@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.all_checks import CHECKS
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
+from attn_zoo.conformance.checks.all_checks import CHECKS
+from attn_zoo.conformance.global_state import restored
 from attn_zoo.conformance.lengths import FEW_LENGTHS, LENGTHS, LONGEST, SPANS, across_blocks, fitting
 from attn_zoo.conformance.subject import Subject
-from attn_zoo.errors import UnknownNameError, UnsupportedError
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES, Form
 from attn_zoo.registry import Variant, make_config, variants
 
@@ -139,7 +140,7 @@ def run_one(check: Check, subject: Subject) -> CheckResult:
     """Run one check over one subject; whatever is raised becomes part of the result."""
     devices: list[int] | None = None if subject.device != "cpu" else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), restored():
             finding = check.run(subject)
     except Violation as violation:
         return CheckResult(check=check.name, outcome="failed", message=violation.message, example=violation.example)
@@ -148,6 +149,9 @@ def run_one(check: Check, subject: Subject) -> CheckResult:
             return CheckResult(check=check.name, outcome="refused", message=error.reason)
         message = f"refuses what its capabilities declare ({error.capability}): {error.reason}"
         return CheckResult(check=check.name, outcome="failed", message=message, example=_words(subject))
+    except ConfigError as error:  # sizes or options that do not fit each other, which a cell would be told too
+        outcome: Outcome = "refused" if subject.may_refuse else "failed"
+        return CheckResult(check=check.name, outcome=outcome, message=str(error), example=_words(subject))
     except (MemoryError, torch.OutOfMemoryError) as error:
         return CheckResult(check=check.name, outcome="error", message=_describe(error), example=_words(subject))
     except Exception as error:  # a variant may raise anything, and that is the finding

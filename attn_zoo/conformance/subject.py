@@ -157,6 +157,8 @@ class Subject:
         has_masks: try padding too, where the variant admits it.
         is_fixed: check only the context in `build` (the gate), not every direction the variant declares.
         may_refuse: an `UnsupportedError` is an answer, because the options may narrow what the variant can do.
+        is_training: build in training mode, as a cell with a backward runs it; else in evaluation.
+        dropout_p: at which the check of dropout asks; nothing drops in any other.
     """
 
     variant: Variant
@@ -170,6 +172,8 @@ class Subject:
     has_masks: bool = True
     is_fixed: bool = False
     may_refuse: bool = False
+    is_training: bool = False
+    dropout_p: float = 0.4
     _modules: dict[tuple[BuildContext, torch.dtype], Module] = field(default_factory=dict, compare=False)
 
     @property
@@ -243,7 +247,7 @@ class Subject:
         torch_seed: int = 0,
         options: Mapping[str, Any] | None = None,
     ) -> Module:
-        """Return a new module in evaluation mode.
+        """Return a new module in the subject's mode.
 
         Args:
             build: its context.
@@ -260,7 +264,7 @@ class Subject:
             torch.manual_seed(torch_seed)
             make = build_attention if self.form == "attention" else build_mixer
             module: Module = make(self.variant.name, build, **options)
-        return module.to(device=self.device, dtype=self.dtype if dtype is None else dtype).eval()
+        return module.to(device=self.device, dtype=self.dtype if dtype is None else dtype).train(self.is_training)
 
     def module(self, build: BuildContext, *, seq_len: int = 0, dtype: torch.dtype | None = None) -> Module:
         """Return the module for `build`, made once per check; callers leave it as it is."""

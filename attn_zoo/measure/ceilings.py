@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +23,10 @@ GUARDED_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """From the maker's data sheet, dense. float32 counts as TF32, so that the figure is an upper bound either way.
+    """From the maker's data sheet, dense.
 
     Args:
-        flops_per_s: by dtype name.
+        flops_per_s: by dtype name; `"tf32"` is what float32 products reach that may round their inputs.
         bytes_per_s: of the memory.
     """
 
@@ -33,8 +34,9 @@ class Peak:
     bytes_per_s: float
 
 
-def _peak(half: float, tf32: float, double: float, bytes_per_s: float) -> Peak:
-    rates = {"bfloat16": half, "float16": half, "float32": tf32, "float64": double}
+def _peak(half: float, tf32: float, single: float, bytes_per_s: float) -> Peak:
+    # On all of these the tensor cores do float64 at the rate at which the others do float32.
+    rates = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single, "float64": single}
     return Peak(flops_per_s=MappingProxyType(rates), bytes_per_s=bytes_per_s)
 
 
@@ -106,17 +108,24 @@ def measure_ceilings(
     device = torch.device(device)
     copied = _copy_rate(device, budget_s)
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    is_tf32 = {dtype: _rounds_to_tf32() if device.type == "cuda" and dtype == "float32" else None for dtype in dtypes}
     return tuple(
         Ceilings(
             device=device.type,
             dtype=dtype,
             matmul_flops_per_s=_matmul_rate(device, getattr(torch, dtype), budget_s),
             copy_bytes_per_s=copied,
-            peak_flops_per_s=peak.flops_per_s.get(dtype) if peak else None,
+            peak_flops_per_s=peak.flops_per_s.get("tf32" if is_tf32[dtype] else dtype) if peak else None,
             peak_bytes_per_s=peak.bytes_per_s if peak else None,
+            is_tf32=is_tf32[dtype],
         )
         for dtype in dtypes
     )
+
+
+def _rounds_to_tf32() -> bool:
+    """Return whether float32 products on a GPU may round their inputs; the variable forbids whatever torch allows."""
+    return os.environ.get("NVIDIA_TF32_OVERRIDE") != "0" and torch.get_float32_matmul_precision() != "highest"
 
 
 def exceeds_physical(
@@ -126,7 +135,7 @@ def exceeds_physical(
 
     Args:
         device_name: as the driver gives it; one without a data sheet here is never accused.
-        dtype: name of the floating-point type.
+        dtype: name of the floating-point type; float32 may be TF32 underneath.
         seconds: measured.
         flops: operations really done: for a sparse mechanism not those of the dense one.
         num_bytes: that must have moved.
@@ -134,7 +143,7 @@ def exceeds_physical(
     peak = peak_of(device_name)
     if peak is None:
         return None
-    limit = peak.flops_per_s.get(dtype)
+    limit = peak.flops_per_s.get("tf32" if dtype == "float32" else dtype)
     if flops is not None and limit is not None and flops > limit * seconds:
         return (
             f"{flops / seconds / 1e12:.0f} TFLOP/s is above the peak of {device_name} ({limit / 1e12:.0f} in {dtype})"

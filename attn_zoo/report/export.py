@@ -16,8 +16,8 @@ from attn_zoo.records import Cell, Memory, Record, Score, Timing
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.observations import Observation, read_results
 from attn_zoo.report.measurements import token_rates
-from attn_zoo.report.tables.all_tables import summary_tables
-from attn_zoo.report.tables.table import guard_frame, to_latex, to_markdown
+from attn_zoo.report.tables.all_tables import find_table, summary_tables
+from attn_zoo.report.tables.table import Table, guard_frame, to_csv, to_latex, to_markdown
 from attn_zoo.whole_files import write_whole
 
 _LEFT_OUT = {"label", "environment", "trace", "cell", "timing", "memory", "score"}
@@ -123,13 +123,14 @@ def _plain(value: Any, kind: str) -> Any:
     return "" if value is None and kind == "string" else value
 
 
-def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
+def export(dirs: Iterable[str | Path], fmt: str, out: str | Path, table: str | None = None) -> Path:
     """Write `dirs` in one format to `out` (replaced if it exists) and return its path.
 
     Args:
         dirs: results folders.
-        fmt: one of `FORMATS`.
+        fmt: one of `FORMATS`; of a single table one of `TABLE_FORMATS`.
         out: file to write.
+        table: name of the only table to write, such as `"exponents"`.
 
     `csv`, `jsonl` and `parquet` hold one row per observation (see `COLUMNS`) with raw samples;
     `markdown` and `latex` hold the tables of the report. In `csv`, text that a spreadsheet would run as a formula gets
@@ -137,14 +138,16 @@ def export(dirs: Iterable[str | Path], fmt: str, out: str | Path) -> Path:
 
     Raises:
         ConfigError: unknown format, or a directory is not a results folder; nothing is written then.
+        UnknownNameError: these results have no such table.
         UnsupportedError: `parquet` needs pyarrow.
         StoreError: `out` cannot be written.
     """
-    if fmt not in FORMATS:
-        hint = suggestion(fmt, FORMATS)
-        raise ConfigError("export", [("format", f"expected one of {', '.join(FORMATS)}; got {fmt!r}{hint}")])
+    known: Iterable[str] = TABLE_FORMATS if table else FORMATS
+    if fmt not in known:
+        hint = suggestion(fmt, known)
+        raise ConfigError("export", [("format", f"expected one of {', '.join(known)}; got {fmt!r}{hint}")])
     path = Path(out)
-    write_whole(path, FORMATS[fmt](list(dirs)))
+    write_whole(path, TABLE_FORMATS[fmt](find_table(analyse(dirs), table)) if table else FORMATS[fmt](dirs))
     return path
 
 
@@ -185,10 +188,12 @@ def _latex(dirs: Iterable[str | Path]) -> bytes:
     return "\n".join(to_latex(table) for table in summary_tables(analyse(dirs)) if table.rows).encode()
 
 
-FORMATS: Mapping[str, Callable[[list[str | Path]], bytes]] = {
+FORMATS: Mapping[str, Callable[[Iterable[str | Path]], bytes]] = {
     "csv": _csv,
     "jsonl": _jsonl,
     "parquet": _parquet,
     "markdown": _markdown,
     "latex": _latex,
 }
+
+TABLE_FORMATS: Mapping[str, Callable[[Table], str]] = {"csv": to_csv, "markdown": to_markdown, "latex": to_latex}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attn_zoo.records import PASSES, Ceilings, Environment
+from attn_zoo.records import PASSES, Ceilings, Environment, Record
 from attn_zoo.report.units import human_bandwidth, human_flops, slug
 
 PASS_TITLES: Mapping[str, str] = {pass_.name: pass_.title for pass_ in PASSES.values()}
@@ -129,8 +129,49 @@ OUTCOMES: Mapping[str, Outcome] = {
     "crashed": Outcome("crashed", "crashed", "crashed", "P"),
     "diverged": Outcome("diverged", "diverged", "diverged", "D"),
     "error": Outcome("error", "error", "error", "P"),
-    "cancelled": Outcome("cancelled", "cancelled", "cancelled", "|"),
+    "cancelled": Outcome("not run", "not run", "not run", "|"),
 }
+
+
+MARKS: Mapping[str, tuple[str, str, str]] = {
+    "host": ("\u00b0", "waiting for the host", "waits for the host, not for the GPU"),
+    "throttled": ("\u2020", "of a throttled GPU", "the GPU was throttled or changed its clock"),
+    "shared": ("\u2021", "of a busy machine", "something else used the machine meanwhile"),
+    "alone": ("\u00b9", "of one process", "of one process"),
+}
+"""What makes a time doubtful: the mark beside the number, and what it means, of many in a few words and of one."""
+
+FLAG_MARKS: Mapping[str, str] = {
+    "throttled": "throttled",
+    "clock_changed": "throttled",
+    "other_gpu_process": "shared",
+    "loaded_host": "shared",
+    "waiting": "shared",
+}
+"""The mark of each flag of a timing that has one. The others are about the spread, which the interval shows."""
+
+
+def marks_of(doubts: Iterable[str]) -> str:
+    """Return the marks that stand behind a number."""
+    return "".join(MARKS[doubt][0] for doubt in doubts)
+
+
+def mark_words(doubts: Iterable[str]) -> str:
+    """Return what the marks of these doubts mean, as a sentence; empty for none."""
+    known = set(doubts)
+    said = [f"{mark} {words}" for name, (mark, _, words) in MARKS.items() if name in known]
+    return f"{'; '.join(said)}." if said else ""
+
+
+NO_RECORD = "no record"
+"""Of a length that others of the panel have: nothing says whether it was planned."""
+
+
+def missing_word(record: Record) -> str:
+    """Return what a table says instead of a number: of a cell that was not run, why the run ended."""
+    if record.status == "cancelled" and record.reason in {"time limit", "interrupted"}:
+        return record.reason
+    return outcome(record.status).word
 
 
 def outcome(status: str) -> Outcome:
@@ -144,8 +185,8 @@ def ceilings_words(ceilings: Ceilings) -> str:
         f"matrix products {human_flops(ceilings.matmul_flops_per_s)}/s in {ceilings.dtype}, "
         f"copies {human_bandwidth(ceilings.copy_bytes_per_s)}"
     )
-    if ceilings.peak_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
-        sheet = f"{human_flops(ceilings.peak_flops_per_s)}/s, {human_bandwidth(ceilings.peak_bytes_per_s)}"
+    if ceilings.sheet_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
+        sheet = f"{human_flops(ceilings.sheet_flops_per_s)}/s, {human_bandwidth(ceilings.peak_bytes_per_s)}"
         said += f" (data sheet {sheet})"
     doubts = ", ".join(flag.replace("_", " ") for flag in ceilings.flags)
     return f"{said}, doubtful: {doubts}" if doubts else said

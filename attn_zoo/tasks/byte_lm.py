@@ -13,7 +13,6 @@ Tokens are bytes, without padding. Chance is 8 bits: all 256 bytes equally likel
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from torch import Tensor
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.sources.archive import gunzip
 from attn_zoo.tasks.sources.source import Source
 
 _NUM_BYTES = 256
@@ -43,9 +43,8 @@ def read_packed(path: Path, where: str) -> bytes:
         ConfigError: it cannot be read, or is not what its name says.
     """
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError) as error:  # gzip raises both, and `BadGzipFile`, which is an OSError
+        return gunzip(path) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, ValueError) as error:
         raise ConfigError(where, [(str(path), f"cannot be read: {error}")]) from None
 
 

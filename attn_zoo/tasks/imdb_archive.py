@@ -10,6 +10,7 @@ nothing is unpacked to disk.
 from __future__ import annotations
 
 import gzip
+import lzma
 import re
 import sys
 import tarfile
@@ -22,7 +23,7 @@ from attn_zoo.tasks.imdb_pairs import FILMS
 from attn_zoo.tasks.text import CLASSES, COLUMN
 from attn_zoo.whole_files import whole_file
 
-_MEMBER = re.compile(r"(?:.*/)?(train|test)/(?:(neg|pos)/(\d+)_\d+|urls_(neg|pos))\.txt")
+_MEMBER = re.compile(r"(?:.*/)?(train|test)/(?:(neg|pos)/(\d{1,9})_\d+|urls_(neg|pos))\.txt")
 _PARTS = ("train", "test")
 _MAX_BYTES = 2**24  # of a member; the longest review has 14 thousand
 
@@ -72,9 +73,13 @@ def _read(archive: Path) -> tuple[dict[tuple[str, str], dict[int, str]], dict[tu
                 part, label, number, list_label = match.groups()
                 if list_label:
                     urls[part, list_label] = file.read()
+                elif int(number) in reviews[part, label]:
+                    raise ConfigError(
+                        str(archive), [(f"{part}/{label}", f"there are two reviews with number {number}")]
+                    )
                 else:
                     reviews[part, label][int(number)] = file.read().decode()
-    except (OSError, EOFError, zlib.error, tarfile.TarError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, UnicodeDecodeError) as error:
         raise ConfigError(str(archive), [("", f"cannot be read: {error}")]) from None
     return reviews, urls
 

@@ -27,10 +27,8 @@ Levels:
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +46,7 @@ from attn_zoo.tasks.byte_text import encode_texts
 from attn_zoo.tasks.floors.text_models import names_of
 from attn_zoo.tasks.generated.draws import Draws, Ints, shuffled
 from attn_zoo.tasks.retrieval import AbstractTextPairs, Retrieval, pair_split
+from attn_zoo.tasks.sources.archive import gunzip
 from attn_zoo.tasks.sources.source import Source
 from attn_zoo.tasks.text import CLASSES, read_reviews
 
@@ -100,8 +99,8 @@ def read_films(path: Path) -> list[bytes]:
         ConfigError: the file cannot be unpacked, or a line is not the URL of a film; names it.
     """
     try:
-        lines = gzip.decompress(path.read_bytes()).splitlines()
-    except (OSError, EOFError, zlib.error) as error:
+        lines = gunzip(path).splitlines()
+    except (OSError, ValueError) as error:
         raise ConfigError(str(path), [("", f"cannot be unpacked: {error}")]) from None
     films = []
     for number, line in enumerate(lines, start=1):

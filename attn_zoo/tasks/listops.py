@@ -302,6 +302,7 @@ HEADER = "Source\tTarget"
 _WORDS = {CLOSE: "]", **{DIGIT + digit: str(digit) for digit in range(10)}, **{i: w for w, i in OPERATORS.items()}}
 _ROWS = 2_048  # evaluated at once
 _LETTERS = b"abcd"  # one byte for each operator while reading
+_BETWEEN = np.frombuffer(b"() ", np.uint8)
 _IDS = np.zeros(256, np.uint8)
 for _word_id, _word in _WORDS.items():
     _IDS[_LETTERS[list(OPERATORS).index(_word)] if _word in OPERATORS else ord(_word)] = _word_id
@@ -347,10 +348,17 @@ def tokens_of(source: bytes) -> NDArray[np.uint8]:
         if letter in source:
             raise ValueError(f"unexpected symbol {chr(letter)!r}")
         source = source.replace(name.encode(), bytes([letter]))
-    symbols = np.frombuffer(source.translate(None, b"() "), np.uint8)
+    written = np.frombuffer(source, np.uint8)
+    is_symbol = ~np.isin(written, _BETWEEN)
+    symbols = written[is_symbol]
     tokens: NDArray[np.uint8] = _IDS[symbols]
     if not tokens.all():
         raise ValueError(f"unexpected symbol {chr(symbols[tokens == 0][0])!r}")
+    if (is_symbol[1:] & is_symbol[:-1]).any():
+        first = int(np.flatnonzero(is_symbol[1:] & is_symbol[:-1])[0])
+        raise ValueError(
+            f"expected a space between two symbols; there is none after symbol {is_symbol[: first + 1].sum()}"
+        )
     opened = np.cumsum(np.where(tokens == CLOSE, -1, is_operator(tokens)))
     if not len(tokens) or opened[-1] != 0 or opened[:-1].min(initial=1) < 1:
         raise ValueError("expected one expression whose brackets match")

@@ -39,6 +39,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attn_zoo.errors import ConfigError
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import AbstractTask, Example, Split, SplitName, TaskSpec
 from attn_zoo.tasks.contours.geometry import Scene, marker_levels
@@ -159,9 +160,17 @@ LEVELS: Mapping[str, PathfinderLevel] = MappingProxyType(
 
 
 def _shared_out(pictures: Published, level: PathfinderLevel) -> dict[str, Tensor]:
-    """Return the read pictures as the splits that are not drawn, shuffled by the seed."""
+    """Return the read pictures as the splits that are not drawn, shuffled by the seed.
+
+    Raises:
+        ConfigError: there are so few that a split would have none.
+    """
     names = [name for name in SPLITS if name not in level.drawn]
-    count = len(pictures.labels)
+    count, fewest = len(pictures.labels), 10 if len(names) > 1 else 1
+    if count < fewest:
+        raise ConfigError(
+            "pathfinder", [("pictures", f"expected at least {fewest} for {', '.join(names)}; got {count}")]
+        )
     # 80, 10, 10 %; 90, 10 % where test is drawn; all where only test is read.
     ends = [count - tenths * (count // 10) for tenths in reversed(range(len(names)))]
     order = RowStreams(level.seed, _SHUFFLE, np.arange(count)).words(np.arange(count), 1)[:, 0].argsort(kind="stable")

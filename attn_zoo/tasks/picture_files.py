@@ -11,6 +11,7 @@ import hashlib
 import io
 import warnings
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -22,8 +23,10 @@ from attn_zoo.tasks.abstract_task import Split
 from attn_zoo.whole_files import whole_folder
 
 _Grey = NDArray[np.uint8]
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # the last: encrypted
 _FOLDER, _FILE, _LABEL = 0, 1, 3  # columns of the metadata
 _IMAGES_PER_FOLDER = 10_000  # file managers and some file systems slow down beyond
+_FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP")  # Pillow would run other programs to decode some others
 _MODES = {"L": "8-bit grey", "RGB": "8-bit colours"}
 
 
@@ -45,7 +48,7 @@ def decode_picture(content: bytes, mode: str, size: tuple[int, int]) -> NDArray[
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content)) as image:
+            with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
                 got_mode, got_size = image.mode, image.size
                 pixels = np.asarray(image) if (got_mode, got_size) == (mode, size) else None
     except UnidentifiedImageError:
@@ -201,11 +204,11 @@ def read_npz(path: Path, side: int) -> Published:
             if missing:
                 raise ConfigError(str(path), [("", f"expected arrays x and y; {', '.join(missing)} missing")])
             pixels, labels = arrays["x"], arrays["y"]
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except (*_DAMAGED, OSError, ValueError, AttributeError, TypeError, KeyError, MemoryError) as error:
         raise ConfigError(str(path), [("", f"cannot be read as arrays of NumPy: {error}")]) from None
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[1:] != (side, side):
         got = f"{pixels.dtype} {list(pixels.shape)}"
         raise ConfigError(str(path), [("x", f"expected uint8 [N, {side}, {side}]; got {got}")])
     if labels.shape != pixels.shape[:1] or not np.isin(labels, (0, 1)).all():
         raise ConfigError(str(path), [("y", f"expected {len(pixels)} labels 0 or 1; got {list(labels.shape)}")])
-    return Published(pixels.reshape(len(pixels), -1), labels.astype(np.uint8))
+    return Published(pixels.reshape(len(pixels), side * side), labels.astype(np.uint8))

@@ -36,7 +36,7 @@ from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
 from attn_zoo.tasks.floors.lookup_rules import majority_floor
 from attn_zoo.tasks.floors.text_models import word_floor
 from attn_zoo.tasks.generated.draws import Ints, shuffled
-from attn_zoo.tasks.sources.parquet import class_labels, read_parquet, require_columns
+from attn_zoo.tasks.sources.parquet import class_labels, read_parquet, require_columns, texts_of
 from attn_zoo.tasks.sources.source import Source
 
 COLUMN = "text"
@@ -94,10 +94,7 @@ def read_reviews(name: str, paths: Mapping[str, Path]) -> dict[str, tuple[list[s
     for key, table in read_parquet(name, paths).items():
         require_columns(name, paths[key], table, {COLUMN: "Value('string')"})
         labels = class_labels(name, paths[key], table, CLASSES)
-        texts = table[COLUMN][:]
-        if None in texts:
-            raise ConfigError(name, [(str(paths[key]), f"row {texts.index(None)} has no text")])
-        reviews[key] = texts, labels
+        reviews[key] = texts_of(name, paths[key], table, COLUMN), labels
     return reviews
 
 
@@ -150,6 +147,11 @@ class Text(AbstractFileTask):
         if self.config.is_validation_test:
             return {"train": self._split(*reviews["train"], rows["train"]), "validation": test, "test": test}
         held_out = _held_out(*reviews["train"], rows["train"])
+        if not len(held_out):
+            problem = (
+                f"expected {_VALIDATION_SHARE} reviews of a class, and one with a text of its own, to hold one out"
+            )
+            raise ConfigError(REVIEWS.name, [(str(paths["train"]), problem)])
         kept = rows["train"][~np.isin(rows["train"], held_out)]
         return {
             "train": self._split(*reviews["train"], kept),

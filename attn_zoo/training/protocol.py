@@ -168,6 +168,14 @@ class Protocol:
         if problems:
             raise ConfigError(f"protocol {self.name}", problems)
 
+    @property
+    def summary(self) -> str:
+        """What a training of it is, in one line."""
+        return (
+            f"{self.num_layers} layers, width {self.embed_dim}, {self.num_heads} heads; {self.num_steps:,} updates of "
+            f"{self.batch_size} examples, {self.schedule} schedule from {self.base_lr:g}"
+        )
+
     def model_config(
         self,
         *,

@@ -27,7 +27,7 @@ from attn_zoo.kernels.trace import recording
 from attn_zoo.model import Denoiser, ModelConfig
 from attn_zoo.records import Cell, Score, Status
 from attn_zoo.registry import tasks
-from attn_zoo.tasks import AbstractTask, TaskSpec
+from attn_zoo.tasks import AbstractTask, Split, SplitName, TaskSpec
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.floors.lookup_rules import floors_of, references_of
 from attn_zoo.training.batches import Batch, Batcher, Feed, send
@@ -88,6 +88,7 @@ def run_training(
     checkpoint_dir: Path | None = None,
     weights_path: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
+    before_training: Callable[[nn.Module, bool], object] | None = None,
 ) -> TrainingResult:
     """Train and score the variant of an accuracy cell.
 
@@ -100,6 +101,7 @@ def run_training(
             files are removed when the run has ended.
         weights_path: where to write the selected weights; None writes none.
         progress: called after every update.
+        before_training: called with each model that is about to train, and whether its batches are padded.
 
     Raises:
         UnknownNameError: variant, task, level or protocol does not exist.
@@ -113,7 +115,7 @@ def run_training(
     kernels: list[str] = []
     try:
         with recording() as kernels:
-            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, progress)
+            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, progress, before_training)
     except UnsupportedError as error:
         return TrainingResult(status="unsupported", reason=error.reason, kernels=tuple(kernels))
 
@@ -126,6 +128,7 @@ def _train(
     checkpoint_dir: Path | None,
     weights_path: Path | None,
     progress: Callable[[Progress], None] | None,
+    before_training: Callable[[nn.Module, bool], object] | None,
 ) -> TrainingResult:
     trainer, config = make_trainer(cell, task.spec, protocol)
     objective, batcher, model = trainer.objective, trainer.batcher, trainer.model
@@ -133,6 +136,10 @@ def _train(
     if protocol.pretrain:
         pretrainer = make_pretrainer(config, batcher, protocol, seed=cell.seed, dtype=cell.dtype)
         pretrainer.check(objective.encoder(model))
+    if before_training is not None:
+        for each in (trainer, pretrainer):
+            if each is not None:
+                before_training(each.model, batcher.has_mask)
 
     identity = _identity(cell, task, protocol)
 
@@ -144,12 +151,12 @@ def _train(
     num_params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     try:
         has_begun = now.resume()
-        train = batcher.feed(task.split("train"))
+        train = batcher.feed(_examples(task, "train"))
         if pretrainer is not None and before is not None and not has_begun:
             before.resume()
             pretrainer.pretrain(train, objective.encoder(model), before.after_evaluation, before.after_step)
             trainer.numbers.take_pretraining(pretrainer.numbers)
-        trainer.train(train, batcher.feed(task.split("validation")), now.after_evaluation, now.after_step)
+        trainer.train(train, batcher.feed(_examples(task, "validation")), now.after_evaluation, now.after_step)
         score = _score_on_test(task, trainer)
     except DivergedError as error:
         result = TrainingResult(status="diverged", reason=str(error), kernels=tuple(kernels), num_params=num_params)
@@ -163,9 +170,17 @@ def _train(
     return result
 
 
+def _examples(task: AbstractTask, name: SplitName) -> Split:
+    """Return a split; raise `ConfigError` if it is empty."""
+    split = task.split(name)
+    if not len(split):
+        raise ConfigError(f"{task.name} {task.level}", [(name, "expected examples; there are none")])
+    return split
+
+
 def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score:
     """Score the selected weights on test, which nothing else reads; a loss that is not finite has diverged."""
-    feed = trainer.batcher.feed(task.split("test"))
+    feed = trainer.batcher.feed(_examples(task, "test"))
     test = trainer.evaluate(feed, is_test=True)
     numbers, spec, protocol = trainer.numbers, task.spec, trainer.protocol
     if not math.isfinite(test.loss):

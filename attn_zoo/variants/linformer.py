@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, MultiHeadMixer
-from attn_zoo.attention.masks import blank_padding, masked_softmax, score_bias, zero_padded_rows
+from attn_zoo.attention.masks import blank_padding, finite_padding, masked_softmax, score_bias, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.kernels.compress.compression import (
@@ -353,7 +353,9 @@ class CompressFirstMixer(MultiHeadMixer):
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         """Mix positions; shapes as in `AbstractMixer.forward`."""
-        tokens = (hidden if context is None else context)[:, None]  # [B, 1, S, E]: one head as wide as the model
+        if context is None:
+            hidden = context = finite_padding(hidden, key_padding_mask)
+        tokens = context[:, None]  # [B, 1, S, E]: one head as wide as the model
         ones = tokens.new_ones(*tokens.shape[:3], 1)
         compress = self.attention.compress
         (rows_e, rows_f), (sum_e, sum_f) = (compress(x, x, key_padding_mask) for x in (tokens, ones))

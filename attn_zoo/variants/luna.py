@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_zoo.attention import AbstractMixer, BuildContext, Mixed
-from attn_zoo.attention.masks import blank_padding, harmless_padding, score_bias
+from attn_zoo.attention.masks import blank_padding, finite_padding, harmless_padding, score_bias
 from attn_zoo.attention.oracle import attention_weights
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
@@ -158,6 +158,7 @@ class Luna(AbstractMixer):
     def _mix(self, hidden: Tensor, mask: Tensor | None, carry: Tensor | None, attend: Any) -> Mixed:
         """Pack and unpack with `attend(query, context, mask)` over heads."""
         assert carry is not None  # the contract starts from `init_carry`
+        hidden = finite_padding(hidden, mask)
         memory = carry if self.memory_norm is None else self.memory_norm(carry)
         query, context = self._heads(memory, self.pack_query_proj), self._heads(hidden, self.pack_context_proj)
         packed = attend(query, context, mask).transpose(1, 2).flatten(2)  # Y_P [B, M, W]

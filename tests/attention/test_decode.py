@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -31,6 +31,39 @@ def test_it_grows_by_doubling_so_that_a_step_is_cheap_on_average():
         cache = cache.append(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
         capacities.add(cache.key.shape[2])
     assert capacities == {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 3)), min_size=1, max_size=25))
+def test_it_is_a_value_that_may_be_continued_in_several_ways(choices):
+    caches, contents = [KVCache.empty(1, 1, 1)], [torch.zeros(1, 1, 0, 1)]
+    for choice, size in choices:
+        parent, new = choice % len(caches), torch.randn(1, 1, size, 1)
+        caches.append(caches[parent].append(new, -new))
+        contents.append(torch.cat([contents[parent], new], dim=2))
+    for cache, content in zip(caches, contents, strict=True):
+        assert torch.equal(cache.keys, content)
+        assert torch.equal(cache.values, -content)
+
+
+def test_only_a_second_continuation_copies():
+    one = torch.ones(1, 1, 1, 1)
+    cache = KVCache.empty(1, 1, 1)
+    for _ in range(5):
+        cache = cache.append(one, one)
+    first, second = cache.append(one, one), cache.append(one, one)
+    assert first.key is cache.key
+    assert second.key is not cache.key
+    assert second.append(one, one).key is second.key
+    rolled_back = replace(first, length=2)
+    assert torch.equal(rolled_back.append(2 * one, one).keys.flatten(), torch.tensor([1.0, 1.0, 2.0]))
+    assert torch.equal(first.keys, torch.ones(1, 1, 6, 1))
+
+
+def test_buffers_of_unknown_history_are_not_written_to():
+    buffer = torch.zeros(1, 1, 4, 1)
+    one = torch.ones(1, 1, 1, 1)
+    assert KVCache(buffer, buffer.clone(), 2).append(one, one).length == 3
+    assert torch.equal(buffer, torch.zeros(1, 1, 4, 1))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from attn_zoo import BuildContext, ConfigError, build_mixer
+from attn_zoo import BuildContext, ConfigError, UnsupportedError, build_mixer
 from attn_zoo.attention.decode import state_bytes
 
 E, H, B = 12, 3, 2
@@ -90,11 +90,12 @@ def test_cross_attention_decodes_and_never_reads_padding(position, garbage):
     torch.testing.assert_close(expected[1], mixer.out_proj.bias.expand(5, E))  # everything padded: zero heads
 
 
-def test_gradients_do_not_carry_garbage_from_padding():
+@pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
+def test_gradients_do_not_carry_garbage_from_padding(garbage):
     mixer = make(is_cross=True)
     hidden, context = (torch.randn(B, length, E, dtype=torch.float64, requires_grad=True) for length in (3, 4))
     mask = torch.tensor([[False, False, True, True], [True, True, True, True]])
-    spoilt = context.detach().masked_fill(mask[:, :, None], 1e30).requires_grad_()
+    spoilt = context.detach().masked_fill(mask[:, :, None], garbage).requires_grad_()
     results = []
     for other in (context, spoilt):
         output = mixer(hidden, context=other, key_padding_mask=mask)
@@ -102,6 +103,32 @@ def test_gradients_do_not_carry_garbage_from_padding():
     for clean, spoilt_grad in zip(*results, strict=True):
         assert spoilt_grad.isfinite().all()
         torch.testing.assert_close(spoilt_grad, clean)
+
+
+@pytest.mark.parametrize("garbage", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", ["full", "linformer", "luna"])
+def test_padded_queries_carry_no_garbage_into_the_weights(name, garbage):
+    build = BuildContext(embed_dim=E, num_heads=H, max_seq_len=16)
+    mixer, mask = (
+        build_mixer(name, build).double(),
+        torch.tensor([[False, False, True, False], [True, False, False, True]]),
+    )
+    hidden, results = torch.randn(B, 4, E, dtype=torch.float64), []
+    for token in (0.0, garbage):
+        tokens = hidden.masked_fill(mask[:, :, None], token).requires_grad_()
+        output = mixer(tokens, key_padding_mask=mask)[~mask]
+        results.append((output, *torch.autograd.grad(output.square().sum(), (tokens, *mixer.parameters()))))
+    for clean, spoilt in zip(*results, strict=True):
+        torch.testing.assert_close(spoilt, clean)
+
+
+def test_a_real_token_that_is_not_finite_is_not_hidden():
+    mixer, hidden = make(), torch.randn(B, 4, E, dtype=torch.float64)
+    hidden[0, 1] = float("nan")
+    mask = torch.tensor([[False, False, True, True]] * B)
+    output = mixer(hidden, key_padding_mask=mask)
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
 
 
 def test_decoding_in_a_models_own_dtype_needs_no_word_about_it():
@@ -119,5 +146,7 @@ def test_steps_that_do_not_fit_are_refused():
     cross = make(is_cross=True)
     with pytest.raises(ValueError, match=r"context: expected .* with B = 2 to decode across; got none"):
         cross.init_state(B)
+    with pytest.raises(UnsupportedError, match="prompts of unlike length"):
+        mixer.init_state(B, key_padding_mask=torch.zeros(B, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"got \[1, 4, 12\]"):
         cross.init_state(B, context=torch.zeros(1, 4, E, dtype=torch.float64))

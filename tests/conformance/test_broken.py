@@ -8,12 +8,27 @@ from attn_zoo.conformance import CHECKS, run_checks
 from tests.conformance.broken import SHAPES, Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, ProjectedSoftmax, SoundDecode
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
+from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_DECODING
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
+from tests.conformance.broken_effects import EFFECTS, SoundEffects
 from tests.conformance.broken_lengths import LENGTHS, SOUND_LENGTHS
+from tests.conformance.broken_modes import MODES
+from tests.conformance.broken_padding import PADDING, SOUND_PADDING
 from tests.conformance.broken_sizes import SIZES, SOUND_SIZES
 
 DRESSED = (*LENGTHS, *SIZES)
-BROKEN = (*SHAPES, *DEPENDENCE, *CLAIMS, *CONTRACT, *(dresses[0] for dresses in DRESSED))
+BROKEN = (
+    *SHAPES,
+    *DEPENDENCE,
+    *PADDING,
+    *DECODING,
+    *DECODING_MIXERS,
+    *CLAIMS,
+    *CONTRACT,
+    *MODES,
+    *EFFECTS,
+    *(dresses[0] for dresses in DRESSED),
+)
 OTHER_DRESSES = tuple(broken for dresses in DRESSED for broken in dresses[1:])
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
@@ -36,6 +51,8 @@ class OnlyHalf(Softmax):
 
 
 SOUND = (
+    *SOUND_PADDING,
+    *SOUND_DECODING,
     Broken(cls=Softmax, check="", capabilities={"cross_attention": True, "key_padding_mask": True, "is_exact": True}),
     Broken(cls=SoftmaxMixer, check="", capabilities={"positions": ("none",)}),
     Broken(cls=SoundDecode, check="", capabilities=DECODE),
@@ -43,6 +60,7 @@ SOUND = (
     Broken(cls=SoundCarry, check="", capabilities=CARRY),
     Broken(cls=SoundRouting, check="", capabilities={"causal": True, "dtypes": ("float64", "float32", "bfloat16")}),
     Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"}),
+    Broken(cls=SoundEffects, check="", capabilities={"causal": True, "key_padding_mask": True}),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
     Broken(cls=OnlyCausal, check="", capabilities={"bidirectional": False, "causal": True, "key_padding_mask": True}),
     Broken(cls=OnlyMultiples, check="", capabilities={**EVERY_YES, "seq_len_multiple": 24}),

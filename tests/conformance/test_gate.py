@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 import attn_zoo
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance import GATE_CHECKS, gate
+from attn_zoo.conformance import GATE_CHECKS, gate, gate_model
 from attn_zoo.conformance.gate import SPAN_LEN
 from attn_zoo.errors import ConfigError, GateError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Form
@@ -17,8 +18,10 @@ from attn_zoo.registry import variants
 from tests.conformance.broken import Broken, Softmax, registered
 from tests.conformance.broken_claims import WrongScaleInFloat32
 from tests.conformance.broken_dependence import CAUSAL, MASKED, LeaksByNormalising, MixesBatch, ReadsPadding
+from tests.conformance.broken_modes import MODES, WithReference
 
 HALF = {"dtypes": ("float32", "bfloat16")}
+HALF_TOO = {"dtypes": ("float64", "float32", "bfloat16")}
 
 
 def build(*, is_causal: bool = False, max_seq_len: int = 256) -> BuildContext:
@@ -52,6 +55,15 @@ def test_stops_broken_variants_by_name(broken: Broken, is_causal: bool, dtype: s
     assert raised.value.check == broken.check
     assert dtype in str(raised.value)
     assert name in str(raised.value)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("cls", [broken.cls for broken in MODES], ids=lambda cls: cls.__name__)
+def test_stops_what_computes_less_as_it_is_timed(cls: type[Softmax], is_training: bool, is_exact: bool) -> None:
+    broken = Broken(cls=cls, check="", capabilities={**HALF_TOO, "is_exact": is_exact})
+    with registered(broken) as name, pytest.raises(GateError):
+        gate(name, {}, build(), dtype="bfloat16", seq_len=256, is_training=is_training)
 
 
 def test_works_in_the_dtype_of_the_cell() -> None:
@@ -186,3 +198,32 @@ def test_a_kernel_without_masks_serves_cells_without_padding() -> None:
         with pytest.raises(UnsupportedError, match="takes no mask"):
             gate(name, {}, build(), seq_len=64)
         assert "batch_invariance" in gate(name, {}, build(), seq_len=64, has_padding=False)
+
+
+def test_every_layer_of_a_model_is_checked_in_training_mode() -> None:
+    class LazyInTheSecondLayer(WithReference):
+        def is_lazy(self, query: Tensor) -> bool:
+            return self.training and self.build.layer_index == 1
+
+    def model() -> nn.ModuleList:
+        contexts = [replace(build(), num_layers=2).at_layer(layer) for layer in range(2)]
+        return nn.ModuleList([attn_zoo.build_mixer(name, context) for context in contexts])
+
+    with registered(Broken(cls=Softmax, check="")) as name:
+        held = gate_model(model(), dtype="float32", device="cpu", has_padding=False)
+        assert {"modes", "shape_and_dtype"} <= set(held)
+    with registered(Broken(cls=LazyInTheSecondLayer, check="")) as name:
+        gate_model(model()[:1], dtype="float32", device="cpu", has_padding=False)
+        with pytest.raises(GateError, match="matches_reference"):
+            gate_model(model(), dtype="float32", device="cpu", has_padding=False)
+
+
+def test_a_mixer_around_exact_heads_is_compared_with_exact_attention() -> None:
+    class NotExact(Softmax):
+        def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+            return super().weights(scores * 1.5, keep)
+
+    with registered(Broken(cls=NotExact, check="", capabilities={"is_exact": True})) as name:
+        for form in ("attention", "mixer"):
+            with pytest.raises(GateError, match="matches_oracle"):
+                gate(name, {}, build(), seq_len=64, form=form)

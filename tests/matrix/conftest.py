@@ -72,7 +72,7 @@ def make_matrix(names: list[Any], **changes: Any):
 
 
 def tiny_plan(names: list[Any], **changes: Any) -> Plan:
-    return make_plan(make_matrix(names, **changes), variant_files=[VARIANT_FILE])
+    return make_plan(make_matrix(names, **changes))
 
 
 def training_plan(names: list[Any], **changes: Any) -> Plan:
@@ -84,7 +84,7 @@ def training_plan(names: list[Any], **changes: Any) -> Plan:
         "timeout_s": 120,
         **changes,
     }
-    return make_plan(parse_matrix({"name": "test", "accuracy": [group]}, "test.toml"), variant_files=[TRAINING_FILE])
+    return make_plan(parse_matrix({"name": "test", "accuracy": [group]}, "test.toml"))
 
 
 def run_cell(cell: Cell, *, has_count: bool = True, **order: Any) -> Record:

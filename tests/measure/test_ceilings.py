@@ -32,6 +32,7 @@ def test_known_devices_have_a_peak_and_others_none():
     assert h100 is not None
     assert h200.bytes_per_s > h100.bytes_per_s
     assert h200.flops_per_s["bfloat16"] == pytest.approx(989.5e12)
+    assert h100.flops_per_s["float32"] < h100.flops_per_s["tf32"] / 5
     pcie = peak_of("NVIDIA H100 PCIe")
     assert pcie is not None
     assert pcie.flops_per_s["bfloat16"] < h100.flops_per_s["bfloat16"]
@@ -65,6 +66,20 @@ def test_measured_ceilings_are_within_what_computers_do(monkeypatch):
         assert 1e8 < one.copy_bytes_per_s < 1e13
         assert one.peak_flops_per_s is None
     assert measured[0].copy_bytes_per_s == measured[1].copy_bytes_per_s, "one copy for all dtypes"
+
+
+@pytest.mark.parametrize(
+    ("precision", "override", "is_tf32"),
+    [("highest", "", False), ("high", "", True), ("medium", "", True), ("high", "0", False)],
+)
+def test_whether_float32_rounds_to_tf32_is_what_torch_and_the_environment_allow(
+    monkeypatch, precision, override, is_tf32
+):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    if override:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+    assert ceilings._rounds_to_tf32() is is_tf32
 
 
 def test_a_dtype_without_a_fast_product_is_measured_on_a_smaller_one(monkeypatch):

@@ -88,7 +88,17 @@ def test_a_missing_text_says_where_it_was_looked_for_and_how_to_get_it(folder):
         ByteLanguageModelling.digest("short", data_dir=folder)
 
 
-@pytest.mark.parametrize("content", [b"this is no gzip", gzip.compress(CONTENT)[:-20]])
+def damaged() -> bytes:
+    packed = bytearray(gzip.compress(CONTENT, mtime=0))
+    packed[20:60] = b"\xff" * 40  # no code of any symbol
+    return bytes(packed)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"this is no gzip", gzip.compress(CONTENT, mtime=0)[:-20], damaged(), gzip.compress(bytes(2**25), mtime=0)],
+    ids=["no gzip", "cut short", "damaged", "bomb"],
+)
 def test_a_damaged_packed_text_is_named(folder, content):
     path = folder / "tinyshakespeare" / "input.txt"
     path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 
@@ -100,9 +101,9 @@ def test_pixels_are_row_by_row_and_the_last_tenth_is_validation(folder):
 def test_black_is_not_padding(tmp_path):
     """The trap: masks made from "token > 0" hide black pixels."""
     at = tmp_path / "cifar10" / "plain_text"
-    black = [png(np.zeros((32, 32, 3), np.uint8))] * 10
-    for part in NAMES:
-        write_pictures(at / NAMES[part], black, list(range(10)), CLASSES)
+    black = png(np.zeros((32, 32, 3), np.uint8))
+    for count, part in enumerate(NAMES, start=10):
+        write_pictures(at / NAMES[part], [black] * count, [index % 10 for index in range(count)], CLASSES)
     task = Image("lra", data_dir=tmp_path)
     assert not task.spec.has_padding
     for name in SPLITS:
@@ -201,6 +202,24 @@ def test_a_picture_that_is_only_an_address_is_not_fetched(folder):
         with pytest.raises(ConfigError, match="row 1: cannot be read as a picture: there is none"):
             Image("lra", data_dir=folder).split("test")
     assert site.requests == []
+
+
+def test_a_picture_that_is_only_a_path_is_not_opened(folder, tmp_path):
+    (tmp_path / "cat.png").write_bytes(png(TEST[0]))
+    path = folder / "cifar10" / "plain_text" / NAMES["test"]
+    write_pictures(path, [png(TEST[0]), None], [0, 1], CLASSES, paths=[None, str(tmp_path / "cat.png")])
+    with pytest.raises(ConfigError, match="row 1: cannot be read as a picture: there is none"):
+        Image("lra", data_dir=folder).split("test")
+
+
+def test_what_pillow_gives_to_other_programs_is_not_decoded(folder):
+    pillow = pytest.importorskip("PIL.Image")
+    postscript = io.BytesIO()
+    pillow.fromarray(TEST[0]).save(postscript, format="EPS")
+    path = folder / "cifar10" / "plain_text" / NAMES["test"]
+    write_pictures(path, [png(TEST[0]), postscript.getvalue()], [0, 1], CLASSES)
+    with pytest.raises(ConfigError, match="row 1: cannot be read as a picture: its format is unknown"):
+        Image("lra", data_dir=folder).split("test")
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,28 @@ def test_a_broken_archive_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(ConfigError, match=r"a\.tar\.gz: cannot be read"):
         convert_archive(path, tmp_path / "imdb")
+    with tarfile.open(path, "w:xz") as tar:
+        tar.addfile(tarfile.TarInfo("x"))
+    path.write_bytes(path.read_bytes()[:40] + b"\xff" * 40)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        convert_archive(path, tmp_path / "imdb")
     path.write_bytes(b"no archive")
     with pytest.raises(ConfigError, match="cannot be read"):
         convert_archive(path, tmp_path / "imdb")
     with pytest.raises(ConfigError, match="cannot be read"):
         convert_archive(tmp_path / "none.tar.gz", tmp_path / "imdb")
+
+
+def test_two_reviews_of_one_number_are_refused_and_nothing_written(tmp_path):
+    held = members() | {"aclImdb/test/pos/3_8.txt": b"another"}
+    with pytest.raises(ConfigError, match="test/pos: there are two reviews with number 3"):
+        convert_archive(write_archive(tmp_path / "a.tar.gz", held), tmp_path / "imdb")
+    assert not (tmp_path / "imdb").exists()
+
+
+def test_a_number_without_end_is_no_number(tmp_path):
+    held = members() | {f"aclImdb/test/pos/{'1' * 5_000}_8.txt": b"another"}
+    convert_archive(write_archive(tmp_path / "a.tar.gz", held), tmp_path / "imdb")
 
 
 def test_links_and_strange_paths_are_not_followed(tmp_path):

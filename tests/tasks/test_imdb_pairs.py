@@ -159,8 +159,9 @@ def test_too_few_films_are_an_error(folder):
             gzip.compress(b"http://www.imdb.com/title/tt1/\nhttp://www.imdb.com/name/nm1/\n"),
             "line 2: expected the URL of a film",
         ),
+        (gzip.compress(bytes(2**25)), "cannot be unpacked: it unpacks to more than"),
     ],
-    ids=["no gzip", "cut short", "no film"],  # the bytes hold the time of day
+    ids=["no gzip", "cut short", "no film", "bomb"],  # the bytes hold the time of day
 )
 def test_broken_lists_are_refused(tmp_path, content, message):
     path = tmp_path / "urls.txt.gz"

@@ -149,6 +149,21 @@ def test_published_pictures_are_shared_out_without_empty_files(few, tmp_path, ca
     assert again.num_skipped == 1
 
 
+@pytest.mark.parametrize(
+    ("level", "count", "message"),
+    [
+        ("original_12000", 9, "expected at least 10 for train, validation, test; got 9"),
+        ("original_to_32", 9, "expected at least 10 for train, validation; got 9"),
+        ("32_to_original", 0, "expected at least 1 for test; got 0"),
+    ],
+)
+def test_so_few_pictures_that_a_split_has_none_are_refused(few, original, level, count, message):
+    path = original / "pathfinder32-hard" / "pathfinder32_hard_12000.npz"
+    np.savez(path, x=np.zeros((count, 32, 32), np.uint8), y=np.zeros(count))
+    with pytest.raises(ConfigError, match=message):
+        Pathfinder(level, data_dir=original).split("train" if level == "original_to_32" else "test")
+
+
 def test_missing_files_are_named_with_the_way_to_get_them(few, tmp_path):
     for level, file in (("lra_32", "metadata/0.npy"), ("original_12000", "pathfinder32_hard_12000.npz")):
         with pytest.raises(ConfigError, match=f"missing {file}; looked in"):

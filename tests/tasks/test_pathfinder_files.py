@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +166,23 @@ def test_wrong_arrays_are_named(tmp_path, arrays, message):
     path = tmp_path / "some.npz"
     np.savez(path, **arrays)
     with pytest.raises(ConfigError, match=message):
+        read_npz(path, 32)
+
+
+def test_arrays_damaged_inside_or_of_a_claimed_size_are_named(tmp_path, pictures):
+    path = tmp_path / "some.npz"
+    np.savez_compressed(path, x=pictures[0], y=pictures[1])
+    content = bytearray(path.read_bytes())
+    content[200:260] = b"\xff" * 60
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot be read as arrays of NumPy"):
+        read_npz(path, 32)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": (2**50, 32, 32)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", header.getvalue())
+        archive.writestr("y.npy", header.getvalue())
+    with pytest.raises(ConfigError, match="cannot be read as arrays of NumPy"):
         read_npz(path, 32)
 
 

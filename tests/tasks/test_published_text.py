@@ -70,6 +70,7 @@ def test_files_round_trip_in_the_published_format(tmp_path):
         ("( ( [FIRST 2 ) ] )\t2", "line 3: unexpected symbol"),
         ("( ( [MAX 2 ) a ) ] )\t2", "line 3: unexpected symbol 'a'"),
         ("( ( [MAX 2 )\t2", "line 3: expected one expression whose brackets match"),
+        ("( ( [MAX 12 ) ] )\t2", "line 3: expected a space between two symbols; there is none after symbol 2"),
         ("1 2\t2", "line 3: expected one expression"),
         ("\t2", "line 3: expected one expression"),
         ("( ( [MAX 2 ) ] )", "line 3: expected a digit as target"),

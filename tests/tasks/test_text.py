@@ -183,6 +183,14 @@ def test_missing_texts_and_texts_that_are_numbers_are_refused(folder):
         Text("1000", data_dir=folder).split("train")
 
 
+@pytest.mark.parametrize("texts", [["one", "two"], ["the same"] * 40])
+def test_too_few_reviews_to_hold_one_out_are_refused(folder, texts):
+    write_reviews(folder / "imdb" / "plain_text" / NAMES["train"], texts, [index % 2 for index in range(len(texts))])
+    with pytest.raises(ConfigError, match=f"{NAMES['train']}: expected 10 reviews of a class, and one with a text of"):
+        Text("1000", data_dir=folder).split("train")
+    assert len(Text("as_published_1000", data_dir=folder).split("train")) == len(texts)
+
+
 def test_plain_integers_are_labels_too(folder):
     write_reviews(folder / "imdb" / "plain_text" / NAMES["test"], ["one", "two"], [0, 1], names=())
     assert sorted(Text("1000", data_dir=folder).split("test").labels.tolist()) == [0, 1]

@@ -161,6 +161,13 @@ def test_test_is_read_once_and_only_at_the_end(toy, monkeypatch):
     assert toy.calls == {"train": 1, "validation": 1, "test": 1}
 
 
+@pytest.mark.parametrize("name", ["train", "validation", "test"])
+def test_a_split_without_examples_is_named(toy, monkeypatch, name):
+    monkeypatch.setattr(toy, "sizes", {**toy.sizes, name: 0})
+    with pytest.raises(ConfigError, match=f"toy plain: {name}: expected examples; there are none"):
+        run_training(cell())
+
+
 def test_a_diverged_run_never_reads_test(toy):
     result = run_training(cell(base_lr=1e30, clip_norm=0.0))
     assert result.status == "diverged"

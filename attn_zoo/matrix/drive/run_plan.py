@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import measure_missing
@@ -22,10 +23,12 @@ from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.kind import Forecast
-from attn_zoo.matrix.plan.expand import Plan
+from attn_zoo.matrix.plan.expand import Plan, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.matrix.store.kept_sources import keep_sources
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import ANSWERS, Cell, Environment, Record
+from attn_zoo.registry import variants
 from attn_zoo.statistics import pool_records
 
 GRACE_S = 30.0
@@ -177,6 +180,8 @@ class Standing:
         stale: records whose source or data changed since: kept, but not part of the plan any more.
         other: records of other matrices.
         begun: repeats that cells of `left` have already, by key.
+        has_plan: what was planned is known; otherwise nothing can be said of `left`.
+        doubt: what is not known, one sentence; empty where the matrix could be planned anew.
     """
 
     done: tuple[Record, ...]
@@ -184,6 +189,8 @@ class Standing:
     stale: tuple[Record, ...]
     other: tuple[Record, ...]
     begun: Mapping[str, int] = field(default_factory=dict)
+    has_plan: bool = True
+    doubt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,15 +221,17 @@ class Summary:
         return int(any(status not in ANSWERS for status in self.counts))
 
 
-def standing(plan: Plan, records: Sequence[Record], repeats: Mapping[str, int] | None = None) -> Standing:
-    """Compare a plan with the records of a folder, and the number of repeats of cells that are not done, by key."""
+def standing(
+    cells: Sequence[PlannedCell], records: Sequence[Record], repeats: Mapping[str, int] | None = None
+) -> Standing:
+    """Compare planned cells with the records of a folder, and the number of repeats of cells not done, by key."""
     by_key = {record.cell.key: record for record in records}
-    planned = {item.cell.key for item in plan.cells}
-    ids = {item.cell.id for item in plan.cells}
+    planned = {item.cell.key for item in cells}
+    ids = {item.cell.id for item in cells}
     outside = [record for key, record in by_key.items() if key not in planned]
     return Standing(
-        done=tuple(by_key[item.cell.key] for item in plan.cells if item.cell.key in by_key),
-        left=tuple(item for item in plan.cells if item.cell.key not in by_key),
+        done=tuple(by_key[item.cell.key] for item in cells if item.cell.key in by_key),
+        left=tuple(item for item in cells if item.cell.key not in by_key),
         stale=tuple(record for record in outside if record.cell.id in ids),
         other=tuple(record for record in outside if record.cell.id not in ids),
         begun={key: count for key, count in (repeats or {}).items() if key in planned and key not in by_key},
@@ -283,10 +292,14 @@ def run(
         data_dir: where tasks find local data.
 
     Raises:
+        ConfigError: a variant has no source that a worker could load.
         StoreError: the folder cannot be used or written. Records written before stay whole.
     """
     from attn_zoo.measure.environment import capture_environment
 
+    for name in {item.cell.variant: None for item in plan.cells if variants[item.cell.variant].no_source}:
+        text = f"worker processes load a variant from its source, and of this one {variants[name].no_source}"
+        raise ConfigError(name, [("", f"{text}; write it to {name}.py and load that (attn_zoo.load_file)")])
     engine = engine or LocalEngine()
     progress = progress or Progress()
     environment = capture_environment()
@@ -301,13 +314,14 @@ def run(
     ) as scan:
         if scan.problems:
             progress.say(f"{len(scan.problems)} files were no records and are now in {store.folder / 'quarantine'}")
+        keep_sources(store.folder, plain_files(plan.cells))
         records = dict(scan.records)
         planned = {item.cell.key for item in plan.cells}
         for key, record in scan.records.items():
             if key in planned and record.status in retry_statuses:
                 store.retire(key)
                 del records[key]
-        left = standing(plan, list(records.values())).left
+        left = standing(plan.cells, list(records.values())).left
         limit_s = None if time_limit_min is None else time_limit_min * 60
         repeats = _repeats(store, plan, records, "" if engine.is_remote else environment.digest)
         session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, repeats)
@@ -340,7 +354,7 @@ def run(
             store.note_end(session.stopped)
     for record in session.new:
         records[record.cell.key] = record
-    now = standing(plan, list(records.values()), store.repeats.count())
+    now = standing(plan.cells, list(records.values()), store.repeats.count())
     return Summary(
         counts=dict(Counter(record.status for record in now.done)),
         new=len(session.new),

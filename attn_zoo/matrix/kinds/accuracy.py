@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
+from torch import nn
 
+from attn_zoo.conformance import gate_model
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
 from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.kinds.kind import (
@@ -173,16 +175,24 @@ def _train(record: Record, order: WorkOrder) -> Record:
     cell = record.cell
     if cell.threads is not None:
         torch.set_num_threads(cell.threads)
+    checks: dict[str, None] = {}
+
+    def check(model: nn.Module, has_padding: bool) -> None:
+        held = gate_model(model, dtype=cell.dtype, device=cell.device, has_padding=has_padding)
+        checks.update(dict.fromkeys(held))
+
     result = run_training(
         cell,
         data_dir=Path(order.data_dir) if order.data_dir else None,
         checkpoint_dir=Path(order.checkpoint_dir) if order.checkpoint_dir else None,
         weights_path=Path(order.weights_dir) / f"{cell.key}.safetensors" if order.weights_dir else None,
+        before_training=check,
     )
     return replace(
         record,
         status=result.status,
         reason=result.reason,
+        gate=tuple(checks),
         score=result.score,
         kernels=tuple(result.kernels),
         num_params=result.num_params,

@@ -157,6 +157,7 @@ class CallWorkload(AbstractWorkload):
             seq_len=self.build.max_seq_len,
             form=form_of(cell),
             has_padding=cell.has_padding,
+            is_training=self.module.training,
         )
 
     def make_call(self) -> tuple[Call, Call | None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from attn_zoo.conformance import gate
+from attn_zoo.conformance import gate_model
 from attn_zoo.conformance.tolerance import largest, largest_error, working_tolerance
 from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
@@ -177,20 +177,10 @@ class StepWorkload(AbstractWorkload):
         self.inputs: Sequence[Tensor] = ()  # the data are small, and the weights must not be shared
 
     def gate(self) -> tuple[str, ...]:
-        """Check the mixer as every cell's, and a model that is not ours against ours."""
+        """Check the mixers as every cell's, and a model that is not ours against ours."""
         cell, ours = self._cell, self._ours
         assert ours is not None
-        config = ours.config
-        build = config.build_context(is_causal=False, is_cross=False, num_positions=config.max_seq_len)
-        checks = gate(
-            cell.variant,
-            cell.options,
-            build,
-            dtype=cell.dtype,
-            device=cell.device,
-            seq_len=config.max_seq_len,
-            form="mixer",
-        )
+        checks = gate_model(ours.model, dtype=cell.dtype, device=cell.device, has_padding=cell.has_padding)
         return checks if self._learner is ours else (*checks, self._check_logits(ours))
 
     def _check_logits(self, ours: Learner) -> str:

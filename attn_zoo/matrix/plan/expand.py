@@ -16,7 +16,7 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.probe import probe
 from attn_zoo.matrix.plan.schema import Matrix
 from attn_zoo.matrix.plan.source_digest import source_digest
-from attn_zoo.registry import variants
+from attn_zoo.registry import tasks, variants
 
 Shard = tuple[int, int]
 """(I, N): the I-th of N parts, counted from 1."""
@@ -31,7 +31,7 @@ class Plan:
         cells: in the order they run: lanes together, lengths ascending.
         device: `"cpu"` or `"cuda"`, what `"auto"` means here.
         shard: which part of the matrix this is, or None for all.
-        variant_files: plain files that workers must load first.
+        variant_files: plain files that other processes must load to know the variants and tasks of the cells.
     """
 
     matrix: Matrix
@@ -53,7 +53,6 @@ def make_plan(
     only: Sequence[str] = (),
     shard: Shard | None = None,
     add_variants: Sequence[str] = (),
-    variant_files: Sequence[str] = (),
     data_dir: Path | None = None,
     is_remote: bool = False,
     should_probe: bool = False,
@@ -66,14 +65,13 @@ def make_plan(
         only: patterns with `*` and `?` over cell ids (`"linformer/*"`); a cell is kept if one matches.
         shard: (I, N): keep the I-th of N parts. Lanes stay whole.
         add_variants: registered names added to every group.
-        variant_files: plain files, loaded already, that workers must load too.
         data_dir: where tasks find local data.
         is_remote: workers run on other machines, so that a missing GPU here is no refusal.
         should_probe: also build every module once, without memory, in a child process, so that the plan shows what
             constructors refuse. A run finds that out by itself.
 
     Raises:
-        ConfigError: unknown variant, impossible shard, nothing left.
+        ConfigError: unknown variant, impossible shard, nothing left; a typed variant that was changed since.
         UnknownNameError: `add_variants` names no registered variant.
     """
     has_cuda = is_remote or _has_cuda()
@@ -96,11 +94,26 @@ def make_plan(
             example = cells[0].cell.id if cells else "(none)"
             raise ConfigError("only", [("", f"no cell matches {', '.join(only)}; a cell's id looks like {example}")])
         cells = kept
+    variant_files = tuple(plain_files(cells))
     if should_probe:
         cells = probe(cells, variant_files)
-    return Plan(
-        matrix=matrix, cells=tuple(cells), device=device or auto, shard=shard, variant_files=tuple(variant_files)
-    )
+    return Plan(matrix=matrix, cells=tuple(cells), device=device or auto, shard=shard, variant_files=variant_files)
+
+
+def plain_files(cells: Iterable[PlannedCell]) -> dict[str, list[str]]:
+    """Return the plain files that know the variants and tasks of the cells, each with the names it is needed for.
+
+    Raises:
+        ConfigError: a typed one was changed since it was registered.
+    """
+    names = {item.cell.variant for item in cells} | {item.cell.overrides.get("cross_variant") for item in cells}
+    known = [(name, variants.plain_file(name)) for name in names if name]
+    known += [(name, tasks.plain_file(name)) for name in {item.cell.task for item in cells} if name]
+    files: dict[str, list[str]] = {}
+    for name, path in sorted(known):
+        if path:
+            files.setdefault(path, []).append(name)
+    return files
 
 
 def _expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[PlannedCell]:

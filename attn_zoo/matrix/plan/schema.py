@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 
+import attn_zoo
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, suggestion
 from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Group, Problem, StrictModel
@@ -20,6 +21,9 @@ MAX_FILE_BYTES = 1_000_000
 
 MAX_CELLS = 20_000
 """More is a typing error, or belongs in several matrices."""
+
+MATRIX_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""What a matrix, and with it a results folder, may be called."""
 
 _OWN_KEYS = ("variants", "task")  # what a group is about cannot be a default
 
@@ -34,7 +38,7 @@ class Matrix(StrictModel):
         source: the file it came from.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = Field(pattern=f"^{MATRIX_NAME}$")
     description: str = ""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     source: str = ""
@@ -55,16 +59,26 @@ _fields: dict[str, Any] = {kind.name: (tuple[kind.group, ...], ()) for kind in K
 _MATRIX: type[Matrix] = create_model("Matrix", __base__=Matrix, **_fields)
 
 
+def shipped_matrices() -> dict[str, Path]:
+    """Return the matrices of this package by name: beside the code where it is installed, else in `benchmarks`."""
+    root = Path(attn_zoo.__path__[0])
+    places = (root / "matrices", root.parent / "benchmarks")
+    return {path.stem: path for place in places for path in sorted(place.glob("*.toml"))}
+
+
 def load_matrix(path: Path | str) -> Matrix:
     """Return the matrix that a TOML file describes, checked down to the options of every variant.
 
     Args:
-        path: of the file. Variants of `--variant-file` must be loaded before.
+        path: of the file, or the name of a shipped matrix. Variants of `--variant-file` must be loaded before.
 
     Raises:
         ConfigError: the file cannot be read or says something impossible; all problems at once.
     """
     path = Path(path)
+    shipped = shipped_matrices()
+    if path.name == str(path) in shipped and not path.is_file():
+        path = shipped[path.name]
     source = path.name
     try:
         if path.is_dir():
@@ -72,7 +86,8 @@ def load_matrix(path: Path | str) -> Matrix:
         content = path.read_bytes()
     except FileNotFoundError:
         nearby = sorted(item.name for item in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        raise ConfigError(str(path), [("", f"no such file{suggestion(path.name, nearby)}")]) from None
+        near = suggestion(path.name, [*nearby, *shipped])
+        raise ConfigError(str(path), [("", f"no such file{near}  (attn-zoo list matrices)")]) from None
     except OSError as error:
         raise ConfigError(str(path), [("", f"cannot be read: {error.strerror}")]) from None
     if len(content) > MAX_FILE_BYTES:

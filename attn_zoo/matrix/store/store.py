@@ -6,6 +6,7 @@ cells/<key>.json    one record; the file is the mark that the cell is done
 parts/<key>-<n>.json  repeats of a cell that is not done; see `Repeats`
 logs/<key>.log      what the cell printed
 weights/            what was trained, one file per cell, where the matrix asks to keep it
+sources/            plain files that variants of the run were loaded from
 checkpoints/        state of trainings that have not ended
 replaced/           records that `retry` ran again; repeats of no use
 quarantine/         files in `cells` that are no records, each with its reason
@@ -28,6 +29,16 @@ from attn_zoo.folder import RunInfo, Scan, differences, pack_cells, read_ceiling
 from attn_zoo.matrix.store.lock import hold_lock, move_aside
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
 from attn_zoo.whole_files import write_whole
+
+
+def _write_new(path: Path, record: Record, what: str) -> None:
+    """Store a record in the middle of a run, where a place that cannot be written is no mistake in the call."""
+    if path.exists():
+        raise StoreError(f"{path}: there is {what} already; nothing is overwritten")
+    try:
+        write_whole(path, record.to_json())
+    except FolderError as error:
+        raise StoreError(str(error)) from None
 
 
 class Repeats:
@@ -78,19 +89,13 @@ class Repeats:
         Raises:
             StoreError: the disk is full or not writable, or there is this repeat already.
         """
-        path = self._path(record.cell.key, number)
-        if path.exists():
-            raise StoreError(f"{path}: there is this repeat already; nothing is overwritten")
-        try:
-            self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise FolderError(f"{self._folder}: cannot be written: {error.strerror}") from None
-        write_whole(path, record.to_json())
+        _write_new(self._path(record.cell.key, number), record, "this repeat")
 
     def drop(self, key: str) -> None:
         """Delete the repeats of a cell, all of which are in its record."""
-        for path in self._of(key):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # what is left does no harm: nothing reads it any more
+            for path in self._of(key):
+                path.unlink(missing_ok=True)
 
     def retire(self, key: str, beyond: int = 0) -> None:
         """Move the repeats of a cell from the one after `beyond` on to `replaced`.
@@ -301,10 +306,7 @@ class Store:
         Raises:
             StoreError: the disk is full or not writable, or there is a record of this cell already.
         """
-        path = self._cells / f"{record.cell.key}.json"
-        if path.exists():
-            raise StoreError(f"{path}: there is a record of this cell already; nothing is overwritten")
-        write_whole(path, record.to_json())
+        _write_new(self._cells / f"{record.cell.key}.json", record, "a record of this cell")
 
     def retire(self, key: str) -> None:
         """Move a record to `replaced`, so that its cell runs again."""

@@ -13,7 +13,7 @@ CONVENTIONS = (
     "Useful FLOPs, by formula, a multiply-add being two; a backward counts as {ratios} forwards. Fewest bytes: inputs "
     "and the mechanism's own weights read and output written once; a backward twice that (inputs, output and its "
     "gradient read, gradients of the inputs written). Share of the roof: FLOPs / product rate or bytes / copy rate, "
-    "whichever is longer, over the median time."
+    "whichever is longer, over the median time (of the GPU alone, where that was measured)."
 )
 
 _BACKWARD_BYTES = 2
@@ -24,6 +24,9 @@ class Efficiency:
     """One measured length of one variant beside the ceilings of its machine.
 
     Args:
+        median_ms: of the call.
+        time_ms: of the GPU alone where that was measured, else of the call.
+        is_waiting: `time_ms` is that of a call that waits for the host: the shares say little of the kernel.
         flops: useful ones of the pass.
         min_bytes: that the pass must move at least.
         roof_frac: time that the measured ceilings allow over the time it took.
@@ -36,6 +39,8 @@ class Efficiency:
     label: str
     seq_len: int
     median_ms: float
+    time_ms: float
+    is_waiting: bool
     flops: float
     min_bytes: float
     backward_ratio: float
@@ -47,12 +52,12 @@ class Efficiency:
     @property
     def flops_per_s(self) -> float:
         """Useful operations per second."""
-        return self.flops / self.median_ms * 1e3
+        return self.flops / self.time_ms * 1e3
 
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second that moved at least."""
-        return self.min_bytes / self.median_ms * 1e3
+        return self.min_bytes / self.time_ms * 1e3
 
     @property
     def flops_per_byte(self) -> float:
@@ -93,21 +98,31 @@ def pass_flops(point: Point, pass_: str) -> float | None:
 def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
     flops = pass_flops(point, pass_) or 0.0
     min_bytes = float(point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
-    roof_frac = ceilings.floor_s(flops, min_bytes) / (point.median_ms * 1e-3)
-    peak = ceilings.peak_flops_per_s
+    time_ms = point.device_ms or point.median_ms
+    roof_frac = ceilings.floor_s(flops, min_bytes) / (time_ms * 1e-3)
+    peak = ceilings.sheet_flops_per_s
     promised = None if exact is None or series.is_exact else pass_flops(exact, pass_)
     return Efficiency(
         label=series.label,
         seq_len=point.seq_len,
         median_ms=point.median_ms,
+        time_ms=time_ms,
+        is_waiting=point.is_waiting and point.device_ms is None,
         flops=flops,
         min_bytes=min_bytes,
         backward_ratio=point.record.backward_ratio or 0.0,
         roof_frac=roof_frac,
-        mfu=flops / (point.median_ms * 1e-3) / peak if peak else None,
-        realised=exact.median_ms / point.median_ms * flops / promised if exact is not None and promised else None,
+        mfu=flops / (time_ms * 1e-3) / peak if peak else None,
+        realised=_speed_up(point, exact) * flops / promised if exact is not None and promised else None,
         doubt=_doubt(roof_frac, ceilings),
     )
+
+
+def _speed_up(point: Point, exact: Point) -> float:
+    """Return how many times faster it is: on the GPU alone where both are known, else as calls."""
+    if point.device_ms and exact.device_ms:
+        return exact.device_ms / point.device_ms
+    return exact.median_ms / point.median_ms
 
 
 def _doubt(roof_frac: float, ceilings: Ceilings) -> str:

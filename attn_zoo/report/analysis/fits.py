@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.units import human_length
 from attn_zoo.statistics import (
     CostFit,
     Crossover,
@@ -17,11 +19,17 @@ from attn_zoo.statistics import (
     fit_exponent,
     local_slopes,
 )
+from attn_zoo.statistics.medians import log_medians
 
-Quantity = Literal["time", "peak_bytes", "extra_bytes", "saved_bytes"]
+Quantity = Literal["time", "device", "peak_bytes", "extra_bytes", "saved_bytes"]
+"""`device` is the time of the GPU alone, where it was measured; `time` that of a call as a user makes it."""
 
 TOLERANCE = 0.1
 """An interval of the exponent must lie within this of a whole power before the report calls it linear or quadratic."""
+LEAST_LENGTHS = 3
+"""That a line must go through before its slope is called an exponent."""
+CLEAR = 0.975
+"""Share of the resamples that must agree before a curve is called cheaper, or not cheaper, at all lengths."""
 
 CONTRADICTION = 0.3
 """How far above a claimed exponent the measured interval must lie: a logarithm or a cache that overflows adds less."""
@@ -34,11 +42,14 @@ class Growth:
     """What the measured lengths of one series say about one quantity.
 
     Args:
-        exponent: one straight line through the top decade of lengths; None below two lengths.
-        slopes: between neighbouring lengths.
+        exponent: one straight line through the top decade of lengths; None below three lengths at which nothing but the
+            mechanism takes the time.
+        slopes: between neighbouring lengths, whatever took the time.
         fit: a + bN + cN^2; None below three lengths.
         claimed: exponent the variant claims, or None.
         verdict: `"linear"`, `"quadratic"`, `"constant"`, `"not settled"`, `"simulated"` or `"too few lengths"`.
+        why: it is none of the first three; empty where it is.
+        is_device: of the time of the GPU alone at all these lengths.
         formula: exponent of the variant's FLOPs formula over the same lengths; None without one, and for memory.
     """
 
@@ -49,7 +60,14 @@ class Growth:
     fit: CostFit | None
     claimed: float | None
     verdict: str
+    why: str
+    is_device: bool = False
     formula: float | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the exponent may be said as a fact."""
+        return not self.why
 
     @property
     def is_contradicted(self) -> bool:
@@ -67,49 +85,81 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
-    """Where `label` gets cheaper than `against` for good; `result` is None where they share no length."""
+    """Where `label` gets cheaper than `against` for good; `result` is None where they share no length.
+
+    Args:
+        label: of the approximate series.
+        against: of the exact one.
+        quantity: what is compared.
+        is_fastest: the exact series is the fastest at each length.
+        result: where they cross.
+        waiting: which of the two wait for the host where they cross, so that it is not the mechanisms that do.
+    """
 
     label: str
     against: str
     quantity: Quantity
     is_fastest: bool
     result: Crossover | None
+    waiting: tuple[str, ...] = ()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the intervals leave no doubt that it is so, and for a crossing that it is in range."""
+        if self.result is None:
+            return False
+        if self.result.kind == "crosses":
+            return self.result.low is not None and self.result.high is not None
+        return self.result.support >= CLEAR
 
 
 def samples_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, list[float]]:
-    """Return positive samples by length: many for time, one for bytes (which do not vary)."""
+    """Return positive samples by length: many for time, one for everything else (which does not vary)."""
     if quantity == "time":
         samples = {point.seq_len: list(point.timing.samples_ms or (point.median_ms,)) for point in points}
+    elif quantity == "device":
+        samples = {point.seq_len: [point.device_ms or 0.0] for point in points}
     else:
         samples = {point.seq_len: [float(getattr(point.memory, quantity) or 0)] for point in points}
     return {length: values for length, values in samples.items() if min(values) > 0}
 
 
 def processes_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, tuple[int, ...]]:
-    """Return how many of these samples each process took, by length; nothing for bytes, which do not vary."""
+    """Return how many of these samples each process took, by length; nothing for what does not vary."""
     return {point.seq_len: point.timing.process_sizes for point in points} if quantity == "time" else {}
 
 
 def growth(series: Series, quantity: Quantity = "time") -> Growth:
-    """Fit one quantity of one series."""
-    samples = samples_by_length(series.points, quantity)
-    sizes = processes_by_length(series.points, quantity)
-    exponent = fit_exponent(samples, sizes=sizes) if _has_decade(samples) else None
-    medians = [sorted(samples[length])[len(samples[length]) // 2] for length in samples]
+    """Fit one quantity of one series.
+
+    Of time on a GPU, what the GPU alone took, where that was measured; lengths that wait for the host are left out.
+    """
+    every, sizes = samples_by_length(series.points, quantity), processes_by_length(series.points, quantity)
+    samples, device, last_waiting = dict(every), {}, 0
     if quantity == "time":
-        medians = [point.median_ms for point in series.points if point.seq_len in samples]
-    fit = fit_cost(list(samples), medians) if len(samples) >= 3 else None
+        device = samples_by_length(series.points, "device")
+        waiting = {length for length in series.waiting if length not in device}
+        last_waiting = max(waiting, default=0)
+        samples = {length: values for length, values in every.items() if length not in waiting} | device
+    used = [length for length in samples if 10 * length > max(samples)]
+    own_sizes = {length: own for length, own in sizes.items() if length not in device}
+    exponent = fit_exponent(samples, sizes=own_sizes) if len(used) >= LEAST_LENGTHS else None
+    medians = [math.exp(log) for log in log_medians(samples, 0, own_sizes)[1]]
+    fit = fit_cost(sorted(samples), medians) if len(samples) >= LEAST_LENGTHS else None
     claimed = None
     if series.claim is not None and quantity in {"time", "peak_bytes"}:
         claimed = series.claim.time_exponent if quantity == "time" else series.claim.memory_exponent
+    verdict, why = _verdict(exponent, fit, len(used), last_waiting, is_simulated=series.is_simulated)
     return Growth(
         label=series.label,
         quantity=quantity,
         exponent=exponent,
-        slopes=tuple(local_slopes(samples, sizes=sizes)) if len(samples) > 1 else (),
+        slopes=tuple(local_slopes(every, sizes=sizes)) if len(every) > 1 else (),
         fit=fit,
         claimed=claimed,
-        verdict=_verdict(exponent, fit, is_simulated=series.is_simulated),
+        verdict=verdict,
+        why=why,
+        is_device=bool(used) and all(length in device for length in used),
         formula=_formula_exponent(series.points, exponent) if quantity == "time" else None,
     )
 
@@ -122,22 +172,25 @@ def _formula_exponent(points: Sequence[Point], exponent: Exponent | None) -> flo
     return fit_exponent(flops, from_len=0).value
 
 
-def _has_decade(samples: Mapping[int, Sequence[float]]) -> bool:
-    """Whether at least two lengths lie in the top decade, which is what the exponent is fitted to."""
-    longest = max(samples, default=0)
-    return sum(10 * length > longest for length in samples) > 1
-
-
-def _verdict(exponent: Exponent | None, fit: CostFit | None, *, is_simulated: bool) -> str:
+def _verdict(
+    exponent: Exponent | None, fit: CostFit | None, count: int, last_waiting: int, *, is_simulated: bool
+) -> tuple[str, str]:
+    """Return the reading of a fit, and why it is no power."""
     if is_simulated:
-        return "simulated"
+        return "simulated", "it computes dense scores underneath"
     if exponent is None or fit is None:
-        return "too few lengths"
+        lengths = f"{count} length{'s' if count != 1 else ''}"
+        if last_waiting:
+            return "too few lengths", f"waits for the host up to {human_length(last_waiting)}; {lengths} above it"
+        return "too few lengths", f"{lengths} in the top decade, {LEAST_LENGTHS} are needed"
+    ends = f"{exponent.value:.2f} [{exponent.low:.2f}, {exponent.high:.2f}]"
     for power, word in _POWERS:
-        is_near = power - TOLERANCE <= exponent.low and exponent.high <= power + TOLERANCE
-        if is_near and fit.dominant(fit.lengths[-1]) == word:
-            return word
-    return "not settled"
+        if power - TOLERANCE <= exponent.low and exponent.high <= power + TOLERANCE:
+            leading = fit.dominant(fit.lengths[-1])
+            return (word, "") if leading == word else ("not settled", f"slope {ends}, but the {leading} term leads")
+    if any(exponent.low <= power <= exponent.high for power, _ in _POWERS):
+        return "not settled", f"slope known to {ends} only"
+    return "not settled", f"slope {ends} is no whole power"
 
 
 def crossings(every: Sequence[Series], fastest: Series | None, quantity: Quantity) -> list[Crossing]:
@@ -147,17 +200,33 @@ def crossings(every: Sequence[Series], fastest: Series | None, quantity: Quantit
     if fastest is not None and len(exact) > 1:
         baselines += [(series, False) for series in exact if series.label != fastest.label]
     compared = [one for one in every if one.points and not (one.is_exact or one.is_simulated)]
-    return [
-        Crossing(
-            label=series.label,
-            against=baseline.label,
-            quantity=quantity,
-            is_fastest=is_fastest,
-            result=_crossover(series, baseline, quantity),
-        )
-        for series in compared
-        for baseline, is_fastest in baselines
-    ]
+    found = []
+    for series in compared:
+        for baseline, is_fastest in baselines:
+            result = _crossover(series, baseline, quantity)
+            if quantity == "device" and (result is None or len(result.lengths) < 2):
+                continue
+            waiting = _waiting(result, (series, baseline)) if quantity == "time" and result is not None else ()
+            found.append(
+                Crossing(
+                    label=series.label,
+                    against=baseline.label,
+                    quantity=quantity,
+                    is_fastest=is_fastest,
+                    result=result,
+                    waiting=waiting,
+                )
+            )
+    return found
+
+
+def _waiting(result: Crossover, pair: Sequence[Series]) -> tuple[str, ...]:
+    """Return which of two series wait for the host at the lengths on either side of their crossing."""
+    if result.length is None:
+        return ()
+    before = max(length for length in result.lengths if length <= result.length)
+    after = min(length for length in result.lengths if length >= result.length)
+    return tuple(series.label for series in pair if {before, after} & series.waiting)
 
 
 def _crossover(series: Series, baseline: Series, quantity: Quantity) -> Crossover | None:

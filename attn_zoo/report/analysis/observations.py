@@ -8,8 +8,12 @@ from pathlib import Path
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.folder import Claim, Run, read_run
-from attn_zoo.records import Ceilings, Cell, Environment, Record
+from attn_zoo.records import Ceilings, Cell, Environment, Record, Status
 from attn_zoo.statistics import time_summary
+
+NOT_RUN: Status = "cancelled"
+"""Of a planned cell that has no record; its reason is why the run ended. Never stored, so that the next run takes the
+cell up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +54,13 @@ class Results:
 
     Args:
         observations: one for each record, in the order of the runs.
+        left: one for each planned cell that has none; see `NOT_RUN`.
         runs: the folders, in the order given.
         warnings: of all of them.
     """
 
     observations: tuple[Observation, ...]
+    left: tuple[Observation, ...]
     runs: tuple[Run, ...]
     warnings: tuple[str, ...] = ()
 
@@ -73,29 +79,38 @@ class Results:
         return {digest: environment for run in self.runs for digest, environment in run.environments.items()}
 
 
-def read_results(dirs: Iterable[str | Path]) -> Results:
-    """Read all `dirs` (results folders).
+def read_results(dirs: Iterable[str | Path] | str | Path) -> Results:
+    """Read all `dirs` (results folders; a string or a path is one).
 
     Raises:
         ConfigError: no directory was given, or one is not a results folder.
     """
-    paths = [Path(entry) for entry in dirs]
+    paths = [Path(entry) for entry in ([dirs] if isinstance(dirs, str | Path) else dirs)]
     if not paths:
         raise ConfigError("report", [("", "expected at least one results folder; got none")])
     unique = list({path.resolve(): path for path in paths}.values())
     runs = tuple(read_run(path) for path in unique)
     pairs = [(run, record) for run in runs for record in run.records]
-    observations = tuple(
+    known = {record.cell.key for _, record in pairs}
+    pairs += [
+        (run, Record(cell=cell, status=NOT_RUN, reason=run.stopped))
+        for run in runs
+        for cell in run.left
+        if cell.key not in known
+    ]
+    every = [
         Observation(
             record=_with_current_summary(record), run=run.name, environment=_environment_of(record, run), label=label
         )
         for (run, record), label in zip(pairs, _distinct_labels([record.cell for _, record in pairs]), strict=True)
-    )
+    ]
+    observations = tuple(one for one in every if one.record.status != NOT_RUN)
     warnings = [warning for run in runs for warning in run.warnings]
     repeated = len(observations) - len({one.cell.key for one in observations})
     if repeated:
         warnings.append(f"{repeated} cells occur in more than one folder; their samples are pooled")
-    return Results(observations=observations, runs=runs, warnings=tuple(warnings))
+    left = tuple(one for one in every if one.record.status == NOT_RUN)
+    return Results(observations=observations, left=left, runs=runs, warnings=tuple(warnings))
 
 
 def _with_current_summary(record: Record) -> Record:

@@ -32,6 +32,7 @@ class Panel:
         time: growth of time, by label.
         memory: growth of peak memory, by label.
         crossings: in time, against the fastest exact series (and each exact one).
+        device_crossings: in the time of the GPU alone, where that was measured.
         memory_crossings: in peak memory, likewise.
         efficiency: rates beside the ceilings of the machine, by label; empty where the run has not measured those.
     """
@@ -48,6 +49,7 @@ class Panel:
     time: dict[str, Growth]
     memory: dict[str, Growth]
     crossings: tuple[Crossing, ...]
+    device_crossings: tuple[Crossing, ...]
     memory_crossings: tuple[Crossing, ...]
     efficiency: dict[str, list[Efficiency]]
 
@@ -75,7 +77,7 @@ def _setting(one: Observation) -> dict[str, Any]:
 def make_panels(results: Results) -> list[Panel]:
     """Return the panels of all that was to be timed, in a stable order."""
     groups: dict[tuple[Any, ...], list[Observation]] = {}
-    for one in results.observations:
+    for one in (*results.observations, *results.left):
         if not one.is_training and one.cell.seq_len is not None:
             groups.setdefault(tuple(_setting(one).values()), []).append(one)
     passes = list(PASS_TITLES)
@@ -121,6 +123,7 @@ def _panel(
         time={each.label: growth(each, "time") for each in series},
         memory={each.label: growth(each, "peak_bytes") for each in series},
         crossings=tuple(crossings(series, baseline, "time")),
+        device_crossings=tuple(crossings(series, baseline, "device")),
         memory_crossings=tuple(crossings(series, baseline, "peak_bytes")),
         efficiency=efficiencies(series, baseline, setting["pass"], ceilings),
     )

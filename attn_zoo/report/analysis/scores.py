@@ -24,6 +24,9 @@ from attn_zoo.report.units import slug
 from attn_zoo.report.wording import failure_words
 from attn_zoo.statistics import mean_interval, paired_difference
 
+LEAST_SEEDS = 3
+"""In common, below which no difference is called settled."""
+
 PARAMS_TOLERANCE = 0.1
 """Share by which parameters may differ from the baseline's before it is said."""
 
@@ -50,7 +53,7 @@ class Difference:
     @property
     def is_settled(self) -> bool:
         """Whether it is more than chance in seeds (three at least) and in the choice of test examples."""
-        if self.num_paired < 3 or self.low is None or self.high is None or self.low <= 0.0 <= self.high:
+        if self.num_paired < LEAST_SEEDS or self.low is None or self.high is None or self.low <= 0.0 <= self.high:
             return False
         return self.size_error is None or abs(self.mean) > TWO_SIDED * self.size_error
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from attn_zoo.folder import Claim
 from attn_zoo.records import Memory, Record, Timing
-from attn_zoo.report.analysis.observations import Observation, Results
+from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.measurements import token_rates
+from attn_zoo.report.wording import FLAG_MARKS, MARKS, missing_word
 from attn_zoo.statistics import pool_records
+
+HOST_FACTOR = 1.5
+"""A call on a GPU that takes no more than this times what the host alone needs waits for the host."""
+FLAT_SLOPE = 0.6
+"""A GPU that had work enough would take more than this power of the length longer for each doubling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +25,11 @@ class Point:
 
     Args:
         record: as stored, or several (seeds, repeated runs) with their samples pooled.
+        is_waiting: for the host that launches it; see `waiting_lengths`.
     """
 
     record: Record
+    is_waiting: bool = False
 
     @property
     def timing(self) -> Timing:
@@ -54,6 +63,11 @@ class Point:
         return self.timing.high_ms
 
     @property
+    def device_ms(self) -> float | None:
+        """Time of the GPU alone: the same call replayed from a CUDA graph; None where that was not measured."""
+        return self.timing.graph_ms
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Throughput of a training step, padding excluded; None for a single call."""
         return token_rates(self.record).get("tokens_per_s")
@@ -78,6 +92,15 @@ class Point:
         """What makes the time doubtful."""
         return " + ".join(self.timing.flags)
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What a reader must know of the time where it stands: names of `attn_zoo.report.wording.MARKS`."""
+        found = {FLAG_MARKS[flag] for flag in self.timing.flags if flag in FLAG_MARKS}
+        found |= {"host"} if self.is_waiting else set()
+        found |= {"shared"} if self.record.num_jobs > 1 else set()
+        found |= {"alone"} if self.num_processes == 1 else set()
+        return tuple(mark for mark in MARKS if mark in found)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -89,6 +112,11 @@ class Failure:
     def seq_len(self) -> int:
         """Tokens."""
         return self.record.cell.seq_len or 0
+
+    @property
+    def word(self) -> str:
+        """What a table says of it."""
+        return missing_word(self.record)
 
     @property
     def status(self) -> str:
@@ -113,6 +141,11 @@ class Series:
     is_simulated: bool
 
     @property
+    def waiting(self) -> frozenset[int]:
+        """Lengths at which a call waits for the host that launches it, so that its time is not the mechanism's."""
+        return frozenset(point.seq_len for point in self.points if point.is_waiting)
+
+    @property
     def lengths(self) -> list[int]:
         """Measured lengths in tokens."""
         return [point.seq_len for point in self.points]
@@ -128,6 +161,29 @@ class Series:
         return self.claim is not None and self.claim.is_exact
 
 
+def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
+    """Return the lengths at which a call on a GPU waits for the host that launches it.
+
+    Where the time of the device alone is known, it decides. Elsewhere: the host's time is that of the last length up to
+    which time hardly grew, and every call that takes about as long waits for it.
+
+    Args:
+        points: of one curve, shortest first.
+    """
+    on_gpu = [point for point in points if point.record.cell.device == "cuda" and point.median_ms > 0]
+    waiting, host_ms, slowest, before = set(), 0.0, 0.0, 0
+    for point in on_gpu:
+        own_ms = max(point.median_ms, slowest)
+        if before and math.log(own_ms / slowest) < FLAT_SLOPE * math.log(point.seq_len / before):
+            host_ms = own_ms
+        slowest, before = own_ms, point.seq_len
+    for point in on_gpu:
+        least_ms = host_ms if point.device_ms is None else 0.0
+        if point.median_ms <= HOST_FACTOR * least_ms or point.median_ms > HOST_FACTOR * (point.device_ms or math.inf):
+            waiting.add(point.seq_len)
+    return frozenset(waiting)
+
+
 def make_series(label: str, members: Sequence[Observation], scope: str | None, results: Results) -> Series:
     """Return the curve of one label within one panel."""
     by_length: dict[int, list[Observation]] = {}
@@ -139,7 +195,10 @@ def make_series(label: str, members: Sequence[Observation], scope: str | None, r
         if timed:
             points.append(Point(pool_records(timed)))
         else:
-            failures.append(Failure(same[-1].record))
+            run = [one for one in same if one.record.status != NOT_RUN] or same
+            failures.append(Failure(run[-1].record))
+    waiting = waiting_lengths(points)
+    points = [replace(point, is_waiting=point.seq_len in waiting) for point in points]
     variant = members[0].cell.variant
     claim = results.claim(variant)
     if claim is not None and scope == "model":  # the mechanism's claim does not say how a whole model grows

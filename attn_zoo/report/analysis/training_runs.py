@@ -80,9 +80,10 @@ class TrainingRun:
 
 def group_training_runs(results: Results) -> list[tuple[Setting, list[TrainingRun]]]:
     """Return all training runs, by setting in a stable order; of a cell that occurs twice, the last."""
-    last = {one.cell.key: one for one in results.observations if one.is_training}
+    every = (*results.observations, *results.left)
+    last = {one.cell.key: one for one in every if one.is_training}
     by_setting: dict[Setting, list[Observation]] = {}
-    for one in results.observations:
+    for one in every:
         if last.get(one.cell.key) is one:
             by_setting.setdefault(_setting(one.cell), []).append(one)
     order = sorted(by_setting, key=lambda setting: tuple(str(getattr(setting, name)) for name in setting.__slots__))

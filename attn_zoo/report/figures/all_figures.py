@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.winners import lead_panel
 from attn_zoo.report.figures.breakdown_panels import draw_breakdown
 from attn_zoo.report.figures.bubbles import draw_bubbles, draw_task_means
 from attn_zoo.report.figures.learning_curves import draw_learning
@@ -31,30 +31,29 @@ class FigureEntry:
     Args:
         name: start of the file name; the name of the subject follows.
         subject: what one figure is about.
+        section: of the report; see `attn_zoo.report.tables.all_tables.QUESTIONS`.
         question: that it answers.
         draw: from one subject and the looks of all labels, inside `styled()`; None where there is nothing to draw.
     """
 
     name: str
     subject: Subject
+    section: str
     question: str
     draw: Callable[[Any, Looks], Page | None]
 
 
-_PEAK, _EXTRA = (partial(draw_memory, quantity=quantity) for quantity in ("peak_bytes", "extra_bytes"))
-
 FIGURES = (
-    FigureEntry("time", "panel", "How does time grow with the length, and where do curves cross?", draw_time),
-    FigureEntry("speedup", "panel", "How much faster is it than the fastest exact kernel?", draw_speed_up),
-    FigureEntry("memory-peak", "panel", "How much memory must there be?", _PEAK),
-    FigureEntry("memory-extra", "panel", "How much memory does the mechanism itself add?", _EXTRA),
-    FigureEntry("roofline", "panel", "How much of what the machine can do does a kernel reach?", draw_roofline),
-    FigureEntry("bubbles", "overview", "What does speed cost in accuracy over several tasks?", draw_task_means),
-    FigureEntry("accuracy", "accuracy", "Which variant scores best, and does it beat the floors?", draw_scores),
-    FigureEntry("bubbles", "accuracy", "What does speed cost in accuracy?", draw_bubbles),
-    FigureEntry("learning", "accuracy", "How fast does it learn, by steps, by FLOPs and by time?", draw_learning),
-    FigureEntry("breakdown", "accuracy", "On which examples does it fail?", draw_breakdown),
-    FigureEntry("tuning", "accuracy", "How much does the score depend on the learning rate?", draw_tuning),
+    FigureEntry("time", "panel", "time", "How does time grow with the length, and where do curves cross?", draw_time),
+    FigureEntry("speedup", "panel", "growth", "How much faster is it than the fastest exact kernel?", draw_speed_up),
+    FigureEntry("memory-peak", "panel", "memory", "How much memory must there be?", draw_memory),
+    FigureEntry("roofline", "panel", "efficiency", "How near does a kernel come to the machine's roof?", draw_roofline),
+    FigureEntry("bubbles", "overview", "accuracy", "What does speed cost in accuracy over tasks?", draw_task_means),
+    FigureEntry("accuracy", "accuracy", "accuracy", "Which scores best, and does it beat the floors?", draw_scores),
+    FigureEntry("bubbles", "accuracy", "accuracy", "What does speed cost in accuracy?", draw_bubbles),
+    FigureEntry("learning", "accuracy", "accuracy", "How fast does it learn, by steps, FLOPs and time?", draw_learning),
+    FigureEntry("breakdown", "accuracy", "accuracy", "On which examples does it fail?", draw_breakdown),
+    FigureEntry("tuning", "accuracy", "accuracy", "How much does the score depend on the learning rate?", draw_tuning),
 )
 
 
@@ -64,6 +63,7 @@ class Picture:
 
     Args:
         name: file name stem.
+        section: of the report that it belongs to.
         title: one line.
         question: that it answers.
         alt: what it shows, in words and numbers.
@@ -71,26 +71,53 @@ class Picture:
     """
 
     name: str
+    section: str
     title: str
     question: str
     alt: str
     figure: Figure
 
 
-def make_pictures(analysis: Analysis) -> list[Picture]:
-    """Return what can be drawn from the records: nothing for an empty run."""
-    exact = {series.label for panel in analysis.panels for series in panel.series if series.is_exact}
-    exact |= {group.baseline for group in analysis.accuracy}
-    looks = make_looks(analysis.labels, sorted(exact))
+def front_picture(analysis: Analysis, pictures: Sequence[Picture]) -> Picture | None:
+    """Return the one figure for the top of a report: times of the panel that says most, else the first scores."""
+    panel = lead_panel(analysis.panels)
+    wanted = [f"time-{panel.name}"] if panel is not None else [f"accuracy-{group.name}" for group in analysis.accuracy]
+    return next((picture for picture in pictures if picture.name in wanted), None)
+
+
+def _subjects(analysis: Analysis) -> list[tuple[FigureEntry, str, Any]]:
+    """Return what may be drawn, each with the name of its figure."""
     subjects: list[tuple[Subject, str, Any]] = [
         *(("panel", panel.name, panel) for panel in analysis.panels),
         *(("overview", overview.name, overview) for overview in analysis.overviews),
         *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]
-    with styled():
-        return [
-            Picture(f"{entry.name}-{name}", page.title, entry.question, page.alt, page.figure)
-            for kind, name, subject in subjects
-            for entry in FIGURES
-            if entry.subject == kind and (page := entry.draw(subject, looks)) is not None
-        ]
+    return [
+        (entry, f"{entry.name}-{name}", subject)
+        for kind, name, subject in subjects
+        for entry in FIGURES
+        if entry.subject == kind
+    ]
+
+
+def figure_names(analysis: Analysis) -> list[str]:
+    """Return the names of figures that these results may have."""
+    return [name for _, name, _ in _subjects(analysis)]
+
+
+def draw_pictures(analysis: Analysis, start: str = "") -> Iterator[Picture]:
+    """Yield what can be drawn from the records, of figures whose name begins with `start`."""
+    exact = {series.label for panel in analysis.panels for series in panel.series if series.is_exact}
+    exact |= {group.baseline for group in analysis.accuracy}
+    looks = make_looks(analysis.labels, sorted(exact))
+    for entry, name, subject in _subjects(analysis):
+        if name.startswith(start):
+            with styled():
+                page = entry.draw(subject, looks)
+            if page is not None:
+                yield Picture(name, entry.section, page.title, entry.question, page.alt, page.figure)
+
+
+def make_pictures(analysis: Analysis) -> list[Picture]:
+    """Return what can be drawn from the records: nothing for an empty run."""
+    return list(draw_pictures(analysis))

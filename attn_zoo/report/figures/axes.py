@@ -87,9 +87,32 @@ def score_axis(axis: Axis, metric: Metric, words: str, num_ticks: int = 6) -> No
 
 
 def draw_curve(
-    axes: Axes, points: Sequence[tuple[float, float]], look: Look, line: Line, *, is_open: bool = False
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    look: Look,
+    line: Line,
+    *,
+    is_open: bool = False,
+    faint_until: float = 0.0,
 ) -> None:
-    """Draw a line with markers, which are hollow where `is_open`."""
+    """Draw a line with markers, which are hollow where `is_open`.
+
+    Args:
+        axes: to draw on.
+        points: ascending.
+        look: of the curve.
+        line: its style.
+        is_open: hollow marks.
+        faint_until: up to here the line is faint and its marks are hollow.
+    """
+    if faint := [point for point in points if point[0] <= faint_until]:
+        points = points[len(faint) :]
+        before = [*faint, *points[:1]]
+        axes.plot(*zip(*before, strict=True), color=look.colour, ls=line, lw=1.1, alpha=0.45, zorder=2.8)
+        marks = {"marker": look.marker, "ms": 4.5, "mfc": "white", "mec": look.colour, "mew": 1.0}
+        axes.plot(*zip(*faint, strict=True), lw=0, alpha=0.7, zorder=2.9, **marks)  # type: ignore[arg-type]
+    if not points:
+        return
     x, y = [x for x, _ in points], [y for _, y in points]
     face, edge, width = ("white", look.colour, 1.2) if is_open else (look.colour, "white", 0.7)
     marker = {"marker": look.marker, "ms": 5.5, "mfc": face, "mec": edge, "mew": width}

@@ -22,7 +22,6 @@ from attn_zoo.report.units import human_bytes, human_number
 HEIGHT = 4.3
 LARGEST, SMALLEST = 24.0, 4.0
 """Radius in points of the bubble with the most memory, and of those that would be smaller than can be seen."""
-SHARED = "speeds of runs that shared their device: they compare little"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,12 @@ def _radius(share: float) -> float:
 
 
 def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
-    """Return score against tokens per second of training; None for fewer than two variants with a score."""
+    """Return score against tokens per second of training; None for fewer than two variants with a score.
+
+    None either where runs shared their device: their speeds compare nothing.
+    """
+    if group.is_shared:
+        return None
     bubbles = [
         _Bubble(
             score.name,
@@ -62,8 +66,6 @@ def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
     best = list(group.marks.items())[-1:]  # the other floors are in the figure of the scores
     marks = dict(best) | ({} if group.chance is None else {"chance": group.chance})
     said = [group.how]
-    if group.is_shared:
-        said.append(SHARED)
     if group.num_machines > 1:
         said.append(f"runs on {group.num_machines} machines")
     if any(score.start for score in group.scores):
@@ -73,7 +75,12 @@ def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
 
 
 def draw_task_means(overview: Overview, looks: Looks) -> Page | None:
-    """Return the mean score over the common tasks against speed; None for fewer than two variants or tasks."""
+    """Return the mean score over the common tasks against speed; None for fewer than two variants or tasks.
+
+    None either where runs shared their device: their speeds compare nothing.
+    """
+    if any(group.is_shared for group in overview.common):
+        return None
     bubbles = []
     for label in overview.labels:
         value, speed = overview.mean(label), overview.speed(label)
@@ -81,8 +88,6 @@ def draw_task_means(overview: Overview, looks: Looks) -> Page | None:
             bubbles.append(_Bubble(label, looks[label], speed, value, None, overview.peak_bytes(label), is_filled=True))
     floor = overview.floor()
     said = [overview.how, overview.scope(), "speed: geometric mean; memory: the most"]
-    if any(group.is_shared for group in overview.common):
-        said.append(SHARED)
     title = f"{overview.metric.title} against cost: mean over {len(overview.common)} tasks"
     return _draw(title, said, bubbles, dict([floor]) if floor else {}, overview.metric)
 

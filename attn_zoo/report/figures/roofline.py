@@ -32,7 +32,7 @@ from attn_zoo.report.figures.labels import (
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
-from attn_zoo.report.wording import ceilings_words
+from attn_zoo.report.wording import MARKS, ceilings_words
 
 SMALLEST, LARGEST = 3.0, 8.5
 """Points across the mark of the shortest and the longest length."""
@@ -52,6 +52,8 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
         note += f"; marks grow with the length, {ends}; percent: share of the roof at the longest"
     if any(row.doubt for row in every):
         note += "; hollow: above the measured roof"
+    if any(row.is_waiting for row in every):
+        note += f"; faint: {MARKS['host'][2]}"
     labels = []
     for label, series in rows.items():
         last, colour = series[-1], looks[label].colour
@@ -94,12 +96,12 @@ def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> l
     left, right = min(*intensities, product / copy) / 2.5, max(*intensities, product / copy) * 3
     log_axis(axes, "x", left, right, lambda value: human_length(value) if value >= 1 else human_number(value), 2)
     axes.set_xlabel("useful FLOP per byte that must move")
-    tops = [product, ceilings.peak_flops_per_s or 0.0]
+    tops = [product, ceilings.sheet_flops_per_s or 0.0]
     values = [*rates, min(product, left * copy * 2), max(*tops, *rates)]
     value_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
     boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
-    if ceilings.peak_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
-        boxes += _draw_ceiling(axes, ceilings.peak_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
+    if ceilings.sheet_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
+        boxes += _draw_ceiling(axes, ceilings.sheet_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
     return boxes
 
 
@@ -137,7 +139,8 @@ def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: 
     for row, (x, y), pixel in zip(series, points, pixels, strict=True):
         size = _mark_size(row.seq_len, lengths)
         face, edge = ("white", look.colour) if row.doubt else (look.colour, "white")
-        axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=1.1 if row.doubt else 0.6, zorder=3)
+        width, alpha = (1.1 if row.doubt else 0.6), (0.35 if row.is_waiting else 1.0)
+        axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=width, alpha=alpha, zorder=3)
         boxes.append(square(float(pixel[0]), float(pixel[1]), 0.7 * size))
     return boxes + [box for start, end in pairwise(pixels) for box in _along(start, end, 2)]
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.analysis.fits import Growth, Quantity, growth
+from attn_zoo.report.analysis.fits import Growth
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.axes import annotate, annotate_along, draw_curve, length_axis, set_ticks, value_axis
@@ -19,7 +19,7 @@ from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Look, Looks, plain
 from attn_zoo.report.tables.growth_tables import round_length
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
-from attn_zoo.report.wording import held_words, outcome
+from attn_zoo.report.wording import MARKS, held_words, outcome
 from attn_zoo.statistics import Crossover
 
 STRIP_ROW = 0.2
@@ -51,20 +51,30 @@ def _curves(panel: Panel, looks: Looks, value: Callable[[Point], float]) -> list
 
 
 def draw_time(panel: Panel, looks: Looks) -> Page | None:
-    """Return median time against length with intervals, slopes, crossings and failures; None without a point."""
+    """Return median time against length with intervals, slopes, crossings and failures; None without a point.
+
+    Where the GPU alone was timed at every length, that is the curve, and that of single calls is faint beside it.
+    """
     curves = _curves(panel, looks, lambda point: point.median_ms)
     if not curves:
         return None
+    alone = {
+        curve.label: tuple((point.seq_len, point.device_ms or 0.0) for point in curve.series.points)
+        for curve in curves
+        if all(point.device_ms for point in curve.series.points)
+    }
     ends = [
         (point.seq_len, end)
         for curve in curves
         for point in curve.series.points
         for end in (point.median_ms, point.low_ms, point.high_ms, point.timing.q1_ms, point.timing.q3_ms)
         if end > 0
-    ]
+    ] + [point for points in alone.values() for point in points]
     legend = [_marker("median, 95 % interval, quartile band")]
-    crossings = {curve.label: crossing for curve in curves if (crossing := _crossing(panel, curve)) is not None}
-    if any(crossing.length is not None for crossing in crossings.values()):
+    if alone:
+        legend.append(_marker("faint: single calls; strong: the GPU alone"))
+    crossings = {curve.label: found for curve in curves if (found := _settled_crossing(panel, curve)) is not None}
+    if crossings:
         words = f"crossover with {_baseline_name(panel)}"
         legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
 
@@ -72,8 +82,9 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
         _reference_slopes(axes, ends)
         for curve in curves:
             _draw_spread(axes, curve)
-            crossing = crossings.get(curve.label)
-            if crossing is not None and crossing.length is not None:
+            if curve.label in alone:
+                draw_curve(axes, alone[curve.label], curve.look, curve.look.line)
+            if (crossing := crossings.get(curve.label)) is not None and crossing.length is not None:
                 _draw_crossing(axes, curve, crossing.length, (crossing.low, crossing.high))
 
     return _draw(
@@ -88,34 +99,31 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
         legend=legend,
         draw=draw,
         grown=panel.time,
+        faint_until={
+            curve.label: max(curve.series.lengths if curve.label in alone else curve.series.waiting, default=0)
+            for curve in curves
+        },
     )
 
 
-def draw_memory(panel: Panel, looks: Looks, quantity: Quantity) -> Page | None:
-    """Return peak or extra bytes against length; None where they were not measured."""
-    curves = _curves(panel, looks, lambda point: float(getattr(point.memory, quantity) or 0))
+def draw_memory(panel: Panel, looks: Looks) -> Page | None:
+    """Return peak bytes against length; None where they were not measured."""
+    curves = _curves(panel, looks, lambda point: float(point.memory.peak_bytes or 0))
     if not curves:
         return None
-    grown = {curve.label: growth(curve.series, quantity) for curve in curves}
     points = [point for curve in curves for point in curve.points]
-    held = held_words(panel.pass_)
-    beside = "" if held != "inputs" else ", output and gradients of the inputs"
-    kind, note = {
-        "peak_bytes": ("Peak memory", f"most bytes in tensors at once, {held} included"),
-        "extra_bytes": ("Extra memory", f"peak without {held}{beside}"),
-    }[quantity]
     return _draw(
         panel,
         looks,
         curves,
-        title=f"{kind} against sequence length",
+        title="Peak memory against sequence length",
         show=human_bytes,
         base=2,
         values=[value for _, value in points],
-        labels=[_end_label(curve, _growth_words(grown[curve.label])) for curve in curves],
-        legend=[_marker(note)],
+        labels=[_end_label(curve, _growth_words(panel.memory[curve.label])) for curve in curves],
+        legend=[_marker(f"most bytes in tensors at once, {held_words(panel.pass_)} included")],
         draw=lambda axes: _reference_slopes(axes, points),
-        grown=grown,
+        grown=panel.memory,
     )
 
 
@@ -169,6 +177,10 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
         legend=[_marker("ratio of medians; bars: from the 95 % intervals")],
         draw=draw,
         grown={},
+        faint_until={
+            curve.label: max(curve.series.waiting | (panel.baseline.waiting if panel.baseline else set()), default=0)
+            for curve in curves
+        },
     )
 
 
@@ -185,16 +197,22 @@ def _draw(
     legend: Sequence[Line2D],
     draw: Callable[[Axes], None],
     grown: Mapping[str, Growth],
+    faint_until: Mapping[str, int] | None = None,
 ) -> Page:
     """Draw curves with labels at their ends below a strip of what failed.
 
     The axis has logarithms of `base`, reaches all `values` and says them with `show`; `draw` adds what belongs to one
-    figure only; `grown` are the fitted exponents, for the words.
+    figure only; `grown` are the fitted exponents, for the words; `faint_until` says up to which length a curve is not
+    that of the mechanism.
     """
+    faint_until = faint_until or {}
+    if any(curve.series.waiting for curve in curves if faint_until.get(curve.label)):
+        legend = [*legend, Line2D([], [], color=MUTED, marker="o", ms=4, mfc="white", lw=0, label=_WAITING)]
     failed = [series for series in panel.series if series.failures]
     lengths = {failure.seq_len for series in failed for failure in series.failures}
     lengths |= {length for curve in curves for length, _ in curve.points}
-    page = Page(f"{title}: {panel.title}", panel.subtitle)
+    doubts = {doubt for curve in curves for point in curve.series.points for doubt in point.doubts} - {"host"}
+    page = Page(f"{title}: {panel.title}", panel.subtitle + (_doubtful(panel, doubts) if grown is panel.time else ""))
     names = max((text_size(_failed_words(series), STRIP_FONT)[0] for series in failed), default=0.0)
     right = min(3.4, max(label_room(labels), names + GAP + 0.14, 1.26))
     strip = page.panels(1 if failed else 0, height=STRIP_ROW * len(failed) + 0.04, right=right, below=0.0)
@@ -206,7 +224,14 @@ def _draw(
     value_axis(axes, values, show, base)
     draw(axes)
     for curve in curves:
-        draw_curve(axes, curve.points, curve.look, curve.look.line, is_open=curve.series.is_simulated)
+        draw_curve(
+            axes,
+            curve.points,
+            curve.look,
+            curve.look.line,
+            is_open=curve.series.is_simulated,
+            faint_until=faint_until.get(curve.label, 0),
+        )
     draw_end_labels(axes, labels, is_below_strip=bool(failed))
     words = [_alt(curve, show, grown.get(curve.label)) for curve in curves]
     for series in failed:
@@ -221,9 +246,11 @@ def _alt(curve: _Curve, show: Callable[[float], str], grown: Growth | None) -> s
     words = f"{curve.label}: {show(start)} at {human_length(first)}"
     if last != first:
         words += f", {show(end)} at {human_length(last)}"
-    if grown is not None and grown.exponent is not None:
+    if grown is not None and grown.exponent is not None and grown.is_settled:
         words += f", exponent {grown.exponent.value:.2f}"
         words += f" (claimed {grown.claimed:g})" if grown.claimed is not None else ""
+    elif grown is not None and grown.why:
+        words += f", exponent not settled: {grown.why}"
     return words
 
 
@@ -238,24 +265,43 @@ def _end_label(curve: _Curve, *details: str) -> EndLabel:
 
 def _growth_words(grown: Growth) -> str:
     claimed = grown.claimed
-    if grown.exponent is not None:
+    if grown.exponent is not None and grown.is_settled:
         return f"$N^{{{grown.exponent.value:.2f}}}$" + (f" (claimed {claimed:g})" if claimed is not None else "")
+    if grown.slopes:
+        return "slope not settled"
     return f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
 
 
-def _crossing(panel: Panel, curve: _Curve) -> Crossover | None:
-    """Return where the curve crosses the fastest exact one; None where that was not measured."""
+def _settled_crossing(panel: Panel, curve: _Curve) -> Crossover | None:
+    """Return where the curve crosses the fastest exact one; None where it does not, or nobody can say where."""
     crossing = panel.crossing(curve.label)
-    return None if crossing is None else crossing.result
+    if crossing is None or crossing.result is None or crossing.result.length is None or not crossing.is_settled:
+        return None
+    return crossing.result
 
 
 def _wins(panel: Panel, curve: _Curve) -> str:
-    crossing = _crossing(panel, curve)
-    if crossing is None or len(crossing.lengths) == 1:
+    crossing = panel.crossing(curve.label)
+    if crossing is None or crossing.result is None or len(crossing.result.lengths) == 1:
         return ""  # at one length nothing crosses
-    if crossing.length is not None:
-        return f"faster from {round_length(crossing.length)}"
-    return "always faster" if crossing.kind == "always_faster" else "never faster"
+    if not crossing.is_settled:
+        return "crossover not settled"
+    if crossing.result.length is not None:
+        return f"faster from {round_length(crossing.result.length)}" + (" (host)" if crossing.waiting else "")
+    return "always faster" if crossing.result.kind == "always_faster" else "never faster"
+
+
+_WAITING = "hollow: waits for the host, which decides where such curves cross"
+
+
+def _doubtful(panel: Panel, doubts: set[str]) -> str:
+    """Return how many times of the panel are doubtful, and why, for the note; nothing where all is well."""
+    said = [
+        f"{sum(doubt in point.doubts for point in panel.points)} {words}"
+        for doubt, (_, words, _) in MARKS.items()
+        if doubt in doubts
+    ]
+    return f"; of {len(panel.points)} times {', '.join(said)}" if said else ""
 
 
 def _baseline_name(panel: Panel) -> str:

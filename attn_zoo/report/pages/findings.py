@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
+from attn_zoo.report.analysis.fits import Growth
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, pair
+from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelScore, pair
 from attn_zoo.report.analysis.task_means import Overview
+from attn_zoo.report.analysis.winners import Winner, lead_panel, times_faster, winners
 from attn_zoo.report.tables.growth_tables import crossing_text
-from attn_zoo.report.units import capital, human_length, human_ms
+from attn_zoo.report.tables.time_tables import weights_words
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio
+from attn_zoo.report.wording import MARKS, missing_word, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -20,46 +26,237 @@ EXPLANATION = (
     "cheaper beyond a crossover length."
 )
 
+WHY_LINEAR = (
+    "Exact attention's memory is linear here: its fused kernels never store the scores of all pairs, only a running "
+    "maximum and sum for each token."
+)
+
 MOST = 6
 """Variants named in one sentence; the tables have the rest."""
-ENOUGH = 3
-"""Seeds below which no difference is called settled."""
+FEW = 3
+"""Things named in one line at the top of a report."""
+MOST_BULLETS = 7
+
+
+def headline(analysis: Analysis) -> str:
+    """Return the answer in one sentence: which variant is the fastest at which lengths, or scores best."""
+    panel = lead_panel(analysis.panels)
+    if panel is not None:
+        return f"{capital(panel.title)} on {_machine(analysis, panel)}: {_winners(panel)}."
+    best = [text for each in analysis.overviews if (text := _mean_line(each))]
+    best += [text for group in analysis.accuracy if (text := _score_line(group))]
+    if best:
+        return best[0]
+    return "No cell gave a measurement." if analysis.results.observations else "No cell has been run yet."
+
+
+def _mean_line(overview: Overview) -> str:
+    means = {label: mean for label in overview.labels if (mean := overview.mean(label)) is not None}
+    ranked = sorted(means, key=lambda label: overview.metric.order(means[label]))
+    floor = overview.floor()
+    beside = f"; {floor[0]} {overview.metric.show(floor[1])}" if floor else ""
+    said = _listed(f"{label} {overview.metric.show(means[label])}" for label in ranked)
+    return f"{overview.metric.title}, mean over {len(overview.common)} tasks: {said}{beside}." if means else ""
+
+
+def _machine(analysis: Analysis, panel: Panel) -> str:
+    environment = analysis.results.environments.get(panel.points[0].record.environment)
+    return "an unknown machine" if environment is None else environment.gpu or environment.cpu
+
+
+def _winners(panel: Panel) -> str:
+    """Return who is the fastest from which length to which, and by how much at the longest."""
+    every = winners(panel)
+    judged = [one for one in every if one.num_rivals > 1]
+    if not judged:
+        lengths = [human_length(one.seq_len) for one in every]
+        return f"{every[0].labels[0]} alone was measured, at {_span(lengths)} tokens" if every else "nothing to compare"
+    runs = [(labels, list(own)) for labels, own in groupby(judged, key=lambda one: frozenset(one.labels))]
+    last = human_length(judged[-1].seq_len)
+    if len(runs) == 1:
+        ends = [human_length(judged[0].seq_len), last] if len(judged) > 1 else [last]
+        said = [f"the fastest is {_level(judged[0].labels)} at {_span(ends)} tokens"]
+    else:
+        said = [f"the fastest is {_level(runs[0][1][0].labels)} up to {human_length(runs[0][1][-1].seq_len)} tokens"]
+        between, (_, ending) = runs[1:-1], runs[-1]
+        if len(between) > 1:
+            said.append(f"then {' or '.join(list(dict.fromkeys(own[0].labels[0] for _, own in between))[:FEW])}")
+        else:
+            said += [f"{_level(own[0].labels)} from {human_length(own[0].seq_len)}" for _, own in between]
+        said.append(f"{_level(ending[0].labels)} from {human_length(ending[0].seq_len)}")
+    return ", ".join(said) + _by_how_much(panel, judged[-1])
+
+
+def _span(lengths: Sequence[str]) -> str:
+    return lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+
+
+def _level(labels: Sequence[str]) -> str:
+    if len(labels) == 1:
+        return labels[0]
+    more = f" and {len(labels) - FEW} more" if len(labels) > FEW else ""
+    return f"{' or '.join(labels[:FEW])}{more} (level)"
+
+
+def _by_how_much(panel: Panel, winner: Winner) -> str:
+    length = winner.seq_len
+    points = {series.label: point for series in panel.series for point in series.points if point.seq_len == length}
+    exact = {point.seq_len: point for point in (panel.baseline.points if panel.baseline else ())}.get(length)
+    best = points[winner.labels[0]]
+    if exact is None or exact.record.cell.key == best.record.cell.key:
+        return ""
+    factor = times_faster(exact, best)
+    interval = f"[{ratio(factor.low)}, {ratio(factor.high)}]"
+    return f"; at {human_length(length)} {ratio(factor.value)} {interval} as fast as exact attention"
+
+
+def completeness(analysis: Analysis) -> str:
+    """Return how much of what was planned was run, and what is left; empty where all of it was."""
+    said = []
+    for run in analysis.results.runs:
+        where = f"{run.name}: " if len(analysis.results.runs) > 1 else ""
+        if run.planned is None:
+            gaps = _listed(
+                f"{series.label} {panel.title} at {human_length(length)}"
+                for panel in analysis.panels
+                for series in panel.series
+                for length in sorted(set(panel.lengths) - {one.seq_len for one in series.outcomes})
+            )
+            beside = f"; no record, where others of the panel have one: {gaps}" if gaps else ""
+            said.append(f"{where}{len(run.records)} cells; how many were planned is not known{beside}.")
+        elif run.left:
+            left = [one for one in analysis.results.left if one.run == run.name]
+            why = f" ({missing_word(left[0].record)})" if left and left[0].record.reason else ""
+            listed = _listed(one.cell.id for one in left)
+            said.append(f"{where}{run.planned - len(run.left)} of {run.planned} cells; left{why}: {listed}.")
+    return " ".join(said)
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - FEW} more" if len(every) > FEW else ""
+    return ", ".join(every[:FEW]) + more
 
 
 def findings(analysis: Analysis) -> list[str]:
-    """Return a few sentences for each panel and accuracy group, and how many cells gave no measurement."""
-    sentences = [text for panel in analysis.panels if (text := _panel(panel))]
-    sentences += _contradictions(analysis)
-    sentences += [overview_finding(overview) for overview in analysis.overviews]
-    sentences += [text for group in analysis.accuracy for text in accuracy_findings(group)]
-    statuses = [one.record.status for one in analysis.results.observations]
-    missing = sum(status != "ok" for status in statuses)
-    if not statuses:
-        sentences.append("No cell has been run yet.")
-    elif missing:
-        sentences.append(f"{missing} of {len(statuses)} cells gave no measurement; the reasons are below.")
-    return sentences
+    """Return what to know beside the headline, the most important first, a line each: seven at most."""
+    panel = lead_panel(analysis.panels)
+    said = list(dict.fromkeys(f"{capital(caveat)}." for one in analysis.panels for caveat in one.caveats))[:2]
+    said += _contradictions(analysis)
+    if panel is not None:
+        said += [_growth_line(panel), _crossing_line(panel), _memory_line(panel), _weights_line(panel)]
+    said += [_score_line(group) for group in analysis.accuracy[:2]]
+    said += [_doubt_line(analysis), _missing_line(analysis)]
+    said = [text for text in said if text]
+    return said[:MOST_BULLETS]
+
+
+def _growth_line(panel: Panel) -> str:
+    grown = [growth for growth in panel.time.values() if growth.slopes]
+    said = [
+        f"{word}: {_listed(names)}"
+        for word in ("constant", "linear", "quadratic")
+        if (names := [growth.label for growth in grown if growth.is_settled and growth.verdict == word])
+    ]
+    unsettled = [growth for growth in grown if not growth.is_settled]
+    if len(unsettled) == 1:
+        said.append(f"not settled: {unsettled[0].label} ({unsettled[0].why})")
+    elif unsettled:
+        said.append(f"not settled: {_listed(growth.label for growth in unsettled)}")
+    return f"Time grows, {'; '.join(said)}." if said else ""
+
+
+def _exponent(growth: Growth) -> str:
+    assert growth.exponent is not None  # a settled one has it
+    ends = "" if growth.is_device else f" [{growth.exponent.low:.2f}, {growth.exponent.high:.2f}]"
+    return f"{growth.verdict}, N^{growth.exponent.value:.2f}{ends}"
+
+
+def _crossing_line(panel: Panel) -> str:
+    crossings = [one for one in panel.crossings if one.is_fastest and one.result and len(one.result.lengths) > 1]
+    if not crossings or panel.baseline is None:
+        return ""
+    alone = {one.label: crossing_text(one) for one in panel.device_crossings if one.is_fastest}
+    said = [
+        f"{one.label} {crossing_text(one)}" + (f", on the GPU alone {alone[one.label]}" if one.label in alone else "")
+        for one in crossings
+    ]
+    return f"Cheaper than {panel.baseline.label}: {_listed(said)}."
+
+
+def _memory_line(panel: Panel) -> str:
+    longest = panel.lengths[-1]
+    peaks = {
+        series.label: point.memory.peak_bytes
+        for series in panel.series
+        for point in series.points
+        if point.seq_len == longest and point.memory.peak_bytes
+    }
+    if not peaks:
+        return ""
+    ranked = [f"{label} {human_bytes(peak)}" for label, peak in sorted(peaks.items(), key=lambda item: item[1])]
+    exact = "; exact attention's is linear too: fused kernels store no scores" if _has_linear_memory(panel) else ""
+    return f"Peak memory at {human_length(longest)}: {_listed(ranked)}{exact}."
+
+
+def _weights_line(panel: Panel) -> str:
+    grown = [f"{series.label} {words}" for series in panel.series if (words := weights_words(series))]
+    return f"Weights grow with the length, in parameters a layer: {_listed(grown)}." if grown else ""
+
+
+def _score_line(group: AccuracyGroup) -> str:
+    scored = [score for score in group.ranked if score.mean is not None]
+    if not scored:
+        return ""
+    means = _listed(f"{score.name} {group.metric.show(score.mean or 0.0)}" for score in scored)
+    below = [score.name for score in scored if score.standing and score.standing.verdict == "not above"]
+    floor = f"; not above what needs no attention: {_listed(below)}" if below else ""
+    return f"{group.metric.title} on {group.title}: {means}{floor}."
+
+
+def _doubt_line(analysis: Analysis) -> str:
+    points = [point for panel in analysis.panels for point in panel.points]
+    counts = Counter(doubt for point in points for doubt in point.doubts)
+    said = [f"{counts[doubt]} {words} {mark}" for doubt, (mark, words, _) in MARKS.items() if counts[doubt]]
+    return f"Of {len(points)} times: {'; '.join(said)}." if said else ""
+
+
+def _missing_line(analysis: Analysis) -> str:
+    counts = Counter(outcome(one.record.status).legend for one in analysis.results.observations)
+    counts.pop("measured", None)
+    said = [f"{count} {words}" for words, count in counts.most_common()]
+    total = len(analysis.results.observations)
+    return f"{sum(counts.values())} of {total} cells gave no measurement: {_listed(said)}." if said else ""
+
+
+def memory_findings(analysis: Analysis) -> list[str]:
+    """Return why the memory of exact attention is linear, where it is."""
+    return [WHY_LINEAR] if any(_has_linear_memory(panel) for panel in analysis.panels) else []
+
+
+def _has_linear_memory(panel: Panel) -> bool:
+    return any(panel.memory[one.label].verdict == "linear" for one in panel.series if one.is_exact)
+
+
+def panel_findings(analysis: Analysis) -> list[str]:
+    """Return a sentence for each panel: who wins, how time grows, where it crosses, as far as that is settled."""
+    return [_panel(panel) for panel in analysis.panels if panel.points]
 
 
 def _panel(panel: Panel) -> str:
-    measured = [series for series in panel.series if series.points]
-    if not measured:
-        return ""
-    longest = max(series.lengths[-1] for series in measured)
-    last = [series for series in measured if series.lengths[-1] == longest]
-    fastest = min(last, key=lambda series: series.points[-1].median_ms)
-    point = fastest.points[-1]
-    rate = "" if point.tokens_per_s is None else f", {float(f'{point.tokens_per_s:.3g}'):,.0f} tokens/s"
-    said = [f"at {human_length(longest)} tokens the fastest is {fastest.label} ({human_ms(point.median_ms)}{rate})"]
-    grown = [growth for growth in panel.time.values() if growth.exponent is not None]
-    if grown:
-        powers = [f"{growth.exponent.value:.2f} ({growth.label})" for growth in grown[:MOST] if growth.exponent]
-        said.append(f"time grows as N^k with k = {', '.join(powers)}")
-    crossings = [crossing for crossing in panel.crossings if crossing.is_fastest][:MOST]
-    has_lengths = any(crossing.result is not None and len(crossing.result.lengths) > 1 for crossing in crossings)
-    if has_lengths and panel.baseline is not None:
-        wins = [f"{crossing.label} {crossing_text(crossing)}" for crossing in crossings]
-        said.append(f"crossover with {panel.baseline.label}: {', '.join(wins)}")
+    said = [_winners(panel)]
+    longest = [series.points[-1] for series in panel.series if series.lengths[-1:] == [panel.lengths[-1]]]
+    rates = [point for point in longest if point.tokens_per_s is not None]
+    if rates:
+        best = max(rates, key=lambda point: point.tokens_per_s or 0.0)
+        said.append(f"{human_ms(best.median_ms)} a step, {float(f'{best.tokens_per_s:.3g}'):,.0f} tokens/s")
+    grown = [growth for growth in panel.time.values() if growth.slopes]
+    settled = [f"{growth.label} {_exponent(growth)}" for growth in grown if growth.is_settled]
+    open_ = [f"{growth.label} ({growth.why})" for growth in grown if not growth.is_settled]
+    said += [f"time grows: {', '.join(settled)}"] if settled else []
+    said += [f"growth not settled: {', '.join(open_)}"] if open_ else []
+    if line := _crossing_line(panel):
+        said.append(line[:1].lower() + line[1:-1])
     return f"{capital(panel.title)}: {'; '.join([*said, *panel.caveats])}."
 
 
@@ -111,7 +308,7 @@ def _differences(group: AccuracyGroup) -> str:
     compared = [score for score in group.ranked if score.difference]
     if not compared:
         return ""
-    few = [score for score in compared if score.difference and score.difference.num_paired < ENOUGH]
+    few = [score for score in compared if score.difference and score.difference.num_paired < LEAST_SEEDS]
     settled = [score for score in compared if score.difference and score.difference.is_settled]
     noise = [score for score in compared if score not in settled and score not in few]
     said = [_settled(group, score) for score in settled[:MOST]]
@@ -122,7 +319,7 @@ def _differences(group: AccuracyGroup) -> str:
     if few:
         least = min(score.difference.num_paired for score in few if score.difference)
         seeds = "one seed" if least == 1 else f"{least} seeds"
-        said.append(f"{_names(few)} not settled: {seeds} in common, {ENOUGH} are needed")
+        said.append(f"{_names(few)} not settled: {seeds} in common, {LEAST_SEEDS} are needed")
     return f"On {group.title} against {group.baseline}: {'; '.join(said)}."
 
 

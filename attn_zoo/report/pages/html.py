@@ -16,9 +16,20 @@ from markupsafe import Markup
 
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.figures.all_figures import Picture
-from attn_zoo.report.pages.findings import EXPLANATION, findings
+from attn_zoo.report.figures.all_figures import Picture, front_picture
+from attn_zoo.report.pages.findings import (
+    EXPLANATION,
+    accuracy_findings,
+    completeness,
+    findings,
+    headline,
+    memory_findings,
+    overview_finding,
+    panel_findings,
+)
 from attn_zoo.report.pages.inline import inline_figures
+from attn_zoo.report.tables.all_tables import QUESTIONS
+from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.table import MISSING, Table
 from attn_zoo.report.units import clean, human_bytes
 
@@ -30,12 +41,14 @@ class _Cell:
     align: str
 
 
-def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[tuple[Picture, bytes]]) -> str:
-    """Return the HTML text.
+def build_page(
+    analysis: Analysis, tables: Mapping[str, Sequence[Table]], pictures: Sequence[tuple[Picture, bytes]]
+) -> str:
+    """Return the HTML text: the answer on top, all else folded away under it by question.
 
     Args:
         analysis: what the page is about.
-        tables: in order.
+        tables: by the name of the question, in order; see `QUESTIONS`.
         pictures: in order, each with its SVG.
     """
     folder = files("attn_zoo.report.pages") / "templates"
@@ -43,6 +56,23 @@ def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[t
         (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
     )
     definitions, drawings = inline_figures([svg for _, svg in pictures])
+    figures = [
+        (
+            picture,
+            {
+                "title": clean(picture.title),
+                "question": picture.question,
+                "alt": clean(picture.alt),
+                "view_box": drawing.view_box,
+                "drawing": Markup(drawing.markup),  # noqa: S704
+            },
+        )
+        for (picture, _), drawing in zip(pictures, drawings, strict=True)
+    ]
+    front = front_picture(analysis, [picture for picture, _ in pictures])
+    scores = [overview_finding(overview) for overview in analysis.overviews]
+    scores += [text for group in analysis.accuracy for text in accuracy_findings(group)]
+    sentences = {"time": panel_findings(analysis), "memory": memory_findings(analysis), "accuracy": scores}
     jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.from_string(template).render(
         policy=(
@@ -52,21 +82,25 @@ def build_page(analysis: Analysis, tables: Sequence[Table], pictures: Sequence[t
         style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
         script=Markup(script),  # noqa: S704
         title=clean(analysis.title) or "no results",
+        headline=clean(headline(analysis)),
+        completeness=clean(completeness(analysis)),
         findings=[clean(text) for text in findings(analysis)],
         explanation=EXPLANATION if analysis.panels else "",
         warnings=[clean(text) for text in analysis.results.warnings],
         definitions=Markup(definitions),  # noqa: S704  # outlines and numbers: no text in them
-        figures=[
+        front_figures=[drawn for picture, drawn in figures if picture is front],
+        front_table=_table(table) if (table := front_table(analysis)) is not None else None,
+        sections=[
             {
-                "title": clean(picture.title),
-                "question": picture.question,
-                "alt": clean(picture.alt),
-                "view_box": drawing.view_box,
-                "drawing": Markup(drawing.markup),  # noqa: S704
+                "name": name,
+                "question": question,
+                "sentences": [clean(text) for text in sentences.get(name, [])],
+                "figures": [drawn for picture, drawn in figures if picture.section == name and picture is not front],
+                "tables": [_table(table) for table in tables.get(name, [])],
             }
-            for (picture, _), drawing in zip(pictures, drawings, strict=True)
+            for name, question in QUESTIONS.items()
+            if tables.get(name)
         ],
-        tables=[_table(table) for table in tables],
         environments=[
             {"digest": digest, "rows": environment_rows(environment)}
             for digest, environment in sorted(analysis.results.environments.items())

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.all_figures import Picture
-from attn_zoo.report.pages.findings import EXPLANATION, findings
+from attn_zoo.report.pages.findings import FEW, completeness, findings, headline
 from attn_zoo.report.pages.html import environment_rows
-from attn_zoo.report.tables.all_tables import summary_tables
+from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.table import escape_markdown, to_markdown
 
 
-def readme_text(analysis: Analysis, pictures: Iterable[Picture]) -> str:
-    """Return the Markdown text; figures are linked as `figures/NAME.svg`."""
+def readme_text(analysis: Analysis, picture: Picture | None) -> str:
+    """Return the Markdown text, two screens of it; its figure is linked as `figures/NAME.svg`."""
     observations = analysis.results.observations
     started = sorted(one.record.started[:10] for one in observations if one.record.started)
-    when = (
-        "" if not started else f", measured {started[0]}" + (f" to {started[-1]}" if started[-1] != started[0] else "")
-    )
+    when = f", measured {' to '.join(dict.fromkeys((started[0], started[-1])))}" if started else ""
+    table, unfinished, warnings = front_table(analysis), completeness(analysis), analysis.results.warnings
     lines = [
         f"# {escape_markdown(analysis.title)}",
         "",
-        f"{len(observations)} cells{when}. Generated from the records in `cells/`; do not edit.",
+        f"**{escape_markdown(headline(analysis))}**",
         "",
+        *([escape_markdown(unfinished), ""] if unfinished else []),
+        *([f"![{escape_markdown(picture.alt)}](figures/{picture.name}.svg)", ""] if picture else []),
+        *([to_markdown(table)] if table else []),
         *(f"- {escape_markdown(text)}" for text in findings(analysis)),
         "",
-        *([EXPLANATION, ""] if analysis.panels else []),
-        "## Figures",
-        "",
     ]
-    for picture in pictures:
-        lines += [f"![{escape_markdown(picture.alt)}](figures/{picture.name}.svg)", ""]
-    lines += [
-        "## Tables",
-        "",
-        *(to_markdown(table) for table in summary_tables(analysis)),
-        "## Machine and software",
-        "",
-    ]
-    for digest, environment in sorted(analysis.results.environments.items()):
-        lines += [f"Environment `{digest}`:", ""]
-        lines += [f"- {heading}: {escape_markdown(text)}" for heading, text in environment_rows(environment)]
-        lines.append("")
-    if analysis.results.warnings:
-        lines += ["## Warnings", "", *(f"- {escape_markdown(text)}" for text in analysis.results.warnings), ""]
+    if warnings:
+        more = f" and {len(warnings) - FEW} more" if len(warnings) > FEW else ""
+        lines += [f"Warnings: {escape_markdown('; '.join(warnings[:FEW]))}{more}.", ""]
+    for _, environment in sorted(analysis.results.environments.items()):
+        rows = dict(environment_rows(environment))
+        said = [rows[name] for name in ("GPU", "CPU", "versions") if name in rows]
+        lines += [f"Measured on {escape_markdown('; '.join(said))}.", ""]
+    where = "[report.html](report.html) has every answer, `figures/` and `tables/` the rest, `cells/` the records."
+    lines += [f"{len(observations)} cells{when}. {where} Generated from the records; do not edit.", ""]
     return "\n".join(lines)

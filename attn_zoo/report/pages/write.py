@@ -8,12 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.figures.all_figures import make_pictures
+from attn_zoo.report.figures.all_figures import front_picture, make_pictures
 from attn_zoo.report.figures.style import render
-from attn_zoo.report.pages.findings import findings
+from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.readme import readme_text
-from attn_zoo.report.tables.all_tables import make_tables, summary_tables
+from attn_zoo.report.tables.all_tables import summary_tables, tables_by_question
+from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
 from attn_zoo.report.units import clean
@@ -45,9 +46,10 @@ def write_results_readme(folder: str | Path) -> Path:
 def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = False) -> list[Path]:
     """Write the report of results that were analysed already, with a `README.md` last if asked; see `write_report`."""
     out = Path(out)
-    tables = make_tables(analysis)
+    by_question = tables_by_question(analysis)
+    tables = [table for tables in by_question.values() for table in tables]
     pictures = [(picture, render(picture.figure, "svg")) for picture in make_pictures(analysis)]
-    files: dict[Path, bytes] = {out / "report.html": build_page(analysis, tables, pictures).encode()}
+    files: dict[Path, bytes] = {out / "report.html": build_page(analysis, by_question, pictures).encode()}
     for picture, svg in pictures:
         files[out / "figures" / f"{picture.name}.svg"] = svg
         files[out / "figures" / f"{picture.name}.png"] = render(picture.figure, "png")
@@ -57,17 +59,19 @@ def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = Fa
         if not table.is_view:
             files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
     if has_readme:
-        files[out / "README.md"] = readme_text(analysis, (picture for picture, _ in pictures)).encode()
+        files[out / "README.md"] = readme_text(analysis, front_picture(analysis, [one for one, _ in pictures])).encode()
     for path, content in files.items():
         write_whole(path, content)
     return list(files)
 
 
 def print_report(analysis: Analysis, console: Console) -> None:
-    """Print findings, tables and warnings in the width of `console`."""
-    for text in findings(analysis):
-        console.print(clean(text), markup=False, highlight=False)
-    for table in summary_tables(analysis):
+    """Print the answer, what to know beside it, all tables and warnings in the width of `console`."""
+    for text in (headline(analysis), completeness(analysis), *(f"- {text}" for text in findings(analysis))):
+        if text:
+            console.print(clean(text), markup=False, highlight=False)
+    front = front_table(analysis)
+    for table in [*([front] if front else []), *summary_tables(analysis)]:
         console.print()
         to_terminal(table, console)
     for warning in analysis.results.warnings:

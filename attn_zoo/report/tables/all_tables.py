@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from attn_zoo.errors import UnknownNameError
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.scores import AccuracyGroup
-from attn_zoo.report.tables.efficiency_tables import efficiency_table, flops_table, rate_table
+from attn_zoo.report.tables.efficiency_tables import efficiency_table, flops_table
 from attn_zoo.report.tables.growth_tables import crossover_table, exponent_table
 from attn_zoo.report.tables.published import published_table, sources_table
 from attn_zoo.report.tables.score_tables import (
@@ -20,50 +23,81 @@ from attn_zoo.report.tables.time_tables import length_table, measurement_table, 
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import PASS_TITLES, outcome
 
+_ALL_RAN = "Every planned cell was run and gave a measurement."
+_NONE_FAILED = "Every cell that was run gave a measurement; how many were planned is not known."
 
-def summary_tables(analysis: Analysis) -> list[Table]:
-    """Return the tables for people: wide ones, growth, crossovers, accuracy, and what did not run."""
+QUESTIONS: Mapping[str, str] = {
+    "time": "How long does it take?",
+    "growth": "How does it grow, and from where is it cheaper than exact attention?",
+    "memory": "How much memory does it take?",
+    "efficiency": "How much of the machine does it use?",
+    "accuracy": "What does it score?",
+    "missing": "What did not run, and why?",
+}
+"""Of which a report answers one after the other, by name."""
+
+
+def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
+    """Return all tables by the name of the question that they answer; the last of time and efficiency are long."""
     # Steps of one length are in one table with all about them.
     wide = [panel for panel in analysis.panels if panel.pass_ != "step" or len(panel.lengths) > 1]  # noqa: S105
-    tables = [length_table(panel, quantity) for quantity in ("time", "memory") for panel in wide]
-    tables += [table for table in (step_table(analysis),) if table]
-    if analysis.panels:
-        tables += [exponent_table(analysis), crossover_table(analysis)]
-    rates = [
-        turns_table(analysis),
-        efficiency_table(analysis, is_brief=True),
-        *(rate_table(panel) for panel in analysis.panels),
-    ]
-    tables += [table for table in rates if table]
-    tables += [overview_table(overview) for overview in analysis.overviews]
-    tables += [table for group in analysis.accuracy for table in _accuracy(group, analysis)]
-    sources = sources_table([group for group in analysis.accuracy if not group.metric.is_lower_better])
-    return [*tables, *([sources] if sources else []), status_table(analysis)]
+    found: dict[str, list[Table | None]] = {
+        "time": [
+            *(length_table(panel, "time") for panel in wide),
+            step_table(analysis),
+            turns_table(analysis),
+            measurement_table(analysis) if analysis.panels else None,
+        ],
+        "growth": [exponent_table(analysis), crossover_table(analysis)] if analysis.panels else [],
+        "memory": [length_table(panel, "memory") for panel in wide],
+        "efficiency": [efficiency_table(analysis, is_brief=True), flops_table(analysis), efficiency_table(analysis)],
+        "accuracy": [
+            *(overview_table(overview) for overview in analysis.overviews),
+            *(table for group in analysis.accuracy for table in _accuracy(group, analysis)),
+            sources_table([group for group in analysis.accuracy if not group.metric.is_lower_better]),
+        ],
+        "missing": [status_table(analysis)],
+    }
+    return {name: [table for table in tables if table is not None] for name, tables in found.items()}
 
 
-def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table]:
-    tables = (
+def summary_tables(analysis: Analysis) -> list[Table]:
+    """Return the tables for people: all but those with a row for every measurement."""
+    return [table for table in make_tables(analysis) if table.name not in {"efficiency", "flops", "scaling"}]
+
+
+def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table | None]:
+    return [
         accuracy_table(group),
         pretraining_table(group),
         cost_table(group),
         equal_cost_table(group),
         trials_table(group),
         published_table(group, analysis.variants),
-    )
-    return [table for table in tables if table is not None]
+    ]
 
 
 def make_tables(analysis: Analysis) -> list[Table]:
-    """Return the summary and, last, the long tables: FLOPs, efficiency, where there is any, and all measurements."""
-    rates = [table for table in (flops_table(analysis), efficiency_table(analysis)) if table]
-    long = [*rates, *([measurement_table(analysis)] if analysis.panels else [])]
-    return [*summary_tables(analysis), *long]
+    """Return all tables, question by question."""
+    return [table for tables in tables_by_question(analysis).values() for table in tables]
+
+
+def find_table(analysis: Analysis, name: str) -> Table:
+    """Return one table by its name.
+
+    Raises:
+        UnknownNameError: these results have no such table.
+    """
+    tables = {table.name: table for table in make_tables(analysis)}
+    if name not in tables:
+        raise UnknownNameError("table", name, list(tables), f"there are {', '.join(tables)}")
+    return tables[name]
 
 
 def status_table(analysis: Analysis) -> Table:
     """Return what did not run and why: one row per variant, outcome and reason, lengths joined."""
     grouped: dict[tuple[str, ...], list[int]] = {}
-    for one in analysis.results.observations:
+    for one in (*analysis.results.observations, *analysis.results.left):
         cell, record = one.cell, one.record
         if record.status != "ok":
             training = f"{cell.task} {cell.level or ''}".strip()
@@ -75,10 +109,11 @@ def status_table(analysis: Analysis) -> Table:
         dict(zip(fields, (*key, len(lengths), _length_list(lengths)), strict=True))
         for key, lengths in sorted(grouped.items())
     ]
+    is_known = all(run.planned is not None for run in analysis.results.runs)
     return Table(
         name="status",
         title="What did not run, and why",
-        note="" if rows else "Every cell that was run gave a measurement.",
+        note="" if rows else _ALL_RAN if is_known else _NONE_FAILED,
         columns=(
             text_column("variant", "variant", priority=0),
             Column(

@@ -8,32 +8,9 @@ from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import flops_ratios
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, wide_table
+from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column
 from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_ms, percent
-from attn_zoo.report.wording import ceilings_words
-
-
-def rate_table(panel: Panel) -> Table | None:
-    """Return variants down, lengths across: useful FLOP/s and its share of the roofline; None without ceilings."""
-    ceilings = panel.ceilings
-    if not panel.efficiency or ceilings is None:
-        return None
-    return wide_table(
-        f"rates-{panel.name}",
-        f"Useful FLOP/s and share of the roof, {panel.title}",
-        f"Roof, measured before the run: {ceilings_words(ceilings)}. What counts: below the table Efficiency. "
-        f"{panel.subtitle}.",
-        panel.efficiency,
-        (_rate, _share, lambda point: float(point.flops_per_s)),
-    )
-
-
-def _rate(point: Efficiency) -> str:
-    return f"{human_flops(point.flops_per_s)}/s, {_share(point)}"
-
-
-def _share(point: Efficiency) -> str:
-    return percent(point.roof_frac) + (" (!)" if point.doubt else "")
+from attn_zoo.report.wording import ceilings_words, mark_words, marks_of
 
 
 def _conventions(*panels: Panel) -> str:
@@ -72,7 +49,11 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         "that the FLOPs promise."
     )
     if has_mfu:
-        note += " MFU: share of the maker's product rate, dense."
+        note += " MFU: share of the maker's product rate, dense, in the same dtype."
+    if any(row["is_waiting"] for row in rows):
+        note += f" {mark_words(['host'])}"
+    roofs = dict.fromkeys(ceilings_words(panel.ceilings) for panel in panels if panel.ceilings is not None)
+    note += f" Roof, measured before the run: {'; '.join(roofs)}."
     return Table(
         name="efficiency-longest" if is_brief else "efficiency",
         title="Efficiency at the longest length" if is_brief else "Efficiency",
@@ -81,7 +62,12 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             text_column("variant", "variant", priority=0),
             text_column("pass", "pass", priority=0 if len(panels) > 1 else 5),
             number_column("length", "seq_len", human_length, priority=0),
-            number_column("time", "median_ms", human_ms, priority=1),
+            Column(
+                heading="time",
+                show=lambda row: f"{human_ms(row['time_ms'])} {row['marks']}".strip(),
+                sort=lambda row: row["time_ms"],
+                priority=1,
+            ),
             number_column("FLOPs", "flops", human_flops, priority=5),
             number_column("FLOP/s", "flops_per_s", lambda value: f"{human_flops(value)}/s", priority=1),
             number_column("bytes/s", "bytes_per_s", human_bandwidth, priority=2),
@@ -102,6 +88,7 @@ def _long_row(panel: Panel, point: Efficiency) -> dict[str, Any]:
         "variant": point.label,
         "pass": panel.title,
         "settings": panel.subtitle,
+        "marks": marks_of(["host"] if point.is_waiting else []),
         **{name: getattr(point, name) for name in _NUMBERS},
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,
@@ -110,7 +97,8 @@ def _long_row(panel: Panel, point: Efficiency) -> dict[str, Any]:
 
 
 _NUMBERS = (
-    *("seq_len", "median_ms", "flops", "min_bytes", "flops_per_byte", "flops_per_s", "bytes_per_s", "roof_frac"),
+    *("seq_len", "median_ms", "time_ms", "is_waiting"),
+    *("flops", "min_bytes", "flops_per_byte", "flops_per_s", "bytes_per_s", "roof_frac"),
     *("mfu", "realised", "backward_ratio"),
 )
 

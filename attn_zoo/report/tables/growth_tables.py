@@ -25,9 +25,10 @@ def exponent_table(analysis: Analysis) -> Table:
         name="exponents",
         title="Growth with the sequence length",
         note=(
-            "Exponent k of N^k: a straight line through the top decade of lengths, with its 95 % interval; last slope: "
-            "between the two longest. The reading is linear or quadratic only where the whole interval is within 0.1 "
-            "of it and that term leads the fit a + bN + cN^2. Formula: exponent of the FLOPs formula over the same "
+            "Exponent k of N^k: a straight line through the top decade of lengths, three at least, with its 95 % "
+            "interval; on a GPU without the lengths that wait for the host. Last slope: between the two longest, "
+            "whatever took the time. The reading is linear or quadratic only where the whole interval is within 0.1 of "
+            "it and that term leads the fit a + bN + cN^2. Formula: exponent of the FLOPs formula over the same "
             f"lengths. (!): contradicted by the measurement. {_doubt(analysis)}".strip()
             if rows
             else _NOTHING_GROWS
@@ -41,6 +42,7 @@ def exponent_table(analysis: Analysis) -> Table:
             number_column("formula", "formula_exponent", slope, priority=4),
             interval_column("last slope", "last_slope", slope, priority=4),
             text_column("reading", "reading", priority=2),
+            text_column("why", "why", priority=2.5),
             text_column("lengths", "lengths", priority=5),
         ),
         rows=tuple(rows),
@@ -62,11 +64,11 @@ def _doubt(analysis: Analysis) -> str:
 def _growth_row(growth: Growth) -> dict[str, Any]:
     exponent, fit = growth.exponent, growth.fit
     last = growth.slopes[-1]
-    has_spread = growth.quantity == "time"  # bytes do not vary between repetitions
+    has_spread = growth.quantity == "time" and not growth.is_device  # nothing else varies between repetitions
     used = exponent.lengths if exponent else ()
     return {
         "variant": growth.label,
-        "quantity": {"time": "time", "peak_bytes": "memory"}[growth.quantity],
+        "quantity": _QUANTITIES["device" if growth.is_device else growth.quantity],
         "exponent": exponent.value if exponent else None,
         "exponent_low": exponent.low if exponent and has_spread else None,
         "exponent_high": exponent.high if exponent and has_spread else None,
@@ -74,9 +76,10 @@ def _growth_row(growth: Growth) -> dict[str, Any]:
         "is_contradicted": growth.is_contradicted,
         "formula_exponent": growth.formula,
         "last_slope": last.slope,
-        "last_slope_low": last.ci_low if has_spread else None,
-        "last_slope_high": last.ci_high if has_spread else None,
+        "last_slope_low": last.ci_low if growth.quantity == "time" else None,
+        "last_slope_high": last.ci_high if growth.quantity == "time" else None,
         "reading": growth.verdict,
+        "why": growth.why,
         "lengths": f"{human_length(used[0])} to {human_length(used[-1])}" if used else "",
         "fit_a": fit.a if fit else None,
         "fit_b": fit.b if fit else None,
@@ -85,17 +88,37 @@ def _growth_row(growth: Growth) -> dict[str, Any]:
     }
 
 
+_QUANTITIES = {"time": "time", "device": "time of the GPU", "peak_bytes": "memory"}
+
+
 def crossing_text(crossing: Crossing) -> str:
-    """Return where it crosses, in words."""
+    """Return where it crosses, in words that say no more than the intervals do."""
     result = crossing.result
     if result is None:
         return "no length in common"
     first, last = human_length(result.lengths[0]), human_length(result.lengths[-1])
     if result.kind == "crosses" and result.length is not None:
-        return f"from {round_length(result.length)}"
+        if not crossing.is_settled:
+            return f"somewhere {_crossing_ends(result.low, result.high, first, last)}: not settled"
+        waits = " (calls wait for the host)" if crossing.waiting else ""
+        return f"from {round_length(result.length)}{waits}"
     if len(result.lengths) == 1:
+        if not crossing.is_settled:
+            return f"level at {first}, the only length"
         return f"{'cheaper' if result.kind == 'always_faster' else 'not cheaper'} at {first}, the only length"
-    return f"from {first} or less" if result.kind == "always_faster" else f"none up to {last}"
+    if result.kind == "always_faster":
+        if crossing.is_settled:
+            return f"from {first} or less"
+        return f"level from {first}, cheaper from {round_length(result.high)}" if result.high else "not settled"
+    return f"none up to {last}" if crossing.is_settled else f"none settled up to {last}"
+
+
+def _crossing_ends(low: float | None, high: float | None, first: str, last: str) -> str:
+    if low is None and high is None:
+        return f"below {first} or beyond {last}"
+    if low is None:
+        return f"up to {round_length(high or 0.0)}"
+    return f"from {round_length(low)} on"
 
 
 def round_length(tokens: float) -> str:
@@ -106,7 +129,8 @@ def round_length(tokens: float) -> str:
 
 _CHEAPER = (
     "The length from which a variant costs less than the fastest exact kernel of the same run and stays "
-    "cheaper; interval: 95 %, from resampling both. None up to N is a result."
+    "cheaper; interval: 95 %, from resampling both. None up to N is a result. Where calls wait for the host, their "
+    "costs of launching cross, not the mechanisms."
 )
 _NO_BASELINE = (
     "Nothing to compare: it takes an exact variant and another one, both measured in the same run. Of those timed in "
@@ -119,14 +143,14 @@ def crossover_table(analysis: Analysis) -> Table:
     """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
     rows = []
     for panel in analysis.panels:
-        for crossing in (*panel.crossings, *panel.memory_crossings):
+        for crossing in (*panel.crossings, *panel.device_crossings, *panel.memory_crossings):
             result = crossing.result
             if result is not None and len(result.lengths) == 1 and panel.turns:
                 continue  # nothing can cross, and the table of turns says how much cheaper
             rows.append(
                 {
                     "variant": crossing.label,
-                    "quantity": "time" if crossing.quantity == "time" else "memory",
+                    "quantity": _QUANTITIES[crossing.quantity],
                     "against": crossing.against,
                     "against_is": "fastest exact" if crossing.is_fastest else "exact",
                     "panel": panel.title,
@@ -136,6 +160,8 @@ def crossover_table(analysis: Analysis) -> Table:
                     "crossing_low": result.low if result else None,
                     "crossing_high": result.high if result else None,
                     "support": result.support if result else None,
+                    "is_settled": crossing.is_settled,
+                    "waiting": ", ".join(crossing.waiting),
                     "words": crossing_text(crossing),
                 }
             )

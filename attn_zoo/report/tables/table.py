@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from attn_zoo.report.units import clean, human_length, human_ms, interval_ms, shorten
+from attn_zoo.report.units import clean, human_ms, interval_ms, shorten
 from attn_zoo.report.wording import outcome
 
 Row = Mapping[str, Any]
@@ -126,7 +126,7 @@ def interval_values(key: str, value: float | None, low: float | None, high: floa
 
 
 def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
-    """Return a column of a median time with its interval, or of what became of the cell that has none.
+    """Return a column of a median time with its interval and the marks of `marks`, or of what became of the cell.
 
     Args:
         heading: above it.
@@ -137,8 +137,9 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
 
     def show(row: Row, is_brief: bool) -> str:
         if row[median] is None:
-            return outcome(row["status"]).word
-        return human_ms(row[median]) if is_brief else interval_ms(row[median], row[low], row[high])
+            return str(row.get("word") or outcome(row["status"]).word)
+        text = human_ms(row[median]) if is_brief else interval_ms(row[median], row[low], row[high])
+        return f"{text} {marks}" if (marks := row.get(f"marks{suffix}")) else text
 
     return Column(
         heading=heading,
@@ -147,58 +148,6 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
         sort=lambda row: row[median],
         priority=priority,
     )
-
-
-def wide_table(
-    name: str,
-    title: str,
-    note: str,
-    by_label: Mapping[str, Sequence[Any]],
-    views: tuple[Callable[[Any], str], Callable[[Any], str], Callable[[Any], float | None]],
-) -> Table:
-    """Return labels down and lengths across, a view of a long table; where space is short, middle lengths go first.
-
-    Args:
-        name: see `Table`.
-        title: likewise.
-        note: likewise.
-        by_label: what each label has at some lengths (`seq_len`).
-        views: of one of those: text, brief text, and what to sort by.
-    """
-
-    def read(row: Row, key: str, view: Callable[[Any], Any], missing: str | None) -> Any:
-        return missing if row[key] is None else view(row[key])
-
-    lengths = sorted({each.seq_len for own in by_label.values() for each in own})
-    ranks = {length: rank for rank, length in enumerate(_by_importance(lengths))}
-    show, brief, sort = views
-    columns = [
-        Column(
-            heading=human_length(length),
-            show=partial(read, key=str(length), view=show, missing=""),
-            brief=partial(read, key=str(length), view=brief, missing=""),
-            sort=partial(read, key=str(length), view=sort, missing=None),
-            priority=1 + ranks[length] / (len(ranks) + 1),
-        )
-        for length in lengths
-    ]
-    rows = tuple(
-        {"variant": label} | dict.fromkeys(map(str, lengths)) | {str(each.seq_len): each for each in own}
-        for label, own in by_label.items()
-    )
-    columns.insert(0, text_column("variant", "variant", priority=0))
-    return Table(name=name, title=title, note=note, columns=tuple(columns), rows=rows, is_view=True)
-
-
-def _by_importance(lengths: Sequence[int]) -> list[int]:
-    """Order lengths so that any first few of them span the range: longest, shortest, then middles of the gaps."""
-    order = [lengths[-1], lengths[0]] if len(lengths) > 1 else list(lengths)
-    rest = [length for length in lengths if length not in order]
-    while rest:
-        best = max(rest, key=lambda length: min(abs(lengths.index(length) - lengths.index(used)) for used in order))
-        order.append(best)
-        rest.remove(best)
-    return order
 
 
 def guard_frame(frame: pd.DataFrame) -> pd.DataFrame:
@@ -253,8 +202,8 @@ _LATEX = {
 
 
 def to_latex(table: Table) -> str:
-    """Return a `table` environment with rules of the booktabs package."""
-    lines = [r"\begin{table}", f"\\caption{{{_latex(table.title)}}}"]
+    """Return a `table` environment with rules of the booktabs package; its label is `tab:NAME`."""
+    lines = [r"\begin{table}", f"\\caption{{{_latex(table.title)}}}", f"\\label{{tab:{table.name}}}"]
     lines.append("\\begin{tabular}{" + "".join(column.align[0] for column in table.columns) + "}")
     lines.append(r"\toprule")
     lines.append(" & ".join(_latex(column.heading) for column in table.columns) + r" \\")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,61 +11,125 @@ from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.measurements import CALLS, token_rates
-from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column, wide_table
+from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column
 from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, interval_ms, interval_rate, ratio
-from attn_zoo.report.wording import doubt_words, held_words, outcome
+from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, mark_words, marks_of
 from attn_zoo.statistics import time_ratio
 
-_GRAPHS = "In parentheses, where a call is bound by its launches: the same call replayed from a CUDA graph, cache warm."
+_GRAPHS = "In parentheses: the same call replayed from a CUDA graph, cache warm: the time of the GPU alone."
 
 
 def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
-    """Return variants down, lengths across: median time with its interval, or peak memory."""
-    title, how_to_read = {
-        "time": ("Time", "Median, with the 95 % interval of the median in brackets."),
-        "memory": ("Peak memory", f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included."),
-    }[quantity]
-    points = panel.points if quantity == "time" else []
-    graphs = _GRAPHS if any(point.timing.graph_ms for point in points) else ""
-    doubt = doubt_words(point.num_processes for point in points)
-    show, brief, sort = _CELLS[quantity]
-    return wide_table(
-        f"{quantity}-{panel.name}",
-        f"{title}, {panel.title}",
-        " ".join(filter(None, (how_to_read, doubt, graphs, f"{panel.subtitle}."))),
-        {series.label: series.outcomes for series in panel.series},
-        (partial(_at, show=show), partial(_at, show=brief), partial(_sort_at, sort=sort)),
+    """Return variants down, lengths across: median time with its interval and what makes it doubtful, or peak memory.
+
+    Where space is short, middle lengths go first. Weights that grow with the length stand beside the numbers.
+    """
+    lengths = panel.lengths
+    ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
+    shown = shown_doubts(panel.points)
+    texts = (partial(_time, shown=shown), partial(_brief_time, shown=shown)) if quantity == "time" else (_memory,) * 2
+    columns = [text_column("variant", "variant", priority=0)]
+    for length in lengths:
+        show, brief = (partial(_at, length=str(length), show=text) for text in texts)
+        sort = partial(_sort_at, length=str(length), quantity=quantity)
+        priority = 1 + ranks[length] / (len(ranks) + 1)
+        columns.append(Column(heading=human_length(length), show=show, brief=brief, sort=sort, priority=priority))
+    weights = {series.label: weights_words(series) for series in panel.series}
+    if any(weights.values()):
+        columns.append(text_column("weights that grow", "weights", priority=2.5))
+    return Table(
+        name=f"{quantity}-{panel.name}",
+        title=f"{'Time' if quantity == 'time' else 'Peak memory'}, {panel.title}",
+        note=" ".join(filter(None, (*_how_to_read(panel, quantity, shown), f"{panel.subtitle}."))),
+        columns=tuple(columns),
+        rows=tuple(
+            {"variant": series.label, "weights": weights[series.label], **dict.fromkeys(map(str, lengths))}
+            | {str(one.seq_len): one for one in series.outcomes}
+            for series in panel.series
+        ),
+        is_view=True,
     )
 
 
-def _at(outcome_at: Point | Failure, show: Callable[[Point], str]) -> str:
-    return show(outcome_at) if isinstance(outcome_at, Point) else outcome(outcome_at.status).word
+def _how_to_read(panel: Panel, quantity: Literal["time", "memory"], shown: frozenset[str]) -> Sequence[str]:
+    if quantity == "memory":
+        return (f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included.",)
+    return (
+        "Median, with the 95 % interval of the median in brackets.",
+        doubt_words(point.num_processes for point in panel.points),
+        mark_words(shown),
+        host_words(panel),
+        _GRAPHS if any(point.device_ms for point in panel.points) else "",
+    )
 
 
-def _sort_at(outcome_at: Point | Failure, sort: Callable[[Point], float | None]) -> float | None:
-    return sort(outcome_at) if isinstance(outcome_at, Point) else None
+def host_words(panel: Panel) -> str:
+    """Return how we know that calls wait for the host, where nobody measured the time of the GPU alone."""
+    is_inferred = any(point.is_waiting and point.device_ms is None for point in panel.points)
+    return "That they wait is inferred from times that hardly grow: the GPU alone was not timed." if is_inferred else ""
 
 
-def _time(point: Point) -> str:
-    text = interval_ms(point.median_ms, point.low_ms, point.high_ms)
-    return f"{text} ({human_ms(point.timing.graph_ms)})" if point.timing.graph_ms else text
+def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
+    """Return the doubts that get a mark beside their number: what is true of all of them is said once instead."""
+    points = list(points)
+    found = {doubt for point in points for doubt in point.doubts}
+    return frozenset(found - {"alone"} if all("alone" in point.doubts for point in points) else found)
+
+
+def weights_words(series: Series) -> str:
+    """Return the number of parameters that a layer has at the longest length, if it grows with the length."""
+    counts = [(point.record.num_params or 0, point.seq_len) for point in series.points]
+    if not counts or min(counts)[0] == max(counts)[0]:
+        return ""
+    most, length = max(counts)
+    return f"{most:,} at {human_length(length)}"
+
+
+def by_importance(lengths: Sequence[int]) -> list[int]:
+    """Order lengths so that any first few of them span the range: longest, shortest, then middles of the gaps."""
+    order = [lengths[-1], lengths[0]] if len(lengths) > 1 else list(lengths)
+    rest = [length for length in lengths if length not in order]
+    while rest:
+        best = max(rest, key=lambda length: min(abs(lengths.index(length) - lengths.index(used)) for used in order))
+        order.append(best)
+        rest.remove(best)
+    return order
+
+
+def _at(row: Row, length: str, show: Callable[[Point], str]) -> str:
+    one = row[length]
+    return show(one) if isinstance(one, Point) else NO_RECORD if one is None else one.word
+
+
+def _sort_at(row: Row, length: str, quantity: Literal["time", "memory"]) -> float | None:
+    if not isinstance(one := row[length], Point):
+        return None
+    return one.median_ms if quantity == "time" else one.memory.peak_bytes
+
+
+def _time(point: Point, shown: frozenset[str]) -> str:
+    text = interval_ms(point.median_ms, point.low_ms, point.high_ms) + _marks(point, shown)
+    return f"{text} ({human_ms(point.device_ms)})" if point.device_ms else text
+
+
+def _brief_time(point: Point, shown: frozenset[str]) -> str:
+    return human_ms(point.median_ms) + _marks(point, shown)
+
+
+def _marks(point: Point, shown: frozenset[str]) -> str:
+    marks = marks_of(doubt for doubt in point.doubts if doubt in shown)
+    return f" {marks}" if marks else ""
 
 
 def _memory(point: Point) -> str:
-    return "" if point.memory.peak_bytes is None else human_bytes(point.memory.peak_bytes)
-
-
-_CELLS: Mapping[str, tuple[Callable[[Point], str], Callable[[Point], str], Callable[[Point], float | None]]] = {
-    "time": (_time, lambda point: human_ms(point.median_ms), lambda point: point.median_ms),
-    "memory": (_memory, _memory, lambda point: point.memory.peak_bytes),
-}
+    return "not measured" if point.memory.peak_bytes is None else human_bytes(point.memory.peak_bytes)
 
 
 _TIMES = ("median_ms", "low_ms", "high_ms", "q1_ms", "q3_ms")
 _RATES = ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high")
 
 
-def _row(panel: Panel, series: Series, point: Point | Failure) -> dict[str, Any]:
+def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[str]) -> dict[str, Any]:
     """Return all that is known of one length: in files each of `CALLS` is a column, whatever a table shows of it."""
     row: dict[str, Any] = {
         "variant": series.label,
@@ -74,27 +138,31 @@ def _row(panel: Panel, series: Series, point: Point | Failure) -> dict[str, Any]
         "seq_len": point.seq_len,
         "is_simulated": series.is_simulated,
     }
-    extra = ("num_processes", "flops", "kernel", "flags", "is_compiled")
+    extra = ("num_processes", "num_params", "flops", "kernel", "flags", "marks", "is_waiting", "is_compiled")
     if isinstance(point, Failure):
         names = (*_TIMES, *_RATES, *(each.name for each in CALLS), *extra)
-        return row | {"status": point.status, "reason": point.reason, **dict.fromkeys(names)}
+        return row | {"status": point.status, "word": point.word, "reason": point.reason, **dict.fromkeys(names)}
     rates = token_rates(point.record)
     return row | {
         "status": "ok",
+        "word": "ok",
         "reason": "",
         **{name: getattr(point.timing, name) for name in _TIMES},
         **{name: rates.get(name) for name in _RATES},
         **{each.name: each.read(point.record) for each in CALLS},
         "num_processes": point.num_processes,
+        "num_params": point.record.num_params,
         "flops": point.record.flops,
         "kernel": point.kernel,
         "flags": point.flags,
+        "marks": marks_of(doubt for doubt in point.doubts if doubt in shown),
+        "is_waiting": point.is_waiting,
         "is_compiled": point.is_compiled,
     }
 
 
-def _rows(panels: Iterable[Panel]) -> list[dict[str, Any]]:
-    return [_row(panel, series, point) for panel in panels for series in panel.series for point in series.outcomes]
+def _rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
+    return [_row(panel, series, point, shown) for series in panel.series for point in series.outcomes]
 
 
 def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) -> list[Column]:
@@ -106,9 +174,10 @@ def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) ->
 def measurement_table(analysis: Analysis) -> Table:
     """Return every measured or failed length of every panel as one row."""
     rows = []
+    shown = shown_doubts(point for panel in analysis.panels for point in panel.points)
     for panel in analysis.panels:
         exact = {point.seq_len: point.median_ms for point in (panel.baseline.points if panel.baseline else ())}
-        for row in _rows([panel]):
+        for row in _rows(panel, shown):
             is_comparable = row["seq_len"] in exact and bool(row["median_ms"])
             rows.append(row | {"speed_up": exact[row["seq_len"]] / row["median_ms"] if is_comparable else None})
     has_graphs = any(row["graph_ms"] for row in rows)
@@ -121,7 +190,7 @@ def measurement_table(analysis: Analysis) -> Table:
         note=(
             f"Median with 95 % interval. {doubt_words(row['num_processes'] for row in rows if row['num_processes'])} "
             f"Extra memory: peak without inputs, output and gradients of the inputs{steps}. Saved: "
-            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} "
+            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} {_marked(rows)} "
             f"{analysis.caveats}"
         ).strip(),
         columns=(
@@ -132,6 +201,7 @@ def measurement_table(analysis: Analysis) -> Table:
             number_column("speed-up", "speed_up", ratio, priority=3),
             *_measured(rows, "scaling"),
             number_column("processes", "num_processes", str, priority=5),
+            number_column("parameters", "num_params", "{:,.0f}".format, priority=6),
             text_column("kernel", "kernel", priority=7),
             text_column("flags", "flags", priority=8),
         ),
@@ -140,14 +210,20 @@ def measurement_table(analysis: Analysis) -> Table:
     )
 
 
+def _marked(rows: Iterable[Row]) -> str:
+    marks = {mark for row in rows for mark in row["marks"] or ""}
+    return mark_words(doubt for doubt, (mark, *_) in MARKS.items() if mark in marks)
+
+
 def step_table(analysis: Analysis) -> Table | None:
     """Return one row for each variant and length of every panel of training steps, the fastest first; None without."""
     panels = [panel for panel in analysis.panels if panel.pass_ == "step"]  # noqa: S105 - a word of ours
+    shown = shown_doubts(point for panel in panels for point in panel.points)
     rows = [
         row
         for panel in panels
         for row in sorted(
-            _rows([panel]), key=lambda row: (row["seq_len"], row["median_ms"] or float("inf"), row["variant"])
+            _rows(panel, shown), key=lambda row: (row["seq_len"], row["median_ms"] or float("inf"), row["variant"])
         )
     ]
     if not rows:
@@ -159,9 +235,9 @@ def step_table(analysis: Analysis) -> Table | None:
         title="Training steps",
         note=(
             "A step: forward, loss, backward, clipping and update. Median time, and tokens per second without padding "
-            f"(k: 1000), each with its 95 % interval. {doubt} Peak memory: weights, gradients, averages and data "
-            "included. Saved: what autograd keeps from forward to backward, weights and data included. First step: "
-            f"compilation included, of which a cache may have spared a part. {subtitles}"
+            f"(k: 1000), each with its 95 % interval. {doubt} {_marked(rows)} Peak memory: weights, gradients, "
+            "averages and data included. Saved: what autograd keeps from forward to backward, weights and data "
+            f"included. First step: compilation included, of which a cache may have spared a part. {subtitles}"
         ),
         columns=(
             text_column("variant", "variant", priority=0),
@@ -192,7 +268,8 @@ def _rate(row: Row) -> str:
 
 def turns_table(analysis: Analysis) -> Table | None:
     """Return one row for each variant of each bundle, the fastest first; None where nothing was timed in turns."""
-    rows = [row for panel in analysis.panels for row in _turn_rows(panel)]
+    shown = shown_doubts(Point(turn.record) for panel in analysis.panels for turn in panel.turns)
+    rows = [row for panel in analysis.panels for row in _turn_rows(panel, shown)]
     if not rows:
         return None
     again = ", and again in further processes" if any(row["num_processes"] > 1 for row in rows) else ""
@@ -203,7 +280,7 @@ def turns_table(analysis: Analysis) -> Table | None:
         title="Timed in turns",
         note=(
             f"Each group was timed in one process, in rounds of one call each{again}. Beside the fastest: median over "
-            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. "
+            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. {_marked(rows)} "
             f"{analysis.caveats}"
         ).strip(),
         columns=(
@@ -225,7 +302,7 @@ def turns_table(analysis: Analysis) -> Table | None:
     )
 
 
-def _turn_rows(panel: Panel) -> list[dict[str, Any]]:
+def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
     bundles: dict[tuple[int, str], list[Observation]] = {}
     for turn in panel.turns:
         bundles.setdefault((turn.cell.seq_len or 0, turn.record.bundle), []).append(turn)
@@ -236,14 +313,18 @@ def _turn_rows(panel: Panel) -> list[dict[str, Any]]:
             key=lambda pair: (pair[0].median_ms, pair[1].label),
         )
         fastest, fastest_label = timed[0][0], timed[0][1].label
-        for timing, turn in timed:
-            compared = time_ratio(
+        ratios = [
+            time_ratio(
                 timing.samples_ms,
                 fastest.samples_ms,
                 is_paired=True,
                 sizes_a=timing.process_sizes,
                 sizes_b=fastest.process_sizes,
             )
+            for timing, _ in timed
+        ]
+        num_level = sum(compared.low <= 1.0 for compared in ratios)
+        for (timing, turn), compared in zip(timed, ratios, strict=True):
             rows.append(
                 {
                     "pass": panel.title,
@@ -257,9 +338,11 @@ def _turn_rows(panel: Panel) -> list[dict[str, Any]]:
                     "ratio": compared.value,
                     "ratio_low": compared.low,
                     "ratio_high": compared.high,
+                    "is_level": compared.low <= 1.0 and num_level > 1,
                     "num_rounds": compared.num_pairs,
                     "num_processes": max(1, len(timing.process_sizes)),
                     "kernel": " + ".join(turn.record.kernels),
+                    "marks": marks_of(doubt for doubt in Point(turn.record).doubts if doubt in shown),
                     "bundle": bundle,
                 }
             )
@@ -267,6 +350,7 @@ def _turn_rows(panel: Panel) -> list[dict[str, Any]]:
 
 
 def _ratio(row: Row) -> str:
+    level = ", level" if row["is_level"] else ""
     if row["variant"] == row["fastest"]:
-        return "fastest"
-    return f"{ratio(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"
+        return f"fastest{level}"
+    return f"{ratio(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]{level}"

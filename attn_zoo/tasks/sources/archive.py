@@ -1,4 +1,4 @@
-"""Untrusted archives: wanted files are taken out of a tar (compressed or not) or zip.
+"""Untrusted archives: wanted files are taken out of a tar (compressed or not) or zip; single files are unpacked.
 
 A path in an archive is only compared with what is wanted; files are written under names that the caller gives. Only
 regular files are taken, never a link or a device, and what streams by is counted, wanted or not.
@@ -46,6 +46,10 @@ class Limits:
     ratio: float = 100.0
     free_bytes: int = 16 * 2**20
 
+    def most_bytes(self, num_packed: int) -> int:
+        """Return how many bytes an archive of `num_packed` bytes may unpack to."""
+        return min(self.num_bytes, max(self.free_bytes, int(self.ratio * num_packed)))
+
 
 @dataclass(frozen=True, slots=True)
 class _Member:
@@ -61,7 +65,7 @@ class _Meter:
 
     def __init__(self, archive: Path, limits: Limits) -> None:
         self.archive, self.max_members = archive, limits.num_members
-        self.max_bytes = min(limits.num_bytes, max(limits.free_bytes, int(limits.ratio * archive.stat().st_size)))
+        self.max_bytes = limits.most_bytes(archive.stat().st_size)
         self.num_bytes = self.num_members = 0
 
     def refuse(self, why: str, member: str = "") -> ConfigError:
@@ -123,6 +127,25 @@ def unpack(archive: Path, folder: Path, *, wanted: Mapping[str, str], limits: Li
         # gzip and bz2 report damage as an OSError without a number.
         problem = f"damaged or cut short: {error}" if error.errno is None else f"cannot be read: {error.strerror}"
         raise ConfigError(str(archive), [("", problem)]) from None
+
+
+def gunzip(path: Path) -> bytes:
+    """Return what a file packed by gzip holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or unpacks to more than `Limits` allow; says which.
+    """
+    packed = path.read_bytes()
+    most = Limits().most_bytes(len(packed))
+    try:
+        with gzip.open(io.BytesIO(packed)) as file:
+            content = file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"damaged or cut short: {error}") from None
+    if len(content) > most:
+        raise ValueError(f"it unpacks to more than {most} bytes, as a bomb would")
+    return content
 
 
 def _write(

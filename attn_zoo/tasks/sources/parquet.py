@@ -5,6 +5,7 @@ Tables are read by PyArrow straight from the file, into memory: the network is n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ def read_parquet(name: str, paths: Mapping[str, Path]) -> dict[str, datasets.Dat
         try:
             with path.open("rb") as file:
                 tables[key] = datasets.Dataset(arrow.parquet.ParquetFile(file).read())
-        except (OSError, ValueError, TypeError, KeyError, arrow.ArrowException) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, arrow.ArrowException) as error:
             if isinstance(error, OSError) and error.strerror:
                 problem = f"cannot be read: {error.strerror}"
             else:
@@ -48,12 +49,33 @@ def read_parquet(name: str, paths: Mapping[str, Path]) -> dict[str, datasets.Dat
 
 
 def picture_bytes(table: datasets.Dataset, column: str) -> Iterator[bytes | None]:
-    """Yield the encoded picture of each row, None where the table holds none; a `path` beside it is never followed."""
+    """Yield the encoded picture of each row, None where the table holds none; a `path` beside it is never looked at."""
     import datasets
+    from pyarrow import compute
 
-    for row in table.select_columns([column]).cast_column(column, datasets.Image(decode=False)):
-        stored = row[column]
-        yield None if stored is None else stored["bytes"]
+    pictures = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+    for chunk in pictures.data.column(column).chunks:
+        for stored in compute.struct_field(chunk, "bytes"):
+            yield stored.as_py()
+
+
+def texts_of(name: str, path: Path, table: datasets.Dataset, column: str) -> list[str]:
+    """Return the texts of all rows.
+
+    Raises:
+        ConfigError: a text is missing or not UTF-8; names the row.
+    """
+    texts: list[str] = []
+    for chunk in table.data.column(column).chunks:
+        for stored in chunk:
+            try:
+                text = stored.as_py()
+            except UnicodeDecodeError as error:
+                raise ConfigError(name, [(str(path), f"row {len(texts)}: {error}")]) from None
+            if text is None:
+                raise ConfigError(name, [(str(path), f"row {len(texts)} has no text")])
+            texts.append(text)
+    return texts
 
 
 def require_columns(name: str, path: Path, table: datasets.Dataset, columns: dict[str, str]) -> None:
@@ -83,8 +105,9 @@ def class_labels(name: str, path: Path, table: datasets.Dataset, classes: tuple[
     feature = table.features[_LABEL]
     named = getattr(feature, "names", None)  # only class labels have them
     if named is not None and tuple(named) != classes:
-        raise ConfigError(name, [(str(path), f"expected the classes {', '.join(classes)}; got {', '.join(named)}")])
-    if "int" not in str(feature.dtype):
+        got = ", ".join(str(each) for each in named)
+        raise ConfigError(name, [(str(path), f"expected the classes {', '.join(classes)}; got {got}")])
+    if not re.fullmatch(r"u?int\d+", str(getattr(feature, "dtype", ""))):  # lists and tables in a column have none
         raise ConfigError(name, [(str(path), f"expected integers in column {_LABEL!r}; got {feature!r}")])
     values = table[_LABEL][:]
     if not values:

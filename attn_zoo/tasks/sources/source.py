@@ -137,14 +137,21 @@ class Source:
         """Return a hash of the content of all files.
 
         Raises:
-            ConfigError: a file is missing or cannot be read.
+            ConfigError: a file is missing or cannot be read, or is another one of them: the same bytes are there twice,
+                or what was published under the other's name.
         """
         content = hashlib.sha256()
+        owner = {digest: key for key, digest in self.sha256.items()}
         for key, path in sorted(self.locate(data_dir).items()):
             try:
-                content.update(key.encode() + bytes.fromhex(file_sha256(path)))
+                digest = file_sha256(path)
             except OSError as error:
                 raise ConfigError(self.name, [(str(path), f"cannot be read: {error.strerror}")]) from None
+            if (other := owner.setdefault(digest, key)) != key:
+                is_published = self.sha256.get(other) == digest
+                got = f"what was published as {other}" if is_published else f"the same bytes as {self.files[other]}"
+                raise ConfigError(self.name, [("data_dir", f"expected {key} in {self.files[key]}; it holds {got}")])
+            content.update(key.encode() + bytes.fromhex(digest))
         return content.hexdigest()
 
 

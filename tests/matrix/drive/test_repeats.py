@@ -107,7 +107,7 @@ def test_a_run_that_is_stopped_loses_the_running_repeat_only(tmp_path):
     summary = run(plan, store, engine=FakeEngine(stop_at=(32, 1)))
     assert (summary.new, len(summary.left), summary.num_repeats, summary.exit_code) == (0, 2, 3, 130)
     assert parts_of(store) == ["1.json", "1.json", "2.json"]
-    now = standing(plan, store.records(), store.repeats.count())
+    now = standing(plan.cells, store.records(), store.repeats.count())
     assert sorted(now.begun.values()) == [1, 2]
     engine, stream = FakeEngine(), io.StringIO()
     summary = run(plan, store, engine=engine, progress=PlainProgress(stream))

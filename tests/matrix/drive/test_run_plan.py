@@ -108,11 +108,11 @@ def test_records_of_changed_sources_are_stale_and_of_other_matrices_other(tmp_pa
     changed = replace(
         plan, cells=tuple(replace(item, cell=replace(item.cell, variant_digest="1")) for item in plan.cells)
     )
-    found = standing(changed, store.records())
+    found = standing(changed.cells, store.records())
     assert [record.cell.seq_len for record in found.stale] == [16]
     assert len(found.left) == 1
     assert found.done == found.other == ()
-    elsewhere = standing(tiny_plan(["full"], seq_len=[16]), store.records())
+    elsewhere = standing(tiny_plan(["full"], seq_len=[16]).cells, store.records())
     assert len(elsewhere.other) == 1
     engine = FakeEngine()
     assert run(changed, store, engine=engine).counts == {"ok": 1}

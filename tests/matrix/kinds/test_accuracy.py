@@ -11,7 +11,7 @@ from attn_zoo.matrix.kinds.accuracy import TrainingForecast
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix, restore_matrix
 from attn_zoo.records import Record, Score
-from tests.matrix.conftest import TINY_TRAINING, training_plan
+from tests.matrix.conftest import TINY_TRAINING, run_cell, training_plan
 
 
 def problems_of(**group) -> list[str]:
@@ -213,3 +213,15 @@ def test_the_variant_of_the_cross_attention_counts_in_the_digest():
     assert digests(cross_variant="fake_train_ok") == own
     assert digests(cross_variant="full") != own
     assert digests(cross_variant="full") != digests(cross_variant="linformer")
+
+
+@pytest.mark.parametrize(("name", "status"), [("fake_train_ok", "ok"), ("fake_train_lazy", "gate_failed")])
+def test_nothing_trains_before_its_mixers_pass_the_gate(name, status):
+    """A training runs in training mode, so that is what is checked."""
+    record = run_cell(training_plan([name]).cells[0].cell)
+    assert record.status == status
+    if status == "ok":
+        assert {"shape_and_dtype", "matches_oracle", "modes"} <= set(record.gate)
+    else:
+        assert "matches_oracle" in record.reason
+        assert record.score is None

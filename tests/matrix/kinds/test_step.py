@@ -26,14 +26,14 @@ from attn_zoo.training import updates
 from attn_zoo.training.batches import Batch
 from attn_zoo.training.learner import AbstractLearner, Learner, step_protocol
 from attn_zoo.training.updates import NUM_EAGER, GraphedUpdate
-from tests.matrix.conftest import VARIANT_FILE, run_cell, run_cells_in_turns, training_plan
+from tests.matrix.conftest import run_cell, run_cells_in_turns, training_plan
 
 TINY = {"seq_len": [16], "batch_size": 2, "device": "cpu", "threads": 1, "budget_s": 0.02, "timeout_s": 60}
 
 
 def plan(names: list[Any], **changes: Any) -> Plan:
     matrix = parse_matrix({"name": "test", "step": [{"variants": names, **TINY, **changes}]}, "test.toml")
-    return make_plan(matrix, variant_files=[VARIANT_FILE])
+    return make_plan(matrix)
 
 
 def cells(names: list[Any], **changes: Any) -> list[Cell]:

@@ -13,7 +13,7 @@ from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.registry import variants
-from tests.matrix.conftest import VARIANT_FILE, make_matrix, tiny_plan
+from tests.matrix.conftest import make_matrix, tiny_plan
 
 
 def axis(values):
@@ -152,9 +152,9 @@ def test_the_digest_is_in_the_cell():
 
 def test_probe_asks_constructors_and_survives_what_they_do():
     matrix = make_matrix(["fake_picky", "full", "fake_bad_constructor"])
-    blind = make_plan(matrix, variant_files=[VARIANT_FILE])
+    blind = make_plan(matrix)
     assert [item.refusal for item in blind.cells] == [None] * 6, "the plan itself builds nothing"
-    asked = make_plan(matrix, variant_files=[VARIANT_FILE], should_probe=True)
+    asked = make_plan(matrix, should_probe=True)
     refused = {item.cell.id.partition("/fp32")[0]: item.refusal for item in asked.cells if item.refusal}
     assert refused == {"fake_picky/scaling/fwd/L1024": ("max_seq_len", "at most 800 tokens")}
 

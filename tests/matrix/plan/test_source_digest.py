@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 import attn_zoo
+from attn_zoo.matrix.cell.workload import Call
+from attn_zoo.matrix.kinds.all_kinds import kind_of
+from attn_zoo.matrix.kinds.kind import AbstractKind
+from attn_zoo.matrix.kinds.timed import TimedKind
 from attn_zoo.matrix.plan import source_digest as module
+from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, TRAINING_ROOMS, source_digest, source_files
 from attn_zoo.registry import variants
-from tests.matrix.conftest import tiny_plan, training_plan
+from attn_zoo.training import run_training
+from tests.matrix.conftest import make_matrix, tiny_plan, training_plan
 
 PACKAGE = Path(attn_zoo.__path__[0])
 
@@ -97,6 +107,80 @@ def test_names_of_sources_are_the_same_on_every_machine():
         files = source_files(Path(variants["full"].source), rooms)
         assert {name.split("/")[1] for name in files} == set(rooms)
         assert all(path == PACKAGE.parent / name for name, path in files.items())
+
+
+def executed(work: Callable[[], object]) -> set[Path]:
+    """Return the files of this package of which a function runs, also in a backward."""
+    files: set[Path] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            files.add(path)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+# Asked once, when something is built or first called; nothing that is timed or scored is computed there.
+ASKED_ONCE = {"errors.py", "metadata.py", "registry.py"}
+# How it is measured, which the versions of the protocols cover, and how what was measured is written down.
+MEASURING = {"folder.py", "kernels/trace.py", "records.py", "whole_files.py", "matrix", "measure", "statistics"}
+
+
+def uncovered(kind: AbstractKind, name: str, files: set[Path]) -> set[str]:
+    """Return which of the files the digest of a variant's cells of this kind does not cover."""
+    variant = variants[name]
+    covered = source_files(Path(variant.source), kind.rooms, is_plain=variant.provider == Path(variant.source).name)
+    names = {path.relative_to(PACKAGE).as_posix() for path in files - set(covered.values())}
+    return {name for name in names if not {name, name.partition("/")[0]} & (ASKED_ONCE | MEASURING)}
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "fwd_bwd"])
+@pytest.mark.parametrize("name", attn_zoo.list_variants())
+def test_whatever_runs_in_a_timed_call_is_in_the_digest(name, pass_):
+    can = variants[name].capabilities
+    group = {"passes": [pass_], "is_causal": [False] * can.bidirectional + [True] * bool(can.causal), "seq_len": [96]}
+    group |= {"has_padding": [False, can.key_padding_mask], "dropout_p": [0.0, 0.1] if can.attention_dropout else [0.0]}
+    group |= {"scope": ["mixer"] if variants[name].attention is None else ["attention", "mixer"]}
+    cells = [item.cell for item in make_plan(make_matrix([name], **group)).cells if item.refusal is None]
+    assert len(cells) >= 2
+    for cell in cells:
+        kind = kind_of(cell)
+        assert isinstance(kind, TimedKind)
+        call, setup = kind.workload(cell, None).make_call()
+
+        def timed(call: Call = call, setup: Call | None = setup) -> None:
+            for step in (setup, call, setup, call):
+                if step is not None:
+                    step()
+
+        files = executed(timed)
+        assert Path(variants[name].source) in files
+        assert not uncovered(kind, name, files), cell.id
+
+
+def test_whatever_runs_in_a_training_step_is_in_the_digest():
+    (item,) = make_plan(
+        parse_matrix({"name": "test", "step": [{"variants": ["full"], "seq_len": 16, "device": "cpu"}]}, "test.toml")
+    ).cells
+    kind = kind_of(item.cell)
+    assert isinstance(kind, TimedKind)
+    call, _ = kind.workload(item.cell, None).make_call()
+    files = executed(call)
+    assert {PACKAGE / "training" / "updates.py", PACKAGE / "model" / "stacks.py"} <= files
+    assert not uncovered(kind, item.cell.variant, files)
+
+
+def test_whatever_runs_in_a_training_is_in_the_digest():
+    (item,) = training_plan(["full"]).cells
+    files = executed(lambda: run_training(item.cell))
+    assert {PACKAGE / "training" / "loop.py", PACKAGE / "tasks" / "abstract_task.py"} <= files
+    assert not uncovered(kind_of(item.cell), "full", files)
 
 
 def test_each_kind_of_cell_has_the_digest_of_what_it_runs():

@@ -99,6 +99,21 @@ def test_a_read_only_folder_is_named(tmp_path):
         Store(tmp_path / "run").writing(MATRIX, environment()).__enter__()
 
 
+@pytest.mark.parametrize("place", ["cells", "parts"])
+def test_a_place_lost_in_the_middle_of_a_run_is_no_mistake_in_the_call(tmp_path, place):
+    store = Store(tmp_path / "run")
+    expected = pytest.raises(StoreError, match=f"{place}/.*: cannot be written")
+    with expected as caught, store.writing(MATRIX, environment()):
+        if place == "cells":
+            (store.folder / place).rmdir()
+        (store.folder / place).write_text("in the way")
+        if place == "cells":
+            store.write(record())
+        else:
+            store.repeats.write(record(), 1)
+    assert caught.value.exit_code == 4
+
+
 def test_a_full_disk_is_named_and_leaves_nothing_half_written(store):
     code = f"""
         import resource

@@ -9,7 +9,7 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.tables.all_tables import make_tables
-from attn_zoo.report.tables.efficiency_tables import efficiency_table, rate_table
+from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import to_csv, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
 from tests.report.figures.legible import MANY, assert_legible, pictures, words
@@ -86,10 +86,10 @@ def test_more_than_the_roof_is_said_in_words(tmp_path):
     assert one.efficiency["full"][0].doubt.startswith("125 % of the roof: the ceiling was measured too low")
     assert "loaded host while it was measured" in one.efficiency["full"][0].doubt
     assert [text for text in analysis.results.warnings if text.startswith("full, forward, at 512: 125 %")]
-    table = rate_table(one)
+    table = efficiency_table(analysis)
     assert table is not None
     shown = to_markdown(table)
-    assert "125 % (!)" in shown
+    assert "125 % of the roof: the ceiling was measured too low" in shown
     assert "doubtful: loaded host" in shown
 
 
@@ -102,11 +102,8 @@ def test_tables_say_rates_shares_and_conventions(tmp_path):
         assert part in text, part
     assert "MFU" not in text
     first = to_csv(table).splitlines()
-    assert first[0].startswith("variant,pass,settings,seq_len,median_ms,flops,min_bytes,flops_per_byte")
-    wide = rate_table(analysis.panels[0])
-    assert wide is not None
-    assert wide.texts()[1] == ["full", "50 GFLOP/s, 50 %"]
-    assert "matrix products 100 GFLOP/s in float32, copies 10 GB/s" in wide.note
+    assert first[0].startswith("variant,pass,settings,marks,seq_len,median_ms,time_ms,is_waiting,flops,min_bytes")
+    assert "matrix products 100 GFLOP/s in float32, copies 10 GB/s" in table.note
 
 
 def test_the_brief_table_has_the_longest_length_of_each(tmp_path):

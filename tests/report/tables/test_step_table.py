@@ -13,7 +13,7 @@ from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.export import export, load_runs
 from attn_zoo.report.figures.all_figures import make_pictures
-from attn_zoo.report.pages.findings import findings
+from attn_zoo.report.pages.findings import panel_findings
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.table import MISSING, Table
 from attn_zoo.report.tables.time_tables import measurement_table, step_table
@@ -76,7 +76,7 @@ def test_tokens_per_second_follow_from_the_time_and_so_does_their_interval(tmp_p
     rows = {row["variant"]: row for row in measurement_table(analysis).rows}
     for row in table.rows:
         assert rows[row["variant"]]["tokens_per_s_low"] == row["tokens_per_s_low"]
-    assert "linformer (50 ms, 164,000 tokens/s)" in findings(analysis)[0]
+    assert "50 ms a step, 164,000 tokens/s" in panel_findings(analysis)[0]
 
 
 def test_padding_is_no_token(tmp_path: Path):
@@ -135,7 +135,7 @@ def test_samples_of_several_records_are_pooled_before_the_rate(tmp_path: Path):
 def test_a_report_without_steps_has_no_such_table(tmp_path: Path):
     analysis = analyse([write_run(tmp_path / "run", zoo(lengths=[512, 1024]))])
     assert step_table(analysis) is None
-    assert not any("tokens/s" in text for text in findings(analysis))
+    assert not any("tokens/s" in text for text in panel_findings(analysis))
 
 
 def test_steps_of_one_length_have_one_table_and_of_several_wide_ones_too(tmp_path: Path):
@@ -163,7 +163,7 @@ def test_at_one_length_nothing_crosses(tmp_path: Path):
     tables = {table.name: table for table in make_tables(analysis)}
     assert tables["crossovers"].rows == ()
     assert tables["exponents"].note == "Nothing to fit: it takes two lengths."
-    assert "crossover" not in findings(analysis)[0]
+    assert "cheaper" not in panel_findings(analysis)[0]
 
 
 def test_an_exact_kernel_is_not_compared_with_twice(tmp_path: Path):

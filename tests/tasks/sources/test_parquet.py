@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.tasks.sources.parquet import read_parquet
+from attn_zoo.tasks.sources.parquet import class_labels, read_parquet, texts_of
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 
 datasets = pytest.importorskip("datasets")
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +99,53 @@ def test_damaged_files_are_named(kind, tmp_path):
         read_parquet("IMDB reviews", {"train": path})
     assert str(caught.value).startswith(f"IMDB reviews: {path}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_odd_features_are_named(tmp_path):
+    """What `datasets` once wrote into the file decides how it reads it; anybody may have written something else."""
+    for number, features in enumerate(({"text": {"dtype": "x"}}, {"text": 5}, [], {"text": {"_type": "Nonsense"}})):
+        path = write(tmp_path / f"{number}.parquet", ["one"], [0])
+        table = parquet.read_table(path)
+        metadata = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+        parquet.write_table(table.replace_schema_metadata(metadata), path)
+        with pytest.raises(ConfigError, match=f"{number}.parquet: "):
+            read_parquet("toy", {"train": path})
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([[0], [1]], "expected integers in column 'label'; got List"),
+        ([{"int": 0}, {"int": 1}], "expected integers in column 'label'; got {"),
+        ([0.0, 1.0], "expected integers in column 'label'; got Value"),
+        ([None, 1], "expected labels from 0 to 1; got None in 1 rows, first in row 0"),
+        ([2**63 - 1, 1], f"expected labels from 0 to 1; got {2**63 - 1} in 1 rows"),
+    ],
+)
+def test_labels_of_another_type_are_named(tmp_path, labels, message):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"label": labels}), path)
+    with pytest.raises(ConfigError, match=message):
+        class_labels("toy", path, read_parquet("toy", {"x": path})["x"], ("neg", "pos"))
+
+
+def test_classes_that_are_numbers_are_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    features = {"label": {"_type": "ClassLabel", "names": [0, 1]}}
+    metadata = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    parquet.write_table(arrow.table({"label": [0, 1]}).replace_schema_metadata(metadata), path)
+    with pytest.raises(ConfigError, match="expected the classes neg, pos; got 0, 1"):
+        class_labels("toy", path, read_parquet("toy", {"x": path})["x"], ("neg", "pos"))
+
+
+def test_a_text_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    words = arrow.array([b"good", b"\xff\xfe"])
+    texts = arrow.Array.from_buffers(arrow.string(), 2, words.buffers())
+    parquet.write_table(arrow.table({"text": texts}), path)
+    table = read_parquet("toy", {"x": path})["x"]
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 1: 'utf-8' codec"):
+        texts_of("toy", path, table, "text")
 
 
 def test_a_missing_file_is_named(tmp_path):

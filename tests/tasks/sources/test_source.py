@@ -29,7 +29,7 @@ def source(**changes) -> Source:
 def fill(folder: Path, text: str = "x") -> Path:
     for name in FILES.values():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text if name == FILES["train"] else text * 2)
     return folder
 
 
@@ -78,6 +78,21 @@ def test_the_digest_follows_content_and_role_not_place(tmp_path):
     assert source().digest(tmp_path / "one") == one
     (tmp_path / "one" / "sub" / "b.tsv").write_text("y")
     assert source().digest(tmp_path / "one") not in {one, changed}, "which file changed matters"
+
+
+def test_one_file_in_the_place_of_another_is_refused(tmp_path):
+    folder = fill(tmp_path / "toy")
+    sha256 = {key: hashlib.sha256((folder / name).read_bytes()).hexdigest() for key, name in FILES.items()}
+    assert source(sha256=sha256).digest(tmp_path) == source().digest(tmp_path)
+    train, test = ((folder / name) for name in FILES.values())
+    kept = train.read_text()
+    train.write_text(test.read_text())
+    with pytest.raises(ConfigError, match=r"data_dir: expected train in a\.tsv; it holds what was published as test"):
+        source(sha256=sha256).digest(tmp_path)
+    with pytest.raises(ConfigError, match=r"expected train in a\.tsv; it holds the same bytes as sub/b\.tsv"):
+        source().digest(tmp_path)
+    train.write_text("changed " + kept)
+    source(sha256=sha256).digest(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
 "use strict";
+addEventListener("beforeprint", () => {
+  for (const part of document.querySelectorAll("details")) part.open = true; // paper cannot be unfolded
+});
 for (const button of document.querySelectorAll("thead button")) {
   button.addEventListener("click", () => {
     const heading = button.closest("th");

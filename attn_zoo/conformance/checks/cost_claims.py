@@ -74,11 +74,6 @@ def _leads_later(lengths: Sequence[int], counts: Sequence[int], exponent: float)
     return low > 0 and high > 1e-6 * low and abs(between - counts[-2]) < 1e-6 * counts[-2]
 
 
-def _is_shared_mixer(subject: Subject) -> bool:
-    """Whether the form is the shared mixer around an attention that is a subject itself."""
-    return subject.form == "mixer" and subject.variant.mixer is None
-
-
 def _counted_calls(subject: Subject) -> list[tuple[BuildContext, Module, Inputs, Shape]]:
     """Return calls whose operations are counted, in float32 where that is declared."""
     dtype = torch.float32 if torch.float32 in subject.dtypes else subject.dtype
@@ -117,7 +112,7 @@ def _flops_count(subject: Subject) -> Finding:
     variant = subject.variant
     if variant.complexity.flops is None:
         return not_applicable("claims no formula")
-    if _is_shared_mixer(subject):
+    if subject.is_shared_mixer:
         return not_applicable("the shared mixer adds its projections")
     finding = not_applicable("an operation runs that cannot be counted")
     for _, module, inputs, shape in _counted_calls(subject):
@@ -150,7 +145,7 @@ def _backward_ratio(subject: Subject) -> Finding:
     variant = subject.variant
     if variant.complexity.flops is None:
         return not_applicable("claims no formula")
-    if _is_shared_mixer(subject):
+    if subject.is_shared_mixer:
         return not_applicable("the shared mixer adds its projections")
     finding = not_applicable("an operation runs that cannot be counted")
     for _, module, inputs, shape in _counted_calls(subject):

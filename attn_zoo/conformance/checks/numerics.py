@@ -15,9 +15,9 @@ from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, M
 from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.checks.shapes import offset_calls
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.lengths import SPANS
-from attn_zoo.conformance.shapes import offset_calls
 from attn_zoo.conformance.subject import (
     Gradients,
     Module,

@@ -49,6 +49,9 @@ _BY_DIRECTION = re.compile(r"(?P<any>.*?)\s*\(causal: (?P<causal>.*)\)")
 _LENGTHS = {"L", "S"}
 _LENGTHS_ELSEWHERE = {"n", "N", "T"}  # read as constants they would claim nothing
 
+_CLAIM = "complexity"
+"""What errors call a claim that cannot be read."""
+
 
 def claimed_exponent(text: str, *, is_causal: bool = False) -> float | None:
     """Read the exponent of the sequence length from a claim in the symbols of the design; a logarithm counts as 0.
@@ -77,7 +80,7 @@ def claimed_exponent(text: str, *, is_causal: bool = False) -> float | None:
         return max(_product_exponent(term) for term in plain.split("+"))
     except ValueError:
         expected = f'"{DEPENDS_ON_DATA}" or a sum of products such as "1", "log L", "L / W" or "1 (causal: L)"'
-        raise ConfigError("complexity", [("", f"expected {expected}; got {text!r}")]) from None
+        raise ConfigError(_CLAIM, [("", f"expected {expected}; got {text!r}")]) from None
 
 
 def _product_exponent(term: str) -> float:
@@ -296,6 +299,8 @@ def _complexity_claims(subject: Subject) -> Finding:
     try:
         rows = _measure(subject)
     except ConfigError as error:
+        if error.source != _CLAIM:
+            raise  # sizes that do not fit each other
         raise Violation("a claim cannot be read", str(error)) from None
     for row in rows:
         direction = "causal" if row.is_causal else "bidirectional"

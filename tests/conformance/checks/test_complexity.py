@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.conformance import measure_complexity, run_checks
-from attn_zoo.conformance.complexity import Growth, claimed_exponent
+from attn_zoo.conformance.checks.complexity import Growth, claimed_exponent
 from attn_zoo.errors import ConfigError, UnknownNameError
 from tests.conformance.broken import Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import SeesNeighboursOnly, SumsKeysInTurn

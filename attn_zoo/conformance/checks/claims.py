@@ -84,6 +84,8 @@ def _positions(subject: Subject) -> Finding:
                 asked = f"building with position={name!r}"
                 finding = subject.refuses("positions", asked, partial(subject.make, build))
                 continue
+            if name == "rotary" and build.head_dim % 2:
+                continue  # features turn in pairs
             length = subject.lengths[-1]
             module, plain = subject.make(build, seq_len=length), subject.make(context, seq_len=length)
             inputs = subject.inputs(build, length)

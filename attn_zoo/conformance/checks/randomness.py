@@ -25,15 +25,17 @@ def _seeded_call(module: Module, inputs: Inputs, seed: int) -> Tensor:
 
 
 def _dropout(subject: Subject) -> Finding:
-    length = subject.lengths[len(subject.lengths) // 2]
-    dropout_p = 0.4
+    if not subject.dropout_p:
+        return not_applicable("nothing is dropped")
+    length = subject.lengths[0 if subject.is_fixed else len(subject.lengths) // 2]
+    dropout_p = subject.dropout_p
     if not subject.capabilities.attention_dropout:
         build = replace(next(subject.contexts()), dropout_p=dropout_p)
         return subject.refuses("attention_dropout", f"dropout_p={dropout_p}", lambda: subject.make(build))
     for context in subject.contexts():
         build = replace(context, dropout_p=dropout_p)
-        plain = subject.make(replace(context, dropout_p=0.0), seq_len=length)
-        module = subject.make(build, seq_len=length)
+        plain = subject.make(replace(context, dropout_p=0.0), seq_len=length).eval()
+        module = subject.make(build, seq_len=length).eval()
         module.load_state_dict(plain.state_dict())
         for inputs in subject.calls(build, length)[::2]:
             expected = _seeded_call(plain, inputs, 0)

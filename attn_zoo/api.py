@@ -1,0 +1,584 @@
+"""Measure, check and read results from Python; the command line is a shell over this module.
+
+    run = attn_zoo.run("quick")        # a shipped matrix, a file, or a dict
+    run.frame                          # one row a cell, units in the names
+    run.plot("time")                   # a matplotlib figure
+    attn_zoo.check("linformer")        # every promise it makes
+
+Nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, suggestion
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from attn_zoo.conformance import CheckResult
+    from attn_zoo.matrix.drive.run_plan import Engine, Standing, Summary
+    from attn_zoo.matrix.plan.expand import Plan
+    from attn_zoo.report.analysis.analyse import Analysis
+
+MatrixLike = str | Path | Mapping[str, Any]
+"""A TOML file, the name of a shipped matrix, or what such a file would say."""
+
+DEVICES = ("cpu", "cuda")
+
+
+class Run:
+    """The results of one or more folders, as tables, figures and sentences. Nothing is read before it is asked for.
+
+    Args:
+        folders: results folders.
+        summary: what `run` did, where that made it.
+    """
+
+    def __init__(self, folders: Sequence[str | Path], summary: Summary | None = None) -> None:
+        self.folders = tuple(Path(folder) for folder in folders)
+        self.summary = summary
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        """Everything that is computed from the records: panels, fits, groups of trainings."""
+        from attn_zoo.report.analysis.analyse import analyse
+
+        return analyse(self.folders)
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One row per record, units in the names (`median_ms`, `peak_bytes`); what was not measured is empty."""
+        from attn_zoo.report.export import flat_frame
+
+        within = [
+            "run",
+            "kind",
+            "label",
+            "scope",
+            "pass",
+            "task",
+            "level",
+            "is_causal",
+            "has_padding",
+            "dtype",
+            "head_dim",
+        ]
+        frame = flat_frame(self.analysis.results.observations)
+        return frame.sort_values([*within, "seq_len", "seed"], ignore_index=True)
+
+    def best(self) -> pd.DataFrame:
+        """Return the fastest variant at each length of each panel, beside the next one.
+
+        `ratio` is the time of the next one over that of the fastest; `is_settled` is true where their 95 % intervals do
+        not touch, or where there is no other.
+        """
+        import pandas as pd
+
+        rows = []
+        for panel in self.analysis.panels:
+            ranked = sorted(
+                ((one.label, point) for one in panel.series for point in one.points),
+                key=lambda pair: (pair[1].seq_len, pair[1].median_ms),
+            )
+            for length, group in groupby(ranked, key=lambda pair: pair[1].seq_len):
+                (label, first), *others = group
+                next_label, second = others[0] if others else (None, None)
+                rows.append(
+                    {
+                        "panel": panel.name,
+                        "seq_len": length,
+                        "variant": label,
+                        "median_ms": first.median_ms,
+                        "low_ms": first.low_ms,
+                        "high_ms": first.high_ms,
+                        "next_variant": next_label,
+                        "next_ms": second.median_ms if second else None,
+                        "ratio": second.median_ms / first.median_ms if second else None,
+                        "is_settled": second is None or first.high_ms < second.low_ms,
+                    }
+                )
+        return pd.DataFrame(rows)
+
+    def crossovers(self) -> pd.DataFrame:
+        """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
+        return self.table("crossovers")
+
+    def exponents(self) -> pd.DataFrame:
+        """Return fitted and claimed exponents of the sequence length, of time and peak memory."""
+        return self.table("exponents")
+
+    def table(self, name: str) -> pd.DataFrame:
+        """Return a table of the report, all digits kept.
+
+        Raises:
+            UnknownNameError: the report of these results has no such table.
+        """
+        import pandas as pd
+
+        from attn_zoo.report.tables.all_tables import find_table
+
+        table = find_table(self.analysis, name)
+        return pd.DataFrame([dict(row) for row in table.rows], columns=list(table.fields))
+
+    def plot(self, name: str = "time") -> Figure:
+        """Return a figure of the report.
+
+        Args:
+            name: `"time"`, `"memory"`, `"speedup"`, `"roofline"`, `"accuracy"`, `"bubbles"`, `"learning"` ...: how the
+                name of its file begins. Of several the first is taken, so `"time-fwd_bwd"` says more than `"time"`.
+
+        Raises:
+            UnknownNameError: the report of these results has no such figure.
+        """
+        from attn_zoo.report.figures.all_figures import draw_pictures, figure_names
+        from attn_zoo.report.figures.style import render
+
+        picture = next(draw_pictures(self.analysis, name), None)
+        if picture is None:
+            names = figure_names(self.analysis)
+            kinds = list(dict.fromkeys(each.partition("-")[0] for each in names))
+            raise UnknownNameError("figure", name, [*kinds, *names], f"there are {', '.join(kinds) or 'none'}")
+        figure = picture.figure
+        figure._repr_png_ = lambda: render(figure, "png")  # type: ignore[attr-defined] # for a notebook without pyplot
+        return figure
+
+    def report(self, path: str | Path | None = None, *, has_readme: bool = False) -> Path:
+        """Write tables, figures and one self-contained page; return the path of the page.
+
+        Args:
+            path: folder to write into; by default the (first) results folder.
+            has_readme: also write a README.md, which describes the results folder itself.
+
+        Raises:
+            ConfigError: a README is asked for anywhere but in the one results folder.
+            StoreError: the folder cannot be written.
+        """
+        from attn_zoo.report.pages.write import write_analysis
+
+        if has_readme and (len(self.folders) > 1 or path is not None):
+            raise ConfigError("readme", [("", "expected one results folder and no other place: it describes that one")])
+        return write_analysis(self.analysis, path or self.folders[0], has_readme=has_readme)[0]
+
+    def __repr__(self) -> str:
+        observations = self.analysis.results.observations
+        counts = Counter(one.record.status for one in observations)
+        said = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no cell"
+        return f"Run({', '.join(map(str, self.folders))}: {said})"
+
+    def _repr_html_(self) -> str:
+        from attn_zoo.report.pages.findings import findings
+        from attn_zoo.report.tables.all_tables import summary_tables
+        from attn_zoo.report.units import clean
+
+        said = "".join(f"<li>{html.escape(clean(text))}</li>" for text in findings(self.analysis))
+        tables = [table for table in summary_tables(self.analysis) if table.rows][:1]
+        shown = "".join(
+            f"<p><b>{html.escape(clean(table.title))}</b></p>"
+            + html_table([column.heading for column in table.columns], table.texts())
+            for table in tables
+        )
+        return f"<p><b>{html.escape(repr(self))}</b></p><ul>{said}</ul>{shown}"
+
+
+def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table for a notebook; nothing in a text can be taken for markup."""
+    lines = [("th", headings), *(("td", row) for row in rows)]
+    cells = ("".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) for tag, texts in lines)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
+
+
+def load(*folders: str | Path | Iterable[str | Path]) -> Run:
+    """Return the results of one or more folders, compared with each other.
+
+    Args:
+        folders: results folders, or lists of them.
+
+    Raises:
+        ConfigError: there is none, or one is no results folder.
+    """
+    from attn_zoo.folder import read_info
+
+    paths = [
+        Path(path) for entry in folders for path in ([entry] if isinstance(entry, str | PathLike) else list(entry))
+    ]
+    if not paths:
+        raise ConfigError("load", [("", "expected at least one results folder; got none")])
+    for path in paths:
+        read_info(path)  # a folder that is none is a mistake of this call, not of a later one
+    return Run(paths)
+
+
+def run(
+    matrix: MatrixLike,
+    *,
+    out: str | Path | None = None,
+    variants: str | type | Iterable[str | type] = (),
+    only: Iterable[str] | str = (),
+    device: str | None = None,
+    shard: str | None = None,
+    time_limit_min: float | None = None,
+    retry: Iterable[str] | str = (),
+    jobs: int = 1,
+    engine: str = "local",
+    address: str = "local",
+    data_dir: str | Path | None = None,
+    allow_mixed_env: bool = False,
+    progress: bool = True,
+) -> Run:
+    """Measure a matrix into a results folder; of a folder that has some of it already, what is left.
+
+    Every cell runs in a process of its own kind, after its correctness gate. Ctrl-C ends after the running cell; what
+    was measured is kept, and the same call goes on from there.
+
+    Args:
+        matrix: a TOML file, the name of a shipped one (`attn-zoo list matrices`), or a dict of what a file would say.
+        out: results folder; by default `runs/NAME`.
+        variants: to measure beside those of the matrix, in every group: names, or classes that were registered.
+        only: patterns over ids of cells (`"full/*"`); others are left out.
+        device: `"cpu"` or `"cuda"` instead of what the matrix says.
+        shard: `"I/N"`: the I-th of N parts only.
+        time_limit_min: minutes after which no further cell starts.
+        retry: statuses of records that are run again.
+        jobs: trainings at once; timings always run alone.
+        engine: `"local"` or `"ray"`.
+        address: of the Ray cluster.
+        data_dir: where tasks find local data.
+        allow_mixed_env: go on in a folder measured in another environment.
+        progress: say on the standard error stream what happens.
+
+    Returns:
+        What the folder has now; `summary` says what this call added, and why it ended early if it did.
+
+    Raises:
+        ConfigError: the matrix says something impossible, or a variant's source is not known.
+        UnknownNameError: no such matrix, variant, engine or status.
+        UnsupportedError: no such device here.
+        StoreError: the folder cannot be used or written.
+    """
+    planned = plan(
+        matrix,
+        variants=variants,
+        only=only,
+        device=device,
+        shard=shard,
+        data_dir=data_dir,
+        is_remote=engine != "local",
+    )
+    if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
+        raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
+    return _measure(
+        planned,
+        Path(out) if out else Path("runs") / planned.matrix.name,
+        _engine(engine, address, jobs),
+        retry=retry,
+        time_limit_min=time_limit_min,
+        allow_mixed_env=allow_mixed_env,
+        data_dir=data_dir,
+        progress=progress,
+    )
+
+
+def run_again(
+    folder: str | Path,
+    statuses: Iterable[str] | str = (),
+    *,
+    jobs: int = 1,
+    time_limit_min: float | None = None,
+    data_dir: str | Path | None = None,
+    allow_mixed_env: bool = False,
+    progress: bool = True,
+) -> Run:
+    """Run the cells of a results folder again that failed; the old records move to its folder `replaced`.
+
+    Args:
+        folder: results folder.
+        statuses: of the records to run again; by default every one that is no answer.
+        jobs: as in `run`, like what follows.
+        time_limit_min: likewise.
+        data_dir: likewise.
+        allow_mixed_env: likewise.
+        progress: likewise.
+
+    Raises:
+        StoreError: no results folder, or one that cannot be written.
+    """
+    from attn_zoo.records import ANSWERS, STATUSES
+
+    wanted = _listed(statuses) or [status for status in STATUSES if status not in ANSWERS]
+    return _measure(
+        _stored_plan(Path(folder), data_dir),
+        Path(folder),
+        _engine("local", "local", jobs),
+        retry=wanted,
+        time_limit_min=time_limit_min,
+        allow_mixed_env=allow_mixed_env,
+        data_dir=data_dir,
+        progress=progress,
+    )
+
+
+def _measure(
+    planned: Plan,
+    folder: Path,
+    engine: Engine,
+    *,
+    retry: Iterable[str] | str,
+    data_dir: str | Path | None,
+    progress: bool,
+    **options: Any,
+) -> Run:
+    from attn_zoo.matrix.drive import run_plan
+    from attn_zoo.matrix.drive.progress import Progress, make_progress
+    from attn_zoo.matrix.store.store import Store
+    from attn_zoo.records import STATUSES
+
+    for status in _listed(retry):
+        if status not in STATUSES:
+            raise UnknownNameError("status", status, STATUSES)
+    summary = run_plan.run(
+        planned,
+        Store(folder),
+        engine=engine,
+        retry_statuses=_listed(retry),
+        progress=make_progress() if progress else Progress(),
+        data_dir=_path(data_dir),
+        **options,
+    )
+    return Run([folder], summary)
+
+
+def _engine(name: str, address: str, jobs: int) -> Engine:
+    if name == "ray":
+        from attn_zoo.matrix.drive.engines.ray import RayEngine
+
+        if jobs != 1:
+            raise ConfigError("--jobs", [("", "is for the local engine; a Ray cluster has a slot for each node")])
+        return RayEngine(address=address)
+    if name != "local":
+        raise UnknownNameError("engine", name, ["local", "ray"])
+    from attn_zoo.matrix.drive.engines.local import LocalEngine
+
+    return LocalEngine(jobs)
+
+
+def plan(
+    matrix: MatrixLike,
+    *,
+    variants: str | type | Iterable[str | type] = (),
+    only: Iterable[str] | str = (),
+    device: str | None = None,
+    shard: str | None = None,
+    data_dir: str | Path | None = None,
+    is_remote: bool = False,
+    should_probe: bool = False,
+) -> Plan:
+    """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors as in `run`.
+
+    Args:
+        matrix: as in `run`, like what follows.
+        variants: likewise.
+        only: likewise.
+        device: likewise.
+        shard: likewise.
+        data_dir: likewise.
+        is_remote: the cells will run on other machines.
+        should_probe: ask constructors too what they refuse, in a process of its own.
+    """
+    from attn_zoo.matrix.plan.expand import make_plan
+    from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix
+
+    names = [each if isinstance(each, str) else _name_of(each) for each in _listed(variants)]
+    read = parse_matrix(matrix, "matrix") if isinstance(matrix, Mapping) else load_matrix(matrix)
+    return make_plan(
+        read,
+        device=None if device is None else _device(device, is_remote),
+        only=_listed(only),
+        shard=_shard(shard),
+        add_variants=names,
+        data_dir=_path(data_dir),
+        is_remote=is_remote,
+        should_probe=should_probe,
+    )
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return a list; a single string, or class, is one entry."""
+    return [given] if isinstance(given, str | type) else list(given or ())
+
+
+def _name_of(cls: type) -> str:
+    variant = getattr(cls, "variant", None)
+    if variant is None:
+        raise ConfigError(cls.__name__, [("", "expected a registered variant: decorate it with register_attention")])
+    return str(variant.name)
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise ConfigError("--shard", [("", f"expected I/N, such as 1/4; got {text!r}")])
+    return int(index), int(count)
+
+
+_NO_CUDA = "there is no CUDA device here; attn-zoo doctor says what is"
+_MEANT = {"gpu": "cuda", "nvidia": "cuda"}
+
+
+def _device(name: str, is_remote: bool = False) -> str:
+    """Return the name of a device that is there.
+
+    Raises:
+        UnknownNameError: there is no device of this name.
+        UnsupportedError: it is not here.
+    """
+    if name not in DEVICES:
+        meant = _MEANT.get(name.casefold())
+        hint = f"; did you mean {meant!r}?" if meant else suggestion(name, DEVICES)
+        raise ConfigError("device", [("", f"expected {' or '.join(DEVICES)}; got {name!r}{hint}")])
+    if name == "cuda" and not is_remote:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UnsupportedError("cuda", _NO_CUDA)
+    return name
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return Path(given) if given else None
+
+
+def _stored_plan(folder: Path, data_dir: str | Path | None) -> Plan:
+    """Return the plan of every matrix that was run into a folder, as today's sources make it."""
+    from attn_zoo.matrix.plan.expand import make_plan
+    from attn_zoo.matrix.plan.schema import restore_matrix
+    from attn_zoo.matrix.store.kept_sources import load_kept
+    from attn_zoo.matrix.store.store import Store
+
+    matrices = Store(folder).info().matrices
+    foreign = load_kept(folder)
+    try:
+        plans = [make_plan(restore_matrix(matrix), data_dir=_path(data_dir)) for matrix in matrices]
+    except ConfigError as error:
+        hints = [("", f"{path} was not measured by you: read it, then load it (--variant-file)") for path in foreign]
+        raise ConfigError(error.source, [*error.problems, *hints]) from None
+    cells = {item.cell.key: item for one in plans for item in one.cells}
+    return replace(plans[-1], cells=tuple(cells.values()))
+
+
+def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
+    """Return what a results folder has, what is left, and which records are of sources or data that changed since.
+
+    Where a variant is not registered here, the folder speaks for itself, and `doubt` says what is not seen then.
+
+    Args:
+        folder: results folder.
+        data_dir: where tasks find local data.
+
+    Raises:
+        StoreError: no results folder.
+    """
+    from attn_zoo.matrix.drive.run_plan import standing
+    from attn_zoo.matrix.plan.planned_cell import PlannedCell
+    from attn_zoo.matrix.store.store import Store
+
+    store = Store(folder)
+    info, records = store.info(), list(store.scan().records.values())
+    try:
+        return standing(_stored_plan(store.folder, data_dir).cells, records, store.repeats.count())
+    except ConfigError as error:
+        planned = [record.cell for record in records] if info.planned is None else info.planned
+        unseen = "what changed since" if info.planned is not None else "what is left, and what changed since,"
+        found = standing([PlannedCell(cell=cell) for cell in planned], records, store.repeats.count())
+        doubt = f"{unseen} is not known: {error.problems[0][1]}"
+        return replace(found, has_plan=info.planned is not None, doubt=doubt)
+
+
+class Checks(tuple["CheckResult", ...]):
+    """What the checks found about one variant, in their order; a notebook shows them as a table.
+
+    Attributes:
+        variant: its name.
+    """
+
+    variant: str
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        """Promises that are broken, each with the smallest call that shows it, and checks that could not be made."""
+        return tuple(result for result in self if result.is_bad)
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether no promise is broken."""
+        return not self.failed
+
+    def __repr__(self) -> str:
+        width = max((len(result.check) for result in self), default=0)
+        return "\n".join(
+            [*(f"{name:{width}}  {outcome}  {why}".rstrip() for name, outcome, why in self.rows()), str(self)]
+        )
+
+    def __str__(self) -> str:
+        count = Counter(result.outcome for result in self)
+        return (
+            f"{self.variant}: {count['passed']} passed, {count['refused']} refused as declared, "
+            f"{count['not_applicable']} not applicable, {len(self.failed)} failed"
+        )
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return (check, outcome, why) of each result, in words."""
+        words = {"refused": "refused as declared", "not_applicable": "not applicable"}
+        return [
+            (
+                one.check,
+                one.outcome.upper() if one.is_bad else words.get(one.outcome, one.outcome),
+                "" if one.outcome == "passed" else one.message,
+            )
+            for one in self
+        ]
+
+    def _repr_html_(self) -> str:
+        examples = [f"{one.check}: smallest example: {one.example}" for one in self.failed if one.example]
+        notes = "".join(f"<p>{html.escape(text)}</p>" for text in [str(self), *examples])
+        return html_table(["check", "outcome", "why"], self.rows()) + notes
+
+
+def check(
+    variant: str | type,
+    options: Mapping[str, Any] | None = None,
+    *,
+    device: str = "cpu",
+    only: Iterable[str] | str = (),
+) -> Checks:
+    """Check a variant against every promise it makes, in this process.
+
+    Args:
+        variant: name, or class that was registered.
+        options: of the variant; by default the small sets that its config names.
+        device: `"cpu"` or `"cuda"`.
+        only: names of checks; by default all (`attn-zoo list checks`).
+
+    Raises:
+        UnknownNameError: no such variant or check.
+        ConfigError: an option is unknown or impossible.
+        UnsupportedError: no such device here, or it does not run there.
+    """
+    from attn_zoo.conformance import run_checks
+
+    name = variant if isinstance(variant, str) else _name_of(variant)
+    results = Checks(run_checks(name, options or None, device=_device(device), checks=_listed(only) or None))
+    results.variant = name
+    return results

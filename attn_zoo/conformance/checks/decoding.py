@@ -1,0 +1,325 @@
+"""Checks of the state that a variant keeps: reading in pieces equals one forward, states are values, and their size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.attention.decode import state_bytes
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.subject import Module, Subject, call, read_positions
+from attn_zoo.conformance.tolerance import HALF_EPS, largest_error, rounding
+from attn_zoo.errors import UnsupportedError
+
+NUM_CUTS = 3
+"""Random ways of cutting a sequence; beside them every sequence is stepped through, and read at once."""
+
+LONG_LEN = 300
+"""Steps of the one long run: buffers have grown many times, and windows of 64, 128 or 256 have moved."""
+
+
+def _pieces(length: int, seed: int) -> list[tuple[range, bool]]:
+    """Cut `length` positions at random: to be read at once (True) or step by step, in turns."""
+    source = random.Random(f"{length} {seed}")
+    cuts = sorted(source.sample(range(1, length), min(length - 1, source.randint(1, 4))))
+    ends = [0, *cuts, length]
+    return [(range(ends[i], ends[i + 1]), (i + seed) % 2 == 0) for i in range(len(ends) - 1)]
+
+
+def _ways(length: int) -> Iterator[tuple[str, list[tuple[range, bool]]]]:
+    """Yield ways to read a sequence, in words and in pieces."""
+    yield "step by step", [(range(length), False)]
+    yield "prefill", [(range(length), True)]
+    if length > 1:
+        for seed in range(NUM_CUTS):
+            pieces = _pieces(length, seed)
+            words = ", ".join(f"{'prefill' if at_once else 'steps'} of {len(piece)}" for piece, at_once in pieces)
+            yield words, pieces
+
+
+def _read(module: Module, inputs: Inputs, pieces: list[tuple[range, bool]], state: Any) -> Iterator[tuple[Tensor, Any]]:
+    """Yield output and state after every piece, after every step where it is stepped through."""
+    for piece, at_once in pieces:
+        for part in [piece] if at_once else [range(position, position + 1) for position in piece]:
+            output, state = read_positions(module, inputs, part, state, at_once=at_once)
+            yield output, state
+
+
+def _causal_build(subject: Subject) -> BuildContext | None:
+    if subject.is_fixed and not subject.build.is_causal:
+        return None
+    return replace(subject.build, is_causal=True, is_cross=False) if subject.capabilities.causal else None
+
+
+def _refused_decode(subject: Subject) -> Finding:
+    build = next(context for context in subject.contexts() if not context.is_cross)
+    module = subject.make(build)
+    inputs = subject.inputs(build, 1, batch_size=1)
+    start = partial(module.init_state, 1, device=subject.device, dtype=subject.dtype)
+    finding = subject.refuses("decode", "init_state()", start)
+    if subject.form == "mixer":
+        return finding  # without a state there is no step to ask for
+    for at_once in (False, True):
+        what = "prefill()" if at_once else "step()"
+        subject.refuses("decode", what, partial(read_positions, module, inputs, range(1), None, at_once=at_once))
+    return finding
+
+
+def _decode(subject: Subject) -> Finding:
+    if subject.capabilities.decode == "none":
+        return _refused_decode(subject)
+    build = _causal_build(subject)
+    if build is None:
+        return not_applicable("decodes only in its causal form")
+    for position in subject.capabilities.positions:
+        context = replace(build, position=position)
+        for length in subject.lengths:
+            inputs = subject.inputs(context, length, batch_size=3)
+            _expect_pieces(*_started(subject, context, inputs), position)
+        _expect_long(subject, context)
+    if subject.capabilities.grouped_query:
+        grouped = replace(build, num_heads=4, num_kv_heads=2)
+        length = next((length for length in subject.lengths if length > 2), subject.lengths[-1])
+        inputs = subject.inputs(grouped, length, batch_size=5)
+        _expect_pieces(*_started(subject, grouped, inputs), "none")
+    if subject.form == "mixer" and subject.capabilities.cross_attention and not subject.is_fixed:
+        _cross_decode(subject)
+    return passed()
+
+
+def _started(subject: Subject, build: BuildContext, inputs: Inputs) -> tuple[Module, Inputs, Callable[[], Any]]:
+    """Return a module, its inputs and how to begin to read them; in cross-attention the state holds the context."""
+    module = subject.module(build, seq_len=inputs.query_len)
+    start = partial(module.init_state, inputs.batch_size, device=subject.device, dtype=subject.dtype)
+    if build.is_cross:
+        start = partial(start, context=inputs.tensors[1], key_padding_mask=inputs.key_padding_mask)
+    return module, inputs, start
+
+
+@torch.no_grad()
+def _expect_long(subject: Subject, build: BuildContext) -> None:
+    """Check one long sequence, stepped through; a type of 16 bits may gather rounding over so many steps."""
+    length = subject.fit(LONG_LEN)
+    if torch.finfo(subject.dtype).eps > HALF_EPS:
+        return
+    context = replace(build, max_seq_len=max(build.max_seq_len, length))
+    module, inputs, start = _started(subject, context, subject.inputs(context, length, batch_size=1))
+    expected = call(module, inputs)
+    tolerance = rounding(expected, inputs.num_terms)
+    for position, (output, _) in enumerate(_read(module, inputs, [(range(length), False)], start())):
+        error = largest_error(output, expected[..., position : position + 1, :])
+        if error > tolerance:
+            raise Violation(
+                "decoding differs from the causal forward", f"{inputs.words()}: step {position} is off by {error:.2g}"
+            )
+
+
+@torch.no_grad()
+def _expect_pieces(module: Module, inputs: Inputs, start: Callable[[], Any], position: str) -> None:
+    expected = call(module, inputs)
+    tolerance = rounding(expected, inputs.num_terms)
+    for way, pieces in _ways(inputs.query_len):
+        words = inputs.words() + ("" if position == "none" else f", {position}") + f", {way}"
+        begin = 0
+        for output, _ in _read(module, inputs, pieces, start()):
+            end = begin + output.shape[-2]
+            rows = expected[..., begin:end, :]
+            if output.shape != rows.shape:
+                raise Violation("reading from a state gives the wrong shape", f"{words}: {list(output.shape)}")
+            error = largest_error(output, rows)
+            if error > tolerance:
+                what = "prefill" if way == "prefill" else "decoding"
+                raise Violation(
+                    f"{what} differs from the causal forward", f"{words}: positions from {begin} are off by {error:.2g}"
+                )
+            begin = end
+        if begin != inputs.query_len:
+            raise Violation("reading from a state gives the wrong shape", f"{words}: {begin} positions in all")
+
+
+def _cross_decode(subject: Subject) -> None:
+    build = replace(subject.build, is_causal=False, is_cross=True)
+    for length in subject.lengths[:5]:
+        for inputs in subject.calls(build, length):
+            module, inputs, start = _started(subject, build, inputs)
+            if not _can_start(start):
+                return
+            _expect_pieces(module, inputs, start, "none")
+
+
+@torch.no_grad()
+def _can_start(start: Callable[[], Any]) -> bool:
+    """Return whether a mixer decodes across two sequences, which no capability says."""
+    try:
+        start()
+    except UnsupportedError:
+        return False
+    return True
+
+
+Sequence = tuple[Module, Inputs, Callable[[], Any]]
+"""What is read, by which module, and how its state begins."""
+
+
+@torch.no_grad()
+def _decode_states(subject: Subject) -> Finding:
+    """Compare steps with steps: that these are right is for `decode` to say."""
+    if subject.capabilities.decode == "none":
+        return not_applicable("keeps no state")
+    build = _causal_build(subject)
+    if build is None:
+        return not_applicable("decodes only in its causal form")
+    length = next((length for length in subject.lengths if length >= 8), subject.lengths[-1])
+    builds = [build]
+    if subject.form == "mixer" and subject.capabilities.cross_attention and not subject.is_fixed:
+        builds.append(replace(subject.build, is_causal=False, is_cross=True))
+    for context in builds:
+        calls = subject.calls(context, length)  # padded last, which only a context can be
+        pair = calls[-1 if context.is_cross else 0], subject.inputs(context, length, seed=2)
+        first, second = (_started(subject, context, inputs) for inputs in pair)
+        if not _can_start(first[2]):
+            return passed() if context.is_cross else not_applicable("refuses to begin")
+        _expect_turns(first, second)
+        _expect_value(first, second[1])
+        if not context.is_cross:
+            _expect_parameters_read(subject, context, first)
+    return passed()
+
+
+def _stepped(sequence: Sequence, num_steps: int) -> tuple[list[Tensor], Any]:
+    """Return what the first steps give, undisturbed, and the state after them."""
+    module, inputs, start = sequence
+    outputs, state = [], start()
+    for at in range(num_steps):
+        output, state = read_positions(module, inputs, range(at, at + 1), state, at_once=False)
+        outputs.append(output)
+    return outputs, state
+
+
+def _expect_turns(*sequences: Sequence) -> None:
+    """Check sequences that are read in turns, in no order, from states of their own."""
+    expected = [_stepped(sequence, sequence[1].query_len)[0] for sequence in sequences]
+    states, done = [start() for _, _, start in sequences], [0] * len(sequences)
+    turns = [number for number, outputs in enumerate(expected) for _ in outputs]
+    random.Random(0).shuffle(turns)
+    for number in turns:
+        module, inputs, _ = sequences[number]
+        at = done[number]
+        output, states[number] = read_positions(module, inputs, range(at, at + 1), states[number], at_once=False)
+        error = largest_error(output, expected[number][at])
+        if error > rounding(expected[number][at], inputs.num_terms):
+            raise Violation(
+                "sequences that are decoded in turns disturb each other",
+                f"{inputs.words()}: step {at} of one is off by {error:.2g}, with {done} steps read of each",
+            )
+        done[number] += 1
+
+
+def _expect_value(sequence: Sequence, other: Inputs) -> None:
+    """Check that a state may be used again, after it was continued with another token, as beam search does."""
+    module, inputs, start = sequence
+    expected, state = _stepped(sequence, inputs.query_len)[0], start()
+
+    def expect(output: Tensor, before: Tensor, what: str) -> None:
+        error = largest_error(output, before)
+        if error > rounding(before, inputs.num_terms):
+            raise Violation("a state that is used again has changed", f"{inputs.words()}: {what} is off by {error:.2g}")
+
+    for at, before in enumerate(expected):
+        here = range(at, at + 1)
+        if at not in {0, 5, 6, len(expected) - 2}:  # 5 and 6: a buffer that doubles has room there
+            output, state = read_positions(module, inputs, here, state, at_once=False)
+            expect(output, before, f"step {at}, after others were tried before it,")
+            continue
+        branch = replace(inputs, tensors=tuple(map(torch.Tensor.clone, inputs.tensors)))
+        for index in range(3 if inputs.form == "attention" else 1):  # a context stays: it is in the state
+            branch.tensors[index][..., at, :] = other.tensors[index][..., at, :]
+        ways = ("another token", False), ("another token, by prefill,", True)
+        alone = [read_positions(module, branch, here, _stepped(sequence, at)[1], at_once=once)[0] for _, once in ways]
+        read_positions(module, branch, here, state, at_once=False)
+        try:
+            output, after = read_positions(module, inputs, here, state, at_once=False)
+        except UnsupportedError:  # a state that can be used once only must say so
+            return
+        expect(output, before, f"step {at}, after another token at it,")
+        for (words, at_once), output in zip(ways, alone, strict=True):
+            again, _ = read_positions(module, branch, here, state, at_once=at_once)
+            expect(again, output, f"{words} at step {at}, after it was made,")
+        state = after
+
+
+def _expect_parameters_read(subject: Subject, build: BuildContext, sequence: Sequence) -> None:
+    """Check that steps use the parameters of now: those loaded after the module was stepped."""
+    source, inputs, _ = sequence
+    if not source.state_dict():
+        return
+    target = subject.make(build, seq_len=inputs.query_len, torch_seed=1)
+    start = partial(target.init_state, inputs.batch_size, device=subject.device, dtype=subject.dtype)
+    _stepped((target, inputs, start), 1)
+    target.load_state_dict(source.state_dict())
+    expected, outputs = (_stepped((module, inputs, start), inputs.query_len)[0] for module in (source, target))
+    for at, (output, before) in enumerate(zip(outputs, expected, strict=True)):
+        error = largest_error(output, before)
+        if error > rounding(before, inputs.num_terms):
+            words = f"{inputs.words()}: step {at} is off by {error:.2g}"
+            raise Violation("steps do not use the parameters that were loaded", words)
+
+
+@torch.no_grad()
+def _decode_state_bytes(subject: Subject) -> Finding:
+    kind, claim = subject.capabilities.decode, subject.variant.complexity.state_bytes
+    if kind == "none":
+        return not_applicable("keeps no state")
+    build = _causal_build(subject)
+    if build is None:
+        return not_applicable("decodes only in its causal form")
+    length = subject.lengths[-1]
+    module, inputs = subject.module(build, seq_len=length), subject.inputs(build, length)
+    for way, pieces in _ways(length):
+        start = module.init_state(inputs.batch_size, device=subject.device, dtype=subject.dtype)
+        num_tokens, first = 0, 0
+        for output, state in _read(module, inputs, pieces, start):
+            num_tokens, size = num_tokens + output.shape[-2], state_bytes(state)
+            first = first or size
+            if kind == "recurrent" and size != first:
+                raise Violation(
+                    'declares decode="recurrent" but its state grows',
+                    f"{inputs.words()}, {way}: {first} bytes at first, {size} after {num_tokens} tokens",
+                )
+            if claim is None:
+                continue
+            shape = build.shape(inputs.batch_size, 1, num_tokens, subject.config, subject.form)
+            claimed = claim(shape, subject.dtype.itemsize)
+            if size != claimed:
+                raise Violation(
+                    "the decode state has another size than claimed",
+                    f"{inputs.words()}, {way}: {size} bytes after {num_tokens} tokens; claims {claimed}",
+                )
+    return passed(f"{size} bytes after {length} tokens" + ("; claims nothing" if claim is None else ""))
+
+
+CHECKS = (
+    Check(
+        name="decode",
+        summary="a sequence cut anywhere, read by prefill and steps, equals the causal forward; or it is refused",
+        run=_decode,
+    ),
+    Check(
+        name="decode_states",
+        summary="a decode state is a value: used twice, or in turns with others, it gives the same; or use is refused",
+        run=_decode_states,
+    ),
+    Check(
+        name="decode_state_bytes",
+        summary="the decode state has the size that is claimed, and a recurrent one does not grow",
+        run=_decode_state_bytes,
+    ),
+)

@@ -1,0 +1,124 @@
+"""Checks that how a module is run does not change what it computes: its mode, the graph, the dtype.
+
+What is timed runs in training mode with a graph, or in evaluation without one, and in a dtype that no other check may
+have seen. A path that is taken in one of these only must give what the others give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.check import Check, Finding, Violation, passed
+from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.subject import Gradients, Module, Subject, call, gradients, routing_of
+from attn_zoo.conformance.tolerance import HALF_EPS, largest, largest_error, rounding
+
+FEW_ROWS = 0.25
+"""Share of rows that another dtype may change altogether: rounding may flip a choice that the data make."""
+
+
+def _modes(subject: Subject) -> Finding:
+    for context in subject.contexts():
+        build = replace(context, dropout_p=0.0)
+        for dtype in subject.dtypes:
+            for length in subject.lengths[-1:] if dtype != subject.dtype else subject.lengths[-2:]:
+                module = subject.make(build, seq_len=length, dtype=dtype)
+                calls = subject.calls(build, length, dtype=dtype)
+                for inputs in calls[::2]:
+                    _expect_one_output(module, inputs)
+                _expect_like_widest(subject, build, module, calls[0])
+    return passed()
+
+
+def _expect_one_output(module: Module, inputs: Inputs) -> None:
+    """Check that one call gives the same in both modes, with a graph and without."""
+    expected = _seeded(module.eval(), inputs)
+    # Other kernels may run, each with roundings of its own.
+    tolerance = 2 * rounding(expected.output, inputs.num_terms)
+    for is_training in (False, True):
+        module.train(is_training)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            change = largest_error(call(module, inputs), expected.output)
+        if change > tolerance:
+            mode = "training" if is_training else "evaluation"
+            raise Violation(
+                "the output depends on the mode or on whether a graph is kept",
+                f"{inputs.words()}: {mode} without a graph differs by {change:.2g} from evaluation with one",
+            )
+    _expect_same_gradients(_seeded(module, inputs), expected, inputs, tolerance)
+    module.eval()
+
+
+def _seeded(module: Module, inputs: Inputs) -> Gradients:
+    torch.manual_seed(0)
+    return gradients(module, inputs)
+
+
+def _expect_same_gradients(trained: Gradients, expected: Gradients, inputs: Inputs, tolerance: float) -> None:
+    change = largest_error(trained.output, expected.output)
+    if change > tolerance:
+        raise Violation(
+            "the output depends on the mode or on whether a graph is kept",
+            f"{inputs.words()}: training with a graph differs by {change:.2g} from evaluation with a graph",
+        )
+    # A gradient that is zero by symmetry is rounding of the others.
+    scale = torch.tensor([largest(value) for value in expected.by_name.values() if value is not None] or [0.0])
+    allowed = 4 * rounding(scale, inputs.num_terms, expected.output.dtype)
+    for name, value in expected.by_name.items():
+        other = trained.by_name[name]
+        if (value is None) != (other is None):
+            raise Violation("a gradient is there in one mode only", f"{inputs.words()}: {name}")
+        if value is not None and other is not None and largest_error(other, value) > allowed:
+            change = largest_error(other, value)
+            raise Violation(
+                "a gradient depends on the mode",
+                f"{inputs.words()}: of {name}, training differs by {change:.2g} from evaluation",
+            )
+
+
+def _expect_like_widest(subject: Subject, build: BuildContext, module: Module, inputs: Inputs) -> None:
+    """Check a call in its dtype against the same module in the widest dtype the variant admits, row by row.
+
+    Looser than the comparison with a reference in that dtype, and all there is where the variant has no reference.
+    """
+    dtype = inputs.tensors[0].dtype
+    widest = next(name for name in ("float64", "float32", "bfloat16", "float16") if name in subject.capabilities.dtypes)
+    if getattr(torch, widest) == dtype or torch.finfo(dtype).eps < torch.finfo(getattr(torch, widest)).eps:
+        return
+    if routing_of(module, inputs) is not None:
+        return  # its choices are compared where its reference takes them as given
+    wide = subject.make(build, seq_len=inputs.query_len, dtype=getattr(torch, widest)).eval()
+    wide.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = call(wide, inputs.map(lambda tensor: tensor.to(getattr(torch, widest))))
+        torch.manual_seed(0)
+        output = call(module, inputs)
+    eps = torch.finfo(dtype).eps
+    # Each value passes through a few roundings of the working dtype, which softmax turns into relative errors.
+    allowed = (32.0 if eps > HALF_EPS else 64.0 + 64.0 * inputs.num_terms**0.5) * eps * largest(expected)
+    off = _by_row(output, expected) > allowed
+    if float(off.double().mean()) > FEW_ROWS:
+        raise Violation(
+            "another output in another dtype",
+            f"{inputs.words()}: {int(off.sum())} of {off.numel()} rows differ by more than {allowed:.2g} from {widest}",
+        )
+
+
+def _by_row(output: Tensor, expected: Tensor) -> Tensor:
+    difference: Tensor = (output.double() - expected.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
+    return difference
+
+
+CHECKS = (
+    Check(
+        name="modes",
+        summary="training or evaluation, with a graph or without, and the dtype change rounding only",
+        run=_modes,
+    ),
+)

@@ -1,0 +1,295 @@
+"""Checks of the padding mask: what it hides must not matter in any way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
+from attn_zoo.conformance.tolerance import largest, largest_error, rounding, same_shape_tolerance
+
+PATTERNS = ("nothing", "the start", "every other key", "all keys but one")
+"""What the entries of one batch pad."""
+
+
+def _refusal(subject: Subject) -> Finding | None:
+    """Return the finding for a variant without masks, or None where there is something to check."""
+    if subject.capabilities.key_padding_mask:
+        return None
+    build = next(subject.contexts())
+    length = subject.lengths[-1]
+    module, inputs = subject.module(build, seq_len=length), subject.inputs(build, length)
+    mask = torch.zeros(inputs.batch_size, inputs.key_len, dtype=torch.bool, device=subject.device)
+    return subject.refuses(
+        "key_padding_mask", "a call with key_padding_mask", lambda: call(module, replace(inputs, key_padding_mask=mask))
+    )
+
+
+def _padded_rows(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Return the `[B, S]` mask in a shape that broadcasts to `[B, H, S, D]` or `[B, S, E]`."""
+    return mask[:, None, :, None] if tensor.dim() == 4 else mask[:, :, None]
+
+
+def _compared(inputs: Inputs, output: Tensor, mask: Tensor) -> Tensor:
+    """Return the output without the rows whose own query is padding: those may change where queries are keys."""
+    return output.masked_fill(_padded_rows(output, mask), 0.0) if inputs.is_shared else output
+
+
+def _poisoned(inputs: Inputs, mask: Tensor) -> Inputs:
+    """Return the inputs with NaN and infinities of both signs in the padded tokens, in turns."""
+    at = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
+    tensors = list(inputs.tensors)
+    for index in inputs.key_side:
+        poison = at.new_tensor([0, 1, -1]).to(tensors[index].dtype)[(at + index) % 3] / 0.0
+        rows = _padded_rows(tensors[index], mask)
+        tensors[index] = torch.where(rows, _padded_rows(tensors[index], poison), tensors[index])
+    return replace(inputs, tensors=tuple(tensors))
+
+
+def _noisy(inputs: Inputs, mask: Tensor, size: float) -> Inputs:
+    """Return the inputs with large numbers in the padded tokens."""
+    tensors = list(inputs.tensors)
+    for index in inputs.key_side:
+        old = tensors[index]
+        noise = size * random_tensor(old.shape, 50 + index, old.dtype, str(old.device))
+        tensors[index] = torch.where(_padded_rows(old, mask), noise, old)
+    return replace(inputs, tensors=tuple(tensors))
+
+
+def _padding_content(subject: Subject) -> Finding:
+    finding = _refusal(subject)
+    if finding is not None:
+        return finding
+    for build in subject.contexts():
+        for length in subject.lengths:
+            module = subject.module(build, seq_len=length)
+            plain, *padded = subject.calls(build, length)
+            with torch.no_grad():
+                expected = call(module, plain)
+                empty = torch.zeros(plain.batch_size, plain.key_len, dtype=torch.bool, device=subject.device)
+                change = largest_error(call(module, replace(plain, key_padding_mask=empty)), expected)
+            if change > rounding(expected, plain.num_terms):
+                raise Violation("a mask that hides nothing changes the output", f"{plain.words()}: by {change:.2g}")
+            for inputs in padded:
+                _expect_content_ignored(module, inputs)
+        if padded:
+            _expect_content_ignored(module, _with_padding_only(padded[-1]))
+    return passed()
+
+
+def _with_padding_only(inputs: Inputs) -> Inputs:
+    """Return the inputs with an entry 0 whose keys are all padding."""
+    mask = inputs.key_padding_mask
+    if mask is None:
+        mask = torch.zeros(inputs.batch_size, inputs.key_len, dtype=torch.bool, device=inputs.tensors[0].device)
+    return replace(inputs, key_padding_mask=torch.cat([torch.ones_like(mask[:1]), mask[1:]]))
+
+
+def _expect_content_ignored(module: Module, inputs: Inputs) -> None:
+    mask = inputs.key_padding_mask
+    assert mask is not None
+    words = f"{inputs.words()}, entry 0 pads {mask[0].nonzero().flatten().tolist()}"
+    size = 100.0 if inputs.tensors[0].dtype == torch.float16 else 1e4
+    others = {f"{size:g} x noise": _noisy(inputs, mask, size), "NaN and infinities": _poisoned(inputs, mask)}
+    with torch.no_grad():
+        expected = _compared(inputs, call(module, inputs), mask)
+        if not expected.isfinite().all():  # of an entry of padding only: another check's finding
+            return
+        for content, other in others.items():
+            change = largest_error(_compared(inputs, call(module, other), mask), expected)
+            if change > same_shape_tolerance(expected):
+                raise Violation(
+                    "values under key_padding_mask influence the output",
+                    f"{words}: an output changed by {change:.2g} when padded tokens became {content}",
+                )
+    _expect_content_sends_no_gradient(module, inputs, words)
+
+
+def _expect_content_sends_no_gradient(module: Module, inputs: Inputs, words: str) -> None:
+    mask = inputs.key_padding_mask
+    assert mask is not None
+
+    def weigh(output: Tensor) -> Tensor:
+        return weighted_sum(_compared(inputs, output, mask))
+
+    found = gradients(module, inputs, weigh=weigh).by_name
+    for index in inputs.key_side:
+        gradient = found[inputs.names[index]]
+        if gradient is not None and largest(gradient.masked_fill(~_padded_rows(gradient, mask), 0.0)) > 0:
+            raise Violation("a gradient reaches padding", f"{words}: to padded {inputs.names[index]}")
+    # One scale for all: a gradient that is nothing but rounding must not be its own measure.
+    scale = torch.tensor([1.0, *(largest(each) for each in found.values() if each is not None)]).max()
+    allowed = rounding(scale.to(inputs.tensors[0].dtype), inputs.num_terms * inputs.batch_size)
+    for name, gradient in gradients(module, _poisoned(inputs, mask), weigh=weigh).by_name.items():
+        before = found[name]
+        if gradient is None or before is None or not before.isfinite().all():
+            continue
+        change = largest_error(gradient, before)
+        if change > allowed:
+            raise Violation(
+                "values under key_padding_mask influence a gradient",
+                f"{words}: that of {name} changed by {change:.2g} when padded tokens became NaN and infinities; "
+                "blank_padding before anything is multiplied by them",
+            )
+
+
+def _patterns(inputs: Inputs) -> Tensor:
+    """Return a mask of `PATTERNS`, each of which leaves a key."""
+    mask = torch.zeros(len(PATTERNS), inputs.key_len, dtype=torch.bool)
+    mask[1, : inputs.key_len // 2] = True
+    mask[2, ::2] = True
+    mask[3] = True
+    mask[3, inputs.key_len // 2] = False
+    return mask.to(inputs.tensors[0].device)
+
+
+def _padding_patterns(subject: Subject) -> Finding:
+    if not subject.capabilities.key_padding_mask:
+        return not_applicable("has no key_padding_mask")
+    if not subject.has_masks:
+        return not_applicable("is called without padding")
+    for build in subject.contexts():
+        calls = [subject.calls(build, length, batch_size=len(PATTERNS))[0] for length in subject.lengths]
+        calls = [replace(inputs, key_padding_mask=_patterns(inputs)) for inputs in calls if inputs.key_len > 1]
+        for inputs in calls:
+            _expect_own_mask(subject.module(build, seq_len=inputs.query_len), inputs)
+        if calls:
+            _expect_mask_read_again(subject, build, calls[-1])
+    return passed()
+
+
+@torch.no_grad()
+def _expect_own_mask(module: Module, inputs: Inputs) -> None:
+    mask = inputs.key_padding_mask
+    assert mask is not None
+    together = _compared(inputs, call(module, inputs), mask)
+    tolerance = rounding(together, inputs.num_terms)
+    for entry, pattern in enumerate(PATTERNS):
+        one = inputs.entries(slice(entry, entry + 1))
+        change = largest_error(_compared(one, call(module, one), mask[entry : entry + 1])[0], together[entry])
+        if change > tolerance:
+            raise Violation(
+                "an entry is not read under its own mask",
+                f"{inputs.words()}: output of entry {entry}, which pads {pattern}, changed by {change:.2g} when it was "
+                "alone, without the masks of the others",
+            )
+
+
+@torch.no_grad()
+def _expect_mask_read_again(subject: Subject, build: BuildContext, inputs: Inputs) -> None:
+    """Check that a mask is read at each call: changed in place, made anew with as many padded keys, or left out."""
+    length, first = inputs.query_len, inputs.key_padding_mask
+    assert first is not None
+    module, fresh = subject.make(build, seq_len=length), subject.make(build, seq_len=length)
+    held, second = first.clone(), first.flip(0, 1)
+    call(module, replace(inputs, key_padding_mask=held))
+    held.copy_(second)
+    apart = torch.stack([first, ~first], dim=-1)[..., 0]  # not contiguous
+    for what, mask, same in (
+        ("was changed in place", held, second),
+        ("was another one before", apart, first),
+        ("was left out after one", None, None),
+    ):
+        other = replace(inputs, key_padding_mask=None if same is None else same.clone())
+        expected, output = call(fresh, other), call(module, replace(inputs, key_padding_mask=mask))
+        if same is not None:
+            expected, output = (_compared(inputs, each, same) for each in (expected, output))
+        change = largest_error(output, expected)
+        if change > same_shape_tolerance(expected):
+            raise Violation(
+                "a mask of an earlier call is used again",
+                f"{inputs.words()}: an output is off by {change:.2g} where the mask {what}",
+            )
+
+
+def _longer(tensor: Tensor, count: int, seed: int) -> Tensor:
+    shape = (*tensor.shape[:-2], count, tensor.shape[-1])
+    return torch.cat([tensor, 3.0 * random_tensor(shape, seed, tensor.dtype, str(tensor.device))], dim=-2)
+
+
+def _padding_length(subject: Subject) -> Finding:
+    capabilities = subject.capabilities
+    if not capabilities.key_padding_mask:
+        return not_applicable("has no key_padding_mask")
+    if not capabilities.is_padding_invariant:
+        return not_applicable("does not claim that the padded length is all the same (is_padding_invariant)")
+    if not capabilities.variable_seq_len:
+        return not_applicable("has one fixed length")
+    for build in subject.contexts():
+        for length in subject.lengths:
+            longer = min(subject.fit(2 * length + 1), build.max_seq_len)
+            if longer > length and subject.fit(longer) == longer:
+                _expect_length_ignored(subject.module(build), subject, build, length, longer - length)
+    return passed()
+
+
+def _expect_length_ignored(module: Module, subject: Subject, build: BuildContext, length: int, count: int) -> None:
+    inputs = subject.inputs(build, length)
+    # Under a causal mask positions are aligned at the end, so queries grow with the keys.
+    grown = inputs.key_side if build.is_cross else range(len(inputs.tensors))
+    tensors = [_longer(tensor, count, 60 + i) if i in grown else tensor for i, tensor in enumerate(inputs.tensors)]
+    mask = torch.zeros(inputs.batch_size, inputs.key_len + count, dtype=torch.bool, device=subject.device)
+    mask[:, inputs.key_len :] = True
+    with torch.no_grad():
+        expected = call(module, inputs)
+        output = call(module, replace(inputs, tensors=tuple(tensors), key_padding_mask=mask))[..., :length, :]
+    change = largest_error(output, expected)
+    if change > rounding(expected, inputs.num_terms + count):
+        raise Violation(
+            "longer padding changes the output",
+            f"{inputs.words()}: an output changed by {change:.2g} when {count} padded tokens were appended",
+        )
+
+
+def _fully_padded_row(subject: Subject) -> Finding:
+    finding = _refusal(subject)
+    if finding is not None:
+        return finding
+    for build in subject.contexts():
+        for length in subject.lengths:
+            module = subject.module(build, seq_len=length)
+            for inputs in subject.calls(build, length):
+                _expect_row_ignored(module, inputs)
+    return passed()
+
+
+def _expect_row_ignored(module: Module, inputs: Inputs) -> None:
+    found = gradients(module, _with_padding_only(inputs))
+    words = f"{inputs.words()}, all keys of entry 0 are padding"
+    if not found.output.isfinite().all():
+        raise Violation("an entry of padding only gives an output that is not finite", words)
+    for name, gradient in found.by_name.items():
+        if gradient is not None and not gradient.isfinite().all():
+            raise Violation(f"an entry of padding only gives a gradient of {name} that is not finite", words)
+    # A mixer may add its output bias; heads have nothing to add.
+    if inputs.form == "attention" and largest(found.output[0]) > 0:
+        raise Violation("an entry of padding only must give zeros", f"{words}: got {largest(found.output[0]):.2g}")
+    with torch.no_grad():
+        others = call(module, inputs.entries(slice(1, None)))
+    if largest_error(found.output[1:], others) > rounding(others, inputs.num_terms):
+        raise Violation("an entry of padding only changes the other entries", words)
+
+
+CHECKS = (
+    Check(
+        name="padding_content",
+        summary="values under key_padding_mask change no output and no gradient, whatever they are, NaN too",
+        run=_padding_content,
+    ),
+    Check(
+        name="padding_patterns",
+        summary="each entry is read under its own mask, whatever its pattern, and under that of this call",
+        run=_padding_patterns,
+    ),
+    Check(name="padding_length", summary="where it is claimed, more padding does not matter", run=_padding_length),
+    Check(
+        name="fully_padded_row",
+        summary="an entry of padding only gives zeros and finite gradients",
+        run=_fully_padded_row,
+    ),
+)

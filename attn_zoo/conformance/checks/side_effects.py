@@ -1,0 +1,190 @@
+"""Checks that a call leaves nothing behind: in the process, its arguments, its module, or outputs given before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.global_state import TORCH_GENERATOR, changes, read_state, restored
+from attn_zoo.conformance.inputs import Inputs, padding_mask
+from attn_zoo.conformance.subject import Module, Subject, call, gradients
+from attn_zoo.conformance.tolerance import largest_error, same_shape_tolerance
+
+NUM_REPEATS = 8
+"""Calls that must agree; a counter that waits for more is not found."""
+
+
+@contextmanager
+def _unchanged(what: str, words: str, *, may_draw: bool = False) -> Iterator[None]:
+    before = read_state()
+    yield
+    for name, how in changes(before).items():
+        if name != TORCH_GENERATOR or not may_draw:
+            raise Violation(f"{what} changes {name}", f"{words}: {how}" if how else words)
+
+
+def _global_state(subject: Subject) -> Finding:
+    with restored():
+        for build in subject.contexts():
+            for length in dict.fromkeys((subject.lengths[-1], subject.lengths[0])):
+                inputs = subject.calls(build, length)[-1]
+                words, draws = inputs.words(), not subject.capabilities.is_deterministic
+                with _unchanged("building", words, may_draw=True):  # parameters come from torch's generator
+                    module = subject.make(build, seq_len=length)
+                with torch.no_grad(), _unchanged("a call", words, may_draw=draws):
+                    call(module, inputs)
+                with _unchanged("a call with its gradients", words, may_draw=draws):
+                    gradients(module, inputs)
+                with _unchanged("a call in training", words, may_draw=True):
+                    gradients(module.train(), inputs)
+    return passed()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _own_output(subject: Subject) -> Finding:
+    for build in subject.contexts():
+        for length in dict.fromkeys((subject.lengths[0], subject.lengths[-1])):
+            module = subject.make(build, seq_len=length)
+            for inputs in subject.calls(build, length)[::2]:
+                for is_training in (False, True):
+                    module.train(is_training)
+                    with torch.set_grad_enabled(is_training):
+                        _expect_own_output(module, inputs)
+    return passed()
+
+
+def _expect_own_output(module: Module, inputs: Inputs) -> None:
+    first = call(module, inputs)
+    owned = dict(zip(inputs.names, inputs.tensors, strict=True))
+    owned |= {f"its parameter {name}": value for name, value in module.named_parameters()}
+    owned |= {f"its buffer {name}": value for name, value in module.named_buffers()}
+    for name, tensor in owned.items():
+        if tensor.numel() and _storage(first) == _storage(tensor):
+            raise Violation(f"the output shares its memory with {name}: a change of one changes both", inputs.words())
+    kept = first.detach().clone()
+    second = call(module, inputs.map(lambda tensor: tensor.flip(-2)))
+    if _storage(second) == _storage(first) or not torch.equal(kept, first):
+        raise Violation("a call writes to the output of the call before", inputs.words())
+
+
+def _no_memory(subject: Subject) -> Finding:
+    if subject.is_shared_mixer:
+        return not_applicable("the shared mixer keeps nothing; the attention in it is checked by itself")
+    for build in subject.contexts():
+        length = subject.lengths[-1]
+        module = subject.make(build, seq_len=length)
+        for inputs in subject.calls(build, length)[::2]:
+            fresh = subject.make(build, seq_len=length)
+            with torch.no_grad():
+                expected = call(fresh, inputs).clone()
+            _expect_the_same(subject, build, module, inputs, expected)
+    return passed()
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """A call that a careless cache takes for the one before.
+
+    Args:
+        what: is other about it.
+        inputs: of the call.
+        is_telling: an output that stays the same, bit for bit, is that of the call before.
+    """
+
+    what: str
+    inputs: Inputs
+    is_telling: bool = False
+
+
+def _others(subject: Subject, build: BuildContext, module: Module, inputs: Inputs, expected: Tensor) -> list[_Other]:
+    key_len, mask = inputs.key_len, inputs.key_padding_mask
+    others = [_Other("other values", inputs.map(lambda tensor: 3.0 * tensor.flip(-2)), is_telling=True)]
+    if mask is not None:
+        unmasked = replace(inputs, key_padding_mask=None)
+        with torch.no_grad():
+            has_effect = not torch.equal(call(module, unmasked), expected)
+        others.append(_Other("another mask", replace(inputs, key_padding_mask=mask.flip(0)), is_telling=has_effect))
+        others.append(_Other("no mask", unmasked))
+    elif "scattered" in subject.masks(key_len):
+        mask = padding_mask(inputs.batch_size, key_len, "scattered", subject.device)
+        others.append(_Other("a mask", replace(inputs, key_padding_mask=mask)))
+    one = subject.inputs(build, inputs.query_len, key_len=key_len, batch_size=1, seed=5)
+    others.append(_Other("another batch", one))
+    if subject.capabilities.variable_seq_len:
+        shorter = subject.lengths[max(len(subject.lengths) - 2, 0)]
+        others.append(_Other("another length", subject.inputs(build, shorter, seed=6)))
+    return others
+
+
+def _expect_the_same(subject: Subject, build: BuildContext, module: Module, inputs: Inputs, expected: Tensor) -> None:
+    """Call again and again, with others between, and compare with what a module without a past gave."""
+    tolerance = same_shape_tolerance(expected)
+
+    def repeat(after: str) -> None:
+        with torch.no_grad():
+            change = largest_error(call(module, inputs), expected)
+        if not change <= tolerance:
+            raise Violation("an output depends on the calls before", f"{inputs.words()}, {after}: by {change:.2g}")
+
+    repeat("as the first call")
+    for other in _others(subject, build, module, inputs, expected):
+        fresh = subject.make(build, seq_len=inputs.query_len)
+        with torch.no_grad():
+            alone, after = call(fresh, other.inputs), call(module, other.inputs)
+        change = largest_error(after, alone)
+        words = f"{other.inputs.words()}, after a call with {inputs.words()} ({other.what})"
+        if not change <= same_shape_tolerance(alone):
+            raise Violation("an output depends on the calls before", f"{words}: by {change:.2g}")
+        if other.is_telling and torch.equal(
+            after, expected
+        ):  # what all modules of the class share would give both the same
+            raise Violation("a call gives the output of the call before", words)
+        repeat(f"after a call with {other.what}")
+    gradients(module, inputs)
+    repeat("after a backward")
+    if build.dropout_p == 0:
+        gradients(module.train(), inputs)
+        module.eval()
+        repeat("after a call in training")
+    _expect_no_cache_by_address(module, inputs, expected, tolerance)
+    for count in range(NUM_REPEATS):
+        repeat(f"called {count + 1} times more")
+
+
+def _expect_no_cache_by_address(module: Module, inputs: Inputs, expected: Tensor, tolerance: float) -> None:
+    """Call with tensors at one address whose values change between the calls."""
+    reused = inputs.map(lambda tensor: 2.0 * tensor)
+    with torch.no_grad():
+        call(module, reused)
+        for tensor, values in zip(reused.tensors, inputs.tensors, strict=True):
+            tensor.copy_(values)
+        change = largest_error(call(module, reused), expected)
+    if not change <= tolerance:
+        raise Violation(
+            "an output depends on the calls before",
+            f"{inputs.words()}, given in the tensors of the call before with new values: by {change:.2g}",
+        )
+
+
+CHECKS = (
+    Check(
+        name="global_state",
+        summary="building and calling leave settings of the process and its random generators as they were",
+        run=_global_state,
+    ),
+    Check(
+        name="own_output",
+        summary="an output shares memory with no argument, parameter, buffer or earlier output",
+        run=_own_output,
+    ),
+    Check(name="no_memory", summary="an output does not depend on the calls before", run=_no_memory),
+)

@@ -1,0 +1,183 @@
+"""What a process has one of: settings of torch, and random generators. Read, compared and put back.
+
+A variant that changes one of these changes what is measured after it, its own timing and that of its rivals.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+TORCH_GENERATOR = "torch's random generator"
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One of a process.
+
+    Args:
+        name: in words.
+        read: returns its value, which can be compared.
+        write: puts a value back.
+        is_shown: whether the value says anything to a reader.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    is_shown: bool = True
+
+
+_BACKENDS: Any = torch.backends
+
+
+def _attribute(owner: Any, name: str, words: str) -> _Setting:
+    return _Setting(words, partial(getattr, owner, name), partial(setattr, owner, name))
+
+
+def _read_determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _write_determinism(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _read_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to name one where backends were set apart; they are settings of their own here
+        return "set apart for each backend"
+
+
+def _write_precision(value: str) -> None:
+    if value in {"highest", "high", "medium"}:
+        torch.set_float32_matmul_precision(value)
+
+
+def _write_device(value: torch.device) -> None:
+    torch.set_default_device(None if value.type == "cpu" else value)
+
+
+def _flushes_denormals() -> bool:
+    return float(torch.full((), 1e-310, dtype=torch.float64, device="cpu").mul(1.0)) == 0.0
+
+
+def _read_anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _write_anomaly(value: tuple[bool, bool]) -> None:
+    torch.autograd.set_detect_anomaly(*value)
+
+
+def _read_autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _write_autocast(device: str, value: tuple[bool, torch.dtype]) -> None:
+    torch.set_autocast_enabled(device, value[0])
+    torch.set_autocast_dtype(device, value[1])
+
+
+def _read_numpy() -> tuple[Any, ...]:
+    name, keys, *others = np.random.get_state()  # noqa: NPY002 - the global generator is what is looked at
+    return (name, np.asarray(keys).tobytes(), *others)
+
+
+def _write_numpy(value: tuple[Any, ...]) -> None:
+    name, keys, *others = value
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *others))  # noqa: NPY002
+
+
+def _read_generators() -> tuple[bytes, ...]:
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]  # type: ignore[no-untyped-call]
+    return tuple(state.numpy().tobytes() for state in states)
+
+
+def _write_generators(value: tuple[bytes, ...]) -> None:
+    states = [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in value]
+    torch.set_rng_state(states[0])
+    if states[1:]:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def _write_collector(is_on: bool) -> None:
+    (gc.enable if is_on else gc.disable)()
+
+
+_SETTINGS = (
+    _Setting("the default device", torch.get_default_device, _write_device),
+    _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    _Setting("the mode of gradients", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting("anomaly detection", _read_anomaly, _write_anomaly),
+    *(
+        _Setting(f"autocast on {device}", partial(_read_autocast, device), partial(_write_autocast, device))
+        for device in ("cpu", "cuda")
+    ),
+    _Setting("deterministic algorithms", _read_determinism, _write_determinism),
+    _attribute(torch.utils.deterministic, "fill_uninitialized_memory", "filling of uninitialised memory"),
+    _Setting("flushing of denormal numbers", _flushes_denormals, torch.set_flush_denormal),
+    _Setting("the precision of matrix products", _read_precision, _write_precision),
+    _attribute(_BACKENDS.cuda.matmul, "fp32_precision", "the precision of matrix products on CUDA"),
+    _attribute(_BACKENDS.mkldnn.matmul, "fp32_precision", "the precision of matrix products of oneDNN"),
+    _attribute(_BACKENDS.cudnn.conv, "fp32_precision", "the precision of convolutions of cuDNN"),
+    _attribute(_BACKENDS.cudnn.rnn, "fp32_precision", "the precision of recurrent layers of cuDNN"),
+    *(_attribute(_BACKENDS.cudnn, name, f"cuDNN's {name}") for name in ("enabled", "benchmark", "deterministic")),
+    _attribute(_BACKENDS.mkldnn, "enabled", "the use of oneDNN"),
+    *(
+        _Setting(
+            f"the switch of {name} attention",
+            getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
+            getattr(torch.backends.cuda, f"enable_{name}_sdp"),
+        )
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    ),
+    _Setting("garbage collection", gc.isenabled, _write_collector),
+    _Setting("Python's random generator", random.getstate, random.setstate, is_shown=False),
+    _Setting("NumPy's random generator", _read_numpy, _write_numpy, is_shown=False),
+    _Setting(TORCH_GENERATOR, _read_generators, _write_generators, is_shown=False),
+)
+
+State = dict[str, Any]
+"""Values by the name of the setting."""
+
+
+def read_state() -> State:
+    """Return what the process is set to now."""
+    return {setting.name: setting.read() for setting in _SETTINGS}
+
+
+def changes(before: State) -> dict[str, str]:
+    """Return what is set differently now, by name: how, such as `"1 to 4"`; empty where a value says nothing."""
+    found = {}
+    for setting in _SETTINGS:
+        if (value := setting.read()) != before[setting.name]:
+            found[setting.name] = f"{_show(before[setting.name])} to {_show(value)}" if setting.is_shown else ""
+    return found
+
+
+def _show(value: Any) -> str:
+    parts = value if isinstance(value, tuple) else (value,)
+    return ", ".join(str(part).removeprefix("torch.") for part in parts)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Put back at the end of the block whatever was changed within, so that no fault spreads."""
+    before = read_state()
+    try:
+        yield
+    finally:
+        for setting in _SETTINGS:
+            if setting.read() != before[setting.name]:
+                setting.write(before[setting.name])

@@ -1,0 +1,153 @@
+"""The table at the top of a report: who wins at which length, by how much, with what doubt, and what it buys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.floor import Standing
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.panels import Panel
+from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.analysis.winners import lead_panel, times_faster, winners
+from attn_zoo.report.tables.table import Column, Row, Table, text_column
+from attn_zoo.report.tables.time_tables import by_importance, host_words, shown_doubts, weights_words
+from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, ratio
+from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
+
+LENGTHS = (1024, 4096, 32768, 262144, 1048576)
+MOST_LENGTHS = 5
+MOST_TASKS = 4
+
+
+def front_table(analysis: Analysis) -> Table | None:
+    """Return the fastest of each length, then one row per variant: speed-up, memory, weights, scores; None for nothing.
+
+    Speed-ups are over the fastest exact variant, whose row has the times themselves.
+    """
+    panel = lead_panel(analysis.panels)
+    lengths = _lengths(panel) if panel else []
+    scores = _score_columns(analysis)
+    if panel is None and not scores:
+        return None
+    series = {one.label: one for one in panel.series} if panel else {}
+    shown = shown_doubts(panel.points) if panel else frozenset()
+    labels = sorted({*series, *(label for _, by_label in scores for label in by_label)})
+    rows = [_row(label, series.get(label), panel, lengths, scores, shown) for label in labels]
+    columns = [
+        text_column("variant", "variant", priority=0),
+        *(_column(human_length(length), str(length), 0.1 * place) for place, length in enumerate(lengths)),
+    ]
+    if panel is not None and lengths:
+        first = {"variant": "fastest"} | dict.fromkeys(rows[0].keys() - {"variant"}, "")
+        best = {str(one.seq_len): " or ".join(one.labels[:3]) for one in winners(panel) if one.num_rivals > 1}
+        rows.insert(0, first | {name: text for name, text in best.items() if name in first})
+        if any(row["memory"] for row in rows):
+            columns.append(_column(f"peak memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
+        if any(row["weights"] for row in rows):
+            columns.append(_column("weights that grow", "weights", 1.1))
+    columns += [_column(title, f"score {title}", 0.6) for title, _ in scores]
+    return Table(
+        name="front",
+        title="Who wins, by how much" if panel else "What it scores",
+        note=_note(analysis, panel, shown),
+        columns=tuple(columns),
+        rows=tuple(rows),
+        is_view=True,
+    )
+
+
+def _lengths(panel: Panel) -> list[int]:
+    """Return the lengths of `LENGTHS` that were measured, or others that span the range."""
+    measured = sorted({point.seq_len for point in panel.points})
+    usual = [length for length in LENGTHS if length in measured]
+    return usual if len(usual) > 2 else sorted(by_importance(measured)[:MOST_LENGTHS])
+
+
+def _column(heading: str, key: str, priority: float) -> Column:
+    brief = partial(_brief, key=key)
+    return Column(heading=heading, show=lambda row: str(row[key]), brief=brief, priority=priority)
+
+
+def _brief(row: Row, key: str) -> str:
+    """Return a cell without its interval, marks kept."""
+    before, _, after = str(row[key]).partition(" [")
+    return before + after.partition("]")[2]
+
+
+def _row(
+    label: str,
+    series: Series | None,
+    panel: Panel | None,
+    lengths: Sequence[int],
+    scores: Sequence[tuple[str, dict[str, str]]],
+    shown: frozenset[str],
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"variant": label, "memory": "", "weights": weights_words(series) if series else ""}
+    outcomes = {one.seq_len: one for one in series.outcomes} if series else {}
+    exact = {point.seq_len: point for point in panel.baseline.points} if panel and panel.baseline else {}
+    for length in lengths:
+        one = outcomes.get(length)
+        if isinstance(one, Point):
+            marks = marks_of(doubt for doubt in one.doubts if doubt in shown)
+            row[str(length)] = f"{_speed(one, exact.get(length), series)} {marks}".strip()
+        else:
+            row[str(length)] = ("" if series is None else NO_RECORD) if one is None else one.word
+    if panel is not None and series is not None:
+        last = outcomes.get(panel.lengths[-1])
+        peak = last.memory.peak_bytes if isinstance(last, Point) else None
+        row["memory"] = human_bytes(peak) if peak else "not measured" if isinstance(last, Point) else ""
+    return row | {f"score {title}": by_label.get(label, "") for title, by_label in scores}
+
+
+def _speed(point: Point, exact: Point | None, series: Series | None) -> str:
+    if exact is None or series is None or series.is_exact:
+        return human_ms(point.median_ms)
+    factor = times_faster(exact, point)
+    return f"{ratio(factor.value)} [{human_number(factor.low)}, {human_number(factor.high)}]"
+
+
+def _score_columns(analysis: Analysis) -> list[tuple[str, dict[str, str]]]:
+    """Return a column for each task, or for each mean over tasks where there are many."""
+    if len(analysis.accuracy) > MOST_TASKS and analysis.overviews:
+        groups = [group for each in analysis.overviews for group in each.common]
+        columns = [
+            (
+                f"mean of {len(each.common)} tasks",
+                {label: each.metric.show(mean) for label in each.labels if (mean := each.mean(label)) is not None},
+            )
+            for each in analysis.overviews
+        ]
+    else:
+        groups, columns = list(analysis.accuracy), []
+    for group in groups[:MOST_TASKS]:
+        found = {
+            score.name: _score(score.mean, score.standing, group.metric)
+            for score in group.ranked
+            if score.mean is not None
+        }
+        if found:
+            columns.append((f"{group.heading}, {group.metric.words}", found))
+    return columns
+
+
+def _score(mean: float, standing: Standing | None, metric: Metric) -> str:
+    is_doubtful = standing is not None and standing.verdict != "above"
+    return f"{metric.show(mean)} (not above floor)" if is_doubtful else metric.show(mean)
+
+
+def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str:
+    said = []
+    if panel is not None:
+        if panel.baseline is not None:
+            said.append(
+                f"Speed-up over {panel.baseline.label}, the fastest exact one, with its 95 % interval; in its own row "
+                "the median time."
+            )
+        said += [doubt_words(point.num_processes for point in panel.points), mark_words(shown), host_words(panel)]
+        said.append(f"{panel.title}; {panel.subtitle}.")
+    if analysis.accuracy:
+        said.append("Scores: mean over seeds on test; floor: the best of chance and trivial models.")
+    return " ".join(filter(None, said))

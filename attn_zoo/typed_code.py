@@ -1,0 +1,187 @@
+"""The source of what was typed in a notebook, at a prompt or in a script: what one class needs of it, as a file.
+
+A worker process loads a variant from a file. Of all that was typed, the file gets the statements that bind a name which
+the class needs, and those that these need in turn, in the order in which they were typed.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import linecache
+import symtable
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+from attn_zoo.errors import ConfigError
+
+_BUILT_IN = frozenset(dir(builtins)) | {"__name__"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """A statement at the top of a cell.
+
+    Args:
+        cell: that it stands in.
+        node: its tree.
+        binds: names that it gives a value.
+        needs: names that others must bind.
+    """
+
+    cell: str
+    node: ast.stmt
+    binds: frozenset[str]
+    needs: frozenset[str]
+
+    @property
+    def decorators(self) -> list[ast.expr]:
+        return getattr(self.node, "decorator_list", [])
+
+    @property
+    def first_line(self) -> int:
+        return min([self.node.lineno, *(decorator.lineno for decorator in self.decorators)])
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.cell.splitlines()[self.first_line - 1 : self.node.end_lineno])
+
+    @property
+    def text_unregistered(self) -> str:
+        """The text without decorators that register: another variant, which the class only builds upon."""
+        if not self.decorators:
+            return self.text
+        calls = [one.func if isinstance(one, ast.Call) else one for one in self.decorators]
+        names = [ast.unparse(call).rpartition(".")[2] for call in calls]
+        kept = [one for one, name in zip(self.decorators, names, strict=True) if not name.startswith("register_")]
+        lines = [f"@{ast.get_source_segment(self.cell, one)}" for one in kept]
+        return "\n".join([*lines, *self.cell.splitlines()[self.node.lineno - 1 : self.node.end_lineno]])
+
+
+def _statements(cell: str) -> Iterator[_Statement]:
+    """Yield the statements of a cell; a cell that does not parse has none."""
+    try:
+        body = ast.parse(cell).body
+    except (SyntaxError, ValueError):
+        return
+    for node in body:
+        table = symtable.symtable(ast.unparse(node), "cell", "exec")
+        binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            module = sys.modules.get(node.module or "")
+            binds |= {key for key in dir(module) if key[0] != "_"}
+        needs = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
+        inner = list(table.get_children())
+        for scope in inner:  # grows as it goes
+            needs |= {one.get_name() for one in scope.get_symbols() if one.is_global() and one.is_referenced()}
+            inner += scope.get_children()
+        # The table leaves annotations out, which dataclasses read.
+        annotations = (getattr(part, name, None) for part in ast.walk(node) for name in ("annotation", "returns"))
+        for annotation in annotations:
+            if isinstance(annotation, ast.AST):
+                needs |= {part.id for part in ast.walk(annotation) if isinstance(part, ast.Name)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            needs -= binds  # itself
+        yield _Statement(cell, node, frozenset(binds), frozenset(needs - _BUILT_IN))
+
+
+def _text_of(filename: str) -> str:
+    return "".join(linecache.getlines(filename))
+
+
+def _typed(filename: str) -> list[_Statement]:
+    """Return the statements of everything that was typed, oldest first, with that of `filename`."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if Path(filename).is_file() and filename not in getattr(linecache, "_ipython_cache", {}):
+        cells = []  # a script
+    elif shell is not None:
+        cells = [text for text in shell.user_ns.get("In", []) if text]
+    else:  # prompts put what is typed where tracebacks look for it: entries without a time, for there is no file
+        cells = ["".join(entry[2]) for entry in list(linecache.cache.values()) if len(entry) == 4 and not entry[1]]
+    own = _text_of(filename)
+    if own.strip() not in {cell.strip() for cell in cells}:
+        cells.append(own)
+    return [statement for cell in cells for statement in _statements(cell)]
+
+
+def _sliced(filename: str, root: str) -> str:
+    """Return the text of the statements that `root`, a statement of the cell `filename`, needs, and its own.
+
+    Raises:
+        ConfigError: `root` is not there (any more), or one of them needs a name that none binds.
+    """
+    statements = _typed(filename)
+    same = [index for index, one in enumerate(statements) if one.text == root]
+    if not same:
+        raise ConfigError("source", [("", "the text that defines it is not known")])
+    *earlier, last = same
+    kept: set[int] = set()
+    waiting = [last]
+    while waiting:
+        index = waiting.pop()
+        if index in kept:
+            continue
+        kept.add(index)
+        for name in statements[index].needs:
+            binding = [i for i, one in enumerate(statements) if name in one.binds and i not in (index, *earlier)]
+            if not binding:
+                raise ConfigError("source", [("", f"it needs {name!r}, which nothing that was typed binds")])
+            # What a class body needs was bound before it; what a function needs may have been bound anew since.
+            waiting += [i for i in binding if i < index][-1:] + binding[-1:]
+    futures = [one.text for one in statements if getattr(one.node, "module", None) == "__future__"]
+    texts = [statements[i].text if i == last else statements[i].text_unregistered for i in sorted(kept)]
+    return "\n\n".join([*futures[:1], *(text for text in texts if text not in futures)]) + "\n"
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that lives as long as this process."""
+    return tempfile.TemporaryDirectory(prefix="attn_zoo_")
+
+
+_written: dict[str, tuple[str, str]] = {}
+"""Files written: each with the name of the cell and the text of the statement that registers."""
+
+
+def write_typed(owner: type, frame: FrameType, name: str) -> str:
+    """Write what registers a class, and all it needs, to a file of its own; return the path.
+
+    Args:
+        owner: the class.
+        frame: that registers it.
+        name: of the variant or task.
+
+    Raises:
+        ConfigError: its text, or that of something it needs, is not known: it came from `exec`, for instance.
+    """
+    caller: FrameType | None = frame
+    while caller is not None:
+        is_top = caller.f_code.co_name.startswith("<")  # "<module>", in some versions of IPython "<cell line: 1>"
+        if frame.f_globals.get("__name__") != owner.__module__ or (is_top and caller.f_globals is frame.f_globals):
+            frame = caller
+        caller = caller.f_back
+    filename, line = frame.f_code.co_filename, frame.f_lineno
+    around = (one for one in _statements(_text_of(filename)) if one.first_line <= line <= (one.node.end_lineno or 0))
+    root = next((one.text for one in around), "")
+    text = _sliced(filename, root)
+    path = Path(_folder().name) / hashlib.sha256(text.encode()).hexdigest()[:12] / f"{name}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    _written[str(path)] = filename, root
+    return str(path)
+
+
+def is_typed(source: str) -> bool:
+    """Tell whether `write_typed` wrote this file."""
+    return source in _written
+
+
+def has_changed(source: str) -> bool:
+    """Tell whether something that a typed class needs was typed anew since the class was."""
+    return source in _written and _sliced(*_written[source]) != Path(source).read_text(encoding="utf-8")

@@ -1,0 +1,38 @@
+"""No sound variant is blamed, whatever its options, sizes, form, direction, type and padding: a small seeded sample.
+
+`python -m tests.conformance.random_configurations` goes on from here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from attn_zoo.registry import variants
+from tests.conformance.broken import Broken, registered
+from tests.conformance.broken_dependence import MixesBatch
+from tests.conformance.random_configurations import draw, outcome
+
+PER_VARIANT = 5
+
+
+@pytest.mark.parametrize("name", sorted(variants))
+def test_no_variant_is_blamed(name: str) -> None:
+    found: Counter[str] = Counter()
+    for number in range(PER_VARIANT):
+        asked = draw(number, [name])
+        what, text = outcome(asked)
+        assert what != "blamed", f"{asked}\n{text}"
+        found[what] += 1
+    assert found["held"] >= 2, f"hardly anything was asked of it: {dict(found)}"
+
+
+def test_a_broken_variant_is() -> None:
+    with registered(Broken(cls=MixesBatch, check="batch_invariance")) as name:
+        found = Counter(outcome(draw(number, [name]))[0] for number in range(PER_VARIANT))
+    assert found["blamed"] >= 2, f"it was let pass: {dict(found)}"
+
+
+def test_a_number_stands_for_one_configuration() -> None:
+    assert draw(3) == draw(3) != draw(4)

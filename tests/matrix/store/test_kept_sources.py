@@ -1,0 +1,62 @@
+"""Sources that a results folder keeps: loaded where this user measured them, never where somebody else did."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from attn_zoo.matrix.store.kept_sources import keep_sources, load_kept
+from attn_zoo.registry import variants
+from attn_zoo.scaffold import new_variant
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
+    before = tuple(variants)
+    yield
+    variants.keep_only(before)
+    for name in [name for name in sys.modules if name.startswith("attn_zoo_file_kept")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = new_variant("kept", tmp_path)
+    keep_sources(tmp_path / "run", {str(path): ["kept"]})
+    path.unlink()
+    return tmp_path / "run"
+
+
+def test_what_was_measured_here_is_loaded_again(folder):
+    assert (folder / "sources" / "kept" / "kept.py").is_file()
+    assert load_kept(folder) == []
+    assert "kept" in variants
+    assert load_kept(folder) == [], "what is registered stays"
+
+
+def test_what_somebody_else_measured_is_not_run(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache of another user"))
+    assert load_kept(folder) == [folder / "sources" / "kept" / "kept.py"]
+    assert "kept" not in variants
+
+
+def test_a_source_that_was_changed_since_is_not_run(folder, tmp_path):
+    path = folder / "sources" / "kept" / "kept.py"
+    path.write_text(f"open({str(tmp_path / 'trace')!r}, 'w')\n" + path.read_text())
+    assert load_kept(folder) == [path]
+    assert not (tmp_path / "trace").exists()
+
+
+def test_without_a_place_for_marks_the_source_is_kept_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "a file"))
+    path = new_variant("kept", tmp_path)
+    keep_sources(tmp_path / "run", {str(path): ["kept"]})
+    assert load_kept(tmp_path / "run") == [tmp_path / "run" / "sources" / "kept" / "kept.py"]
+
+
+def test_a_folder_without_sources_has_nothing_to_load(tmp_path):
+    assert load_kept(tmp_path) == []

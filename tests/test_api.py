@@ -1,0 +1,269 @@
+"""The Python API: run, load, check, and what a run shows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import pandas as pd
+import pytest
+
+import attn_zoo
+from attn_zoo import api
+from attn_zoo.errors import ConfigError, StoreError, UnknownNameError, UnsupportedError
+from attn_zoo.matrix.plan.schema import shipped_matrices
+from attn_zoo.registry import variants
+
+ROOT = Path(__file__).parents[1]
+
+
+def matrix(**changes: Any) -> dict[str, Any]:
+    group = {"variants": ["full", "linformer"], "seq_len": [16, 32, 64], "passes": ["fwd"], "is_causal": [False, True]}
+    defaults = {"num_heads": 2, "head_dim": 8, "dtypes": ["float32"], "isolation": "lane", "budget_s": 0.02}
+    return {"name": "tiny", "defaults": {**defaults, "device": "cpu"}, "scaling": [{**group, **changes}]}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> attn_zoo.Run:
+    return attn_zoo.run(matrix(), out=tmp_path_factory.mktemp("runs") / "one", progress=False)
+
+
+# --- run ---
+
+
+def test_a_dict_runs_and_says_what_it_did(done, capfd):
+    assert done.summary is not None
+    assert (done.summary.counts, done.summary.new, done.summary.left) == ({"ok": 9, "unsupported": 3}, 12, ())
+    again = attn_zoo.run(matrix(), out=done.folders[0], progress=False)
+    assert again.summary is not None
+    assert again.summary.new == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_progress_goes_to_the_error_stream(done, capfd):
+    attn_zoo.run(matrix(), out=str(done.folders[0]))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "12 cells, 12 of them done before" in err
+
+
+def test_the_folder_is_named_after_the_matrix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = attn_zoo.run(matrix(seq_len=[16], is_causal=False), only="full/*", progress=False)
+    assert run.folders == (Path("runs/tiny"),)
+    assert list(run.frame["label"]) == ["full"]
+
+
+def test_variants_are_added_by_name_or_by_class():
+    cls = variants["local_window"].attention
+    assert cls is not None
+    every: list[Any] = ["local_window", ["local_window"], cls, [cls]]
+    for given in every:
+        names = {item.cell.variant for item in api.plan(matrix(), variants=given).cells}
+        assert names == {"full", "linformer", "local_window"}, given
+
+
+def test_a_class_that_is_not_registered_says_so():
+    class Plain(attn_zoo.AbstractAttention):
+        def forward(self, query, key, value, *, key_padding_mask=None):
+            return query
+
+    with pytest.raises(ConfigError, match="Plain: expected a registered variant: decorate it with register_attention"):
+        api.plan(matrix(), variants=Plain)
+
+
+def test_matrices_run_by_name_and_by_path():
+    assert {"quick", "scaling-cpu"} <= set(shipped_matrices())
+    for name, path in shipped_matrices().items():
+        if not name.startswith("peers-"):
+            planned = api.plan(name)
+            assert planned.matrix.name == name
+            assert planned.cells == api.plan(path).cells
+
+
+def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quick").mkdir()
+    assert api.plan("quick").matrix.name == "quick", "a folder is no matrix"
+    (tmp_path / "quick").rmdir()
+    (tmp_path / "quick").write_text(shipped_matrices()["zoo-cpu"].read_text())
+    assert api.plan("quick").matrix.name == "zoo-cpu"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: attn_zoo.run("quik"), ConfigError, r"quik: no such file; did you mean 'quick'\?  \(attn-zoo list mat"),
+        (lambda: attn_zoo.run({"scaling": []}), ConfigError, "name: this key is required"),
+        (lambda: attn_zoo.run("quick", device="gpu"), ConfigError, "expected cpu or cuda; got 'gpu'; did you mean 'cu"),
+        (lambda: attn_zoo.run("quick", device="cpuu"), ConfigError, "got 'cpuu'; did you mean 'cpu'"),
+        (lambda: attn_zoo.run("quick", device="cuda"), UnsupportedError, "no CUDA device here"),
+        (lambda: attn_zoo.run("scaling-gpu"), UnsupportedError, "scaling-gpu is for a GPU, and there is no CUDA"),
+        (lambda: attn_zoo.run("quick", engine="rai"), UnknownNameError, "unknown engine 'rai'; did you mean 'ray'"),
+        (lambda: attn_zoo.run("quick", retry="tiemout"), UnknownNameError, "did you mean 'timeout'"),
+        (lambda: attn_zoo.run("quick", shard="3"), ConfigError, "expected I/N"),
+        (lambda: attn_zoo.run("quick", variants="ful"), UnknownNameError, "did you mean 'full'"),
+        (lambda: attn_zoo.run("quick", only="nothing/*"), ConfigError, r"no cell matches nothing/\*"),
+        (lambda: attn_zoo.check("linfromer"), UnknownNameError, "did you mean 'linformer'"),
+        (lambda: attn_zoo.check("full", only="casuality"), UnknownNameError, "did you mean 'causality'"),
+        (lambda: attn_zoo.check("full", device="gpu"), ConfigError, "did you mean 'cuda'"),
+        (lambda: attn_zoo.load(), ConfigError, "expected at least one results folder"),
+        (lambda: attn_zoo.load("nowhere"), StoreError, "nowhere: not a results folder: no such directory"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_is_written(call, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(error, match=message):
+        call()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what a run shows ---
+
+
+def test_the_frame_has_a_row_a_cell_and_units_in_the_names(done):
+    frame = done.frame
+    assert len(frame) == 12
+    assert list(frame[frame["label"] == "full"]["seq_len"]) == [16, 32, 64, 16, 32, 64]
+    assert (frame[frame["status"] == "ok"]["median_ms"] > 0).all()
+    assert (frame[frame["status"] == "ok"]["peak_bytes"] > 0).all()
+    assert frame[frame["status"] == "unsupported"]["median_ms"].isna().all()
+
+
+def test_best_is_the_fastest_at_each_length(done):
+    best = done.best()
+    times = done.frame[done.frame["status"] == "ok"]
+    for _, row in best.iterrows():
+        same = times[(times["seq_len"] == row["seq_len"]) & (times["is_causal"] == ("causal" in row["panel"]))]
+        assert row["median_ms"] == pytest.approx(same["median_ms"].min())
+        if len(same) == 1:
+            assert pd.isna(row["next_variant"])
+            assert row["is_settled"]
+        else:
+            assert row["ratio"] == pytest.approx(same["median_ms"].max() / same["median_ms"].min())
+            first = same.sort_values("median_ms")
+            assert row["is_settled"] == (first["high_ms"].iloc[0] < first["low_ms"].iloc[1])
+    assert len(best) == 6
+
+
+def test_exponents_and_crossovers_are_those_of_the_report(done, tmp_path):
+    assert set(done.exponents()["variant"]) == {"full", "linformer"}
+    assert set(done.crossovers()["variant"]) == {"linformer"}
+    done.report(tmp_path)
+    assert len((tmp_path / "tables" / "exponents.csv").read_text().splitlines()) == len(done.exponents()) + 1
+    with pytest.raises(UnknownNameError, match="unknown table 'exponent'; did you mean 'exponents'"):
+        done.table("exponent")
+
+
+def test_a_figure_is_one_of_matplotlib_and_shows_itself(done):
+    for name in ("time", "memory", "speedup", "time-fwd"):
+        figure = done.plot(name)
+        assert isinstance(figure, matplotlib.figure.Figure)
+        assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    with pytest.raises(UnknownNameError, match=r"unknown figure 'tiem'; did you mean 'time'\?  \(there are time, "):
+        done.plot("tiem")
+
+
+def test_a_report_is_written_where_it_is_asked_for(done, tmp_path):
+    assert done.report(tmp_path / "page") == tmp_path / "page" / "report.html"
+    copy = attn_zoo.load(shutil.copytree(done.folders[0], tmp_path / "copy"))
+    assert copy.report(has_readme=True) == tmp_path / "copy" / "report.html"
+    assert (tmp_path / "copy" / "README.md").is_file()
+    with pytest.raises(ConfigError, match="it describes that one"):
+        copy.report(tmp_path / "elsewhere", has_readme=True)
+
+
+def test_a_notebook_shows_sentences_and_a_table_without_markup_of_records(done, tmp_path):
+    html = done._repr_html_()
+    assert "9 ok, 3 unsupported" in html
+    assert "<th>variant</th>" in html
+    assert repr(done) == f"Run({done.folders[0]}: 9 ok, 3 unsupported)"
+    copy = shutil.copytree(done.folders[0], tmp_path / "hostile")
+    for path in (copy / "cells").iterdir():
+        path.write_text(path.read_text().replace('"linformer"', '"<script>alert(1)</script>"'))
+    hostile = attn_zoo.load(copy)._repr_html_()
+    assert "<script" not in hostile
+
+
+def test_an_empty_folder_of_results_shows_that(tmp_path, done):
+    copy = shutil.copytree(done.folders[0], tmp_path / "empty")
+    for path in (copy / "cells").iterdir():
+        path.unlink()
+    run = attn_zoo.load(copy)
+    assert repr(run).endswith("empty: no cell)")
+    assert run.best().empty
+    assert run.frame.empty
+    assert run._repr_html_()
+    with pytest.raises(UnknownNameError, match="there are none"):
+        run.plot()
+
+
+# --- load ---
+
+
+def test_a_string_is_one_folder_wherever_a_list_is_expected(done, tmp_path):
+    from attn_zoo.report import load_runs, write_report
+    from attn_zoo.report.export import export
+
+    name = str(done.folders[0])
+    other = shutil.copytree(name, tmp_path / "two")
+    assert attn_zoo.load(name).folders == attn_zoo.load([name]).folders == attn_zoo.load(Path(name)).folders
+    assert attn_zoo.load(name, other).folders == attn_zoo.load([name, other]).folders == (Path(name), other)
+    assert len(load_runs(name)) == 12
+    assert write_report(name, tmp_path / "page")[0].is_file()
+    assert export(name, "csv", tmp_path / "all.csv").is_file()
+
+
+# --- check ---
+
+
+def test_checks_display_as_a_table():
+    checks = attn_zoo.check("linformer", only=["shape_and_dtype", "causality"])
+    assert [result.outcome for result in checks] == ["passed", "refused"]
+    assert checks.is_ok
+    assert repr(checks).splitlines()[-1] == str(checks)
+    assert str(checks).startswith("linformer: 1 passed, 1 refused as declared, 0 not applicable, 0 failed")
+    assert "<td>causality</td><td>refused as declared</td>" in checks._repr_html_()
+
+
+def test_a_broken_promise_stands_out_with_its_example(monkeypatch):
+    from attn_zoo.conformance import CheckResult
+
+    found = [CheckResult(check="causality", outcome="failed", message="leaks <b>", example="L=3 & more")]
+    monkeypatch.setattr("attn_zoo.conformance.run_checks", lambda *_, **__: found)
+    checks = attn_zoo.check("full")
+    assert not checks.is_ok
+    assert "causality  FAILED  leaks <b>" in repr(checks)
+    assert "leaks &lt;b&gt;" in checks._repr_html_()
+    assert "smallest example: L=3 &amp; more" in checks._repr_html_()
+
+
+def test_options_reach_the_checks():
+    with pytest.raises(ConfigError, match="did you mean 'proj_len'"):
+        attn_zoo.check("linformer", {"projlen": 8})
+    assert attn_zoo.check("linformer", {"proj_len": 8}, only="shape_and_dtype").is_ok
+
+
+# --- imports ---
+
+
+def test_the_names_are_there_without_torch_or_pandas():
+    code = "import attn_zoo, sys; attn_zoo.run, attn_zoo.load, attn_zoo.check, attn_zoo.Run; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not {"torch", "pandas", "matplotlib", "IPython"} & set(done.stdout.split())
+
+
+def test_reading_results_loads_no_torch(done):
+    code = (
+        "import attn_zoo, sys\n"
+        f"run = attn_zoo.load({str(done.folders[0])!r})\n"
+        "run.best(); run.exponents(); run.plot(); run._repr_html_()\n"
+        "print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ended.stdout.strip() == "False"

@@ -1,0 +1,284 @@
+"""Classes that were typed: their source is what they need of all that was typed, and another process can load it."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from attn_zoo import ConfigError, build_attention, describe
+from attn_zoo.attention import BuildContext
+from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.schema import parse_matrix
+from attn_zoo.matrix.store.store import Store
+from attn_zoo.registry import load_file, tasks, variants
+
+ROOT = Path(__file__).parents[1]
+
+Prompt = Callable[..., dict[str, Any]]
+
+IMPORTS = """
+import torch
+from attn_zoo import AbstractAttention, Capabilities, Complexity, Reference, VariantConfig, register_attention
+"""
+CARD = """
+CARD = dict(
+    capabilities=Capabilities(bidirectional=True, causal=False, cross_attention=True, key_padding_mask=False),
+    complexity=Complexity(time="1", memory="1", time_exponent=2, memory_exponent=2, sequential_ops="1", max_path="1"),
+    reference=Reference(title="t", authors="a", year=2020, url="https://example.org"),
+)
+"""
+MINE = """
+@register_attention("typed_mine", **CARD)
+class Mine(AbstractAttention):
+    '''Softmax, typed.'''
+
+    def forward(self, query, key, value, *, key_padding_mask=None):
+        return torch.softmax(scored(query, key) * self.build.head_dim**-0.5, -1) @ value
+"""
+SCORED = "def scored(query, key):\n    return query @ key.transpose(-1, -2) * FACTOR"
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    before = tuple(variants), tuple(tasks)
+    cached = set(linecache.cache)
+    yield
+    variants.keep_only(before[0])
+    tasks.keep_only(before[1])
+    for name in set(linecache.cache) - cached:
+        del linecache.cache[name]
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def prompt(monkeypatch) -> Prompt:
+    """Run cells one after another as an interactive Python does, whose tracebacks know what was typed."""
+    module = ModuleType("a_prompt")
+    monkeypatch.setitem(sys.modules, "a_prompt", module)
+    namespace = vars(module)
+
+    def enter(*cells: str) -> dict[str, Any]:
+        for cell in cells:
+            name = f"<python-input-{next(_numbers)}>"
+            linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+            exec(compile(cell, name, "exec"), namespace)
+        return namespace
+
+    return enter
+
+
+def source() -> str:
+    return Path(variants["typed_mine"].source).read_text()
+
+
+def test_the_source_is_what_the_class_needs_and_no_more(prompt):
+    prompt(IMPORTS, "FACTOR = 1.0", "unused = torch.zeros(3)", "run = 1 / 1", CARD, SCORED, MINE)
+    text = source()
+    for needed in ("import torch", "FACTOR = 1.0", "CARD = dict(", "def scored", '@register_attention("typed_mine"'):
+        assert needed in text
+    assert "unused" not in text
+    assert "run = " not in text
+    assert describe("typed_mine").summary == "Softmax, typed."
+
+
+def test_a_name_that_is_local_to_a_function_needs_nothing(prompt):
+    body = MINE.replace("        return", "        table = key\n        return")
+    prompt(IMPORTS, "FACTOR = 1.0\ntable = 1 / 1", CARD, SCORED, body)
+    assert "FACTOR = 1.0" in source()
+    assert "table = 1 / 1" not in source()
+
+
+def test_another_process_loads_it(prompt, tmp_path):
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE)
+    path = variants["typed_mine"].source
+    code = f"from attn_zoo import load_file, describe; load_file({path!r}, None); print(describe('typed_mine').summary)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "Softmax, typed."
+
+
+def test_an_equal_cell_has_an_equal_digest_whatever_else_was_typed(prompt):
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE)
+    first = variants["typed_mine"].digest
+    prompt("more = 3", MINE)
+    assert variants["typed_mine"].digest == first
+
+
+def test_a_cell_may_be_run_again_and_the_new_class_counts(prompt):
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE)
+    namespace = prompt(MINE.replace("Softmax, typed.", "Softmax, typed anew."))
+    assert variants["typed_mine"].attention is namespace["Mine"]
+    assert "typed anew" in source()
+    assert "Softmax, typed." not in source(), "an earlier version must not register a second time"
+
+
+def test_a_name_of_somebody_else_is_not_replaced(prompt):
+    with pytest.raises(ConfigError, match="'full' is already registered by attn_zoo"):
+        prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE.replace("typed_mine", "full"))
+
+
+def test_what_a_class_body_needs_is_what_it_had_then(prompt):
+    """A default is read when the class is made, a global name when the function runs."""
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE, "CARD = None")
+    text = source()
+    assert "CARD = None" not in text
+    assert "CARD = dict(" in text
+
+
+def test_a_helper_typed_anew_is_said_before_anything_is_measured(prompt):
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE)
+    assert plan_of("typed_mine").variant_files == (variants["typed_mine"].source,)
+    prompt("FACTOR = 2.0")
+    with pytest.raises(ConfigError, match="typed_mine: something it needs was typed anew since: run the cell"):
+        plan_of("typed_mine")
+    prompt(MINE)
+    assert "FACTOR = 2.0" in source()
+    plan_of("typed_mine")
+
+
+def test_a_variant_that_builds_on_another_registers_itself_only(prompt):
+    other = MINE.replace("typed_mine", "typed_other").replace("Mine(AbstractAttention)", "Other(Mine)")
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE, other)
+    text = Path(variants["typed_other"].source).read_text()
+    assert "class Mine(" in text
+    assert "typed_mine" not in text
+    both = plan_of("typed_mine", "typed_other").variant_files
+    variants.keep_only(tuple(name for name in variants if not name.startswith("typed_")))
+    for path in both:
+        load_file(path, None)
+    assert {"typed_mine", "typed_other"} <= set(variants)
+
+
+def test_annotations_and_future_statements_travel(prompt):
+    config = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Literal
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(VariantConfig):
+    kind: Literal["a", "b"] = "a"
+"""
+    body = MINE.replace('"typed_mine",', '"typed_mine", config=Config,')
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, config, body)
+    path, text = variants["typed_mine"].source, source()
+    assert text.startswith("from __future__ import annotations")
+    assert "from typing import Literal" in text
+    variants.remove("typed_mine")
+    load_file(path, None)
+    assert describe("typed_mine").options[0].type == "Literal['a', 'b']"
+
+
+def test_star_imports_bind_what_their_module_has(prompt):
+    prompt("import torch\nfrom attn_zoo import *", "FACTOR = 1.0", CARD, SCORED, MINE)
+    assert "from attn_zoo import *" in source()
+
+
+def test_a_call_instead_of_a_decorator_registers_too(prompt):
+    plain = MINE.replace('@register_attention("typed_mine", **CARD)\n', "")
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, plain, 'register_attention("typed_mine", **CARD)(Mine)')
+    assert source().rstrip().endswith('register_attention("typed_mine", **CARD)(Mine)')
+    assert "class Mine(" in source()
+
+
+def test_a_cell_that_fails_to_parse_is_passed_over(prompt):
+    name = f"<python-input-{next(_numbers)}>"
+    linecache.cache[name] = (8, None, ["def ("], name)
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE)
+    assert source()
+
+
+# --- where there is no source ---
+
+
+def test_what_came_through_exec_registers_and_builds_but_is_not_measured(tmp_path):
+    namespace: dict[str, Any] = {"__name__": "nowhere"}
+    exec("\n".join([IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE]), namespace)
+    assert variants["typed_mine"].source == ""
+    build = BuildContext(embed_dim=8, num_heads=2, max_seq_len=8)
+    heads = namespace["torch"].randn(1, 2, 5, 4)
+    assert build_attention("typed_mine", build)(heads, heads, heads).shape == (1, 2, 5, 4)
+    with pytest.raises(ConfigError) as refusal:
+        run(plan_of("typed_mine"), Store(tmp_path / "out"))
+    assert "the text that defines it is not known" in str(refusal.value)
+    assert "write it to typed_mine.py and load that (attn_zoo.load_file)" in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_nothing_typed_binds_is_named(prompt, tmp_path):
+    namespace = prompt(IMPORTS, CARD, SCORED)
+    namespace["FACTOR"] = 1.0
+    prompt(MINE)
+    assert variants["typed_mine"].no_source == "it needs 'FACTOR', which nothing that was typed binds"
+    with pytest.raises(ConfigError, match="it needs 'FACTOR'"):
+        run(plan_of("typed_mine"), Store(tmp_path / "out"))
+
+
+def plan_of(*names: str):
+    group = {
+        "variants": list(names),
+        "seq_len": [16],
+        "passes": ["fwd"],
+        "num_heads": 2,
+        "head_dim": 8,
+        "dtypes": ["float32"],
+        "device": "cpu",
+        "budget_s": 0.02,
+    }
+    return make_plan(parse_matrix({"name": "typed", "scaling": [group]}, "typed"))
+
+
+# --- real interpreters ---
+
+MEASURE = """
+import attn_zoo
+run = attn_zoo.run(
+    {"name": "typed", "scaling": [dict(variants=["full"], seq_len=[16], passes=["fwd"], num_heads=2, head_dim=8,
+     dtypes=["float32"], device="cpu", budget_s=0.02, isolation="lane")]},
+    variants=Mine, progress=False,
+)
+print("STATUSES", sorted(run.frame["status"]), sorted(run.frame["variant"]))
+"""
+
+
+def test_a_script_without_a_guard_measures_its_own_class(tmp_path):
+    """A worker that ran the whole script would start to measure again."""
+    path = tmp_path / "mine.py"
+    path.write_text("\n".join([IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE, MEASURE]))
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False, cwd=tmp_path, env=_environment()
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "STATUSES ['ok', 'ok'] ['full', 'typed_mine']" in done.stdout
+
+
+def test_in_ipython_the_order_is_that_of_running(tmp_path):
+    """A cell that is run again counts where it was run last; magics in other cells do no harm."""
+    cells = [IMPORTS, "FACTOR = 1.0", "FACTOR = 3.0", "%time 1 + 1", CARD, SCORED, "FACTOR = 1.0", MINE]
+    check = "from attn_zoo.registry import variants; print(open(variants['typed_mine'].source).read())"
+    program = (
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+        f"for cell in {[*cells, check, MINE]!r}:\n"
+        "    shell.run_cell(cell, store_history=True).raise_error()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path, env=_environment()
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.rindex("FACTOR = 1.0") > done.stdout.rindex("FACTOR = 3.0")
+    assert done.stdout.rindex("FACTOR = 1.0") < done.stdout.rindex("class Mine")
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HOME": "/nonexistent", "IPYTHONDIR": "/nonexistent"}

@@ -1,0 +1,63 @@
+"""What `pip install` brings: the matrices by name, run from an empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BUILD = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """Return a folder with what the wheel of this tree installs."""
+    folder: Path = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, *BUILD, "--wheel-dir", str(folder), str(ROOT)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_has_the_matrices_of_the_repository_once(site):
+    shipped = {path.name: path.read_bytes() for path in (site / "attn_zoo" / "matrices").iterdir()}
+    own = {path.name: path.read_bytes() for path in (ROOT / "benchmarks").glob("*.toml")}
+    needs_files = {name for name in own if name.startswith("peers-")}
+    assert shipped == {name: text for name, text in own.items() if name not in needs_files}
+    assert not (ROOT / "attn_zoo" / "matrices").exists()
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"attn_zoo"}
+
+
+def test_every_matrix_has_its_file_s_name():
+    for path in (ROOT / "benchmarks").glob("*.toml"):
+        assert tomllib.loads(path.read_text())["name"] == path.stem
+
+
+@pytest.mark.slow
+def test_a_matrix_runs_by_its_name_from_an_empty_folder(site, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+
+    def call(*arguments: str) -> str:
+        command = [sys.executable, "-m", "attn_zoo", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    assert "quick" in {entry["name"] for entry in json.loads(call("list", "matrices", "--json"))}
+    said = call("run", "quick", "--device", "cpu", "--only", "full/scaling/fwd/L512/*")
+    assert "1 ok  (1 new) in runs/quick" in said
+    environments = json.loads((tmp_path / "runs" / "quick" / "run.json").read_text())["environments"]
+    assert len(environments) == 1
+    call("report", "runs/quick")
+    assert (tmp_path / "runs" / "quick" / "report.html").is_file()
