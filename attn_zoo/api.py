@@ -11,6 +11,7 @@ Nothing heavy is imported before it is used.
 from __future__ import annotations
 
 import html
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
     from attn_zoo.report.analysis.analyse import Analysis
+    from attn_zoo.report.tables.table import Table
 
 MatrixLike = str | Path | Mapping[str, Any]
 """A TOML file, the name of a shipped matrix, or what such a file would say."""
@@ -112,11 +114,15 @@ class Run:
 
     def crossovers(self) -> pd.DataFrame:
         """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
-        return self.table("crossovers")
+        from attn_zoo.report.tables.growth_tables import crossover_table
+
+        return _raw(crossover_table(self.analysis))
 
     def exponents(self) -> pd.DataFrame:
         """Return fitted and claimed exponents of the sequence length, of time and peak memory."""
-        return self.table("exponents")
+        from attn_zoo.report.tables.growth_tables import exponent_table
+
+        return _raw(exponent_table(self.analysis))
 
     def table(self, name: str) -> pd.DataFrame:
         """Return a table of the report, all digits kept.
@@ -124,12 +130,9 @@ class Run:
         Raises:
             UnknownNameError: the report of these results has no such table.
         """
-        import pandas as pd
-
         from attn_zoo.report.tables.all_tables import find_table
 
-        table = find_table(self.analysis, name)
-        return pd.DataFrame([dict(row) for row in table.rows], columns=list(table.fields))
+        return _raw(find_table(self.analysis, name))
 
     def plot(self, name: str = "time") -> Figure:
         """Return a figure of the report.
@@ -139,7 +142,8 @@ class Run:
                 name of its file begins. Of several the first is taken, so `"time-fwd_bwd"` says more than `"time"`.
 
         Raises:
-            UnknownNameError: the report of these results has no such figure.
+            UnknownNameError: there is no such figure.
+            ConfigError: these results have nothing to draw in it.
         """
         from attn_zoo.report.figures.all_figures import draw_pictures, figure_names
         from attn_zoo.report.figures.style import render
@@ -147,6 +151,8 @@ class Run:
         picture = next(draw_pictures(self.analysis, name), None)
         if picture is None:
             names = figure_names(self.analysis)
+            if any(each.startswith(name) for each in names):
+                raise ConfigError("plot", [("", f"these results have nothing to draw for {name!r}")])
             kinds = list(dict.fromkeys(each.partition("-")[0] for each in names))
             raise UnknownNameError("figure", name, [*kinds, *names], f"there are {', '.join(kinds) or 'none'}")
         figure = picture.figure
@@ -177,18 +183,25 @@ class Run:
         return f"Run({', '.join(map(str, self.folders))}: {said})"
 
     def _repr_html_(self) -> str:
-        from attn_zoo.report.pages.findings import findings
-        from attn_zoo.report.tables.all_tables import summary_tables
+        from attn_zoo.report.pages.findings import completeness, findings, headline
+        from attn_zoo.report.tables.front_table import front_table
         from attn_zoo.report.units import clean
 
-        said = "".join(f"<li>{html.escape(clean(text))}</li>" for text in findings(self.analysis))
-        tables = [table for table in summary_tables(self.analysis) if table.rows][:1]
+        texts = [text for text in (headline(self.analysis), completeness(self.analysis)) if text]
+        said = "".join(f"<li>{html.escape(clean(text))}</li>" for text in [*texts, *findings(self.analysis)])
+        tables = [table for table in (front_table(self.analysis),) if table is not None]
         shown = "".join(
             f"<p><b>{html.escape(clean(table.title))}</b></p>"
             + html_table([column.heading for column in table.columns], table.texts())
             for table in tables
         )
         return f"<p><b>{html.escape(repr(self))}</b></p><ul>{said}</ul>{shown}"
+
+
+def _raw(table: Table) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame([dict(row) for row in table.rows], columns=list(table.fields))
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -343,6 +356,9 @@ def _measure(
     from attn_zoo.matrix.store.store import Store
     from attn_zoo.records import STATUSES
 
+    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "attn_zoo.matrix.cell.worker":
+        text = "loading a variant's source starts a run: define the class outside of the function that calls run"
+        raise ConfigError("run", [("", text)])
     for status in _listed(retry):
         if status not in STATUSES:
             raise UnknownNameError("status", status, STATUSES)
@@ -363,7 +379,9 @@ def _engine(name: str, address: str, jobs: int) -> Engine:
         from attn_zoo.matrix.drive.engines.ray import RayEngine
 
         if jobs != 1:
-            raise ConfigError("--jobs", [("", "is for the local engine; a Ray cluster has a slot for each node")])
+            raise ConfigError(
+                "jobs", [("", "more than one is for the local engine; a Ray cluster has a slot for each node")]
+            )
         return RayEngine(address=address)
     if name != "local":
         raise UnknownNameError("engine", name, ["local", "ray"])
@@ -429,7 +447,7 @@ def _shard(text: str | None) -> tuple[int, int] | None:
         return None
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):
-        raise ConfigError("--shard", [("", f"expected I/N, such as 1/4; got {text!r}")])
+        raise ConfigError("shard", [("", f"expected I/N, such as 1/4; got {text!r}")])
     return int(index), int(count)
 
 

@@ -20,6 +20,10 @@ tasks, refused where a model must not see what it predicts."""
 ROUTING_SEES_FUTURE = "masked, but its routing sees the future"
 """What is said of causality `"masked"`."""
 
+DropoutUnit = Literal["weights", "summaries", "tokens", "outputs"]
+"""What one draw of dropout decides on: a weight of a query and a key; one of a query and a summary of keys; a token for
+all queries of a head; a number of the output."""
+
 Decode = Literal["none", "kv_cache", "recurrent"]
 Position = Literal["none", "rotary", "alibi"]
 
@@ -84,6 +88,7 @@ class Capabilities:
         seq_len_multiple: lengths must be a multiple of this; 1 means any.
         grouped_query: accepts fewer key/value heads than query heads.
         attention_dropout: honours `dropout_p`.
+        dropout_unit: what one draw of it decides on, independent of all others; see `DropoutUnit`.
         positions: schemes it admits inside the attention.
         is_exact: equals softmax attention up to rounding: compared with the oracle, and a baseline of speed-ups.
         is_permutation_invariant: without positions, the order of the keys does not matter.
@@ -106,6 +111,7 @@ class Capabilities:
     seq_len_multiple: int = 1
     grouped_query: bool = False
     attention_dropout: bool = True
+    dropout_unit: DropoutUnit = "weights"
     positions: tuple[Position, ...] = ("none", "rotary")
     is_exact: bool = False
     is_permutation_invariant: bool = False

@@ -160,10 +160,14 @@ def write_typed(owner: type, frame: FrameType, name: str) -> str:
     Raises:
         ConfigError: its text, or that of something it needs, is not known: it came from `exec`, for instance.
     """
+    while frame.f_back is not None and frame.f_globals.get("__name__", "builtins") != owner.__module__:
+        frame = frame.f_back  # a helper of another module
     caller: FrameType | None = frame
     while caller is not None:
+        # What a cell executes directly, by `exec` of a text, is a part of that cell.
+        is_executed = frame.f_back is caller and not _text_of(frame.f_code.co_filename)
         is_top = caller.f_code.co_name.startswith("<")  # "<module>", in some versions of IPython "<cell line: 1>"
-        if frame.f_globals.get("__name__") != owner.__module__ or (is_top and caller.f_globals is frame.f_globals):
+        if is_top and (caller.f_globals is frame.f_globals or is_executed):
             frame = caller
         caller = caller.f_back
     filename, line = frame.f_code.co_filename, frame.f_lineno

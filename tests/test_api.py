@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.figure
@@ -123,6 +124,15 @@ def test_mistakes_are_named_and_nothing_is_written(call, error, message, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_worker_starts_no_run(monkeypatch, tmp_path):
+    """A script whose class is made by the function that runs would start itself again and again."""
+    spec = SimpleNamespace(name="attn_zoo.matrix.cell.worker")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
+    with pytest.raises(ConfigError, match="define the class outside of the function that calls run"):
+        attn_zoo.run(matrix(), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # --- what a run shows ---
 
 
@@ -167,6 +177,16 @@ def test_a_figure_is_one_of_matplotlib_and_shows_itself(done):
         assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     with pytest.raises(UnknownNameError, match=r"unknown figure 'tiem'; did you mean 'time'\?  \(there are time, "):
         done.plot("tiem")
+
+
+def test_trainings_have_figures_of_their_own_and_no_growth():
+    run = attn_zoo.load(ROOT / "results" / "epyc-2cores" / "accuracy-cpu")
+    assert isinstance(run.plot("accuracy"), matplotlib.figure.Figure)
+    assert list(run.exponents()[:0])
+    assert run.exponents().empty
+    assert run.crossovers().empty
+    with pytest.raises(ConfigError, match="these results have nothing to draw for 'bubbles'"):
+        run.plot("bubbles")
 
 
 def test_a_report_is_written_where_it_is_asked_for(done, tmp_path):

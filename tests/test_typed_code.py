@@ -262,6 +262,19 @@ def test_a_script_without_a_guard_measures_its_own_class(tmp_path):
     assert "STATUSES ['ok', 'ok'] ['full', 'typed_mine']" in done.stdout
 
 
+def test_a_script_that_executes_a_text_measures_what_it_defines(tmp_path):
+    """The statement that executes is the source: of a text that is at hand, in a namespace of its own."""
+    path = tmp_path / "mine.py"
+    text = "\n".join([IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE])
+    show = "print(open(variants['typed_mine'].source).read().count('exec('), variants['typed_mine'].no_source)"
+    lines = ["from attn_zoo.registry import variants", f"TEXT = {text!r}", "space = {}", "exec(TEXT, space)", show]
+    path.write_text("\n".join(["def main():", "    pass", *lines]))
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False, cwd=tmp_path, env=_environment()
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr[-2000:]
+
+
 def test_in_ipython_the_order_is_that_of_running(tmp_path):
     """A cell that is run again counts where it was run last; magics in other cells do no harm."""
     cells = [IMPORTS, "FACTOR = 1.0", "FACTOR = 3.0", "%time 1 + 1", CARD, SCORED, "FACTOR = 1.0", MINE]

@@ -12,6 +12,7 @@ from torch import nn
 
 from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.conformance.lengths import across_blocks, fitting
+from attn_zoo.conformance.probes import probe_mixer
 from attn_zoo.conformance.runner import find_checks, run_one
 from attn_zoo.conformance.subject import Subject
 from attn_zoo.conformance.verdicts import Verdict, find, keep, subject_key
@@ -30,6 +31,9 @@ GATE_CHECKS = (
     "matches_oracle",
     "modes",
     "uninitialised_memory",
+    "global_state",
+    "own_output",
+    "no_memory",
 )
 """What is checked before a timing: everything that would make the timing one of something else."""
 
@@ -162,17 +166,29 @@ def gate_model(model: nn.Module, *, dtype: str, device: str, has_padding: bool) 
     for mixer in model.modules():
         if not isinstance(mixer, AbstractMixer) or mixer.variant is None:
             continue
+        name, options, seq_len = mixer.variant.name, asdict(mixer.config), mixer.build.max_seq_len
         held |= dict.fromkeys(
             gate(
-                mixer.variant.name,
-                asdict(mixer.config),
+                name,
+                options,
                 mixer.build,
                 dtype=dtype,
                 device=device,
-                seq_len=mixer.build.max_seq_len,
+                seq_len=seq_len,
                 form="mixer",
                 has_padding=has_padding,
                 is_training=True,
             )
         )
+        subject = Subject(
+            variant=mixer.variant,
+            form="mixer",
+            options=options,
+            build=replace(mixer.build, dropout_p=0.0),
+            dtypes=(getattr(torch, dtype),),
+            lengths=(seq_len,),
+            device=device,
+            is_training=True,
+        )
+        held |= dict.fromkeys(probe_mixer(subject, seq_len, "end" if has_padding else "none"))
     return tuple(held)

@@ -71,6 +71,18 @@ class Inputs:
         """Return the inputs with every tensor changed."""
         return replace(self, tensors=tuple(change(tensor) for tensor in self.tensors))
 
+    def poisoned(self) -> Inputs:
+        """Return the inputs with NaN and infinities of both signs in the padded tokens, in turns."""
+        mask = self.key_padding_mask
+        if mask is None:
+            return self
+        at, tensors = torch.arange(mask.numel(), device=mask.device).view(mask.shape), list(self.tensors)
+        for index in self.key_side:
+            old = tensors[index]
+            poison = (at.new_tensor([0, 1, -1]) / 0.0).to(old.dtype)[(at + index) % 3]
+            tensors[index] = torch.where(padded_rows(old, mask), padded_rows(old, poison), old)
+        return replace(self, tensors=tuple(tensors))
+
     def leaves(self) -> Inputs:
         """Return copies that ask for gradients."""
         return self.map(lambda tensor: tensor.detach().clone().requires_grad_())
@@ -101,6 +113,11 @@ class Inputs:
             sizes.append(f"S={self.key_len}")
         sizes.append(f"{'D' if self.form == 'attention' else 'E'}={first.shape[-1]}")
         return ", ".join([*parts, f"{' '.join(sizes)} {str(first.dtype).removeprefix('torch.')}"])
+
+
+def padded_rows(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Return what a mask `[B, S]` says of each token in a shape that broadcasts to `[B, H, S, D]` or `[B, S, E]`."""
+    return mask[:, None, :, None] if tensor.dim() == 4 else mask[:, :, None]
 
 
 def random_tensor(shape: Sequence[int], seed: int, dtype: torch.dtype, device: str) -> Tensor:

@@ -9,7 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, Mixed, build_attention, build_mixer
+from attn_zoo.attention import (
+    AbstractAttention,
+    AbstractMixer,
+    BuildContext,
+    Mixed,
+    MultiHeadMixer,
+    build_attention,
+    build_mixer,
+)
 from attn_zoo.conformance.check import Finding, Violation, refused
 from attn_zoo.conformance.inputs import Inputs, make_inputs, padding_mask, random_tensor
 from attn_zoo.errors import UnsupportedError
@@ -63,6 +71,12 @@ def call(module: Module, inputs: Inputs) -> Tensor:
 def call_reference(module: Module, inputs: Inputs, routing: Any = None) -> Tensor:
     """Return the readable reference's output alone."""
     return reference_results(module, inputs, routing)[0]
+
+
+def is_own_reference(module: Module) -> bool:
+    """Return whether `forward` is the readable version itself."""
+    inner = module.attention if isinstance(module, MultiHeadMixer) else module
+    return type(inner).reference in {AbstractAttention.reference, AbstractMixer.reference}
 
 
 def routing_of(module: Module, inputs: Inputs) -> Any:

@@ -3,14 +3,60 @@
 Three cases. Same numbers, same shape: a few units of rounding. Same mathematics, another order of summation: rounding
 that grows with the square root of the number of terms. A fast path in a working dtype: twice the error that the plain
 computation makes in that dtype, plus rounding (the rule of flash-attention's tests).
+
+All three take for granted that results move about as much as inputs do. Where a variant divides by what may be small,
+as a norm over two features does, a rounding grows. A check that failed is therefore asked again, with tolerances in
+proportion, if `strain` says so.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 HALF_EPS = 1e-4  # between float16 and float32
+
+_ORDINARY = 4.0
+"""Relative change of a result over that of its inputs which the tolerances below leave room for."""
+
+_STEP = 2.0**-26
+"""Relative change of inputs to measure that: the root of float64's epsilon, so that rounding is far below."""
+
+_allowance: ContextVar[float] = ContextVar("_allowance", default=1.0)
+
+
+@contextmanager
+def allowing(factor: float) -> Iterator[None]:
+    """Multiply every tolerance within the block."""
+    token = _allowance.set(factor)
+    try:
+        yield
+    finally:
+        _allowance.reset(token)
+
+
+def strain(run: Callable[[float], Sequence[Tensor]]) -> float:
+    """Return how many times more results move with their inputs than tolerances leave room for, 1 at least.
+
+    Results that jump, or are others at every call, are not smooth: of these 1 is returned, whatever moves them.
+
+    Args:
+        run: makes results in float64 from inputs and parameters that are all changed by this share of themselves.
+    """
+    most = 1.0
+    steps = (0.0, _STEP, 4 * _STEP, 16 * _STEP)
+    for result, *others in zip(run(0.0), *(run(step) for step in steps), strict=True):
+        again, *changes = (largest_error(other, result) for other in others)
+        grows = all(2 * change <= further <= 8 * change for change, further in pairwise(changes))
+        if 8 * again <= changes[0] and grows and 0 < changes[0] < math.inf:
+            most = max(most, changes[0] / (_STEP * _ORDINARY * largest(result)))
+    return most
 
 
 def largest(tensor: Tensor) -> float:
@@ -26,7 +72,7 @@ def largest_error(actual: Tensor, expected: Tensor) -> float:
 
 def same_shape_tolerance(expected: Tensor, dtype: torch.dtype | None = None) -> float:
     """Return the tolerance where the same numbers are combined in the same shapes."""
-    return 8 * torch.finfo(expected.dtype if dtype is None else dtype).eps * largest(expected)
+    return _allowance.get() * 8 * torch.finfo(expected.dtype if dtype is None else dtype).eps * largest(expected)
 
 
 def rounding(expected: Tensor, num_terms: int, dtype: torch.dtype | None = None) -> float:
@@ -36,7 +82,7 @@ def rounding(expected: Tensor, num_terms: int, dtype: torch.dtype | None = None)
     """
     eps = torch.finfo(expected.dtype if dtype is None else dtype).eps
     growth = 8.0 if eps > HALF_EPS else 8.0 + 8.0 * num_terms**0.5
-    return eps * growth * largest(expected)
+    return _allowance.get() * eps * growth * largest(expected)
 
 
 def working_tolerance(plain_error: float, scale: float, num_terms: int, dtype: torch.dtype) -> float:
@@ -49,4 +95,5 @@ def working_tolerance(plain_error: float, scale: float, num_terms: int, dtype: t
         dtype: working type.
     """
     eps = torch.finfo(dtype).eps
-    return 2 * plain_error + eps * scale * (2.0 if eps > HALF_EPS else 8.0 + 8.0 * num_terms**0.5)
+    growth = 2.0 if eps > HALF_EPS else 8.0 + 8.0 * num_terms**0.5
+    return 2 * plain_error + _allowance.get() * eps * growth * scale

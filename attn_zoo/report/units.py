@@ -103,6 +103,18 @@ def interval_rate(value: float, low: float, high: float) -> str:
     return f"{number}{unit} [{first}, {last}]"
 
 
+def human_count(value: int) -> str:
+    """Return a number of things, in millions or thousand millions where there are so many.
+
+    >>> human_count(262_144), human_count(536_870_912), human_count(2_147_483_648)
+    ('262,144', '537 M', '2.15 G')
+    """
+    for letter, factor in (("G", 1e9), ("M", 1e6)):
+        if value >= 0.9995 * factor:
+            return f"{human_number(value / factor)} {letter}"
+    return f"{value:,}"
+
+
 def percent(frac: float) -> str:
     """Return a share.
 

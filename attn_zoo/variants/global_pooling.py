@@ -69,6 +69,7 @@ def global_pooling_state_bytes(shape: Shape, itemsize: int) -> int:
         is_permutation_invariant=True,
         is_padding_invariant=True,
         positions=("none",),
+        dropout_unit="tokens",
         why={
             "cross_attention": "every query would receive the same, whatever it asks, so nothing attends",
             "grouped_query": "it has no heads to group",

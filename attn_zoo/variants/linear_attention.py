@@ -75,6 +75,7 @@ def linear_attention_state_bytes(shape: Shape, itemsize: int) -> int:
         grouped_query=True,
         is_permutation_invariant=True,
         is_padding_invariant=True,
+        dropout_unit="tokens",
         why={"positions": "a bias by distance does not split into a factor of the query and one of the key"},
     ),
     complexity=Complexity(

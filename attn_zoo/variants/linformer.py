@@ -190,6 +190,7 @@ def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> Abstra
         cross_attention=True,
         key_padding_mask=True,
         grouped_query=True,
+        dropout_unit="summaries",
         why={
             "causal": "each compressed key mixes all positions",
             "decode": "a new position changes every compressed key",

@@ -84,6 +84,7 @@ def lstm_state_bytes(shape: Shape, itemsize: int) -> int:
         decode="recurrent",
         is_padding_invariant=True,
         positions=("none",),
+        dropout_unit="outputs",
         why={
             "cross_attention": "a state reads one sequence",
             "grouped_query": "it has no heads to group",

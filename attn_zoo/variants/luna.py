@@ -87,6 +87,7 @@ def luna_projection_bytes(shape: Shape, itemsize: int) -> int:
         is_padding_invariant=True,
         has_carry=True,
         positions=("none",),
+        dropout_unit="summaries",
         why={
             "causal": "each row of the memory mixes all positions; the paper's causal form is another mechanism, "
             "without softmax and without a memory that passes between layers",

@@ -89,6 +89,7 @@ def word_convolution_state_bytes(shape: Shape, itemsize: int) -> int:
         decode="recurrent",
         is_padding_invariant=True,
         positions=("none",),
+        dropout_unit="outputs",
         why={
             "cross_attention": "a window needs positions that both sequences share",
             "grouped_query": "it has no heads to group",

@@ -84,6 +84,12 @@ class CarryReadsPadding(SoundCarry):
         return Mixed(output.hidden, output.carry + 1e-6 * hidden.mean(1))
 
 
+class CarryPoolsZeroTimesNan(SoundCarry):
+    def pooled(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        keep = hidden.new_ones(hidden.shape[:2]) if mask is None else (~mask).to(hidden.dtype)
+        return (hidden * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1.0)
+
+
 class CarryDiffersFromItsReference(SoundCarry):
     def passed_on(self, carry: Tensor, pooled: Tensor) -> Tensor:
         return super().passed_on(carry, pooled) * (1 + 1e-6)
@@ -159,6 +165,7 @@ CONTRACT = (
     Broken(cls=CarryIsNotUsed, check="carry", also=frozenset({"matches_reference"}), capabilities=CARRY),
     Broken(cls=CarryIsNotPassedOn, check="carry", also=frozenset({"matches_reference"}), capabilities=CARRY),
     Broken(cls=CarryReadsPadding, check="carry", also=frozenset({"matches_reference"}), capabilities=CARRY),
+    Broken(cls=CarryPoolsZeroTimesNan, check="carry", also=frozenset({"padding_content"}), capabilities=CARRY),
     Broken(cls=CarryDiffersFromItsReference, check="carry", also=frozenset({"matches_reference"}), capabilities=CARRY),
     Broken(
         cls=SeesOneMoreThanItChose,

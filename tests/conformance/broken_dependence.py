@@ -225,6 +225,7 @@ MASKED = {"key_padding_mask": True}
 CAUSAL = {"causal": True}
 DROPOUT = {"attention_dropout": True}
 GRADIENT = frozenset({"gradients_reach_every_parameter"})
+RATE = frozenset({"dropout_rate"})
 ORACLE = frozenset({"matches_oracle"})
 
 DEPENDENCE = (
@@ -246,10 +247,10 @@ DEPENDENCE = (
     Broken(cls=LosesHalfAGradient, check="gradients_reach_every_parameter"),
     Broken(cls=NoMaxSubtraction, check="finite_on_large_inputs"),
     Broken(cls=ReadsEmptyMemory, check="uninitialised_memory", also=EVERYTHING),
-    Broken(cls=IgnoresDropout, check="dropout", capabilities=DROPOUT),
-    Broken(cls=DropoutInEvaluation, check="dropout", capabilities=DROPOUT),
-    Broken(cls=DropoutWithoutRescaling, check="dropout", capabilities=DROPOUT),
-    Broken(cls=SameDropoutEveryCall, check="dropout", capabilities=DROPOUT),
+    Broken(cls=IgnoresDropout, check="dropout", also=RATE, capabilities=DROPOUT),
+    Broken(cls=DropoutInEvaluation, check="dropout", also=RATE, capabilities=DROPOUT),
+    Broken(cls=DropoutWithoutRescaling, check="dropout", also=RATE, capabilities=DROPOUT),
+    Broken(cls=SameDropoutEveryCall, check="dropout", also=RATE, capabilities=DROPOUT),
     Broken(cls=OtherDropoutInBackward, check="dropout", capabilities=DROPOUT),
     Broken(cls=NoisyInEvaluation, check="same_seed_same_output", also=frozenset({"global_state"})),
     Broken(cls=HiddenParameter, check="state_dict_round_trip"),

@@ -10,6 +10,7 @@ from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, P
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
 from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_DECODING
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
+from tests.conformance.broken_dropout import RATES, SOUND_DROPOUT
 from tests.conformance.broken_effects import EFFECTS, SoundEffects
 from tests.conformance.broken_lengths import LENGTHS, SOUND_LENGTHS
 from tests.conformance.broken_modes import MODES
@@ -28,6 +29,7 @@ BROKEN = (
     *MODES,
     *EFFECTS,
     *(dresses[0] for dresses in DRESSED),
+    *RATES,
 )
 OTHER_DRESSES = tuple(broken for dresses in DRESSED for broken in dresses[1:])
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
@@ -60,6 +62,7 @@ SOUND = (
     Broken(cls=SoundCarry, check="", capabilities=CARRY),
     Broken(cls=SoundRouting, check="", capabilities={"causal": True, "dtypes": ("float64", "float32", "bfloat16")}),
     Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"}),
+    *SOUND_DROPOUT,
     Broken(cls=SoundEffects, check="", capabilities={"causal": True, "key_padding_mask": True}),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
     Broken(cls=OnlyCausal, check="", capabilities={"bidirectional": False, "causal": True, "key_padding_mask": True}),

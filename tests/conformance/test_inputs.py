@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,6 +20,23 @@ def test_padding_leaves_every_entry_a_key_and_hides_one(kind: str, key_len: int)
     assert mask.any(-1).all()
     assert not mask.all(-1).any()
     assert bool(mask[:, -1].all()) if kind == "end" else bool(mask[:, 0].all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_poison_is_in_padded_keys_and_nowhere_else(dtype: torch.dtype) -> None:
+    build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=9)
+    plain = make_inputs("attention", build, batch_size=2, query_len=7, key_len=7, dtype=dtype, device="cpu", seed=0)
+    assert plain.poisoned() is plain
+    mask = padding_mask(2, 7, "scattered")
+    query, *keys = replace(plain, key_padding_mask=mask).poisoned().tensors
+    assert torch.equal(query, plain.tensors[0])
+    for tensor, before in zip(keys, plain.tensors[1:], strict=True):
+        assert torch.equal(tensor.transpose(1, 2)[~mask], before.transpose(1, 2)[~mask])
+        assert not tensor.transpose(1, 2)[mask].isfinite().any()
+    both = torch.cat([tensor.transpose(1, 2)[mask] for tensor in keys])
+    assert both.isnan().any()
+    assert both.isposinf().any()
+    assert both.isneginf().any()
 
 
 def test_values_are_the_same_in_every_dtype() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from typer.testing import CliRunner
 
 from attn_zoo.cli import app
 from attn_zoo.errors import AttnZooError
+from attn_zoo.matrix.store.kept_sources import keep_sources
+from attn_zoo.registry import variants
+from attn_zoo.scaffold import new_variant
 
 
 def run(*arguments: object) -> str:
@@ -38,6 +42,29 @@ def test_positions_and_schedule(zoo: Path, tmp_path: Path):
     run("positions", zoo, "--cell", "full/*/plain/*", "--out", tmp_path / "b.png")
     run("schedule", "lra-small", "--task", "toy", "--out", tmp_path / "c.svg")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_sources_that_the_folder_keeps_are_loaded_where_they_were_measured(zoo: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
+    folder = Path(shutil.copytree(zoo, tmp_path / "zoo"))
+    keep_sources(folder, {str(new_variant("my_map", tmp_path)): ["my_map"]})
+    drawing = ("attention", folder, "--cell", "full/*/plain/*", "--out", tmp_path / "a.svg")
+    try:
+        run(*drawing)
+        assert "my_map" in variants
+        variants.remove("my_map")
+        monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "another user's"))
+        said = []
+        monkeypatch.setattr("attn_zoo.console.err.print", lambda text, **_: said.append(text))
+        run(*drawing)
+        assert "my_map" not in variants
+        path = folder / "sources" / "my_map" / "my_map.py"
+        assert said == [
+            f"not loaded: {path} was not measured by you; if it is needed, read it and say --variant-file {path}"
+        ]
+    finally:
+        if "my_map" in variants:
+            variants.remove("my_map")
 
 
 @pytest.mark.parametrize(

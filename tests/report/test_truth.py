@@ -207,8 +207,8 @@ def test_weights_that_grow_stand_beside_the_time(tmp_path):
     (panel,) = analysis.panels
     for quantity in ("time", "memory"):
         table = length_table(panel, quantity)
-        assert [row[-1] for row in table.texts()] == [MISSING, "1,048,576 at 2k"]
-    assert any("linformer 1,048,576 at 2k" in text for text in findings(analysis))
+        assert [row[-1] for row in table.texts()] == [MISSING, "1.05 M at 2k"]
+    assert any("linformer 1.05 M at 2k" in text for text in findings(analysis))
 
 
 def test_linear_memory_of_exact_attention_is_explained_once(tmp_path):
@@ -263,3 +263,12 @@ def test_the_front_of_a_report_is_one_sentence_one_figure_one_table_and_a_few_li
     readme = write_results_readme(tmp_path / "run").read_text(encoding="utf-8")
     assert len(readme.splitlines()) < 40
     assert readme.count("![") == 1
+
+
+def test_a_run_that_has_only_a_plan_gives_a_page(tmp_path):
+    cells = [scaling("full", n).cell for n in LENGTHS[:2]] + [record.cell for record in trained(seeds=(0,))]
+    run = write_run(tmp_path / "run", [], planned=pack_cells(cells))
+    text = write_results_readme(run).read_text(encoding="utf-8")
+    assert "No cell has been run yet." in text
+    assert "0 of 5 cells" in text
+    assert not list((run / "figures").glob("*")) if (run / "figures").exists() else True

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_zoo.attention import AbstractMixer, BuildContext, Mixed, build_mixer
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
-from attn_zoo.conformance.subject import Subject, reference_results, results, weighted_sum
+from attn_zoo.conformance.subject import Subject, gradients, reference_results, results, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding
 
 
@@ -56,6 +56,7 @@ def _carry(subject: Subject) -> Finding:
                 expected = reference_results(first, inputs)[1:]
             if not expected or largest_error(carry, expected[0]) > rounding(expected[0], inputs.num_terms):
                 raise Violation("the carry differs from that of the readable reference", inputs.words())
+            _expect_finite_gradients(first, inputs.poisoned())
             _expect_use(first, second, inputs, is_causal=build.is_causal)
     return passed(f"{list(carry.shape[1:])} for each sequence")
 
@@ -70,8 +71,19 @@ def _expect_independence(mixer: AbstractMixer, inputs: Inputs, carry: Tensor) ->
     last = inputs.tensors[-1]
     noise = 3.0 * random_tensor(last.shape, 80, last.dtype, str(last.device))
     garbage = replace(inputs, tensors=(*inputs.tensors[:-1], torch.where(mask[..., None], noise, last)))
-    if largest_error(results(mixer, garbage)[1], carry) > rounding(carry, inputs.num_terms):
-        raise Violation("values under key_padding_mask influence the carry", inputs.words())
+    for content, other in (("noise", garbage), ("NaN and infinities", inputs.poisoned())):
+        if largest_error(results(mixer, other)[1], carry) > rounding(carry, inputs.num_terms):
+            raise Violation(
+                "values under key_padding_mask influence the carry", f"{inputs.words()}: padded tokens became {content}"
+            )
+
+
+def _expect_finite_gradients(mixer: AbstractMixer, inputs: Inputs) -> None:
+    found = gradients(mixer, inputs, run=lambda module, given: results(module, given)[1:])
+    for name, gradient in found.by_name.items():
+        if gradient is not None and not gradient.isfinite().all():
+            words = f"{inputs.words()}: that of {name}, with NaN and infinities in padded tokens"
+            raise Violation("the carry has a gradient that is not finite", words)
 
 
 def _expect_use(first: AbstractMixer, second: AbstractMixer, inputs: Inputs, *, is_causal: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, MultiHeadMixer
+from attn_zoo.attention import BuildContext
 from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
@@ -25,6 +25,7 @@ from attn_zoo.conformance.subject import (
     call,
     call_reference,
     gradients,
+    is_own_reference,
     objective,
     reference_results,
     routing_of,
@@ -32,12 +33,6 @@ from attn_zoo.conformance.subject import (
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, working_tolerance
 
 SLOPE_STEP = 1e-7  # of a one-sided difference: its bend and the rounding of sums are far below what is allowed
-
-
-def _is_own_reference(module: Module) -> bool:
-    """Whether `forward` is the readable version itself."""
-    inner = module.attention if isinstance(module, MultiHeadMixer) else module
-    return type(inner).reference in {AbstractAttention.reference, AbstractMixer.reference}
 
 
 def _named(result: Gradients) -> Iterator[tuple[str, Tensor]]:
@@ -50,7 +45,7 @@ def _named(result: Gradients) -> Iterator[tuple[str, Tensor]]:
 def _matches_reference(subject: Subject) -> Finding:
     worst: tuple[float, str] = (0.0, "")
     for build in subject.contexts():
-        if _is_own_reference(subject.module(build, seq_len=subject.lengths[-1])):
+        if is_own_reference(subject.module(build, seq_len=subject.lengths[-1])):
             return not_applicable("its forward is the readable version itself")
         for dtype in subject.dtypes:
             is_first = dtype == subject.dtype

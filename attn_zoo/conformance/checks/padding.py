@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.inputs import Inputs, padded_rows, random_tensor
 from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, same_shape_tolerance
 
@@ -30,25 +30,9 @@ def _refusal(subject: Subject) -> Finding | None:
     )
 
 
-def _padded_rows(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Return the `[B, S]` mask in a shape that broadcasts to `[B, H, S, D]` or `[B, S, E]`."""
-    return mask[:, None, :, None] if tensor.dim() == 4 else mask[:, :, None]
-
-
 def _compared(inputs: Inputs, output: Tensor, mask: Tensor) -> Tensor:
     """Return the output without the rows whose own query is padding: those may change where queries are keys."""
-    return output.masked_fill(_padded_rows(output, mask), 0.0) if inputs.is_shared else output
-
-
-def _poisoned(inputs: Inputs, mask: Tensor) -> Inputs:
-    """Return the inputs with NaN and infinities of both signs in the padded tokens, in turns."""
-    at = torch.arange(mask.numel(), device=mask.device).view(mask.shape)
-    tensors = list(inputs.tensors)
-    for index in inputs.key_side:
-        poison = at.new_tensor([0, 1, -1]).to(tensors[index].dtype)[(at + index) % 3] / 0.0
-        rows = _padded_rows(tensors[index], mask)
-        tensors[index] = torch.where(rows, _padded_rows(tensors[index], poison), tensors[index])
-    return replace(inputs, tensors=tuple(tensors))
+    return output.masked_fill(padded_rows(output, mask), 0.0) if inputs.is_shared else output
 
 
 def _noisy(inputs: Inputs, mask: Tensor, size: float) -> Inputs:
@@ -57,7 +41,7 @@ def _noisy(inputs: Inputs, mask: Tensor, size: float) -> Inputs:
     for index in inputs.key_side:
         old = tensors[index]
         noise = size * random_tensor(old.shape, 50 + index, old.dtype, str(old.device))
-        tensors[index] = torch.where(_padded_rows(old, mask), noise, old)
+        tensors[index] = torch.where(padded_rows(old, mask), noise, old)
     return replace(inputs, tensors=tuple(tensors))
 
 
@@ -95,7 +79,7 @@ def _expect_content_ignored(module: Module, inputs: Inputs) -> None:
     assert mask is not None
     words = f"{inputs.words()}, entry 0 pads {mask[0].nonzero().flatten().tolist()}"
     size = 100.0 if inputs.tensors[0].dtype == torch.float16 else 1e4
-    others = {f"{size:g} x noise": _noisy(inputs, mask, size), "NaN and infinities": _poisoned(inputs, mask)}
+    others = {f"{size:g} x noise": _noisy(inputs, mask, size), "NaN and infinities": inputs.poisoned()}
     with torch.no_grad():
         expected = _compared(inputs, call(module, inputs), mask)
         if not expected.isfinite().all():  # of an entry of padding only: another check's finding
@@ -120,12 +104,12 @@ def _expect_content_sends_no_gradient(module: Module, inputs: Inputs, words: str
     found = gradients(module, inputs, weigh=weigh).by_name
     for index in inputs.key_side:
         gradient = found[inputs.names[index]]
-        if gradient is not None and largest(gradient.masked_fill(~_padded_rows(gradient, mask), 0.0)) > 0:
+        if gradient is not None and largest(gradient.masked_fill(~padded_rows(gradient, mask), 0.0)) > 0:
             raise Violation("a gradient reaches padding", f"{words}: to padded {inputs.names[index]}")
     # One scale for all: a gradient that is nothing but rounding must not be its own measure.
     scale = torch.tensor([1.0, *(largest(each) for each in found.values() if each is not None)]).max()
     allowed = rounding(scale.to(inputs.tensors[0].dtype), inputs.num_terms * inputs.batch_size)
-    for name, gradient in gradients(module, _poisoned(inputs, mask), weigh=weigh).by_name.items():
+    for name, gradient in gradients(module, inputs.poisoned(), weigh=weigh).by_name.items():
         before = found[name]
         if gradient is None or before is None or not before.isfinite().all():
             continue

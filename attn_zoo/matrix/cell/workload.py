@@ -19,9 +19,11 @@ class AbstractWorkload(ABC):
 
     Attributes:
         inputs: what a cell that differs in the variant only may be given too.
+        is_capturable: a call may be tried as a CUDA graph.
     """
 
     inputs: Sequence[Tensor]
+    is_capturable = True
 
     @abstractmethod
     def gate(self) -> tuple[str, ...]:
@@ -32,8 +34,12 @@ class AbstractWorkload(ABC):
         """Return what to time, and what to run before each call of it."""
 
     @abstractmethod
-    def check(self, output: object) -> tuple[str, ...]:
+    def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         """Check what the first call returned or did; return the names of the checks.
+
+        Args:
+            output: of that call.
+            is_repeat: what takes further calls was checked by another process of this run.
 
         Raises:
             GateError: it is wrong.

@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal, cast, get_args
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from attn_zoo.attention import BuildContext
+from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
 from attn_zoo.conformance import check_output, gate
+from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.probes import FirstCall, probe
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, config_of, form_of
 from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis, combinations
@@ -139,7 +141,7 @@ class CallWorkload(AbstractWorkload):
     """
 
     cell: Cell
-    module: nn.Module
+    module: AbstractAttention | AbstractMixer
     forward: Callable[[], Tensor]
     inputs: Sequence[Tensor]
     key_padding_mask: Tensor | None
@@ -164,18 +166,43 @@ class CallWorkload(AbstractWorkload):
         clear_grads(self.leaves)
         return make_pass(self.forward, self.leaves, _pass_of(self.cell))
 
-    def check(self, output: object) -> tuple[str, ...]:
+    def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         assert isinstance(output, Tensor)
-        return check_output(
+        cell, variant = self.cell, variants[self.cell.variant]
+        is_random = self.module.training and cell.dropout_p > 0
+        held = check_output(
             output,
             self.inputs,
-            variant=variants[self.cell.variant],
-            config=config_of(self.cell),
-            form=form_of(self.cell),
+            variant=variant,
+            config=config_of(cell),
+            form=form_of(cell),
             build=self.build,
             key_padding_mask=self.key_padding_mask,
-            is_random=self.module.training and self.cell.dropout_p > 0,
+            is_random=is_random,
         )
+        if is_repeat or is_random:
+            return held
+        kind = PASSES[_pass_of(cell)]
+        inputs = Inputs(
+            form=form_of(cell),
+            tensors=tuple(self.inputs),
+            key_padding_mask=self.key_padding_mask,
+            is_causal=cell.is_causal,
+        )
+        named = dict(zip(inputs.names, self.inputs, strict=True)) | {
+            f"parameter {name}": parameter for name, parameter in self.module.named_parameters()
+        }
+        first = FirstCall(
+            variant=variant,
+            capabilities=variant.capabilities_of(config_of(cell)),
+            module=self.module,
+            inputs=inputs,
+            output=output.detach(),
+            has_graph=kind.has_graph,
+            is_known="own_rows" in held,
+            gradients={name: leaf.grad for name, leaf in named.items()} if kind.backwards else None,
+        )
+        return (*held, *probe(first))
 
     def memory(self) -> Memory:
         return memory_of_pass(self.forward, self.leaves, _pass_of(self.cell), device=self.cell.device)

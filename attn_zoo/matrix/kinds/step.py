@@ -163,6 +163,8 @@ class StepWorkload(AbstractWorkload):
         UnsupportedError: the variant, or training itself, refuses what the cell asks.
     """
 
+    is_capturable = False  # a trainer captures its steps itself, where its protocol says so
+
     def __init__(self, cell: Cell) -> None:
         from attn_zoo.training.learner import Learner
 
@@ -205,7 +207,7 @@ class StepWorkload(AbstractWorkload):
         self._ours = None  # one of the two models is enough from here on
         return self._learner.step, None
 
-    def check(self, output: object) -> tuple[str, ...]:  # noqa: ARG002 - it is the weights that tell
+    def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:  # noqa: ARG002 - it is the weights that tell
         """Check that the step learned something, everywhere: weights are finite, and where there is a gradient changed.
 
         A gradient no larger than what Adam adds to its square root may leave a weight as it was.

@@ -39,7 +39,7 @@ class Analysis:
     @property
     def variants(self) -> dict[str, str]:
         """Registered name of the variant behind each label."""
-        return {one.label: one.cell.variant for one in self.results.observations}
+        return {one.label: one.cell.variant for one in (*self.results.observations, *self.results.left)}
 
     @property
     def caveats(self) -> str:
@@ -54,6 +54,7 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
         ConfigError: a directory is not a results folder.
     """
     results = read_results(dirs)
+    every = (*results.observations, *results.left)
     panels = tuple(make_panels(results))
     groups = tuple(make_accuracy_groups(results))
     doubts = tuple(warning for group in groups for warning in group.warnings)
@@ -63,7 +64,7 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
         panels=panels,
         accuracy=groups,
         overviews=tuple(make_overviews(groups)),
-        labels=tuple(sorted({one.label for one in results.observations}, key=lambda label: (label.casefold(), label))),
+        labels=tuple(sorted({one.label for one in every}, key=lambda label: (label.casefold(), label))),
     )
 
 

@@ -81,14 +81,15 @@ class Picture:
 def front_picture(analysis: Analysis, pictures: Sequence[Picture]) -> Picture | None:
     """Return the one figure for the top of a report: times of the panel that says most, else the first scores."""
     panel = lead_panel(analysis.panels)
-    wanted = [f"time-{panel.name}"] if panel is not None else [f"accuracy-{group.name}" for group in analysis.accuracy]
-    return next((picture for picture in pictures if picture.name in wanted), None)
+    groups = sorted(analysis.accuracy, key=lambda group: -sum(score.mean is not None for score in group.scores))
+    wanted = f"time-{panel.name}" if panel is not None else f"accuracy-{groups[0].name}" if groups else ""
+    return next((picture for picture in pictures if picture.name == wanted), None)
 
 
 def _subjects(analysis: Analysis) -> list[tuple[FigureEntry, str, Any]]:
     """Return what may be drawn, each with the name of its figure."""
     subjects: list[tuple[Subject, str, Any]] = [
-        *(("panel", panel.name, panel) for panel in analysis.panels),
+        *(("panel", panel.name, panel) for panel in analysis.panels if panel.points),
         *(("overview", overview.name, overview) for overview in analysis.overviews),
         *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]

@@ -8,7 +8,6 @@ from itertools import groupby
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
-from attn_zoo.report.analysis.fits import Growth
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelScore, pair
@@ -166,12 +165,6 @@ def _growth_line(panel: Panel) -> str:
     return f"Time grows, {'; '.join(said)}." if said else ""
 
 
-def _exponent(growth: Growth) -> str:
-    assert growth.exponent is not None  # a settled one has it
-    ends = "" if growth.is_device else f" [{growth.exponent.low:.2f}, {growth.exponent.high:.2f}]"
-    return f"{growth.verdict}, N^{growth.exponent.value:.2f}{ends}"
-
-
 def _crossing_line(panel: Panel) -> str:
     crossings = [one for one in panel.crossings if one.is_fastest and one.result and len(one.result.lengths) > 1]
     if not crossings or panel.baseline is None:
@@ -210,7 +203,10 @@ def _score_line(group: AccuracyGroup) -> str:
         return ""
     means = _listed(f"{score.name} {group.metric.show(score.mean or 0.0)}" for score in scored)
     below = [score.name for score in scored if score.standing and score.standing.verdict == "not above"]
-    floor = f"; not above what needs no attention: {_listed(below)}" if below else ""
+    none = (
+        "none above what needs no attention" if len(below) == len(scored) else f"not above the floors: {_listed(below)}"
+    )
+    floor = f"; {none}" if below else ""
     return f"{group.metric.title} on {group.title}: {means}{floor}."
 
 
@@ -239,7 +235,7 @@ def _has_linear_memory(panel: Panel) -> bool:
 
 
 def panel_findings(analysis: Analysis) -> list[str]:
-    """Return a sentence for each panel: who wins, how time grows, where it crosses, as far as that is settled."""
+    """Return a sentence for each panel: who wins at which lengths, as far as that is settled."""
     return [_panel(panel) for panel in analysis.panels if panel.points]
 
 
@@ -250,13 +246,6 @@ def _panel(panel: Panel) -> str:
     if rates:
         best = max(rates, key=lambda point: point.tokens_per_s or 0.0)
         said.append(f"{human_ms(best.median_ms)} a step, {float(f'{best.tokens_per_s:.3g}'):,.0f} tokens/s")
-    grown = [growth for growth in panel.time.values() if growth.slopes]
-    settled = [f"{growth.label} {_exponent(growth)}" for growth in grown if growth.is_settled]
-    open_ = [f"{growth.label} ({growth.why})" for growth in grown if not growth.is_settled]
-    said += [f"time grows: {', '.join(settled)}"] if settled else []
-    said += [f"growth not settled: {', '.join(open_)}"] if open_ else []
-    if line := _crossing_line(panel):
-        said.append(line[:1].lower() + line[1:-1])
     return f"{capital(panel.title)}: {'; '.join([*said, *panel.caveats])}."
 
 

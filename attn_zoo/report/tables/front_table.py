@@ -14,7 +14,7 @@ from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.analysis.winners import lead_panel, times_faster, winners
 from attn_zoo.report.tables.table import Column, Row, Table, text_column
 from attn_zoo.report.tables.time_tables import by_importance, host_words, shown_doubts, weights_words
-from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, ratio
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, human_number, ratio
 from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
 
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
@@ -44,10 +44,10 @@ def front_table(analysis: Analysis) -> Table | None:
         first = {"variant": "fastest"} | dict.fromkeys(rows[0].keys() - {"variant"}, "")
         best = {str(one.seq_len): " or ".join(one.labels[:3]) for one in winners(panel) if one.num_rivals > 1}
         rows.insert(0, first | {name: text for name, text in best.items() if name in first})
-        if any(row["memory"] for row in rows):
-            columns.append(_column(f"peak memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
         if any(row["weights"] for row in rows):
             columns.append(_column("weights that grow", "weights", 1.1))
+        if any(row["memory"] for row in rows):
+            columns.append(_column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
     columns += [_column(title, f"score {title}", 0.6) for title, _ in scores]
     return Table(
         name="front",
@@ -147,7 +147,7 @@ def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str
                 "the median time."
             )
         said += [doubt_words(point.num_processes for point in panel.points), mark_words(shown), host_words(panel)]
-        said.append(f"{panel.title}; {panel.subtitle}.")
+        said.append(f"{capital(panel.title)}; {panel.subtitle}.")
     if analysis.accuracy:
         said.append("Scores: mean over seeds on test; floor: the best of chance and trivial models.")
     return " ".join(filter(None, said))

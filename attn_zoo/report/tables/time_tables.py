@@ -12,7 +12,16 @@ from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.measurements import CALLS, token_rates
 from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column
-from attn_zoo.report.units import human_bytes, human_length, human_ms, human_number, interval_ms, interval_rate, ratio
+from attn_zoo.report.units import (
+    human_bytes,
+    human_count,
+    human_length,
+    human_ms,
+    human_number,
+    interval_ms,
+    interval_rate,
+    ratio,
+)
 from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, mark_words, marks_of
 from attn_zoo.statistics import time_ratio
 
@@ -82,7 +91,7 @@ def weights_words(series: Series) -> str:
     if not counts or min(counts)[0] == max(counts)[0]:
         return ""
     most, length = max(counts)
-    return f"{most:,} at {human_length(length)}"
+    return f"{human_count(most)} at {human_length(length)}"
 
 
 def by_importance(lengths: Sequence[int]) -> list[int]:

@@ -161,6 +161,7 @@ def test_an_accuracy_cell_is_a_training(monkeypatch, tmp_path):
     monkeypatch.setattr("attn_zoo.training.run_training", train)
     record = run_cell(wanted, data_dir=tmp_path, checkpoint_dir=tmp_path / "c", weights_dir=tmp_path / "w")
     weights = tmp_path / "w" / f"{wanted.key}.safetensors"
+    assert callable(seen.pop("before_training"))  # the gate
     assert seen == {
         "cell": wanted,
         "data_dir": tmp_path,
@@ -263,7 +264,7 @@ def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_onl
         calls.append((device, setup is not None, call().shape[-2]))
         return replace(timing, graph_ms=0.25)
 
-    monkeypatch.setattr("attn_zoo.matrix.cell.trial.with_graph_time", with_graph)
+    monkeypatch.setattr("attn_zoo.matrix.cell.trial.with_host_and_device_time", with_graph)
     record = run_cell(cell(pass_="fwd_bwd"), budget_s=0.01)
     assert record.timing is not None, record.reason + record.trace
     assert record.timing.graph_ms == 0.25

@@ -33,7 +33,7 @@ class SumWorkload(AbstractWorkload):
     def make_call(self) -> tuple[Any, None]:
         return lambda: self.inputs[0].sum(), None
 
-    def check(self, output: object) -> tuple[str, ...]:
+    def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         assert output == self.inputs[0].numel()
         return ("own_sum",)
 

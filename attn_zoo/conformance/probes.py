@@ -1,0 +1,335 @@
+"""What a few calls at a cell's own length can tell, before it is timed.
+
+The gate compares whole outputs and gradients at short lengths. A path may be taken at long lengths only, and a kernel
+may go wrong there: an index that overflows, a last block that is never written. The dense reference would cost more
+than the cell. These probes cost about as much as the call itself:
+
+* `own_reference`: where its pairs fit into memory, one sequence equals the readable reference;
+* `own_modes`, `own_causality`: the other mode and tokens in the future do not change the output;
+* `own_prefix`: what follows a short sequence, in the future or as padding, does not matter to it, where that is
+  promised: so a long output is held to a short one, and the gate holds that to the reference;
+* `own_reach`: the outputs depend on as many tokens as at a short length;
+* `own_slope`: the gradients of the first timed call say the slope that a finite difference finds.
+
+The last one is asked only where it holds at a short length, and a jump is none: a choice by the data has no slope.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.subject import (
+    MaskKind,
+    Module,
+    Subject,
+    call,
+    call_reference,
+    gradients,
+    is_own_reference,
+    routing_of,
+)
+from attn_zoo.conformance.tolerance import HALF_EPS, largest, largest_error, rounding, working_tolerance
+from attn_zoo.errors import GateError
+from attn_zoo.measure.passes import grad_like
+from attn_zoo.metadata import Capabilities
+from attn_zoo.registry import Variant
+
+SHORT_LEN = 700
+"""Tokens of the short calls, which the gate has compared with the reference at a length like that."""
+REFERENCE_PAIRS = 2**25
+"""Scores (heads x queries x keys) up to which the readable reference is affordable: 2048 tokens with 8 heads."""
+NUM_LAST = 16
+"""Tokens in the future of all others, which are changed."""
+NUM_ROWS = 16
+"""Outputs of which the reach is counted together."""
+LEAST_REACH = 1 / 3
+"""Of the tokens reached at the short length: where the rows lie in their blocks makes a difference."""
+GRAPH_BYTES = 2**26
+"""Of inputs; above, a cell without a graph is not called with one, which may need many times its memory."""
+STEPS = {torch.float64: 1e-5, torch.float32: 5e-3, torch.bfloat16: 0.0625, torch.float16: 0.0625}
+"""Of the finite difference, for inputs of size 1: rounding and curvature are both small against the slope."""
+SLOPE_ERRORS = {torch.float64: 1e-3, torch.float32: 0.01, torch.bfloat16: 0.15, torch.float16: 0.15}
+"""Relative to the standard deviation of the slope over random directions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstCall:
+    """The first call of a cell.
+
+    Args:
+        variant: the registry's entry.
+        capabilities: under the options of the cell.
+        module: in the mode of the cell.
+        inputs: of the call.
+        output: of the call.
+        has_graph: the call kept a graph.
+        is_known: rows of the output were compared with exact attention, so that only its gradients are in question.
+        gradients: by name of an input or `"parameter NAME"`, from the gradient `grad_like(output)`; None without a
+            backward.
+    """
+
+    variant: Variant
+    capabilities: Capabilities
+    module: Module
+    inputs: Inputs
+    output: Tensor
+    has_graph: bool
+    is_known: bool = False
+    gradients: Mapping[str, Tensor | None] | None = None
+
+
+def probe(first: FirstCall) -> tuple[str, ...]:
+    """Probe a cell whose first call drew nothing at random; return the names of what was checked.
+
+    Args:
+        first: the first call; its module is left as it was.
+
+    Raises:
+        GateError: a probe found something wrong.
+    """
+    if not first.capabilities.is_deterministic:
+        return ()
+    is_training, held = first.module.training, list[str]()
+    try:
+        for look in (_slope,) if first.is_known else (_reference, _other_mode, _prefix, _slope):
+            held += look(first)
+            first.module.train(is_training)
+    finally:
+        first.module.train(is_training)
+    return tuple(held)
+
+
+def probe_mixer(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ...]:
+    """Call a new module of the subject forward and backward at `seq_len` tokens, and probe that call.
+
+    Raises:
+        GateError: a probe found something wrong.
+    """
+    module = subject.make(subject.build, seq_len=seq_len)
+    inputs = subject.inputs(subject.build, seq_len, batch_size=1, mask=mask)
+    found = gradients(module, inputs, weigh=lambda output: (output * grad_like(output)).sum())
+    return probe(
+        FirstCall(
+            variant=subject.variant,
+            capabilities=subject.capabilities,
+            module=module,
+            inputs=inputs,
+            output=found.output,
+            has_graph=True,
+            gradients=found.by_name,
+        )
+    )
+
+
+def _fail(first: FirstCall, check: str, message: str) -> GateError:
+    return GateError(check, f"{first.variant.name}: {message} ({first.inputs.words()})")
+
+
+def _truncated(inputs: Inputs, count: int) -> Inputs:
+    mask = inputs.key_padding_mask
+    return replace(
+        inputs.map(lambda tensor: tensor.detach()[..., :count, :]),
+        key_padding_mask=None if mask is None else mask[:, :count],
+    )
+
+
+def _short_len(first: FirstCall) -> int:
+    """Return the length of short calls, or 0 where the module takes none, or its own length is no longer."""
+    multiple = first.capabilities.seq_len_multiple
+    short = -(-SHORT_LEN // multiple) * multiple
+    is_long = first.capabilities.variable_seq_len and first.inputs.query_len >= 2 * short
+    return short if is_long else 0
+
+
+@torch.no_grad()
+def _reference(first: FirstCall) -> list[str]:
+    """Compare the first sequence with the readable reference."""
+    inputs, module = first.inputs.entries(slice(0, 1)).map(torch.Tensor.detach), first.module
+    pairs = module.build.num_heads * inputs.query_len * inputs.key_len
+    dtype = inputs.tensors[0].dtype
+    is_half = torch.finfo(dtype).eps > HALF_EPS  # then it is computed twice
+    if is_own_reference(module) or pairs * (1 + is_half) > REFERENCE_PAIRS:
+        return []
+    module.eval()
+    routing = routing_of(module, inputs)
+    plain = call_reference(module, inputs, routing)
+    expected, plain_error = plain, 0.0
+    if is_half:
+        wide = copy.deepcopy(module).float()
+        expected = call_reference(wide, inputs.map(torch.Tensor.float), routing)
+        plain_error = largest_error(plain, expected)
+    tolerance = working_tolerance(plain_error, largest(expected), inputs.num_terms, dtype)
+    error = largest_error(first.output[:1], expected)
+    # In a wider type the reference makes rounding errors of the same size.
+    if error > (tolerance if plain_error else 2 * tolerance):
+        raise _fail(first, "own_reference", f"the output is off by {error:.2g} from the readable reference")
+    return ["own_reference"]
+
+
+def _other_mode(first: FirstCall) -> list[str]:
+    """Call in the other mode, with a graph where that is affordable, and with other tokens at the end if causal."""
+    inputs, module = first.inputs.map(torch.Tensor.detach), first.module
+    has_future = inputs.is_causal and first.capabilities.causal is True and inputs.query_len > NUM_LAST
+    end = inputs.query_len - NUM_LAST if has_future else inputs.query_len
+    module.train(not module.training)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in inputs.tensors)
+    with torch.set_grad_enabled(first.has_graph or size <= GRAPH_BYTES):
+        given = (inputs.map(_with_another_end) if has_future else inputs).leaves()
+        output = call(module, given)
+    tolerance = 2 * rounding(first.output, inputs.num_terms)
+    change = largest_error(output[..., :end, :], first.output[..., :end, :])
+    if change > tolerance and has_future:
+        with torch.no_grad():
+            unchanged = largest_error(call(module, inputs), first.output)
+        if unchanged <= tolerance:
+            raise _fail(
+                first, "own_causality", f"an output changed by {change:.2g} when the last {NUM_LAST} tokens changed"
+            )
+    if change > tolerance:
+        mode = "training" if module.training else "evaluation"
+        graph = "with" if output.requires_grad else "without"
+        raise _fail(first, "own_modes", f"{mode} {graph} a graph differs by {change:.2g} from what would be timed")
+    held = ["own_modes", *["own_causality"] * has_future]
+    return [*held, *_reach(first, given, output)]
+
+
+def _with_another_end(tensor: Tensor) -> Tensor:
+    end = random_tensor(tensor[..., -NUM_LAST:, :].shape, 31, tensor.dtype, str(tensor.device))
+    return torch.cat([tensor[..., :-NUM_LAST, :], 3.0 * end], dim=-2)
+
+
+def _reach(first: FirstCall, given: Inputs, output: Tensor) -> list[str]:
+    """Count the tokens that some outputs depend on, and compare with a short call in the same mode."""
+    short_len = _short_len(first)
+    if not output.requires_grad or not short_len:
+        return []
+    with torch.enable_grad():
+        short = _truncated(given, short_len).leaves()
+        expected = _num_reached(call(first.module, short), short)
+    reached = _num_reached(output, given)
+    if reached < LEAST_REACH * expected:
+        words = f"{NUM_ROWS} outputs depend on {reached} tokens; on {expected} of {short_len} in a shorter sequence"
+        raise _fail(first, "own_reach", words)
+    return ["own_reach"]
+
+
+def _num_reached(output: Tensor, given: Inputs) -> int:
+    """Return on how many tokens some outputs of the first sequence depend, through whichever input."""
+    length = output.shape[-2]
+    rows = torch.randperm(length, generator=torch.Generator().manual_seed(length))[:NUM_ROWS].to(output.device)
+    some = output[0][..., rows, :]
+    # A gradient of 16 bits must not vanish because a mean over many tokens gives each a small share.
+    scale = 1024.0 if output.dtype == torch.float16 else 1.0
+    weights = scale * random_tensor(some.shape, 7, output.dtype, str(output.device))
+    found = torch.autograd.grad(some, given.tensors, weights, allow_unused=True)
+    reached = torch.zeros(given.key_len, dtype=torch.bool, device=output.device)
+    for gradient in (found[index] for index in given.key_side):
+        if gradient is not None:
+            reached |= (
+                gradient[0].ne(0).flatten(0, -3).any(0).any(-1) if gradient.dim() == 4 else gradient[0].ne(0).any(-1)
+            )
+    return int(reached.sum())
+
+
+@torch.no_grad()
+def _prefix(first: FirstCall) -> list[str]:
+    """Compare the first outputs with those of a short call, where what follows them is promised not to matter."""
+    short_len, capabilities, inputs = _short_len(first), first.capabilities, first.inputs.map(torch.Tensor.detach)
+    is_state = inputs.is_causal and capabilities.decode != "none"  # a prefix read from a state equals the whole
+    if not short_len or not (is_state or (capabilities.is_padding_invariant and capabilities.key_padding_mask)):
+        return []
+    short = _truncated(inputs, short_len)
+    output = first.output
+    if not is_state:
+        hidden = torch.arange(inputs.key_len, device=output.device) >= short_len
+        mask = hidden.expand(inputs.batch_size, -1)
+        if inputs.key_padding_mask is not None:
+            mask = mask | inputs.key_padding_mask
+        output = call(first.module, replace(inputs, key_padding_mask=mask))
+    expected = call(first.module, short)
+    change = largest_error(output[..., :short_len, :], expected)
+    if change > 2 * rounding(expected, inputs.num_terms):
+        words = "come later" if is_state else "are padding"
+        raise _fail(
+            first, "own_prefix", f"the first {short_len} outputs differ by {change:.2g} when no more tokens {words}"
+        )
+    return ["own_prefix"]
+
+
+def _slope(first: FirstCall) -> list[str]:
+    """Compare the gradients of the first call with a finite difference, where a short call's stand the comparison."""
+    short_len = _short_len(first)
+    if first.gradients is None or not short_len or routing_of(first.module, first.inputs) is not None:
+        return []
+    short = _truncated(first.inputs, short_len).leaves()
+    leaves = {**dict(zip(short.names, short.tensors, strict=True)), **_parameters(first.module)}
+    with torch.enable_grad():
+        output = call(first.module, short)
+    found = torch.autograd.grad(output, list(leaves.values()), grad_like(output), allow_unused=True)
+    if _slope_error(first.module, short, output, dict(zip(leaves, found, strict=True)))[2] > 0.5:
+        return []
+    claimed, slope, error = _slope_error(first.module, first.inputs, first.output, first.gradients)
+    if error > 1:
+        # What is wrong with a gradient is as wrong for a step half as long; jumps are not.
+        half_claimed, half_slope, _ = _slope_error(first.module, first.inputs, first.output, first.gradients, 0.5)
+        if not 0.8 < 2 * (half_slope - half_claimed) / (slope - claimed) < 1.2:
+            return []
+        raise _fail(
+            first,
+            "own_slope",
+            f"the gradients say a slope of {claimed:.4g}, a finite difference says {slope:.4g}",
+        )
+    return ["own_slope"]
+
+
+def _parameters(module: Module) -> dict[str, Tensor]:
+    return {f"parameter {name}": value for name, value in module.named_parameters() if value.requires_grad}
+
+
+@torch.no_grad()
+def _slope_error(
+    module: Module, inputs: Inputs, output: Tensor, gradients: Mapping[str, Tensor | None], length: float = 1.0
+) -> tuple[float, float, float]:
+    """Return the change that gradients say, the one found, and their difference as a share of what is allowed.
+
+    All inputs and parameters move together along one random direction, by a step of relative `length`.
+    """
+    dtype, device = output.dtype, output.device
+    generator = torch.Generator(device).manual_seed(1)
+    leaves = {**dict(zip(inputs.names, inputs.tensors, strict=True)), **_parameters(module)}
+    above, below = dict[str, Tensor](), dict[str, Tensor]()
+    claimed, variance = 0.0, 0.0
+    for name, leaf in leaves.items():
+        size = 1.0 if name in inputs.names else float(leaf.detach().double().square().mean().sqrt())
+        noise = torch.randn(leaf.shape, generator=generator, device=device, dtype=dtype) * (
+            STEPS[dtype] * size * length
+        )
+        above[name], below[name] = leaf.detach() + noise, leaf.detach() - noise
+        if (gradient := gradients.get(name)) is not None:
+            moved = above[name] - below[name]  # as rounded
+            claimed += float((gradient.double() * moved.double()).sum())
+            variance += float(gradient.double().square().sum() * moved.double().square().mean())
+    seed = grad_like(output).double()
+    values = [float((_moved(module, inputs, moved).double() * seed).sum()) for moved in (above, below)]
+    slope = values[0] - values[1]
+    # The rounding of each output is independent of the others'.
+    rounded = 3 * torch.finfo(dtype).eps * float((output.double() * seed).square().sum()) ** 0.5
+    allowed = SLOPE_ERRORS[dtype] * variance**0.5 + rounded
+    return claimed, slope, abs(slope - claimed) / allowed if allowed else float(slope != claimed)
+
+
+def _moved(module: Module, inputs: Inputs, values: Mapping[str, Tensor]) -> Tensor:
+    """Call the module with other values of inputs and parameters, which it does not keep."""
+    parameters = {
+        name.removeprefix("parameter "): value for name, value in values.items() if name.startswith("parameter ")
+    }
+    tensors = tuple(values[name] for name in inputs.names)
+    output: Tensor = functional_call(module, parameters, tensors, {"key_padding_mask": inputs.key_padding_mask})
+    return output

@@ -1,0 +1,209 @@
+"""Variants that are right at every length of the gate and wrong at the cell's own never get a timing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_zoo
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance import gate, gate_model, probes
+from attn_zoo.errors import GateError
+from attn_zoo.matrix.kinds.scaling import make_call_workload
+from attn_zoo.records import Cell
+from attn_zoo.registry import variants
+from tests.conformance.broken import Broken, Softmax, registered
+from tests.conformance.broken_modes import Lazy, WithReference
+
+LEN = 1500
+FAR = 1000  # beyond every length of the gate
+
+
+def checked(name: str, seq_len: int = LEN, **changes: Any) -> tuple[str, ...]:
+    """Make the first call of a cell as its trial does; return what was checked."""
+    fields = {"scope": "attention", "pass_": "fwd_bwd", "dtype": "float32", "is_causal": False, **changes}
+    cell = Cell(
+        kind="scaling",
+        variant=name,
+        variant_digest="0" * 16,
+        device="cpu",
+        seq_len=seq_len,
+        batch_size=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        **fields,
+    )
+    workload = make_call_workload(cell)
+    gated = workload.gate()
+    call, setup = workload.make_call()
+    if setup is not None:
+        setup()
+    return (*gated, *workload.check(call(), is_repeat=False))
+
+
+class ShortSighted(WithReference):
+    def is_lazy(self, query: Tensor) -> bool:
+        return query.shape[-2] > FAR
+
+
+class ShortSightedWithoutReference(Lazy):
+    def is_lazy(self, query: Tensor) -> bool:
+        return query.shape[-2] > FAR
+
+
+class LazyWhenTrainedLong(Lazy):
+    def is_lazy(self, query: Tensor) -> bool:
+        return self.training and query.shape[-2] > FAR
+
+
+class LazyWithoutGraphWhenLong(Lazy):
+    def is_lazy(self, query: Tensor) -> bool:
+        return not torch.is_grad_enabled() and query.shape[-2] > FAR
+
+
+class LazyInHalfWhenLong(WithReference):
+    def is_lazy(self, query: Tensor) -> bool:
+        return query.dtype == torch.bfloat16 and query.shape[-2] > FAR
+
+
+class LosesAGradientWhenLong(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        is_long = query.shape[-2] > FAR
+        return super().attend(query.detach() if is_long else query, key, value, mask)
+
+
+class LeaksWhenLong(Softmax):
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        keep = super().keep(query, key, mask)
+        return keep if query.shape[-2] <= FAR or keep is None else torch.ones_like(keep)
+
+
+HALF = {"dtypes": ("float64", "float32", "bfloat16")}
+EXACT = {"is_exact": True}
+
+
+@pytest.mark.parametrize("pass_", ["infer", "fwd", "bwd", "fwd_bwd"])
+@pytest.mark.parametrize(
+    ("cls", "capabilities", "check"),
+    [
+        (ShortSighted, {}, "own_reference"),
+        (ShortSightedWithoutReference, {}, "own_reach"),
+        (ShortSightedWithoutReference, EXACT, "own_rows"),
+        (ShortSighted, EXACT, "own_rows"),
+    ],
+)
+def test_what_computes_less_at_long_lengths_is_stopped(cls, capabilities, check, pass_):
+    with registered(Broken(cls=cls, check="", capabilities=capabilities)) as name:
+        assert "shape_and_dtype" in checked(name, 900, pass_=pass_)
+        with pytest.raises(GateError) as raised:
+            checked(name, pass_=pass_)
+    assert raised.value.check == check
+    assert "1500" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "check", "changes"),
+    [
+        (LazyWhenTrainedLong, "own_modes", {"pass_": "fwd"}),
+        (LazyWithoutGraphWhenLong, "own_modes", {"pass_": "infer"}),
+        (LazyInHalfWhenLong, "own_reference", {"dtype": "bfloat16"}),
+        (LosesAGradientWhenLong, "own_slope", {"pass_": "bwd"}),
+        (LosesAGradientWhenLong, "own_slope", {"pass_": "fwd_bwd"}),
+        (LosesAGradientWhenLong, "own_slope", {"dtype": "bfloat16"}),
+        (LeaksWhenLong, "own_causality", {"is_causal": True}),
+    ],
+)
+def test_what_goes_wrong_only_as_it_is_timed_is_stopped_by_name(cls, check, changes):
+    broken = Broken(cls=cls, check="", capabilities={**HALF, "causal": True})
+    with registered(broken) as name:
+        with pytest.raises(GateError) as raised:
+            checked(name, **changes)
+        assert raised.value.check == check
+        assert "own_modes" in checked(name, 900, **changes)
+
+
+def test_a_lost_gradient_of_exact_attention_is_stopped_too():
+    broken = Broken(cls=LosesAGradientWhenLong, check="", capabilities=EXACT)
+    with registered(broken) as name, pytest.raises(GateError, match="own_slope"):
+        checked(name)
+
+
+def test_beyond_the_reference_a_long_output_is_held_to_a_short_one(monkeypatch):
+    class ScalesWhenLong(Softmax):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            output = super().attend(query, key, value, mask)
+            return output * 1.01 if query.shape[-2] > FAR else output
+
+    monkeypatch.setattr(probes, "REFERENCE_PAIRS", 0)
+    promises = {"key_padding_mask": True, "is_padding_invariant": True}
+    broken = Broken(cls=ScalesWhenLong, check="", capabilities=promises)
+    with registered(broken) as name, pytest.raises(GateError, match="own_prefix"):
+        checked(name)
+
+
+class ChoosesByTheData(Softmax):
+    """The best 800 keys of each query: all of them at short lengths. Sound, though no slope is right everywhere."""
+
+    def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+        best = scores.topk(min(800, scores.shape[-1]), dim=-1).indices
+        return super().weights(scores, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True))
+
+
+def test_a_choice_by_the_data_is_no_wrong_gradient():
+    with registered(Broken(cls=ChoosesByTheData, check="")) as name:
+        assert "own_modes" in checked(name)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("scope", ["attention", "mixer"])
+@pytest.mark.parametrize("name", attn_zoo.list_variants())
+def test_sound_variants_pass(name, scope, is_causal):
+    variant = variants[name]
+    is_offered = variant.capabilities.causal if is_causal else variant.capabilities.bidirectional
+    if not is_offered or (scope == "attention" and variant.attention is None):
+        pytest.skip("has no such form")
+    held = checked(name, scope=scope, is_causal=is_causal)
+    if "own_rows" not in held:
+        assert {"own_modes", "own_reference"} <= set(held)
+    if is_causal and "own_rows" not in held and variant.capabilities.causal is True:
+        assert "own_causality" in held
+
+
+def test_a_model_is_probed_at_its_own_length():
+    def model(seq_len: int) -> torch.nn.ModuleList:
+        build = BuildContext(embed_dim=16, num_heads=2, max_seq_len=seq_len, dropout_p=0.0)
+        return torch.nn.ModuleList([attn_zoo.build_mixer(name, build)])
+
+    with registered(Broken(cls=ShortSighted, check="")) as name:
+        gate_model(model(900), dtype="float32", device="cpu", has_padding=False)
+        with pytest.raises(GateError, match="own_reference"):
+            gate_model(model(LEN), dtype="float32", device="cpu", has_padding=False)
+
+
+def test_repeats_leave_the_probes_to_the_first_process(monkeypatch):
+    def refuse(first: object) -> tuple[str, ...]:
+        raise AssertionError("probed")
+
+    monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.probe", refuse)
+    cell = Cell(
+        kind="scaling", variant="full", variant_digest="0" * 16, device="cpu", dtype="float32", scope="attention",
+        pass_="infer", seq_len=8, batch_size=1, num_heads=1, num_kv_heads=1, head_dim=8,
+    )  # fmt: skip
+    workload = make_call_workload(cell)
+    call, _ = workload.make_call()
+    output = call()
+    assert workload.check(output, is_repeat=True) == ("own_shape", "own_rows")
+    with pytest.raises(AssertionError, match="probed"):
+        workload.check(output, is_repeat=False)
+
+
+def test_the_gate_alone_sees_none_of_these():
+    """Otherwise the tests above would say nothing about the probes."""
+    build = BuildContext(embed_dim=16, num_heads=2, max_seq_len=LEN)
+    for cls in (ShortSighted, ShortSightedWithoutReference, LazyWhenTrainedLong, LosesAGradientWhenLong):
+        with registered(Broken(cls=cls, check="")) as name:
+            assert "modes" in gate(name, {}, build, seq_len=LEN, is_training=True)
