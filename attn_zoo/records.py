@@ -178,8 +178,9 @@ class Timing(Json):
         process_cpu_ms: processor time per call over all threads, on CPU.
         process_sizes: how many samples each process took, where several did, in the order of `samples_ms`; what is not
             about samples is then of the first process. Empty for one process.
-        graph_ms: of the same call replayed from a CUDA graph, cache warm: median over samples of many replays. Only
-            where a single call is bound by its launches.
+        host_ms: on a GPU, until a call has launched its work and returned to the host: median. None in older records.
+        graph_ms: on a GPU, of the same call replayed from a CUDA graph, cache warm: median over samples of many
+            replays. Older records have it only where a single call took less than 0.1 ms.
         graph_reason: why there is no such time although there should be one.
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
@@ -196,6 +197,7 @@ class Timing(Json):
     timer: str
     process_cpu_ms: float | None = None
     process_sizes: tuple[int, ...] = ()
+    host_ms: float | None = None
     graph_ms: float | None = None
     graph_reason: str = ""
     flags: tuple[str, ...] = ()
@@ -562,6 +564,8 @@ class Record(Json):
         min_bytes: bytes that one forward must move at least: from the variant's formula, or its inputs read once and
             its output written once.
         backward_ratio: FLOPs of the backward over those of the forward, as the variant counts them.
+        time_exponent: of the length, that the variant claims under the options of the cell; None in older records.
+        memory_exponent: likewise.
         counted_flops: forward FLOPs as counted while running, or None where the counter does not see the kernel.
         energy_joules: per call, where NVML is readable.
         clocks_mhz: GPU clock before and after.
@@ -588,6 +592,8 @@ class Record(Json):
     projection_flops: int | None = None
     min_bytes: int | None = None
     backward_ratio: float | None = None
+    time_exponent: float | None = None
+    memory_exponent: float | None = None
     counted_flops: int | None = None
     energy_joules: float | None = None
     clocks_mhz: tuple[float, ...] = ()

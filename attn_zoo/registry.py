@@ -73,6 +73,10 @@ class VariantConfig:
         """
         return capabilities
 
+    def claim(self, complexity: Complexity) -> Complexity:
+        """Return what is claimed under these options: `complexity`, or with other exponents (`dataclasses.replace`)."""
+        return complexity
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
@@ -121,6 +125,10 @@ class Variant:
         if narrowed is not self.capabilities and (wider := narrowed.widened(self.capabilities)):
             raise ConfigError(self.name, [("narrow", f"may only take away; it adds {', '.join(wider)}")])
         return narrowed
+
+    def complexity_of(self, config: VariantConfig) -> Complexity:
+        """Return what the variant claims to cost under these options."""
+        return config.claim(self.complexity)
 
     def projection_flops(self, shape: Shape) -> int:
         """Return forward FLOPs of the linear maps between hidden states and what the mechanism acts on."""

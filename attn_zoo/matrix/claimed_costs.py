@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -24,23 +24,27 @@ class Claims:
     projection_flops: int | None = None
     min_bytes: int | None = None
     backward_ratio: float | None = None
+    time_exponent: float | None = None
+    memory_exponent: float | None = None
 
 
 def claims(cell: Cell) -> Claims:
     """Return what the variant's formulas say of one forward of a scaling cell."""
     variant, shape = variants[cell.variant], call_shape(cell)
-    flops = variant.flops(shape)
+    flops, claimed = variant.flops(shape), variant.complexity_of(config_of(cell))
+    exponents = Claims(time_exponent=claimed.time_exponent, memory_exponent=claimed.memory_exponent)
     if flops is None:
-        return Claims()
+        return exponents
     try:
-        return Claims(
+        return replace(
+            exponents,
             flops=flops,
             projection_flops=variant.projection_flops(shape),
             min_bytes=variant.min_bytes(shape, DTYPE_BYTES[cell.dtype]),
             backward_ratio=variant.backward_ratio(shape),
         )
     except Exception:  # somebody else's formula must not spoil a measurement that is done
-        return Claims(flops=flops)
+        return replace(exponents, flops=flops)
 
 
 @cache
@@ -97,7 +101,7 @@ def forward_flops(cell: Cell) -> float:
     shape, variant = call_shape(cell), variants[cell.variant]
     if (flops := variant.flops(shape)) is not None:
         return float(flops)
-    growth = float(shape.query_len**variant.complexity.time_exponent)
+    growth = float(shape.query_len ** variant.complexity_of(config_of(cell)).time_exponent)
     return 4.0 * shape.batch_size * shape.num_heads * growth * shape.head_dim
 
 

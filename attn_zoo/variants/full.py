@@ -10,7 +10,7 @@ Cost: time O(B H L S D); memory O(B H L S) as written, O(B H L) beyond inputs an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class FullConfig(VariantConfig):
         if self.backend == "xformers":
             return capabilities.without(key_padding_mask="backend 'xformers' is offered without masks only")
         return capabilities
+
+    def claim(self, complexity: Complexity) -> Complexity:
+        """Return memory that grows with the square where the scores are kept."""
+        return replace(complexity, memory_exponent=2) if self.backend == "math" else complexity
 
 
 def full_flops(shape: Shape) -> int:

@@ -14,7 +14,7 @@ tokens; memory O(B H L k D).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class MobaConfig(VariantConfig):
         if self.backend != "flex":
             return capabilities
         return capabilities.without(attention_dropout="backend 'flex' has none")
+
+    def claim(self, complexity: Complexity) -> Complexity:
+        """Return linear time where each query sees its own block alone, and no block is scored."""
+        return replace(complexity, time_exponent=1) if self.top_k == 1 else complexity
 
     @property
     def tile(self) -> int:

@@ -228,6 +228,22 @@ class SeesNeighboursOnly(Softmax):
         return (torch.arange(query.shape[-2])[:, None] - torch.arange(key.shape[-2])).abs() <= 2
 
 
+class ClaimsLinearWithoutAFormula(Softmax):
+    pass
+
+
+class ClaimsLinearByAFormulaThatEnds(Softmax):
+    pass
+
+
+class ClaimsLinearMemory(Softmax):
+    pass
+
+
+class MixerClaimsLinear(ProjectedSoftmax):
+    pass
+
+
 class ClaimsInWords(Softmax):
     pass
 
@@ -309,6 +325,19 @@ CLAIMS = (
         cls=QuadraticButClaimsLinear,
         check="flops_formula",
         complexity={"flops": quadratic_flops, "time_exponent": 1},
+    ),
+    Broken(cls=ClaimsLinearWithoutAFormula, check="claimed_growth", complexity={"time_exponent": 1}),
+    Broken(
+        cls=ClaimsLinearByAFormulaThatEnds,
+        check="claimed_growth",
+        complexity={"time_exponent": 1, "flops": lambda shape: softmax_flops(shape) * 512 // max(shape.key_len, 512)},
+    ),
+    Broken(cls=ClaimsLinearMemory, check="claimed_growth", complexity={"memory_exponent": 1}),
+    Broken(
+        cls=MixerClaimsLinear,
+        check="claimed_growth",
+        capabilities=MIXER,
+        complexity={**MIXER_COST, "flops": None, "projection_flops": None, "time_exponent": 1},
     ),
     Broken(cls=SumsKeysInTurn, check="complexity_claims"),
     Broken(cls=SeesNeighboursOnly, check="complexity_claims"),

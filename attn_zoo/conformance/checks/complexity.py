@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, passed
+from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Subject, call, call_reference
 from attn_zoo.errors import ConfigError, UnsupportedError
@@ -39,6 +40,10 @@ MULTIPLES, FURTHER_MULTIPLES = (1, 2, 4), (8, 16)
 """For sequential operations and paths. Where paths are short, longer ones tell a logarithm from a power."""
 SHORT_PATH = 500
 """In nodes."""
+GROWTH_LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+"""For the growth of operations and memory; beyond the first two only where those contradict a claim."""
+LARGEST_EXCESS = 0.35
+"""Between claimed and counted growth over a doubling: the square of a logarithm adds 0.3 at these lengths."""
 LARGEST_GAP = 0.6
 """Between claimed and measured exponent: a logarithm, which counts as 0, looks like 0.2 to 0.5 at these lengths."""
 
@@ -175,7 +180,7 @@ def measure_complexity(name: str, options: Mapping[str, Any] | None = None) -> t
 
 
 def _measure(subject: Subject) -> tuple[MeasuredComplexity, ...]:
-    claims = subject.variant.complexity
+    claims = subject.variant.complexity_of(subject.config)
     rows = []
     for build in subject.contexts(with_cross=False):
         claimed = partial(claimed_exponent, is_causal=build.is_causal)
@@ -236,6 +241,90 @@ def _cost_exponent(subject: Subject, build: BuildContext) -> float | None:
         projections = subject.variant.projection_flops(build.shape(1, length, config=subject.config, form=form))
         counts[length] = counted.products - projections or counted.additions
     return _exponent(counts) if min(counts.values()) > 0 else None
+
+
+def _grows_faster(
+    measure: Callable[[int], float | None], lengths: Sequence[int], claimed: float, formula: Sequence[float]
+) -> bool:
+    """Whether what is measured grows faster than claimed over every doubling, and last than the formula too.
+
+    The first doubling that keeps the claim ends it: windows, chunks and ranks may be as long as the lengths before.
+    """
+    before, is_explained = measure(lengths[0]), True
+    for (shorter, longer), explained in zip(pairwise(lengths), formula, strict=True):
+        after = measure(longer)
+        if not before or not after:
+            return False
+        slope = math.log(after / before) / math.log(longer / shorter)
+        if slope <= claimed + LARGEST_EXCESS:
+            return False
+        before, is_explained = after, slope <= explained + LARGEST_EXCESS
+    return not is_explained
+
+
+def _formula_slopes(subject: Subject, build: BuildContext, lengths: Sequence[int]) -> list[float]:
+    """Return the exponent of the FLOPs formula over each doubling: it may saturate later; 0 without a formula."""
+    formula = subject.variant.complexity.flops
+    if formula is None:
+        return [0.0] * (len(lengths) - 1)
+    shapes = [
+        replace(build, max_seq_len=length).shape(1, length, config=subject.config, form=subject.form)
+        for length in lengths
+    ]
+    counts = [formula(shape) for shape in shapes]
+    return [
+        math.log(after / before) / math.log(longer / shorter)
+        for (shorter, before), (longer, after) in pairwise(zip(lengths, counts, strict=True))
+    ]
+
+
+def _operations(subject: Subject, build: BuildContext, length: int) -> float | None:
+    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
+
+    build = replace(build, max_seq_len=length)
+    module, inputs = subject.make(build), subject.inputs(build, length, batch_size=1)
+    with torch.no_grad():
+        counted = count_operations(partial(call, module, inputs))
+    if counted is None:
+        return None
+    projections = subject.variant.projection_flops(build.shape(1, length, config=subject.config, form=subject.form))
+    return float(counted.products - projections or counted.additions)
+
+
+def _saved_bytes(subject: Subject, build: BuildContext, length: int) -> float:
+    from attn_zoo.measure.memory import SavedTensors
+
+    build = replace(build, max_seq_len=length)
+    module, inputs = subject.make(build), subject.inputs(build, length, batch_size=1).leaves()
+    with SavedTensors() as saved:
+        output = call(module, inputs)
+    num_bytes = saved.num_bytes
+    del output  # and with it the graph
+    return float(num_bytes)
+
+
+def _claimed_growth(subject: Subject) -> Finding:
+    if subject.form != subject.variant.form:
+        return not_applicable("the claims are about the form the variant is written in")
+    claims = subject.variant.complexity_of(subject.config)
+    dtype = torch.float32 if torch.float32 in subject.dtypes else subject.dtype
+    subject = replace(subject, dtypes=(dtype,))
+    lengths = sorted({subject.fit(length) for length in GROWTH_LENGTHS})
+    for context in subject.contexts(with_cross=False):
+        build = replace(context, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8)
+        slopes = _formula_slopes(subject, build, lengths)
+        for what, claimed, count, formula in (
+            ("operations", claims.time_exponent, _operations, slopes),
+            ("the bytes kept for the backward", claims.memory_exponent, _saved_bytes, [0.0] * len(slopes)),
+        ):
+            measure = partial(count, subject, build)
+            if _grows_faster(measure, lengths, claimed, formula):
+                ends = [measure(length) or 0.0 for length in (lengths[0], lengths[-1])]
+                slope = math.log(ends[1] / ends[0]) / math.log(lengths[-1] / lengths[0])
+                direction = "causal" if build.is_causal else "bidirectional"
+                found = f"measured L^{slope:.2f} from {lengths[0]} to {lengths[-1]} tokens"
+                raise Violation(f"{what} grow faster than claimed", f"{direction}: claims L^{claimed:g}, {found}")
+    return passed(f"from {lengths[0]} tokens")
 
 
 def _depth(subject: Subject, build: BuildContext, length: int) -> int:
@@ -320,5 +409,10 @@ CHECKS = (
         summary="sequential operations and maximum path length grow with the length as claimed",
         run=_complexity_claims,
         forms=("mixer",),
+    ),
+    Check(
+        name="claimed_growth",
+        summary="operations and what is kept for the backward grow no faster than the exponents claimed",
+        run=_claimed_growth,
     ),
 )

@@ -37,7 +37,7 @@ BATCH = 4
 
 
 def _flops_formula(subject: Subject) -> Finding:
-    complexity = subject.variant.complexity
+    complexity = subject.variant.complexity_of(subject.config)
     if complexity.flops is None:
         return not_applicable("claims no formula")
     build, config = next(subject.contexts(with_cross=False)), subject.config

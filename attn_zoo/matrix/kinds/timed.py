@@ -18,7 +18,7 @@ from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, b
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
-from attn_zoo.matrix.claimed_costs import build_context, form_of
+from attn_zoo.matrix.claimed_costs import build_context, config_of, form_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Length, Member, Seconds
 from attn_zoo.matrix.plan.estimate import Estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
@@ -73,7 +73,7 @@ class _TimedForecast(Forecast):
     def seconds(self, item: PlannedCell) -> float:
         cell, known = item.cell, self._latest.get(item.cell.curve)
         if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
-            exponent = max(variants[cell.variant].complexity.time_exponent, 1.0)
+            exponent = max(variants[cell.variant].complexity_of(config_of(cell)).time_exponent, 1.0)
             growth: float = (cell.seq_len / known.cell.seq_len) ** exponent
             return known.duration_s * growth
         return (item.estimate_s or 0.0) / item.separate_repeats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, call_shape, forward_flops
+from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, call_shape, config_of, forward_flops
 from attn_zoo.matrix.limits import num_cores
 from attn_zoo.records import PASSES, Cell
 from attn_zoo.registry import variants
@@ -36,7 +36,8 @@ def call_estimate(cell: Cell, budget_s: float, isolation: str) -> Estimate:
         budget_s: seconds of sampling.
         isolation: `"cell"`, `"lane"` or `"interleaved"`.
     """
-    shape, pass_, claim = call_shape(cell), PASSES[cell.pass_ or "fwd"], variants[cell.variant].complexity
+    shape, pass_ = call_shape(cell), PASSES[cell.pass_ or "fwd"]
+    claim = variants[cell.variant].complexity_of(config_of(cell))
     try:
         flops = forward_flops(cell) * pass_.num_forwards(claim.ratio(shape))
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it

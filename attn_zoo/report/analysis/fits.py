@@ -148,7 +148,11 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
     fit = fit_cost(sorted(samples), medians) if len(samples) >= LEAST_LENGTHS else None
     claimed = None
     if series.claim is not None and quantity in {"time", "peak_bytes"}:
-        claimed = series.claim.time_exponent if quantity == "time" else series.claim.memory_exponent
+        name = "time_exponent" if quantity == "time" else "memory_exponent"
+        claimed = getattr(series.claim, name)
+        if claimed is not None and series.points:  # that of the options, where the record has it
+            own = getattr(series.points[-1].record, name)
+            claimed = claimed if own is None else own
     verdict, why = _verdict(exponent, fit, len(used), last_waiting, is_simulated=series.is_simulated)
     return Growth(
         label=series.label,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor
 from attn_zoo.conformance import measure_complexity, run_checks
 from attn_zoo.conformance.checks.complexity import Growth, claimed_exponent
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.metadata import Complexity
+from attn_zoo.registry import VariantConfig
 from tests.conformance.broken import Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import SeesNeighboursOnly, SumsKeysInTurn
 
@@ -155,3 +158,35 @@ def test_options_and_names():
     assert all(row.max_path.measured < 0.5 for row in rows if row.max_path.measured is not None)  # dilated: log L
     with pytest.raises(UnknownNameError):
         measure_complexity("no_such_variant")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowConfig(VariantConfig):
+    window_size: int = 700
+
+    def claim(self, complexity: Complexity) -> Complexity:
+        return replace(complexity, time_exponent=2) if self.window_size > 4096 else complexity
+
+
+class LongWindow(Softmax):
+    """Blocks that are longer than the first lengths; linear from there on."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        parts = [each.split(self.config.window_size, dim=2) for each in (query, key, value)]
+        return torch.cat([super(LongWindow, self).attend(q, k, v, None) for q, k, v in zip(*parts, strict=True)], dim=2)
+
+
+@pytest.mark.parametrize("size", [128, 700, 2000, 10**6])
+def test_a_window_longer_than_the_first_lengths_contradicts_nothing(size: int):
+    """The last claims two for itself."""
+    broken = Broken(cls=LongWindow, check="", config=WindowConfig, complexity={"time_exponent": 1})
+    with registered(broken) as name:
+        (result,) = run_checks(name, {"window_size": size}, checks=["claimed_growth"])
+    assert result.outcome == "passed", result
+
+
+def test_growth_is_said_with_what_was_claimed():
+    with registered(Broken(cls=Softmax, check="", complexity={"time_exponent": 1})) as name:
+        (result,) = run_checks(name, checks=["claimed_growth"])
+    assert result.message == "operations grow faster than claimed"
+    assert result.example == "bidirectional: claims L^1, measured L^2.00 from 128 to 4096 tokens"

@@ -124,3 +124,12 @@ def test_what_the_counter_does_not_see_is_left_out(tmp_path):
         replace(counted("linformer", 500, 1000), is_simulated=True),
     ]
     assert flops_ratios(analyse([run_of(tmp_path, records)]).results.observations) == []
+
+
+def test_what_was_claimed_under_the_options_of_the_cell_counts(tmp_path):
+    """The run's claim is that of the defaults: linear memory, which a kernel with dense scores does not promise."""
+    records = [scaling("linformer", n, quadratic_memory=True) for n in DOUBLINGS]
+    own = [replace(record, time_exponent=1.0, memory_exponent=2.0) for record in records]
+    panel = analyse([run_of(tmp_path, own)]).panels[0]
+    assert panel.memory["linformer"].claimed == 2
+    assert contradicted_exponents([panel]) == []
