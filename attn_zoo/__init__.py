@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import Checks, Run, check, load, run
+    from attn_zoo.api import check, load, run
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         describe,
         list_variants,
     )
+    from attn_zoo.displays import Checks, Run
     from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError, UnsupportedError
     from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
     from attn_zoo.registry import VariantConfig, load_file, register_attention, register_mixer, register_task
@@ -32,12 +33,12 @@ _HOME = {
     "AttnZooError": "errors",
     "BuildContext": "attention",
     "Capabilities": "metadata",
-    "Checks": "api",
+    "Checks": "displays",
     "Complexity": "metadata",
     "ConfigError": "errors",
     "Mixed": "attention",
     "Reference": "metadata",
-    "Run": "api",
+    "Run": "displays",
     "Shape": "metadata",
     "StoreError": "errors",
     "UnknownNameError": "errors",

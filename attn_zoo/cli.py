@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from attn_zoo.cli_data import data
 from attn_zoo.cli_maps import maps
 from attn_zoo.cli_options import AsJson, DataDir, VariantFiles, load_files
 from attn_zoo.errors import AttnZooError, ConfigError
+
+if TYPE_CHECKING:
+    from attn_zoo.displays import Run
 
 app = typer.Typer(
     name="attn-zoo",
@@ -271,7 +274,7 @@ def run(
     )
 
 
-def _finish(done: api.Run) -> None:
+def _finish(done: Run) -> None:
     from attn_zoo.console import print_summary
 
     assert done.summary is not None  # `run` made it

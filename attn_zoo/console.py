@@ -16,9 +16,9 @@ from rich.table import Table
 from attn_zoo.metadata import big_o
 
 if TYPE_CHECKING:
-    from attn_zoo.api import Checks
     from attn_zoo.attention.build import VariantInfo
     from attn_zoo.conformance import MeasuredComplexity
+    from attn_zoo.displays import Checks
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 

@@ -178,8 +178,9 @@ class Timing(Json):
         process_cpu_ms: processor time per call over all threads, on CPU.
         process_sizes: how many samples each process took, where several did, in the order of `samples_ms`; what is not
             about samples is then of the first process. Empty for one process.
-        graph_ms: of the same call replayed from a CUDA graph, cache warm: median over samples of many replays. Only
-            where a single call is bound by its launches.
+        host_ms: on a GPU, until a call has launched its work and returned to the host: median. None in older records.
+        graph_ms: on a GPU, of the same call replayed from a CUDA graph, cache warm: median over samples of many
+            replays. Older records have it only where a single call took less than 0.1 ms.
         graph_reason: why there is no such time although there should be one.
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
@@ -196,6 +197,7 @@ class Timing(Json):
     timer: str
     process_cpu_ms: float | None = None
     process_sizes: tuple[int, ...] = ()
+    host_ms: float | None = None
     graph_ms: float | None = None
     graph_reason: str = ""
     flags: tuple[str, ...] = ()

@@ -55,6 +55,7 @@ TOP = {
     "cli_maps",
     "cli_options",
     "console",
+    "displays",
     "docs",
     "doctor",
     "scaffold",

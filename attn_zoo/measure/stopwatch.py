@@ -1,9 +1,10 @@
 """Ways to time calls: the host's clock for CPU work, CUDA events for GPU work. `timing.py` decides what to time.
 
-A GPU call of a few kernels that each take microseconds is as slow as the host launches them. So such a call is also
-captured once as a CUDA graph and replayed (`with_graph_time`): a graph is launched as a whole, and its replays show
-what the GPU itself needs. Two things differ from the time of single calls, and are why it is reported apart: the cache
-is warm, and training without graphs will not see it.
+A GPU call of a few kernels that each take microseconds is as slow as the host launches them. So a GPU call has three
+times (`with_host_and_device_time`): that of the single call, as eager code sees it; the host's, until all is launched;
+and the device's, of replays of the call captured once as a CUDA graph, which is launched as a whole. Two things differ
+between the first and the last, and are why they are reported apart: the cache is warm in replays, and training without
+graphs will not see their time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from attn_zoo.records import Timing
 FLUSH_BYTES = 256 * 2**20
 """Larger than the second-level cache of every GPU we know (60 MB on H200)."""
 
-LAUNCH_BOUND_MS = 0.1
-"""A call whose median is below this waits for its launches more than for its work."""
+LONGEST_CAPTURED_MS = 1_000.0
+"""A longer call does not wait for its launches, and a graph of it would hold its memory a second time."""
 
 NUM_WARMUP = 3
-NUM_SAMPLES = 10
+NUM_SAMPLES, FEW_SAMPLES = 10, 3
+FEW_SAMPLES_MS = 100.0
+"""Calls from here on are sampled less often."""
 SAMPLE_MS = 5.0
 """Replays that fill one sample take about this long, going by the single call."""
 MAX_REPLAYS = 2000
@@ -190,8 +193,15 @@ def stopwatch_for(device: torch.device | str, *, flush_cache: bool = True) -> Ab
     return CudaStopwatch(device, None if scratch is None else scratch.zero_)
 
 
-def with_graph_time(timing: Timing, make: Make, device: torch.device | str, *, cuda: Any = torch.cuda) -> Timing:
-    """Return `timing` with the time of the same call replayed from a CUDA graph, if it is a GPU's and launch-bound.
+def with_host_and_device_time(
+    timing: Timing,
+    make: Make,
+    device: torch.device | str,
+    *,
+    cuda: Any = torch.cuda,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> Timing:
+    """Return a GPU's `timing` with the host's time until a call is launched and the device's time by a CUDA graph.
 
     Not every call can be captured: one that waits for the GPU, or asks it for a number, cannot. Then the timing carries
     the reason, and nothing else about it changes.
@@ -203,14 +213,38 @@ def with_graph_time(timing: Timing, make: Make, device: torch.device | str, *, c
             that shares its leaves.
         device: of the call.
         cuda: what to use as `torch.cuda`.
+        clock: nanoseconds of wall time.
     """
-    if timing.timer != "cuda_event" or timing.median_ms >= LAUNCH_BOUND_MS:
+    if timing.timer != "cuda_event":
         return timing
+    timing = replace(timing, host_ms=_host_ms(make, torch.device(device), timing.median_ms, cuda, clock))
+    if timing.median_ms > LONGEST_CAPTURED_MS:
+        return replace(timing, graph_reason=f"calls of over {LONGEST_CAPTURED_MS:g} ms are not captured")
     try:
         return replace(timing, graph_ms=_graph_ms(make, torch.device(device), timing.median_ms, cuda))
     except Exception as error:  # whatever a foreign call does: the time of single calls stands
         first = (str(error).strip().splitlines() or [""])[0]
         return replace(timing, graph_reason=f"{type(error).__name__}: {first}")
+
+
+def _num_samples(call_ms: float) -> int:
+    return NUM_SAMPLES if call_ms < FEW_SAMPLES_MS else FEW_SAMPLES
+
+
+def _host_ms(make: Make, device: torch.device, call_ms: float, cuda: Any, clock: Callable[[], int]) -> float:
+    """Return the median time until a call has returned to the host, the device being idle before it."""
+    spans = []
+    with cuda.device(device):
+        call, setup = make()
+        for _ in range(_num_samples(call_ms)):
+            if setup is not None:
+                setup()
+            cuda.synchronize(device)
+            before = clock()
+            call()
+            spans.append(clock() - before)
+        cuda.synchronize(device)
+    return statistics.median(spans) * 1e-6
 
 
 def _graph_ms(make: Make, device: torch.device, call_ms: float, cuda: Any) -> float:
@@ -223,7 +257,7 @@ def _graph_ms(make: Make, device: torch.device, call_ms: float, cuda: Any) -> fl
         try:
             with cuda.stream(stream):
                 graph = _capture(make, stream, cuda)
-                return _replay_ms(graph, num_replays, cuda)
+                return _replay_ms(graph, num_replays, _num_samples(call_ms), cuda)
         except Exception:
             generator.graphsafe_set_state(before)
             raise
@@ -245,10 +279,10 @@ def _capture(make: Make, stream: Any, cuda: Any) -> Any:
     return graph
 
 
-def _replay_ms(graph: Any, num_replays: int, cuda: Any) -> float:
+def _replay_ms(graph: Any, num_replays: int, num_samples: int, cuda: Any) -> float:
     """Return the median over samples of `num_replays` replays each, all queued before any of them is read."""
-    starts = [cuda.Event(enable_timing=True) for _ in range(NUM_SAMPLES)]
-    ends = [cuda.Event(enable_timing=True) for _ in range(NUM_SAMPLES)]
+    starts = [cuda.Event(enable_timing=True) for _ in range(num_samples)]
+    ends = [cuda.Event(enable_timing=True) for _ in range(num_samples)]
     for _ in range(NUM_WARMUP):
         graph.replay()
     for start, end in zip(starts, ends, strict=True):

@@ -57,6 +57,7 @@ def _human_s(value_s: float) -> str:
 
 
 CALLS: tuple[Measurement, ...] = (
+    Measurement(name="host_ms", part="timing", heading="host", show=human_ms, priority=5, tables=("scaling",)),
     Measurement(name="graph_ms", part="timing", heading="from a graph", show=human_ms, priority=4, tables=("scaling",)),
     Measurement(
         name="peak_bytes",

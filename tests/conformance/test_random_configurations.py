@@ -9,12 +9,13 @@ from collections import Counter
 
 import pytest
 
+from attn_zoo.conformance import run_checks
 from attn_zoo.registry import variants
 from tests.conformance.broken import Broken, registered
 from tests.conformance.broken_dependence import MixesBatch
 from tests.conformance.random_configurations import draw, outcome
 
-PER_VARIANT = 5
+PER_VARIANT = 3
 
 
 @pytest.mark.parametrize("name", sorted(variants))
@@ -25,14 +26,20 @@ def test_no_variant_is_blamed(name: str) -> None:
         what, text = outcome(asked)
         assert what != "blamed", f"{asked}\n{text}"
         found[what] += 1
-    assert found["held"] >= 2, f"hardly anything was asked of it: {dict(found)}"
+    assert found["held"], f"hardly anything was asked of it: {dict(found)}"
 
 
 def test_a_broken_variant_is() -> None:
     with registered(Broken(cls=MixesBatch, check="batch_invariance")) as name:
         found = Counter(outcome(draw(number, [name]))[0] for number in range(PER_VARIANT))
-    assert found["blamed"] >= 2, f"it was let pass: {dict(found)}"
+    assert found["blamed"], f"it was let pass: {dict(found)}"
 
 
 def test_a_number_stands_for_one_configuration() -> None:
     assert draw(3) == draw(3) != draw(4)
+
+
+@pytest.mark.parametrize("head_dim", [1, 24])
+def test_dropout_of_tokens_is_checked_in_heads_of_any_size(head_dim: int) -> None:
+    results = run_checks("linear_attention", {}, checks=["dropout_rate"], embed_dim=2 * head_dim)
+    assert [result.outcome for result in results] == ["passed"]

@@ -11,12 +11,13 @@ import torch
 
 from attn_zoo.measure.passes import make_pass
 from attn_zoo.measure.stopwatch import (
-    LAUNCH_BOUND_MS,
+    FEW_SAMPLES,
+    LONGEST_CAPTURED_MS,
     NUM_SAMPLES,
     NUM_WARMUP,
     CudaStopwatch,
     stopwatch_for,
-    with_graph_time,
+    with_host_and_device_time,
 )
 from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import Timing
@@ -202,21 +203,30 @@ class GraphCuda(FakeCuda):
 
 def make_for(cuda: GraphCuda) -> Any:
     def make() -> tuple[Any, Any]:
-        assert cuda.current_stream().name == "side", "a backward runs on the stream of its forward"
-        cuda.log.append("made")
+        stream = cuda.current_stream().name  # a backward runs on the stream of its forward
+        cuda.log.append(f"made on {stream}")
         return lambda: cuda.work("call", 0.05), lambda: cuda.log.append("setup")
 
     return make
 
 
-def test_a_launch_bound_call_is_captured_once_and_replayed():
+def split(timing: Timing, cuda: GraphCuda) -> Timing:
+    return with_host_and_device_time(timing, make_for(cuda), "cuda", cuda=cuda, clock=lambda: round(1e6 * cuda.now_ms))
+
+
+@pytest.mark.parametrize("median_ms", [0.05, 20.0])
+def test_a_call_is_launched_on_an_idle_device_then_captured_once_and_replayed(median_ms):
     cuda = GraphCuda()
-    timing = with_graph_time(single(0.05), make_for(cuda), "cuda", cuda=cuda)
+    timing = split(single(median_ms), cuda)
     assert timing.graph_ms == pytest.approx(0.004)
-    assert (timing.graph_reason, timing.median_ms, timing.flags) == ("", 0.05, ())
-    replays = 100  # 5 ms of a call of 0.05 ms
-    assert cuda.log[: 2 + 2 * NUM_WARMUP] == ["side waits for outer", "made", *["setup", "call"] * NUM_WARMUP]
-    assert cuda.log[2 + 2 * NUM_WARMUP :] == [
+    assert timing.host_ms == pytest.approx(0.05)  # the stand-in works while the host waits
+    assert (timing.graph_reason, timing.median_ms, timing.flags) == ("", median_ms, ())
+    host = ["made on outer", *["setup", "synchronize", "call"] * NUM_SAMPLES, "synchronize"]
+    assert cuda.log[: len(host)] == host
+    graph = cuda.log[len(host) :]
+    replays = 100 if median_ms == 0.05 else 1  # 5 ms of calls
+    assert graph[: 2 + 2 * NUM_WARMUP] == ["side waits for outer", "made on side", *["setup", "call"] * NUM_WARMUP]
+    assert graph[2 + 2 * NUM_WARMUP :] == [
         *("setup", "captured call"),
         *["replay"] * NUM_WARMUP,
         *["event", *["replay"] * replays, "event"] * NUM_SAMPLES,
@@ -226,16 +236,23 @@ def test_a_launch_bound_call_is_captured_once_and_replayed():
     assert cuda.default_generators[0].restored == []
 
 
-@pytest.mark.parametrize("timing", [single(LAUNCH_BOUND_MS), single(0.01, "perf_counter")], ids=["long", "cpu"])
-def test_other_calls_are_left_alone(timing):
+def test_calls_of_a_second_have_a_host_time_and_a_reason():
     cuda = GraphCuda()
-    assert with_graph_time(timing, make_for(cuda), "cuda", cuda=cuda) is timing
+    timing = split(single(2 * LONGEST_CAPTURED_MS), cuda)
+    assert (timing.graph_ms, timing.graph_reason) == (None, "calls of over 1000 ms are not captured")
+    assert timing.host_ms == pytest.approx(0.05)
+    assert cuda.log.count("call") == FEW_SAMPLES
+
+
+def test_times_of_a_cpu_are_left_alone():
+    cuda, timing = GraphCuda(), single(0.01, "perf_counter")
+    assert split(timing, cuda) is timing
     assert cuda.log == []
 
 
 def test_a_capture_that_fails_is_a_reason_and_leaves_no_trace():
     cuda = GraphCuda(fails=True)
-    timing = with_graph_time(single(0.05), make_for(cuda), "cuda", cuda=cuda)
+    timing = split(single(0.05), cuda)
     assert timing.graph_ms is None
     assert timing.graph_reason == "RuntimeError: operation not permitted when stream is capturing"
     assert (timing.median_ms, timing.flags) == (0.05, ())
@@ -247,13 +264,13 @@ def test_passes_on_cpu_have_no_graph():
     leaf = torch.randn(4, requires_grad=True)
     call, setup = make_pass(lambda: leaf * 2, [leaf], "fwd_bwd")
     timing = Sampling(call, setup=setup, budget_s=0.01).run()
-    assert with_graph_time(timing, lambda: make_pass(lambda: leaf * 2, [leaf], "fwd_bwd"), "cpu") is timing
+    assert with_host_and_device_time(timing, lambda: make_pass(lambda: leaf * 2, [leaf], "fwd_bwd"), "cpu") is timing
     assert (timing.graph_ms, timing.graph_reason) == (None, "")
 
 
 def test_records_of_before_have_no_graph_time():
     data = single(0.05).to_dict()
-    del data["graph_ms"], data["graph_reason"]
+    del data["host_ms"], data["graph_ms"], data["graph_reason"]
     assert Timing.from_dict(data) == single(0.05)
 
 
@@ -276,10 +293,12 @@ def test_gpu_replays_beat_launches_in_every_pass(pass_):
             setup()
         call()
     del call, setup
-    timing = with_graph_time(single(0.09), lambda: make_pass(forward, [leaf], pass_), "cuda")
+    timing = with_host_and_device_time(single(0.09), lambda: make_pass(forward, [leaf], pass_), "cuda")
     assert timing.graph_reason == ""
     assert timing.graph_ms is not None
     assert 0.001 < timing.graph_ms < 0.09
+    assert timing.host_ms is not None
+    assert timing.host_ms > timing.graph_ms
 
 
 @pytest.mark.gpu
@@ -287,9 +306,11 @@ def test_gpu_replays_beat_launches_in_every_pass(pass_):
 def test_gpu_goes_on_after_a_capture_that_failed():
     """Asking the GPU for a number cannot be captured; random numbers and new captures must still work afterwards."""
     noise = torch.randn(8, device="cuda")
-    failed = with_graph_time(single(0.05), lambda: (lambda: torch.rand(8, device="cuda").sum().item(), None), "cuda")
+    failed = with_host_and_device_time(
+        single(0.05), lambda: (lambda: torch.rand(8, device="cuda").sum().item(), None), "cuda"
+    )
     assert failed.graph_ms is None
     assert failed.graph_reason
     assert torch.isfinite(torch.randn(8, device="cuda")).all()
-    again = with_graph_time(single(0.05), lambda: (lambda: noise * 2, None), "cuda")
+    again = with_host_and_device_time(single(0.05), lambda: (lambda: noise * 2, None), "cuda")
     assert again.graph_ms is not None

@@ -15,7 +15,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, read_positions
+from attn_zoo.conformance.subject import Module, Subject, call, read_positions, routing_of
 from attn_zoo.conformance.tolerance import HALF_EPS, largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 
@@ -60,7 +60,9 @@ def _causal_build(subject: Subject) -> BuildContext | None:
 
 
 def _refused_decode(subject: Subject) -> Finding:
-    build = next(context for context in subject.contexts() if not context.is_cross)
+    build = next((context for context in subject.contexts() if not context.is_cross), None)
+    if build is None:
+        return not_applicable("is asked to decode within one sequence only")
     module = subject.make(build)
     inputs = subject.inputs(build, 1, batch_size=1)
     start = partial(module.init_state, 1, device=subject.device, dtype=subject.dtype)
@@ -79,6 +81,9 @@ def _decode(subject: Subject) -> Finding:
     build = _causal_build(subject)
     if build is None:
         return not_applicable("decodes only in its causal form")
+    length = subject.lengths[-1]
+    if routing_of(subject.module(build, seq_len=length), subject.inputs(build, length)) is not None:
+        return not_applicable("chooses by the data, and rounding may flip a choice in any type but float64")
     for position in subject.capabilities.positions:
         context = replace(build, position=position)
         for length in subject.lengths:

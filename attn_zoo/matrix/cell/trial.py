@@ -25,7 +25,7 @@ from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.energy import Energy, energy_of_call
-from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_graph_time
+from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_host_and_device_time
 from attn_zoo.measure.timing import Sampling, sample_in_turns
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO
 from attn_zoo.records import PASSES, Cell, Record, Timing
@@ -152,7 +152,8 @@ class Trial:
         memory = energy = counted = None
         if not self._is_repeat:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
-                timing = with_graph_time(timing, work.make_call, cell.device)
+                if work.is_capturable:
+                    timing = with_host_and_device_time(timing, work.make_call, cell.device)
                 work.release()
             with self.phase("memory"):
                 memory = work.memory()

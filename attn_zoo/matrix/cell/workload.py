@@ -19,9 +19,11 @@ class AbstractWorkload(ABC):
 
     Attributes:
         inputs: what a cell that differs in the variant only may be given too.
+        is_capturable: a call may be tried as a CUDA graph.
     """
 
     inputs: Sequence[Tensor]
+    is_capturable = True
 
     @abstractmethod
     def gate(self) -> tuple[str, ...]:

@@ -163,6 +163,8 @@ class StepWorkload(AbstractWorkload):
         UnsupportedError: the variant, or training itself, refuses what the cell asks.
     """
 
+    is_capturable = False  # a trainer captures its steps itself, where its protocol says so
+
     def __init__(self, cell: Cell) -> None:
         from attn_zoo.training.learner import Learner
 

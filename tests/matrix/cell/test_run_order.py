@@ -264,7 +264,7 @@ def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_onl
         calls.append((device, setup is not None, call().shape[-2]))
         return replace(timing, graph_ms=0.25)
 
-    monkeypatch.setattr("attn_zoo.matrix.cell.trial.with_graph_time", with_graph)
+    monkeypatch.setattr("attn_zoo.matrix.cell.trial.with_host_and_device_time", with_graph)
     record = run_cell(cell(pass_="fwd_bwd"), budget_s=0.01)
     assert record.timing is not None, record.reason + record.trace
     assert record.timing.graph_ms == 0.25
