@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from attn_zoo.attention import AbstractMixer, BuildContext
+from attn_zoo.conformance.lengths import across_blocks, fitting
 from attn_zoo.conformance.probes import probe_mixer
 from attn_zoo.conformance.runner import find_checks, run_one
 from attn_zoo.conformance.subject import Subject
@@ -117,7 +118,7 @@ def gate(
             build=replace(build, dropout_p=0.0) if is_training else build,
             dtypes=(getattr(torch, dtype),),
             lengths=tuple(sorted({short, long})),
-            span_len=span if span > long else 0,
+            spans=fitting((*across_blocks(config), span), multiple, span) if span > long else (),
             device=device,
             is_fixed=True,
             may_refuse=True,

@@ -20,14 +20,13 @@ from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
 from attn_zoo.conformance.checks.all_checks import CHECKS
 from attn_zoo.conformance.global_state import restored
 from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.lengths import FEW_LENGTHS, LENGTHS, LONGEST, SPANS, across_blocks, fitting
 from attn_zoo.conformance.subject import Module, Subject, gradients
 from attn_zoo.conformance.tolerance import allowing, strain
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES, Form
 from attn_zoo.registry import Variant, make_config, variants
 
-LENGTHS = (1, 2, 3, 5, 8, 33, 70)
-FEW_LENGTHS = (1, 5, 70)  # for further sets of options and for the shared mixer around an attention that was checked
 _WIDEST_FIRST = ("float64", "float32", "bfloat16", "float16")
 # The strongest statement about any form decides: one broken form breaks the variant, one kept promise is a promise.
 _PRECEDENCE: tuple[Outcome, ...] = ("failed", "error", "passed", "refused", "not_applicable")
@@ -69,7 +68,7 @@ def run_checks(
         checks: names of checks; None means all.
         embed_dim: E of the builds.
         num_heads: H of the builds.
-        max_seq_len: longest sequence; the checks use up to 101 tokens and this many.
+        max_seq_len: longest sequence that is checked in full; probes of single promises use up to 1100 tokens.
         seed: of the builds.
 
     Returns:
@@ -119,11 +118,14 @@ def _subjects(
     index: int,
     is_given: bool,
 ) -> list[Subject]:
-    capabilities = variant.capabilities_of(make_config(variant.config, options, variant.name))
+    config = make_config(variant.config, options, variant.name)
+    capabilities = variant.capabilities_of(config)
+    multiple = capabilities.seq_len_multiple
     forms: list[Form] = ["mixer"] if variant.attention is None else ["attention", "mixer"]
     names = [name for name in _WIDEST_FIRST if name in capabilities.dtypes and name in FLOAT_DTYPES]
     few = {"mixer"} if variant.mixer is None else set()
     lengths = FEW_LENGTHS if index else LENGTHS
+    spans = fitting((*across_blocks(config), *(SPANS[:1] if index else SPANS)), multiple, LONGEST)
     return [
         Subject(
             variant=variant,
@@ -131,18 +133,14 @@ def _subjects(
             options=options,
             build=build,
             dtypes=tuple(getattr(torch, dtype) for dtype in names),
-            lengths=_fitting(FEW_LENGTHS if form in few else lengths, capabilities.seq_len_multiple, build.max_seq_len),
+            lengths=fitting(FEW_LENGTHS if form in few else lengths, multiple, build.max_seq_len),
+            spans=() if form in few else tuple(length for length in spans if length not in lengths),
             device=device,
             may_refuse=is_given or index > 0,
         )
         for form in forms
         if form in check.forms
     ]
-
-
-def _fitting(lengths: Iterable[int], multiple: int, longest: int) -> tuple[int, ...]:
-    """Return the lengths rounded up to the variant's multiple, as far as they fit."""
-    return tuple(sorted({fitted for length in lengths if (fitted := -(-length // multiple) * multiple) <= longest}))
 
 
 def run_one(check: Check, subject: Subject) -> CheckResult:

@@ -166,7 +166,8 @@ class Subject:
         dtypes: names of the types to check, widest first.
         lengths: sequence lengths to try, shortest first, so that the first failure is the smallest.
         device: to run on.
-        span_len: one more length, for outputs only, at which a sparse pattern is sparse; 0 means none.
+        spans: further lengths, sorted, for one probe each: across the blocks that the options name, and long enough for
+            a sparse pattern to be sparse.
         has_masks: try padding too, where the variant admits it.
         is_fixed: check only the context in `build` (the gate), not every direction the variant declares.
         may_refuse: an `UnsupportedError` is an answer, because the options may narrow what the variant can do.
@@ -181,7 +182,7 @@ class Subject:
     dtypes: tuple[torch.dtype, ...]
     lengths: tuple[int, ...]
     device: str = "cpu"
-    span_len: int = 0
+    spans: tuple[int, ...] = ()
     has_masks: bool = True
     is_fixed: bool = False
     may_refuse: bool = False
@@ -209,6 +210,13 @@ class Subject:
         """The options as an instance of the variant's config class."""
         return make_config(self.variant.config, self.options, self.variant.name)
 
+    @property
+    def has_causal_offset(self) -> bool:
+        """Whether a causal call may have more keys than queries, or fewer: positions are then aligned at the end."""
+        can = self.capabilities
+        is_offered = bool(can.causal) and can.cross_attention and can.variable_seq_len
+        return is_offered and self.form == "attention" and not self.is_fixed
+
     def fit(self, length: int) -> int:
         """Return `length` rounded up to what the variant accepts."""
         multiple = self.capabilities.seq_len_multiple
@@ -225,6 +233,18 @@ class Subject:
             yield replace(self.build, is_causal=True)
         if with_cross and self.capabilities.cross_attention and self.capabilities.bidirectional:
             yield replace(self.build, is_causal=False, is_cross=True)
+
+    def probes(self, build: BuildContext) -> Iterator[tuple[BuildContext, int]]:
+        """Yield each of `spans` and the context of a module that takes it; nothing where none is built that long."""
+        if not self.spans:
+            return
+        build = replace(build, max_seq_len=max(build.max_seq_len, self.spans[-1]))
+        try:
+            self.module(build, seq_len=self.spans[-1])
+        except UnsupportedError:
+            return
+        for length in self.spans:
+            yield build, length
 
     def masks(self, key_len: int) -> tuple[MaskKind, ...]:
         """Return the kinds of padding to try with `key_len` keys."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attn_zoo import registry
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
 from attn_zoo.attention.masks import blank_padding, keep_mask, masked_softmax
-from attn_zoo.attention.oracle import expand_kv_heads
+from attn_zoo.attention.oracle import attention_weights, expand_kv_heads
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention, register_mixer
 
@@ -97,6 +97,49 @@ class Broken:
     def name(self) -> str:
         letters = ("_" + letter.lower() if letter.isupper() else letter for letter in self.cls.__name__)
         return "broken" + "".join(letters)
+
+
+def written_out(
+    self: AbstractAttention, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None
+) -> Tensor:
+    """Compute softmax attention in the dtype of the query: a reference that no twist reaches."""
+    weights = attention_weights(query, key, is_causal=self.build.is_causal, key_padding_mask=key_padding_mask)
+    return weights @ expand_kv_heads(blank_padding(value, key_padding_mask), query.shape[1])
+
+
+def dressed(
+    cls: type[AbstractAttention],
+    check: str,
+    *,
+    exact: str = "",
+    is_known_bare: bool = True,
+    also: frozenset[str] = frozenset(),
+    capabilities: dict[str, Any] | None = None,
+    config: type[VariantConfig] = VariantConfig,
+) -> tuple[Broken, ...]:
+    """Return one fault in up to three dresses.
+
+    Args:
+        cls: has the fault and no reference of its own.
+        check: the check that catches it as an approximation with a reference of its own.
+        exact: the check that catches it where it claims to be exact; by default the same.
+        is_known_bare: it is caught too where all that is known is itself.
+        also: as in `Broken`, for the first dress.
+        capabilities: as in `Broken`.
+        config: as in `Broken`.
+    """
+    capabilities = capabilities or {}
+    place = {"__module__": cls.__module__}
+    with_reference = type(f"{cls.__name__}WithReference", (cls,), {"reference": written_out, **place})
+    claiming = type(f"{cls.__name__}ClaimsExact", (cls,), place)
+    exactly = {**capabilities, "is_exact": True}
+    dresses = [
+        Broken(cls=with_reference, check=check, also=also, capabilities=capabilities, config=config),
+        Broken(cls=claiming, check=exact or check, capabilities=exactly, config=config),
+    ]
+    if is_known_bare:
+        dresses.append(Broken(cls=cls, check=check, capabilities=capabilities, config=config))
+    return tuple(dresses)
 
 
 @contextmanager
@@ -206,7 +249,7 @@ EVERYTHING = frozenset({"*"})  # the twist spoils whatever calls the variant twi
 SHAPES = (
     Broken(cls=Float32GivesFloat64, check="shape_and_dtype", also=DTYPES),
     Broken(cls=HeadsLast, check="shape_and_dtype", also=EVERYTHING),
-    Broken(cls=ForgetsRaggedEnd, check="odd_lengths"),
+    Broken(cls=ForgetsRaggedEnd, check="odd_lengths", also=frozenset({"matches_reference"})),
     Broken(cls=SqueezesHeads, check="batch_and_head_sizes"),
     Broken(cls=TruncatesContext, check="cross_attention", capabilities={"cross_attention": True, "is_exact": True}),
     Broken(cls=InterleavesGroups, check="grouped_query", capabilities={"grouped_query": True}),

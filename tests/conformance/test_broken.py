@@ -12,9 +12,12 @@ from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_D
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 from tests.conformance.broken_dropout import RATES, SOUND_DROPOUT
 from tests.conformance.broken_effects import EFFECTS, SoundEffects
+from tests.conformance.broken_lengths import LENGTHS, SOUND_LENGTHS
 from tests.conformance.broken_modes import MODES
 from tests.conformance.broken_padding import PADDING, SOUND_PADDING
+from tests.conformance.broken_sizes import SIZES, SOUND_SIZES
 
+DRESSED = (*LENGTHS, *SIZES)
 BROKEN = (
     *SHAPES,
     *DEPENDENCE,
@@ -25,8 +28,10 @@ BROKEN = (
     *CONTRACT,
     *MODES,
     *EFFECTS,
+    *(dresses[0] for dresses in DRESSED),
     *RATES,
 )
+OTHER_DRESSES = tuple(broken for dresses in DRESSED for broken in dresses[1:])
 INVARIANT = {"is_exact": True, "is_permutation_invariant": True, "is_padding_invariant": True}
 EVERY_YES = {"causal": True, "cross_attention": True, "key_padding_mask": True, "grouped_query": True, **INVARIANT}
 
@@ -64,6 +69,8 @@ SOUND = (
     Broken(cls=OnlyMultiples, check="", capabilities={**EVERY_YES, "seq_len_multiple": 24}),
     Broken(cls=OnlyOneLength, check="", capabilities={"key_padding_mask": True, "variable_seq_len": False}),
     Broken(cls=OnlyHalf, check="", capabilities={**EVERY_YES, "dtypes": ("bfloat16", "float16")}),
+    *SOUND_LENGTHS,
+    *SOUND_SIZES,
 )
 
 
@@ -75,6 +82,13 @@ def test_is_caught_by_name(broken: Broken) -> None:
     if "*" not in broken.also:
         surplus = {check: result for check, result in failed.items() if check not in {broken.check, *broken.also}}
         assert not surplus
+
+
+@pytest.mark.parametrize("broken", OTHER_DRESSES, ids=lambda broken: broken.name)
+def test_is_caught_in_another_dress(broken: Broken) -> None:
+    with registered(broken) as name:
+        (result,) = run_checks(name, checks=[broken.check])
+    assert result.outcome == "failed"
 
 
 @pytest.mark.parametrize("sound", SOUND, ids=lambda sound: sound.name)

@@ -10,11 +10,15 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.lengths import block_sizes
 from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding
 
 MAX_POSITIONS = 16  # per call; shorter sequences are tried at every position
 FEW_POSITIONS = 6  # in the gate
+MAX_TOKENS = 4096  # of all entries of a call that probes one length
+FEW_TOKENS = 1024  # in the gate
+ORDINARY_BLOCKS = (64, 128, 256, 512)  # beside those that the options name
 
 
 def _batch_invariance(subject: Subject) -> Finding:
@@ -23,6 +27,10 @@ def _batch_invariance(subject: Subject) -> Finding:
             module = subject.module(build, seq_len=length)
             for inputs in subject.calls(build, length)[::2]:
                 _expect_batch_invariance(module, inputs, "evaluation")
+        for long_build, length in () if subject.is_fixed else list(subject.probes(build))[-1:]:
+            module, inputs = subject.module(long_build, seq_len=length), subject.inputs(long_build, length)
+            with torch.no_grad():
+                _expect_alone(module, inputs, 1, call(module, inputs))
         if build.dropout_p == 0:  # statistics over the batch, as of batch normalisation, are used in training only
             module = subject.make(build, seq_len=subject.lengths[-1]).train()
             inputs = subject.calls(build, subject.lengths[-1], batch_size=3)[-1]
@@ -30,18 +38,23 @@ def _batch_invariance(subject: Subject) -> Finding:
     return passed()
 
 
+@torch.no_grad()
+def _expect_alone(module: Module, inputs: Inputs, entry: int, together: Tensor, mode: str = "evaluation") -> None:
+    alone = call(module, inputs.entries(slice(entry, entry + 1)))[0]
+    change = largest_error(alone, together[entry])
+    if change > rounding(together, inputs.num_terms):
+        raise Violation(
+            "an entry's output depends on the other entries of the batch",
+            f"{inputs.words()}, {mode}: output of entry {entry} changed by {change:.2g} when it was alone",
+        )
+
+
 def _expect_batch_invariance(module: Module, inputs: Inputs, mode: str) -> None:
     with torch.no_grad():
         together = call(module, inputs)
         tolerance = rounding(together, inputs.num_terms)
         for entry in range(inputs.batch_size):
-            alone = call(module, inputs.entries(slice(entry, entry + 1)))[0]
-            change = largest_error(alone, together[entry])
-            if change > tolerance:
-                raise Violation(
-                    "an entry's output depends on the other entries of the batch",
-                    f"{inputs.words()}, {mode}: output of entry {entry} changed by {change:.2g} when it was alone",
-                )
+            _expect_alone(module, inputs, entry, together, mode)
         order = torch.arange(inputs.batch_size - 1, -1, -1, device=together.device)
         change = largest_error(call(module, inputs.entries(order)), together[order])
         if change > tolerance:
@@ -69,6 +82,9 @@ def _permutation(subject: Subject) -> Finding:
             module = subject.module(build, seq_len=length)
             for inputs in subject.calls(build, length):
                 _expect_permutation(module, inputs)
+        for long_build, length in () if build.is_causal else subject.probes(build):
+            module = subject.module(long_build, seq_len=length)
+            _expect_permutation(module, subject.calls(long_build, length, batch_size=1)[-1])
     return passed()
 
 
@@ -106,12 +122,15 @@ def _causality(subject: Subject) -> Finding:
         return subject.refuses("causal", "building with is_causal=True", lambda: subject.make(causal))
     if subject.is_fixed and not subject.build.is_causal:
         return not_applicable("built to see both directions")
-    has_offset = subject.form == "attention" and subject.capabilities.cross_attention and not subject.is_fixed
+    has_offset = subject.has_causal_offset
     for length in subject.lengths:
         module = subject.module(causal, seq_len=length)
         _expect_causal(module, subject, causal, length, 0)
-        if has_offset and subject.capabilities.variable_seq_len and subject.fit(length + 2) <= causal.max_seq_len:
-            _expect_causal(module, subject, causal, length, subject.fit(length + 2) - length)
+        for key_len in (subject.fit(length + 2), subject.lengths[-1]) if has_offset else ():
+            if length < key_len <= causal.max_seq_len:
+                _expect_causal(module, subject, causal, length, key_len - length)
+    for build, length in list(subject.probes(causal))[-1 if subject.is_fixed else 0 :]:
+        _expect_causal_probe(subject.module(build, seq_len=length), subject, build, length)
     if subject.capabilities.causal == "masked":
         return passed("masked; its routing sees the future, as declared")
     return passed()
@@ -150,6 +169,42 @@ def _expect_causal(module: Module, subject: Subject, build: BuildContext, length
                 f"when token {position} (the future) changed",
             )
     _expect_causal_gradient(module, batch, positions, offset)
+
+
+def _cuts(subject: Subject, length: int) -> list[int]:
+    """Return as many positions to cut at as fit a call: the last, where the last, first and second blocks begin."""
+    sizes = sorted({size for size in (*block_sizes(subject.config), *ORDINARY_BLOCKS) if size < length}, reverse=True)
+    most = FEW_TOKENS if subject.is_fixed else MAX_TOKENS
+    starts = [(length - 1) // size * size for size in sizes] + sizes + [2 * size for size in sizes if 2 * size < length]
+    return sorted(list(dict.fromkeys([length - 1, *starts]))[: max(2, most // length)])
+
+
+def _expect_causal_probe(module: Module, subject: Subject, build: BuildContext, length: int) -> None:
+    """Check a longer sequence: all tokens from a cut on are others, a different cut in every entry of one batch."""
+    single, cuts = subject.inputs(build, length, batch_size=1), _cuts(subject, length)
+    batch = single.repeated(len(cuts) + 1)
+    other = subject.inputs(build, length, batch_size=1, seed=7)
+    at = torch.tensor([length, *cuts], device=subject.device)
+    is_after = torch.arange(length, device=subject.device) >= at[:, None]  # [B, L]
+
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        return torch.where(is_after[:, None, :, None] if old.dim() == 4 else is_after[..., None], new, old)
+
+    tensors = tuple(joined(*pair) for pair in zip(batch.tensors, other.tensors, strict=True))
+    if subject.capabilities.causal != "masked":
+        with torch.no_grad():
+            output = call(module, replace(batch, tensors=tensors)).double()
+        change = (output - output[:1]).abs().nan_to_num(nan=torch.inf).amax(-1)
+        change = (change if change.dim() == 2 else change.amax(1)).masked_fill(is_after, 0.0)  # [B, L]
+        if float(change.max()) > rounding(output, batch.num_terms, single.tensors[0].dtype):
+            entry = int(change.amax(-1).argmax())
+            row = int(change[entry].argmax())
+            raise Violation(
+                "a future token changes a past output",
+                f"{single.words()}: output {row} changed by {float(change[entry, row]):.2g} "
+                f"when the tokens from {cuts[entry - 1]} on (the future) changed",
+            )
+    _expect_causal_gradient(module, single.repeated(2), [length // 2], 0)
 
 
 def _expect_causal_gradient(module: Module, batch: Inputs, positions: list[int], offset: int) -> None:

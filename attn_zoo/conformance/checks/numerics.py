@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.checks.shapes import offset_calls
+from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.lengths import SPANS
 from attn_zoo.conformance.subject import (
     Gradients,
     Module,
@@ -23,10 +26,13 @@ from attn_zoo.conformance.subject import (
     call_reference,
     gradients,
     is_own_reference,
+    objective,
     reference_results,
     routing_of,
 )
 from attn_zoo.conformance.tolerance import largest, largest_error, rounding, working_tolerance
+
+SLOPE_STEP = 1e-7  # of a one-sided difference: its bend and the rounding of sums are far below what is allowed
 
 
 def _named(result: Gradients) -> Iterator[tuple[str, Tensor]]:
@@ -49,28 +55,77 @@ def _matches_reference(subject: Subject) -> Finding:
                 truth_module.load_state_dict(module.state_dict())  # the same values, however they were rounded
                 for inputs in subject.calls(build, length, dtype=dtype)[:: 1 if is_first else 2]:
                     worst = max(worst, _expect_reference(module, truth_module, inputs))
-        if subject.span_len:
-            _expect_long_output(subject, build)
+        for probe, length in subject.probes(build):
+            module = subject.module(probe, seq_len=length)
+            truth_module = subject.make(probe, seq_len=length, dtype=torch.float64)
+            truth_module.load_state_dict(module.state_dict())
+            inputs = subject.inputs(probe, length, batch_size=1)
+            if length <= SPANS[0] and not subject.is_fixed:
+                _expect_reference(module, truth_module, inputs)
+                continue
+            _expect_probe(module, truth_module, inputs, has_slope=subject.is_fixed and length == subject.spans[-1])
+        for inputs in offset_calls(subject, build):
+            module, truth_module = subject.module(build), subject.make(build, dtype=torch.float64)
+            truth_module.load_state_dict(module.state_dict())
+            _expect_reference(module, truth_module, inputs)
     return passed(worst[1])
 
 
-def _expect_long_output(subject: Subject, build: BuildContext) -> None:
-    """Compare one long output without gradients: dense references make those expensive."""
-    length, dtype = subject.span_len, subject.dtype
-    module = subject.make(build, seq_len=length)
-    truth_module = subject.make(build, seq_len=length, dtype=torch.float64)
-    truth_module.load_state_dict(module.state_dict())
-    inputs = subject.inputs(build, length, batch_size=1)
+def _expect_probe(module: Module, truth_module: Module, inputs: Inputs, *, has_slope: bool) -> None:
+    """Compare one long output without a graph of the reference: those of dense ones are expensive.
+
+    Args:
+        module: in a working dtype.
+        truth_module: the same in float64.
+        inputs: of the call.
+        has_slope: compare the gradients too, along one direction of all inputs.
+    """
+    dtype = inputs.tensors[0].dtype
+    found = gradients(module, inputs) if has_slope else None
     with torch.no_grad():
         routing = routing_of(module, inputs)
-        truth = call_reference(truth_module, inputs.map(torch.Tensor.double), routing)
-        error = largest_error(call(module, inputs), truth)
-        plain = largest_error(call_reference(module, inputs, routing), truth)
-    tolerance = working_tolerance(plain, largest(truth), inputs.num_terms, dtype)
+        truth = reference_results(truth_module, inputs.map(torch.Tensor.double), routing)
+        error = largest_error(call(module, inputs) if found is None else found.output, truth[0])
+        plain = largest_error(call_reference(module, inputs, routing), truth[0])
+    tolerance = working_tolerance(plain, largest(truth[0]), inputs.num_terms, dtype)
     if error > tolerance:
         raise Violation(
             "the fast path differs from the readable reference",
             f"{inputs.words()}: output is off by {error:.2g}, allowed {tolerance:.2g}",
+        )
+    if found is not None:
+        _expect_slope(found, truth_module, inputs, routing, float(objective(*truth)))
+
+
+def _expect_slope(found: Gradients, truth_module: Module, inputs: Inputs, routing: Any, here: float) -> None:
+    """Compare gradients in a working dtype with the difference of two outputs of the reference in float64.
+
+    A random direction keeps the size of an error, so what rounding explains is a share of the gradients' norm.
+
+    Args:
+        found: the gradients.
+        truth_module: has the reference.
+        inputs: of the call.
+        routing: of the call.
+        here: the objective of the reference there.
+    """
+    moved, claimed, square = [], 0.0, 0.0
+    for index, (name, tensor) in enumerate(zip(inputs.names, inputs.tensors, strict=True)):
+        direction = random_tensor(tensor.shape, 300 + index, torch.float64, str(tensor.device))
+        moved.append(tensor.double() + SLOPE_STEP * direction)
+        gradient = found.by_name[name]
+        if gradient is not None:
+            claimed += float((gradient.double() * direction).sum())
+            square += float(gradient.double().square().sum())
+    with torch.no_grad():
+        there = float(objective(*reference_results(truth_module, replace(inputs, tensors=tuple(moved)), routing)))
+    slope, norm = (there - here) / SLOPE_STEP, torch.tensor([square**0.5, 1.0])
+    allowed = 4 * rounding(norm, inputs.num_terms, inputs.tensors[0].dtype) + 1e-5 * largest(norm)
+    if abs(slope - claimed) > allowed:
+        raise Violation(
+            "the fast path differs from the readable reference",
+            f"{inputs.words()}: its gradients say a slope of {claimed:.4g}, the reference {slope:.4g}, "
+            f"allowed {allowed:.2g}",
         )
 
 
@@ -80,7 +135,7 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
     reference = partial(reference_results, routing=routing_of(module, inputs))
     truth = gradients(truth_module, inputs.map(torch.Tensor.double), reference)
     fast = dict(_named(gradients(module, inputs)))
-    plain = dict(_named(gradients(module, inputs, reference)))
+    plain = {} if dtype == torch.float64 else dict(_named(gradients(module, inputs, reference)))
     largest_gradient = max([largest(value) for name, value in _named(truth) if name != "output"], default=0.0)
     found = (0.0, "")
     for name, expected in _named(truth):
@@ -104,13 +159,6 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
     return found
 
 
-def _exact_calls(subject: Subject, build: BuildContext, length: int) -> Iterator[Inputs]:
-    yield from subject.calls(build, length)
-    has_offset = build.is_causal and subject.capabilities.cross_attention and subject.capabilities.variable_seq_len
-    if has_offset and not subject.is_fixed and subject.fit(length + 3) <= build.max_seq_len:
-        yield subject.inputs(build, length, key_len=subject.fit(length + 3))
-
-
 def _matches_oracle(subject: Subject) -> Finding:
     if not subject.capabilities.is_exact:
         return not_applicable("does not claim to be exact")
@@ -123,8 +171,16 @@ def _matches_oracle(subject: Subject) -> Finding:
             builds.append(replace(context, num_kv_heads=1))
         for build in builds:
             for length in subject.lengths:
-                for inputs in _exact_calls(subject, build, length):
+                for inputs in subject.calls(build, length):
                     _expect_oracle(subject.module(build, seq_len=length), build, inputs)
+                if build.is_causal and subject.has_causal_offset and subject.fit(length + 3) <= build.max_seq_len:
+                    inputs = subject.inputs(build, length, key_len=subject.fit(length + 3))
+                    _expect_oracle(subject.module(build), build, inputs)
+            for inputs in offset_calls(subject, build):
+                _expect_oracle(subject.module(build), build, inputs)
+            for probe, length in list(subject.probes(build))[-1 if subject.is_fixed else 0 :]:
+                inputs = subject.calls(probe, length, batch_size=1)[-1]
+                _expect_oracle(subject.module(probe, seq_len=length), probe, inputs)
     return passed()
 
 

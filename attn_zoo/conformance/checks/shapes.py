@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
+from attn_zoo.attention import BuildContext
 from attn_zoo.attention.oracle import expand_kv_heads, softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, call_reference, routing_of
-from attn_zoo.conformance.tolerance import largest_error, rounding
-from attn_zoo.errors import UnsupportedError
+from attn_zoo.conformance.lengths import across_blocks
+from attn_zoo.conformance.subject import Module, Subject, call, call_reference, gradients, results, routing_of
+from attn_zoo.conformance.tolerance import largest, largest_error, rounding
+from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES
 
 
@@ -42,6 +46,18 @@ def expect_equals_reference(module: Module, inputs: Inputs, what: str) -> None:
         raise Violation(f"{what}: differs from the readable reference by {error:.2g}", inputs.words())
 
 
+def _is_inexact(subject: Subject, module: Module, inputs: Inputs) -> bool:
+    """Whether a variant that claims to be exact differs from exact attention."""
+    if not subject.capabilities.is_exact or subject.form == "mixer":
+        return False
+    query, key, value = inputs.tensors
+    with torch.no_grad():
+        output = call(module, inputs)
+    mask = inputs.key_padding_mask
+    expected = softmax_attention(query, key, value, is_causal=inputs.is_causal, key_padding_mask=mask)
+    return largest_error(output, expected) > rounding(expected, inputs.num_terms, output.dtype)
+
+
 def _shape_and_dtype(subject: Subject) -> Finding:
     for build in subject.contexts():
         for dtype in subject.dtypes:
@@ -55,7 +71,7 @@ def _shape_and_dtype(subject: Subject) -> Finding:
 
 def _odd_lengths(subject: Subject) -> Finding:
     longest = subject.build.max_seq_len // subject.capabilities.seq_len_multiple * subject.capabilities.seq_len_multiple
-    wanted = (1, 2, 63, 65, 100, subject.capabilities.seq_len_multiple + 1)
+    wanted = (1, 2, 63, 65, 100, subject.capabilities.seq_len_multiple + 1, *across_blocks(subject.config))
     lengths = sorted({min(subject.fit(length), longest) for length in wanted} | {longest})
     for build in subject.contexts():
         for length in lengths:
@@ -70,6 +86,10 @@ def _odd_lengths(subject: Subject) -> Finding:
     return passed(f"lengths {', '.join(map(str, lengths))}")
 
 
+SIZES = ((1, 6, 20), (2, 5, 8), (1, 3, 80))
+"""Batch size, heads and features of a head, which a variant may refuse: no powers of two among the heads."""
+
+
 def _batch_and_head_sizes(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     for build in subject.contexts():
@@ -78,12 +98,82 @@ def _batch_and_head_sizes(subject: Subject) -> Finding:
             module = subject.module(sized, seq_len=length)
             for inputs in subject.calls(sized, length, batch_size=batch_size):
                 expect_equals_reference(module, inputs, f"batch_size={batch_size}, num_heads={num_heads}")
+        _expect_empty_batch(subject, build, length)
+        if subject.is_fixed or subject.is_shared_mixer:
+            continue
+        ordinary = subject.calls(build, length, batch_size=1)[-1]
+        is_exact = not _is_inexact(subject, subject.module(build, seq_len=length), ordinary)
+        for words, batch_size, sized in _other_sizes(build):
+            try:
+                module = subject.module(sized, seq_len=length)
+            except (ConfigError, UnsupportedError):
+                continue  # a size may be refused
+            inputs = subject.calls(sized, length, batch_size=batch_size)[-1]
+            expect_equals_reference(module, inputs, words)
+            if is_exact and _is_inexact(subject, module, inputs):
+                raise Violation(f"{words}: differs from exact attention, as other sizes do not", inputs.words())
     return passed()
 
 
+def _other_sizes(build: BuildContext) -> Iterator[tuple[str, int, BuildContext]]:
+    """Yield sizes that a variant may refuse, in words, as a batch size and as a context."""
+    for batch_size, num_heads, head_dim in SIZES:
+        sized = replace(build, num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim)
+        words = f"batch_size={batch_size}, num_heads={num_heads}, head_dim={head_dim}"
+        yield words, batch_size, replace(sized, embed_dim=num_heads * head_dim)
+    deeper = replace(build, num_layers=build.num_layers + 2, layer_index=build.layer_index + 2)
+    yield f"layer_index={deeper.layer_index}", 1, deeper
+
+
+def _expect_empty_batch(subject: Subject, build: BuildContext, length: int) -> None:
+    """Check that no sequence gives no output, and gradients of zero where they are not empty."""
+    module = subject.module(build, seq_len=length)
+    for inputs in subject.calls(build, length, batch_size=0):
+        found = gradients(module, inputs)
+        _expect_like_query(found.output, inputs)
+        for name, gradient in found.by_name.items():
+            if gradient is not None and largest(gradient) > 0:
+                raise Violation(f"an empty batch gives a gradient of {name}", inputs.words())
+
+
+def offset_calls(subject: Subject, build: BuildContext) -> Iterator[Inputs]:
+    """Yield causal calls with other numbers of keys than of queries: a few more, many more, fewer where they are taken.
+
+    Args:
+        subject: to be called.
+        build: of the calls; nothing is yielded where it is not causal or the variant takes no such calls.
+    """
+    if not (build.is_causal and subject.has_causal_offset):
+        return
+    one, short, long = subject.fit(1), subject.fit(3), subject.lengths[-1]
+    module = subject.module(build)
+    for query_len, key_len in ((long, subject.fit(long + 3)), (short, long), (one, short), (long, short), (short, one)):
+        if query_len == key_len or max(query_len, key_len) > build.max_seq_len:
+            continue
+        inputs = subject.inputs(build, query_len, key_len=key_len, mask=subject.masks(key_len)[-1])
+        try:
+            with torch.no_grad():
+                call(module, inputs)
+        except (UnsupportedError, ValueError):
+            if key_len > query_len:
+                raise
+            continue  # queries before every key may be refused
+        yield inputs
+
+
 def _cross_attention(subject: Subject) -> Finding:
-    build = replace(subject.build, is_cross=True, is_causal=False)
     capabilities = subject.capabilities
+    if capabilities.causal and subject.form == "attention" and not subject.is_fixed:
+        causal = replace(subject.build, is_cross=False, is_causal=True)
+        for inputs in offset_calls(subject, causal):
+            expect_equals_reference(subject.module(causal), inputs, "causal, aligned at the end")
+            if _is_inexact(subject, subject.module(causal), inputs):
+                raise Violation("causal, aligned at the end: differs from exact attention", inputs.words())
+        query_len, key_len = subject.lengths[0], subject.lengths[-1]
+        if not capabilities.cross_attention and capabilities.variable_seq_len and query_len < key_len:
+            ask = partial(call, subject.module(causal), subject.inputs(causal, query_len, key_len=key_len))
+            subject.refuses("cross_attention", "a causal call with more keys than queries", ask)
+    build = replace(subject.build, is_cross=True, is_causal=False)
     if not (capabilities.cross_attention and capabilities.bidirectional):
         return subject.refuses("cross_attention", "building with is_cross=True", lambda: subject.make(build))
     if not capabilities.variable_seq_len:
@@ -94,13 +184,8 @@ def _cross_attention(subject: Subject) -> Finding:
         for mask in subject.masks(key_len):
             inputs = subject.inputs(build, subject.fit(query_len), key_len=key_len, mask=mask)
             expect_equals_reference(module, inputs, "cross-attention")
-            if capabilities.is_exact and subject.form == "attention":
-                query, key, value = inputs.tensors
-                with torch.no_grad():
-                    output = call(module, inputs)
-                expected = softmax_attention(query, key, value, key_padding_mask=inputs.key_padding_mask)
-                if largest_error(output, expected) > rounding(expected, key_len, subject.dtype):
-                    raise Violation("cross-attention differs from exact attention", inputs.words())
+            if _is_inexact(subject, module, inputs):
+                raise Violation("cross-attention differs from exact attention", inputs.words())
     return passed()
 
 
@@ -131,18 +216,63 @@ def _grouped_query(subject: Subject) -> Finding:
     return passed()
 
 
-def _layouts(tensor: Tensor) -> list[tuple[str, Tensor]]:
-    padded = torch.cat([tensor, torch.full_like(tensor, 7.0)], dim=-2)
-    stacked = torch.stack([tensor, torch.full_like(tensor, 7.0)], dim=-1)
-    return [
-        ("transposed", tensor.transpose(1, -2).contiguous().transpose(1, -2)),
-        ("the head of a longer tensor", padded[..., : tensor.shape[-2], :]),
-        ("every other element", stacked[..., 0]),
-    ]
+_Layout = Callable[[Tensor], Tensor]
 
 
-def _in_layout(tensor: Tensor, *, index: int) -> Tensor:
-    return _layouts(tensor)[index][1]
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, -2).contiguous().transpose(1, -2)
+
+
+def _head_of_longer(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, torch.full_like(tensor, 7.0)], dim=-2)[..., : tensor.shape[-2], :]
+
+
+def _every_other(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, torch.full_like(tensor, 7.0)], dim=-1)[..., 0]
+
+
+def _part_of_projection(tensor: Tensor) -> Tensor:
+    return torch.cat([torch.full_like(tensor, 7.0), tensor], dim=-1)[..., tensor.shape[-1] :]
+
+
+def _expanded(tensor: Tensor) -> Tensor:
+    """Return a view whose entries are one; the values are the same where they are copies of the first."""
+    return tensor[:1].expand_as(tensor)
+
+
+def _columns(tensor: Tensor) -> Tensor:
+    return tensor.mT.contiguous().mT
+
+
+def _odd_strides(tensor: Tensor) -> Tensor:
+    """Return a view in which every dimension of size 1 has a stride of 2, which is as good as any other."""
+    return tensor.as_strided(
+        tensor.shape, [2 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    )
+
+
+LAYOUTS: tuple[tuple[str, tuple[_Layout, ...]], ...] = (
+    ("transposed", (_transposed,)),
+    ("the head of a longer tensor", (_head_of_longer,)),
+    ("every other element", (_every_other,)),
+    ("expanded", (_expanded,)),
+)
+"""In words, and what is done to every tensor."""
+
+UNLIKE_LAYOUTS: tuple[tuple[str, tuple[_Layout, ...]], ...] = (
+    ("part of a projection, transposed, as columns", (_part_of_projection, _transposed, _columns)),
+    ("transposed, expanded, as it is", (_transposed, _expanded, torch.Tensor.contiguous)),
+    ("as it is, every other element, expanded", (torch.Tensor.contiguous, _every_other, _expanded)),
+)
+"""In words, and what is done to each tensor, from the first one again where there are more."""
+
+
+def _in_layout(inputs: Inputs, layout: tuple[_Layout, ...]) -> Inputs:
+    tensors = tuple(change(tensor) for change, tensor in zip(cycle(layout), inputs.tensors, strict=False))
+    mask = inputs.key_padding_mask
+    return replace(
+        inputs, tensors=tensors, key_padding_mask=None if mask is None else torch.stack([mask, ~mask], dim=-1)[..., 0]
+    )
 
 
 def _non_contiguous(subject: Subject) -> Finding:
@@ -150,24 +280,66 @@ def _non_contiguous(subject: Subject) -> Finding:
     for build in subject.contexts():
         module = subject.module(build, seq_len=length)
         for inputs in subject.calls(build, length):
-            with torch.no_grad():
-                expected = call(module, inputs)
-                tolerance = rounding(expected, inputs.num_terms)
-                for index in range(3):
-                    layout = _layouts(inputs.tensors[0])[index][0]
-                    changed = inputs.map(partial(_in_layout, index=index))
-                    if inputs.key_padding_mask is not None:
-                        mask = inputs.key_padding_mask
-                        changed = replace(changed, key_padding_mask=torch.stack([mask, ~mask], dim=-1)[..., 0])
-                    if largest_error(call(module, changed), expected) > tolerance:
-                        raise Violation(
-                            f"another result for the same values in another layout: {layout}", inputs.words()
-                        )
-                copies = inputs.repeated(2)
-                views = copies.map(lambda tensor: tensor[:1].expand_as(tensor))
-                if largest_error(call(module, views), call(module, copies)) > tolerance:
-                    raise Violation("another result for an expanded view", copies.words())
+            _expect_same_outputs(module, inputs, LAYOUTS)
+        _expect_same_outputs(module, inputs, UNLIKE_LAYOUTS)
+        _expect_same_gradients(module, subject.inputs(build, length))
+        _expect_odd_strides(subject, build)
     return passed()
+
+
+@torch.no_grad()
+def _expect_same_outputs(module: Module, inputs: Inputs, layouts: tuple[tuple[str, tuple[_Layout, ...]], ...]) -> None:
+    copies = inputs.repeated(2)
+    expected = call(module, copies)
+    tolerance = rounding(expected, inputs.num_terms)
+    for words, layout in layouts:
+        if largest_error(call(module, _in_layout(copies, layout)), expected) > tolerance:
+            raise Violation(f"another result for the same values in another layout: {words}", inputs.words())
+
+
+def _expect_same_gradients(module: Module, inputs: Inputs) -> None:
+    """Compare gradients of tensors in unlike layouts, and those that come from a gradient of one number, expanded."""
+
+    def in_layout(module: Module, given: Inputs) -> tuple[Tensor, ...]:
+        return results(module, _in_layout(given, UNLIKE_LAYOUTS[0][1]))
+
+    def scaled(output: Tensor, *, upstream: Tensor) -> Tensor:
+        return (output * upstream).sum()
+
+    plain = gradients(module, inputs)
+    ones = torch.ones_like(plain.output)
+    for words, expected, found in (
+        (UNLIKE_LAYOUTS[0][0], plain, gradients(module, inputs, in_layout)),
+        (
+            "the gradient of the output expanded",
+            gradients(module, inputs, weigh=partial(scaled, upstream=ones)),
+            gradients(module, inputs, weigh=torch.sum),
+        ),
+    ):
+        scale = max([largest(value) for value in expected.by_name.values() if value is not None], default=0.0)
+        allowed = rounding(torch.full((1,), scale, dtype=plain.output.dtype), inputs.num_terms)
+        for name, value in expected.by_name.items():
+            other = found.by_name[name]
+            if value is not None and (other is None or largest_error(other, value) > allowed):
+                raise Violation(
+                    f"another gradient of {name} for the same values in another layout: {words}", inputs.words()
+                )
+
+
+def _expect_odd_strides(subject: Subject, build: BuildContext) -> None:
+    """Check single tokens, and single numbers where they are admitted, in tensors whose strides say nothing."""
+    length = subject.fit(1)
+    narrow = replace(build, embed_dim=build.num_heads, head_dim=1)
+    for sized in (build,) if subject.is_fixed or subject.form == "mixer" else (build, narrow):
+        try:
+            module = subject.module(sized, seq_len=length)
+        except (ConfigError, UnsupportedError):
+            continue
+        inputs = subject.inputs(sized, length, batch_size=1)
+        with torch.no_grad():
+            expected, output = call(module, inputs), call(module, inputs.map(_odd_strides))
+        if largest_error(output, expected) > rounding(expected, inputs.num_terms):
+            raise Violation("another result for one token whose strides are 2", inputs.words())
 
 
 def _inputs_unchanged(subject: Subject) -> Finding:
@@ -217,10 +389,14 @@ CHECKS = (
     ),
     Check(
         name="batch_and_head_sizes",
-        summary="one head, one batch entry, three of them: same mathematics",
+        summary="other batch sizes, an empty batch, other heads, features and layers: same mathematics, or refused",
         run=_batch_and_head_sizes,
     ),
-    Check(name="cross_attention", summary="other key lengths work, or are refused as declared", run=_cross_attention),
+    Check(
+        name="cross_attention",
+        summary="other key lengths work, also under a causal mask, or are refused as declared",
+        run=_cross_attention,
+    ),
     Check(
         name="grouped_query",
         summary="fewer key/value heads work like repeated ones, or are refused",
