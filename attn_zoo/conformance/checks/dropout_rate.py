@@ -78,10 +78,8 @@ def _probe(subject: Subject, build: BuildContext, length: int) -> Inputs:
     if subject.form == "mixer":
         return inputs
     query, key, value = inputs.tensors
-    powers = [
-        0,
-        *(2**power for power in range(8) if 2**power < length),
-    ]  # near and far, and early enough for causal queries
+    # Near and far, and early enough for causal queries.
+    powers = [0, *(2**power for power in range((length - 1).bit_length()))]
     keys, count = [*powers, *(set(range(length)) - set(powers))], _num_keys(inputs)
     value = torch.zeros_like(value)
     for feature in range(min(2 * count, value.shape[-1])):
