@@ -71,6 +71,14 @@ def test_no_shipped_variant_is_blamed_at_another_seed(name: str, at_seed: Callab
     assert result.outcome == "passed", result
 
 
+@pytest.mark.parametrize("embed_dim", [2, 6, 160])
+def test_heads_of_any_size_show_their_weights(embed_dim: int) -> None:
+    """One feature, an odd number of them, and more keys than there are powers of two."""
+    for name in ("full", "linear_attention"):
+        (result,) = run_checks(name, checks=[RATE], embed_dim=embed_dim)
+        assert result.outcome == "passed", result
+
+
 def test_sums_are_compared_in_their_standard_errors() -> None:
     generator = torch.Generator().manual_seed(0)
     heavy = torch.randn(8, 2, 64, 4, generator=generator) * torch.rand(8, 2, 64, 1, generator=generator) ** 4
