@@ -231,6 +231,36 @@ def test_repeats_leave_the_probes_to_the_first_process(monkeypatch):
         workload.check(output, is_repeat=False)
 
 
+class TiresOut(Lazy):
+    calls = 0
+
+    def is_lazy(self, query: Tensor) -> bool:
+        self.calls += 1
+        return self.calls > 200
+
+
+@pytest.mark.parametrize("pass_", ["infer", "fwd_bwd"])
+@pytest.mark.parametrize(("cls", "check"), [(TiresOut, "own_last"), (Softmax, "")])
+def test_a_call_after_the_samples_gives_what_the_first_one_gave(cls, check, pass_):
+    with registered(Broken(cls=cls, check="")) as name:
+        cell = Cell(
+            kind="scaling", variant=name, variant_digest="0" * 16, device="cpu", dtype="float32", scope="attention",
+            pass_=pass_, seq_len=40, batch_size=2, num_heads=2, num_kv_heads=2, head_dim=8,
+        )  # fmt: skip
+        workload = make_call_workload(cell)
+        workload.gate()
+        call, _ = workload.make_call()
+        workload.check(call(), is_repeat=False)
+        assert workload.check_again() == ("own_last",)
+        for _ in range(200):
+            workload.forward()
+        if check:
+            with pytest.raises(GateError, match=check):
+                workload.check_again()
+        else:
+            assert workload.check_again() == ("own_last",)
+
+
 def test_the_gate_alone_sees_none_of_these():
     """Otherwise the tests above would say nothing about the probes."""
     build = BuildContext(embed_dim=16, num_heads=2, max_seq_len=LEN)
