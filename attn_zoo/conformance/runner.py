@@ -112,7 +112,7 @@ def run_checks(
 
 
 def _require_possible(name: str, options: Mapping[str, Any], build: BuildContext) -> None:
-    """Raise `ConfigError` if the options do not fit the sizes; other errors of a constructor are for checks to report."""
+    """Raise `ConfigError` if options do not fit the sizes; other errors of a constructor are for checks to report."""
     with torch.random.fork_rng(devices=[]), restored():
         try:
             build_mixer(name, build, **options)
