@@ -69,13 +69,13 @@ class Run:
         """
         import pandas as pd
 
-        from attn_zoo.report.analysis.winners import times_faster, winners
+        from attn_zoo.report.analysis.winners import times_faster
 
         rows = []
         for panel in self.analysis.panels:
             points = [(each.label, point) for each in panel.series if not each.is_simulated for point in each.points]
             points.sort(key=lambda pair: (pair[1].median_ms, pair[0]))
-            for one in winners(panel):
+            for one in panel.winners:
                 (label, first), *others = [pair for pair in points if pair[1].seq_len == one.seq_len]
                 row = {"panel": panel.name, "seq_len": one.seq_len, "variant": label, "median_ms": first.median_ms}
                 row |= {"low_ms": first.low_ms, "high_ms": first.high_ms}

@@ -12,6 +12,7 @@ from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series
+from attn_zoo.report.analysis.winners import Winner, winners
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 
 
@@ -34,6 +35,7 @@ class Panel:
         crossings: in time, against the fastest exact series (and each exact one).
         device_crossings: in the time of the GPU alone, where that was measured.
         memory_crossings: in peak memory, likewise.
+        winners: the fastest of each length.
         efficiency: rates beside the ceilings of the machine, by label; empty where the run has not measured those.
     """
 
@@ -51,6 +53,7 @@ class Panel:
     crossings: tuple[Crossing, ...]
     device_crossings: tuple[Crossing, ...]
     memory_crossings: tuple[Crossing, ...]
+    winners: tuple[Winner, ...]
     efficiency: dict[str, list[Efficiency]]
 
     @property
@@ -66,6 +69,12 @@ class Panel:
     def crossing(self, label: str) -> Crossing | None:
         """Return where `label` gets faster than the fastest exact series, if both were measured."""
         return next((one for one in self.crossings if one.is_fastest and one.label == label), None)
+
+
+def lead_panel(panels: Sequence[Panel]) -> Panel | None:
+    """Return the panel that says most: with most curves, then most points; None where nothing was measured."""
+    measured = [panel for panel in panels if panel.points]
+    return max(measured, key=lambda one: (sum(bool(s.points) for s in one.series), len(one.points)), default=None)
 
 
 def _setting(one: Observation) -> dict[str, Any]:
@@ -125,6 +134,7 @@ def _panel(
         crossings=tuple(crossings(series, baseline, "time")),
         device_crossings=tuple(crossings(series, baseline, "device")),
         memory_crossings=tuple(crossings(series, baseline, "peak_bytes")),
+        winners=tuple(winners(series)),
         efficiency=efficiencies(series, baseline, setting["pass"], ceilings),
     )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.winners import lead_panel
+from attn_zoo.report.analysis.panels import lead_panel
 from attn_zoo.report.figures.breakdown_panels import draw_breakdown
 from attn_zoo.report.figures.bubbles import draw_bubbles, draw_task_means
 from attn_zoo.report.figures.learning_curves import draw_learning

@@ -9,10 +9,10 @@ from itertools import groupby
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
 from attn_zoo.report.analysis.floor import floor_words
-from attn_zoo.report.analysis.panels import Panel
+from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelScore, pair
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.analysis.winners import Winner, lead_panel, times_faster, winners
+from attn_zoo.report.analysis.winners import Winner, times_faster
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.time_tables import weights_words
 from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio
@@ -65,7 +65,7 @@ def _machine(analysis: Analysis, panel: Panel) -> str:
 
 def _winners(panel: Panel) -> str:
     """Return who is the fastest from which length to which, and by how much at the longest."""
-    every = winners(panel)
+    every = panel.winners
     judged = [one for one in every if one.num_rivals > 1]
     if not judged:
         lengths = [human_length(one.seq_len) for one in every]

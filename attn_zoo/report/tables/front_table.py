@@ -9,9 +9,9 @@ from typing import Any
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.floor import Standing
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.panels import Panel
+from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.series import Point, Series
-from attn_zoo.report.analysis.winners import lead_panel, times_faster, winners
+from attn_zoo.report.analysis.winners import times_faster
 from attn_zoo.report.tables.table import Column, Row, Table, text_column
 from attn_zoo.report.tables.time_tables import by_importance, host_words, shown_doubts, weights_words
 from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, human_number, ratio
@@ -42,7 +42,7 @@ def front_table(analysis: Analysis) -> Table | None:
     ]
     if panel is not None and lengths:
         first = {"variant": "fastest"} | dict.fromkeys(rows[0].keys() - {"variant"}, "")
-        best = {str(one.seq_len): " or ".join(one.labels[:3]) for one in winners(panel) if one.num_rivals > 1}
+        best = {str(one.seq_len): " or ".join(one.labels[:3]) for one in panel.winners if one.num_rivals > 1}
         rows.insert(0, first | {name: text for name, text in best.items() if name in first})
         if any(row["weights"] for row in rows):
             columns.append(_column("weights that grow", "weights", 1.1))
