@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import codeop
 import hashlib
 import linecache
 import symtable
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from attn_zoo.errors import ConfigError
 
@@ -91,14 +93,36 @@ def _statements(cell: str) -> Iterator[_Statement]:
         yield _Statement(cell, node, frozenset(binds), frozenset(needs - _BUILT_IN))
 
 
+def _prompt_cells() -> list[str]:
+    """Return the statements typed at Python's own prompt, which before 3.13 only its line editor remembers."""
+    editor: Any = sys.modules.get("readline")
+    count = editor.get_current_history_length() if editor else 0
+    cells: list[str] = []
+    is_open = False
+    for line in (editor.get_history_item(number) for number in range(1, count + 1)):
+        if is_open or line[:1].isspace():
+            cells[-1:] = ["\n".join([*cells[-1:], line])]
+        else:
+            cells.append(line)
+        try:
+            is_open = codeop.compile_command(cells[-1] + "\n") is None
+        except (SyntaxError, ValueError, OverflowError):
+            is_open = False
+    return cells
+
+
 def _text_of(filename: str) -> str:
+    if filename == "<stdin>":
+        return next(reversed(_prompt_cells()), "")
     return "".join(linecache.getlines(filename))
 
 
 def _typed(filename: str) -> list[_Statement]:
     """Return the statements of everything that was typed, oldest first, with that of `filename`."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if Path(filename).is_file() and filename not in getattr(linecache, "_ipython_cache", {}):
+    if filename == "<stdin>":
+        cells = _prompt_cells()
+    elif Path(filename).is_file() and filename not in getattr(linecache, "_ipython_cache", {}):
         cells = []  # a script
     elif shell is not None:
         cells = [text for text in shell.user_ns.get("In", []) if text]

@@ -275,6 +275,22 @@ def test_a_script_that_executes_a_text_measures_what_it_defines(tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr[-2000:]
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="tracebacks know what is typed at the prompt from 3.13 on")
+def test_at_python_s_own_prompt_the_line_editor_knows_what_was_typed(tmp_path):
+    pexpect = pytest.importorskip("pexpect")
+    prompt = pexpect.spawn(sys.executable, ["-q"], cwd=str(tmp_path), env=_environment(), encoding="utf-8", timeout=60)
+    show = "print('SOURCE', open(__import__('attn_zoo.registry').registry.variants['typed_mine'].source).read(), 'END')"
+    for cell in (IMPORTS, "FACTOR = 1.0", "def ():", CARD, SCORED, MINE, show):
+        for line in [*filter(str.strip, cell.splitlines()), ""]:
+            prompt.sendline(line)
+    prompt.expect(r"SOURCE (.*) END\r")
+    text = prompt.match[1].replace("\r\n", "\n")
+    assert "class Mine(" in text
+    assert "FACTOR = 1.0" in text
+    prompt.sendline("exit()")
+    prompt.wait()
+
+
 def test_in_ipython_the_order_is_that_of_running(tmp_path):
     """A cell that is run again counts where it was run last; magics in other cells do no harm."""
     cells = [IMPORTS, "FACTOR = 1.0", "FACTOR = 3.0", "%time 1 + 1", CARD, SCORED, "FACTOR = 1.0", MINE]

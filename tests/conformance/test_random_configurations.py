@@ -39,7 +39,10 @@ def test_a_number_stands_for_one_configuration() -> None:
     assert draw(3) == draw(3) != draw(4)
 
 
-@pytest.mark.parametrize("head_dim", [1, 24])
-def test_dropout_of_tokens_is_checked_in_heads_of_any_size(head_dim: int) -> None:
-    results = run_checks("linear_attention", {}, checks=["dropout_rate"], embed_dim=2 * head_dim)
+@pytest.mark.parametrize(
+    ("name", "embed_dim", "num_heads"),
+    [("linear_attention", 2, 2), ("linear_attention", 48, 2), ("global_pooling", 6, 3), ("luna", 2, 1)],
+)
+def test_dropout_is_checked_in_heads_of_any_size(name: str, embed_dim: int, num_heads: int) -> None:
+    results = run_checks(name, {}, checks=["dropout_rate"], embed_dim=embed_dim, num_heads=num_heads)
     assert [result.outcome for result in results] == ["passed"]

@@ -106,14 +106,14 @@ def _expect_sound_draws(subject: Subject, build: BuildContext, length: int) -> b
     levels = [_level(draws) for draws in few]
     is_seen = None not in levels
     by_query = is_seen and subject.capabilities.dropout_unit != "tokens"
-    many = few[0]
+    many, probe = few[0], _probe(subject, build, subject.fit(MANY_LENGTH))
     if not by_query:  # there are fewer draws, or sums of them that depend on each other
-        many = _draws(subject, build, _probe(subject, build, subject.fit(MANY_LENGTH)), RATES[0], MANY_COPIES)
+        many = _draws(subject, build, probe, RATES[0], MANY_COPIES)
     if is_seen:
         for draws in (many, few[1]):
             _expect_rate(draws, _level(draws) or 0.0, by_query=by_query)
     else:
-        _expect_growth(few)
+        _expect_growth([many, _draws(subject, build, probe, RATES[1], MANY_COPIES)])
     _expect_independence(subject, many, is_seen=is_seen, by_query=by_query)
     return is_seen
 
