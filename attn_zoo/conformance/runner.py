@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import BuildContext
+from attn_zoo.attention import BuildContext, build_mixer
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
 from attn_zoo.conformance.checks.all_checks import CHECKS
 from attn_zoo.conformance.global_state import restored
@@ -76,7 +76,7 @@ def run_checks(
 
     Raises:
         UnknownNameError: no such variant or check.
-        ConfigError: an option is unknown or impossible.
+        ConfigError: an option is unknown, or impossible with these sizes.
         UnsupportedError: it does not run on this kind of device.
 
     >>> [result.outcome for result in run_checks("full", checks=["shape_and_dtype", "causality"])]
@@ -94,8 +94,10 @@ def run_checks(
         seed=seed,
     )
     variant.capabilities.require(name, replace(build.request(), device=torch.device(device).type))
-    for option_set in sets:
+    for index, option_set in enumerate(sets):
         make_config(variant.config, option_set, name)
+        if options is not None:
+            _require_possible(name, option_set, build.at_layer(index))
     results = []
     for check in selected:
         found = [
@@ -107,6 +109,17 @@ def run_checks(
         ]
         results.append(_strongest(check, found))
     return results
+
+
+def _require_possible(name: str, options: Mapping[str, Any], build: BuildContext) -> None:
+    """Raise `ConfigError` if options do not fit the sizes; other errors of a constructor are for checks to report."""
+    with torch.random.fork_rng(devices=[]), restored():
+        try:
+            build_mixer(name, build, **options)
+        except ConfigError:
+            raise
+        except Exception:
+            return
 
 
 def _subjects(

@@ -121,6 +121,11 @@ def test_unknown_names_say_near_matches() -> None:
         run_checks(name)
 
 
+def test_options_that_do_not_fit_the_sizes_are_the_callers_error() -> None:
+    with pytest.raises(ConfigError, match="proj_len: expected one rank for each of 1 layers; got 2"):
+        run_checks("linformer", {"proj_len": (8, 4)}, checks=["shape_and_dtype"])
+
+
 def test_check_options_that_do_not_exist_are_the_authors_error() -> None:
     with registered(Broken(cls=Softmax, check="", config=TwoOptionSets)) as name, pytest.raises(ConfigError):
         run_checks(name, checks=["causality"])

@@ -16,7 +16,7 @@ from attn_zoo.conformance.inputs import Inputs, padding_mask
 from attn_zoo.conformance.subject import Module, Subject, call, gradients
 from attn_zoo.conformance.tolerance import largest_error, rounding, same_shape_tolerance
 
-NUM_REPEATS = 8
+NUM_REPEATS = 4
 """Calls that must agree; a counter that waits for more is not found."""
 
 
