@@ -196,19 +196,20 @@ def _grouped_query(subject: Subject) -> Finding:
             "grouped_query", "building with num_kv_heads=2 of 4 heads", lambda: subject.make(grouped)
         )
     for build in subject.contexts():
-        for num_kv_heads in (1, 2):
-            grouped = replace(build, num_heads=4, num_kv_heads=num_kv_heads)
+        for num_heads, num_kv_heads in ((4, 1), (4, 2), (6, 3)):
+            grouped = replace(build, num_heads=num_heads, num_kv_heads=num_kv_heads)
             length = subject.lengths[-1]
             module = subject.module(grouped, seq_len=length)
             for inputs in subject.calls(grouped, length):
-                expect_equals_reference(module, inputs, f"num_kv_heads={num_kv_heads} of 4")
+                expect_equals_reference(module, inputs, f"num_kv_heads={num_kv_heads} of {num_heads}")
                 if subject.form == "mixer":
                     continue
-                plain = subject.module(replace(grouped, num_kv_heads=4), seq_len=length)
+                plain = subject.module(replace(grouped, num_kv_heads=num_heads), seq_len=length)
                 if any(True for _ in plain.parameters()):
                     continue  # other sizes, other parameters: only the reference can be compared
-                query, key, value = inputs.tensors
-                repeated = replace(inputs, tensors=(query, expand_kv_heads(key, 4), expand_kv_heads(value, 4)))
+                query, *grouped_heads = inputs.tensors
+                tensors = (query, *(expand_kv_heads(heads, num_heads) for heads in grouped_heads))
+                repeated = replace(inputs, tensors=tensors)
                 with torch.no_grad():
                     output, expected = call(module, inputs), call(plain, repeated)
                 if largest_error(output, expected) > rounding(expected, inputs.num_terms):
