@@ -34,6 +34,7 @@ GATE_CHECKS = (
     "global_state",
     "own_output",
     "no_memory",
+    "dropout",
 )
 """What is checked before a timing: everything that would make the timing one of something else."""
 

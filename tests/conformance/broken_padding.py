@@ -64,8 +64,14 @@ class HidesWhatAnyEntryHides(ChangesMasks):
 
 
 class IgnoresMaskBeyondABlock(ChangesMasks):
+    block_size = 64
+
     def changed(self, mask: Tensor) -> Tensor:
-        return mask & (torch.arange(mask.shape[1]) < 64)
+        return mask & (torch.arange(mask.shape[1]) < self.block_size)
+
+
+class IgnoresMaskBeyond256(IgnoresMaskBeyondABlock):
+    block_size = 256
 
 
 class RemembersMasks(ChangesMasks):
@@ -116,6 +122,7 @@ PADDING = (
     Broken(cls=HidesNanButNotInfinity, check="padding_content", capabilities=MASKED),
     Broken(cls=GradientOfQueriesReadsPaddedKeys, check="padding_content", capabilities=MASKED),
     Broken(cls=IgnoresMaskBeyondABlock, check="padding_content", also=ROWS, capabilities=MASKED),
+    Broken(cls=IgnoresMaskBeyond256, check="padding_content", capabilities=MASKED),
     Broken(cls=AssumesPaddingAtTheEnd, check="padding_content", capabilities=MASKED),
     Broken(cls=FirstMaskForAll, check="padding_patterns", also=BATCH | ROWS | {"padding_content"}, capabilities=MASKED),
     Broken(cls=NextEntrysMask, check="padding_patterns", also=BATCH | ROWS | {"padding_content"}, capabilities=MASKED),

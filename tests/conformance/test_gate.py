@@ -66,6 +66,31 @@ def test_stops_what_computes_less_as_it_is_timed(cls: type[Softmax], is_training
         gate(name, {}, build(), dtype="bfloat16", seq_len=256, is_training=is_training)
 
 
+class DropsInEveryMode(Softmax):
+    def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+        return nn.functional.dropout(super().weights(scores, keep), self.build.dropout_p, training=True)
+
+
+class NeverDrops(Softmax):
+    pass
+
+
+@pytest.mark.parametrize("cls", [DropsInEveryMode, NeverDrops])
+def test_dropout_of_a_cell_is_checked_where_it_acts(cls: type[Softmax]) -> None:
+    context = replace(build(), dropout_p=0.1)
+    with registered(Broken(cls=cls, check="", capabilities={"attention_dropout": True})) as name:
+        assert "dropout" not in gate(name, {}, build(), seq_len=64, is_training=True)
+        with pytest.raises(GateError, match="dropout"):
+            gate(name, {}, context, seq_len=64, is_training=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", attn_zoo.list_variants(attention_dropout=True))
+def test_sound_dropout_passes(name: str, dtype: str) -> None:
+    context = replace(build(is_causal=not variants[name].capabilities.bidirectional), dropout_p=0.1)
+    assert "dropout" in gate(name, {}, context, dtype=dtype, seq_len=256, is_training=True)
+
+
 def test_works_in_the_dtype_of_the_cell() -> None:
     with registered(Broken(cls=WrongScaleInFloat32, check="")) as name:
         gate(name, {}, build(), dtype="float64", seq_len=64)

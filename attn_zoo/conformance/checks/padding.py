@@ -16,6 +16,9 @@ from attn_zoo.conformance.tolerance import largest, largest_error, rounding, sam
 PATTERNS = ("nothing", "the start", "every other key", "all keys but one")
 """What the entries of one batch pad."""
 
+MAX_NAMED = 8
+"""Padded positions that an example lists."""
+
 
 def _refusal(subject: Subject) -> Finding | None:
     """Return the finding for a variant without masks, or None where there is something to check."""
@@ -60,9 +63,12 @@ def _padding_content(subject: Subject) -> Finding:
             if change > rounding(expected, plain.num_terms):
                 raise Violation("a mask that hides nothing changes the output", f"{plain.words()}: by {change:.2g}")
             for inputs in padded:
-                _expect_content_ignored(module, inputs)
+                _expect_content_ignored(module, inputs, is_poisoned=inputs is padded[-1])
         if padded:
             _expect_content_ignored(module, _with_padding_only(padded[-1]))
+            for context, length in list(subject.probes(build))[-1:]:
+                inputs = subject.inputs(context, length, mask="scattered")
+                _expect_content_ignored_far(subject.module(context, seq_len=length), inputs)
     return passed()
 
 
@@ -74,10 +80,36 @@ def _with_padding_only(inputs: Inputs) -> Inputs:
     return replace(inputs, key_padding_mask=torch.cat([torch.ones_like(mask[:1]), mask[1:]]))
 
 
-def _expect_content_ignored(module: Module, inputs: Inputs) -> None:
+def _words(inputs: Inputs) -> str:
+    """Say what is called and what is hidden."""
     mask = inputs.key_padding_mask
     assert mask is not None
-    words = f"{inputs.words()}, entry 0 pads {mask[0].nonzero().flatten().tolist()}"
+    hidden = mask[0].nonzero().flatten().tolist()
+    some = str(hidden) if len(hidden) <= MAX_NAMED else f"{len(hidden)} keys, {str(hidden[:MAX_NAMED])[1:-1]} first"
+    return f"{inputs.words()}, entry 0 pads {some}"
+
+
+def _expect_content_ignored_far(module: Module, inputs: Inputs) -> None:
+    """Check one long call, with NaN and infinities alone."""
+    mask = inputs.key_padding_mask
+    assert mask is not None
+    with torch.no_grad():
+        expected = _compared(inputs, call(module, inputs), mask)
+    found = gradients(module, inputs.poisoned(), weigh=lambda output: weighted_sum(_compared(inputs, output, mask)))
+    change = largest_error(_compared(inputs, found.output, mask), expected)
+    if change > same_shape_tolerance(expected):
+        message = "values under key_padding_mask influence the output"
+        raise Violation(message, f"{_words(inputs)}: by {change:.2g} when padded tokens became NaN and infinities")
+    for name, gradient in found.by_name.items():
+        if gradient is not None and not gradient.isfinite().all():
+            message = "values under key_padding_mask influence a gradient"
+            raise Violation(message, f"{_words(inputs)}: that of {name}, when they are NaN and infinities")
+
+
+def _expect_content_ignored(module: Module, inputs: Inputs, *, is_poisoned: bool = True) -> None:
+    mask = inputs.key_padding_mask
+    assert mask is not None
+    words = _words(inputs)
     size = 100.0 if inputs.tensors[0].dtype == torch.float16 else 1e4
     others = {f"{size:g} x noise": _noisy(inputs, mask, size), "NaN and infinities": inputs.poisoned()}
     with torch.no_grad():
@@ -93,10 +125,10 @@ def _expect_content_ignored(module: Module, inputs: Inputs) -> None:
                     "values under key_padding_mask influence the output",
                     f"{words}: an output changed by {change:.2g} when padded tokens became {content}",
                 )
-    _expect_content_sends_no_gradient(module, inputs, words)
+    _expect_content_sends_no_gradient(module, inputs, words, is_poisoned=is_poisoned)
 
 
-def _expect_content_sends_no_gradient(module: Module, inputs: Inputs, words: str) -> None:
+def _expect_content_sends_no_gradient(module: Module, inputs: Inputs, words: str, *, is_poisoned: bool) -> None:
     mask = inputs.key_padding_mask
     assert mask is not None
 
@@ -108,6 +140,8 @@ def _expect_content_sends_no_gradient(module: Module, inputs: Inputs, words: str
         gradient = found[inputs.names[index]]
         if gradient is not None and largest(gradient.masked_fill(~padded_rows(gradient, mask), 0.0)) > 0:
             raise Violation("a gradient reaches padding", f"{words}: to padded {inputs.names[index]}")
+    if not is_poisoned:
+        return
     # One scale for all: a gradient that is nothing but rounding must not be its own measure.
     scale = torch.tensor([1.0, *(largest(each) for each in found.values() if each is not None)]).max()
     allowed = rounding(scale.to(inputs.tensors[0].dtype), inputs.num_terms * inputs.batch_size)
@@ -144,12 +178,15 @@ def _padding_patterns(subject: Subject) -> Finding:
     if not subject.has_masks:
         return not_applicable("is called without padding")
     for build in subject.contexts():
-        calls = [subject.calls(build, length, batch_size=len(PATTERNS))[0] for length in subject.lengths]
-        calls = [replace(inputs, key_padding_mask=_patterns(inputs)) for inputs in calls if inputs.key_len > 1]
-        for inputs in calls:
-            _expect_own_mask(subject.module(build, seq_len=inputs.query_len), inputs)
-        if calls:
-            _expect_mask_read_again(subject, build, calls[-1])
+        lengths = [length for length in subject.lengths if length > 2] or [subject.lengths[-1]]
+        for length in sorted({lengths[0], lengths[-1]}):
+            inputs = subject.calls(build, length, batch_size=len(PATTERNS))[0]
+            if inputs.key_len == 1:
+                continue
+            inputs = replace(inputs, key_padding_mask=_patterns(inputs))
+            _expect_own_mask(subject.module(build, seq_len=length), inputs)
+            if length == lengths[-1]:
+                _expect_mask_read_again(subject, build, inputs)
     return passed()
 
 

@@ -88,7 +88,10 @@ class Session(Control):
         )
 
     def is_over(self) -> bool:
-        return self.stopped == "interrupted" or (self._deadline is not None and time.monotonic() >= self._deadline)
+        is_late = self._deadline is not None and time.monotonic() >= self._deadline
+        if is_late and self._waiting:
+            self.stopped = self.stopped or "time limit"
+        return is_late or self.stopped == "interrupted"
 
     def _forecast_of(self, cell: Cell) -> Forecast:
         return self._forecasts[kind_of(cell).name]
@@ -101,7 +104,6 @@ class Session(Control):
 
     def may_start(self, *bundle: PlannedCell) -> bool:
         if self.is_over():
-            self.stopped = self.stopped or "time limit"
             return False
         cell = bundle[0].cell
         if cell.key not in self._waiting:

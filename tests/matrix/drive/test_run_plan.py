@@ -151,6 +151,12 @@ def test_a_cell_that_exceeds_the_time_limit_is_stopped_without_a_record(tmp_path
     assert (summary.new, len(summary.left), summary.stopped) == (0, 2, "time limit")
 
 
+def test_a_time_limit_that_is_over_before_the_first_cell_is_why_nothing_ran(tmp_path):
+    summary = run(tiny_plan(["full"]), Store(tmp_path / "run"), time_limit_min=0)
+    assert (summary.new, summary.stopped) == (0, "time limit")
+    assert read_run(tmp_path / "run").stopped == "time limit"
+
+
 def test_ctrl_c_once_ends_after_the_running_cell(tmp_path):
     stream = io.StringIO()
     engine = FakeEngine(before=lambda item: os.kill(os.getpid(), signal.SIGINT))
