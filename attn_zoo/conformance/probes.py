@@ -41,16 +41,16 @@ from attn_zoo.measure.passes import grad_like
 from attn_zoo.metadata import Capabilities
 from attn_zoo.registry import Variant
 
-SHORT_LEN = 700
-"""Tokens of the short calls, which the gate has compared with the reference at a length like that."""
+SHORT_LENS = (700, 131)
+"""Tokens of the short calls: the gate has compared lengths like these with the reference."""
 REFERENCE_PAIRS = 2**25
 """Scores (heads x queries x keys) up to which the readable reference is affordable: 2048 tokens with 8 heads."""
 NUM_LAST = 16
 """Tokens in the future of all others, which are changed."""
 NUM_ROWS = 16
-"""Outputs of which the reach is counted together."""
+"""Neighbouring outputs of which the reach is counted together: rows apart reach much, each by a little."""
 LEAST_REACH = 1 / 3
-"""Of the tokens reached at the short length: where the rows lie in their blocks makes a difference."""
+"""Of the tokens that the same outputs reach at the short length: what is chosen by the data differs."""
 GRAPH_BYTES = 2**26
 """Of inputs; above, a cell without a graph is not called with one, which may need many times its memory."""
 STEPS = {torch.float64: 1e-5, torch.float32: 5e-3, torch.bfloat16: 0.0625, torch.float16: 0.0625}
@@ -141,11 +141,11 @@ def _truncated(inputs: Inputs, count: int) -> Inputs:
 
 
 def _short_len(first: FirstCall) -> int:
-    """Return the length of short calls, or 0 where the module takes none, or its own length is no longer."""
+    """Return the length of short calls, or 0 where the module takes none, or its own length is hardly longer."""
     multiple = first.capabilities.seq_len_multiple
-    short = -(-SHORT_LEN // multiple) * multiple
-    is_long = first.capabilities.variable_seq_len and first.inputs.query_len >= 2 * short
-    return short if is_long else 0
+    shorter = (-(-length // multiple) * multiple for length in SHORT_LENS)
+    is_free = first.capabilities.variable_seq_len
+    return next((short for short in shorter if is_free and 5 * short <= 4 * first.inputs.query_len), 0)
 
 
 @torch.no_grad()
@@ -212,19 +212,21 @@ def _reach(first: FirstCall, given: Inputs, output: Tensor) -> list[str]:
         return []
     with torch.enable_grad():
         short = _truncated(given, short_len).leaves()
-        expected = _num_reached(call(first.module, short), short)
-    reached = _num_reached(output, given)
+        expected = _num_reached(call(first.module, short), short, short_len)
+    reached = _num_reached(output, given, short_len)
     if reached < LEAST_REACH * expected:
         words = f"{NUM_ROWS} outputs depend on {reached} tokens; on {expected} of {short_len} in a shorter sequence"
         raise _fail(first, "own_reach", words)
     return ["own_reach"]
 
 
-def _num_reached(output: Tensor, given: Inputs) -> int:
-    """Return on how many tokens some outputs of the first sequence depend, through whichever input."""
-    length = output.shape[-2]
-    rows = torch.randperm(length, generator=torch.Generator().manual_seed(length))[:NUM_ROWS].to(output.device)
-    some = output[0][..., rows, :]
+def _num_reached(output: Tensor, given: Inputs, short_len: int) -> int:
+    """Return on how many tokens some outputs of the first sequence depend, through whichever input.
+
+    Late ones among the first `short_len`, so that causal ones may see much, and the same ones at any length.
+    """
+    start = 3 * short_len // 4
+    some = output[0][..., start : start + NUM_ROWS, :]
     # A gradient of 16 bits must not vanish because a mean over many tokens gives each a small share.
     scale = 1024.0 if output.dtype == torch.float16 else 1.0
     weights = scale * random_tensor(some.shape, 7, output.dtype, str(output.device))

@@ -55,6 +55,20 @@ class ShortSightedWithoutReference(Lazy):
         return query.shape[-2] > FAR
 
 
+class NearSightedWithoutReference(Softmax):
+    """Sees the tokens of its own block of 16 only, beyond `beyond` tokens."""
+
+    beyond = 0
+
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        keep = super().keep(query, key, mask)
+        if query.shape[-2] <= self.beyond:
+            return keep
+        block = torch.arange(query.shape[-2]) // 16
+        near = block[:, None] == block
+        return near if keep is None else near & keep
+
+
 class LazyWhenTrainedLong(Lazy):
     def is_lazy(self, query: Tensor) -> bool:
         return self.training and query.shape[-2] > FAR
@@ -80,6 +94,22 @@ class LeaksWhenLong(Softmax):
     def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
         keep = super().keep(query, key, mask)
         return keep if query.shape[-2] <= FAR or keep is None else torch.ones_like(keep)
+
+
+@pytest.mark.parametrize(("beyond", "seq_len"), [(150, 256), (800, 1024), (1500, 2048)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sight_that_shortens_is_stopped_without_a_reference_or_a_promise(beyond, seq_len, is_causal):
+    cls = type("NearSighted", (NearSightedWithoutReference,), {"beyond": beyond})
+    with registered(Broken(cls=cls, check="", capabilities={"causal": True})) as name:
+        assert "own_modes" in checked(name, beyond, is_causal=is_causal)
+        with pytest.raises(GateError, match="own_reach"):
+            checked(name, seq_len, pass_="infer", is_causal=is_causal)
+
+
+def test_short_sight_at_every_length_is_sound():
+    with registered(Broken(cls=NearSightedWithoutReference, check="", capabilities={"causal": True})) as name:
+        for is_causal in (False, True):
+            assert "own_reach" in checked(name, 1024, is_causal=is_causal)
 
 
 HALF = {"dtypes": ("float64", "float32", "bfloat16")}
@@ -199,6 +229,36 @@ def test_repeats_leave_the_probes_to_the_first_process(monkeypatch):
     assert workload.check(output, is_repeat=True) == ("own_shape", "own_rows")
     with pytest.raises(AssertionError, match="probed"):
         workload.check(output, is_repeat=False)
+
+
+class TiresOut(Lazy):
+    calls = 0
+
+    def is_lazy(self, query: Tensor) -> bool:
+        self.calls += 1
+        return self.calls > 200
+
+
+@pytest.mark.parametrize("pass_", ["infer", "fwd_bwd"])
+@pytest.mark.parametrize(("cls", "check"), [(TiresOut, "own_last"), (Softmax, "")])
+def test_a_call_after_the_samples_gives_what_the_first_one_gave(cls, check, pass_):
+    with registered(Broken(cls=cls, check="")) as name:
+        cell = Cell(
+            kind="scaling", variant=name, variant_digest="0" * 16, device="cpu", dtype="float32", scope="attention",
+            pass_=pass_, seq_len=40, batch_size=2, num_heads=2, num_kv_heads=2, head_dim=8,
+        )  # fmt: skip
+        workload = make_call_workload(cell)
+        workload.gate()
+        call, _ = workload.make_call()
+        workload.check(call(), is_repeat=False)
+        assert workload.check_again() == ("own_last",)
+        for _ in range(200):
+            workload.forward()
+        if check:
+            with pytest.raises(GateError, match=check):
+                workload.check_again()
+        else:
+            assert workload.check_again() == ("own_last",)
 
 
 def test_the_gate_alone_sees_none_of_these():

@@ -45,6 +45,10 @@ class AbstractWorkload(ABC):
             GateError: it is wrong.
         """
 
+    def check_again(self) -> tuple[str, ...]:
+        """Check after the samples that a call still gives what the first one gave; as `check`."""
+        return ()
+
     def settle(self) -> None:  # noqa: B027 - most have nothing to settle
         """Make the calls that run otherwise than all that follow: before warm-up, whose end the clock decides."""
 
