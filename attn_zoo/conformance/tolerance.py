@@ -49,13 +49,16 @@ def strain(run: Callable[[float], Sequence[Tensor]]) -> float:
     Args:
         run: makes results in float64 from inputs and parameters that are all changed by this share of themselves.
     """
+    results, nudged = run(0.0), run(_STEP)
+    slopes = [_slope(change, result) for change, result in zip(nudged, results, strict=True)]
+    if max(slopes) <= 1.0:
+        return 1.0
     most = 1.0
-    steps = (0.0, _STEP, 4 * _STEP, 16 * _STEP)
-    for result, *others in zip(run(0.0), *(run(step) for step in steps), strict=True):
+    for slope, result, *others in zip(slopes, results, run(0.0), nudged, run(4 * _STEP), run(16 * _STEP), strict=True):
         again, *changes = (largest_error(other, result) for other in others)
         grows = all(2 * change <= further <= 8 * change for change, further in pairwise(changes))
-        if 8 * again <= changes[0] and grows and 0 < changes[0] < math.inf:
-            most = max(most, changes[0] / (_STEP * _ORDINARY * largest(result)))
+        if 8 * again <= changes[0] < math.inf and grows:
+            most = max(most, slope)
     return most
 
 
@@ -68,6 +71,11 @@ def largest_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference in float64; infinite where only one of the two is finite."""
     difference = (actual.detach().double() - expected.detach().double()).abs()
     return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+
+
+def _slope(nudged: Tensor, result: Tensor) -> float:
+    scale = largest(result)
+    return largest_error(nudged, result) / (_STEP * _ORDINARY * scale) if scale else 0.0
 
 
 def same_shape_tolerance(expected: Tensor, dtype: torch.dtype | None = None) -> float:
