@@ -264,6 +264,7 @@ UNLIKE_LAYOUTS: tuple[tuple[str, tuple[_Layout, ...]], ...] = (
     ("part of a projection, transposed, as columns", (_part_of_projection, _transposed, _columns)),
     ("transposed, expanded, as it is", (_transposed, _expanded, torch.Tensor.contiguous)),
     ("as it is, every other element, expanded", (torch.Tensor.contiguous, _every_other, _expanded)),
+    ("as it is, as it is, every other element", (torch.Tensor.contiguous, torch.Tensor.contiguous, _every_other)),
 )
 """In words, and what is done to each tensor, from the first one again where there are more."""
 
@@ -284,6 +285,8 @@ def _non_contiguous(subject: Subject) -> Finding:
             _expect_same_outputs(module, inputs, LAYOUTS)
         _expect_same_outputs(module, inputs, UNLIKE_LAYOUTS)
         _expect_same_gradients(module, subject.inputs(build, length))
+        one = subject.fit(1)
+        _expect_same_outputs(subject.module(build, seq_len=one), subject.inputs(build, one), LAYOUTS)
         _expect_odd_strides(subject, build)
     return passed()
 
