@@ -258,7 +258,10 @@ def _prefix(first: FirstCall) -> list[str]:
         output = call(first.module, replace(inputs, key_padding_mask=mask))
     expected = call(first.module, short)
     change = largest_error(output[..., :short_len, :], expected)
-    if change > 2 * rounding(expected, inputs.num_terms):
+    by_row = (output[..., :short_len, :].double() - expected.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
+    off = (by_row > 2 * rounding(expected, inputs.num_terms)).double().mean()
+    # A choice by the data may flip: a near tie is rare in a wide type, and every other row has a tie in 16 bits.
+    if float(off) > (0.75 if torch.finfo(expected.dtype).eps > HALF_EPS else 0.005):
         words = "come later" if is_state else "are padding"
         raise _fail(
             first, "own_prefix", f"the first {short_len} outputs differ by {change:.2g} when no more tokens {words}"
