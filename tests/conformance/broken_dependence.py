@@ -230,7 +230,7 @@ ORACLE = frozenset({"matches_oracle"})
 
 DEPENDENCE = (
     Broken(cls=MixesBatch, check="batch_invariance"),
-    Broken(cls=NormalisesBatchInTraining, check="batch_invariance", also=frozenset({"dropout"})),
+    Broken(cls=NormalisesBatchInTraining, check="batch_invariance", also=frozenset({"dropout", "modes"})),
     Broken(cls=GradientCrossesBatch, check="batch_invariance", also=GRADIENT),
     Broken(cls=PrefersLateKeys, check="permutation", capabilities={"is_permutation_invariant": True}),
     Broken(cls=LeaksOneFutureToken, check="causality", capabilities=CAUSAL),
