@@ -178,7 +178,8 @@ def _other_mode(first: FirstCall) -> list[str]:
     inputs, module = first.inputs.map(torch.Tensor.detach), first.module
     has_future = inputs.is_causal and first.capabilities.causal is True and inputs.query_len > NUM_LAST
     end = inputs.query_len - NUM_LAST if has_future else inputs.query_len
-    module.train(not module.training)
+    if not module.build.dropout_p:  # training would drop
+        module.train(not module.training)
     size = sum(tensor.numel() * tensor.element_size() for tensor in inputs.tensors)
     with torch.set_grad_enabled(first.has_graph or size <= GRAPH_BYTES):
         given = (inputs.map(_with_another_end) if has_future else inputs).leaves()

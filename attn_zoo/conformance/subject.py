@@ -173,6 +173,7 @@ class Subject:
         may_refuse: an `UnsupportedError` is an answer, because the options may narrow what the variant can do.
         is_training: build in training mode, as a cell with a backward runs it; else in evaluation.
         dropout_p: at which the check of dropout asks; nothing drops in any other.
+        reseeds: filled by `make`: what was built by code that seeds torch's generator.
     """
 
     variant: Variant
@@ -188,6 +189,7 @@ class Subject:
     may_refuse: bool = False
     is_training: bool = False
     dropout_p: float = 0.4
+    reseeds: list[BuildContext] = field(default_factory=list, compare=False)
     _modules: dict[tuple[BuildContext, torch.dtype], Module] = field(default_factory=dict, compare=False)
 
     @property
@@ -278,6 +280,8 @@ class Subject:
             torch.manual_seed(torch_seed)
             make = build_attention if self.form == "attention" else build_mixer
             module: Module = make(self.variant.name, build, **options)
+            if torch.initial_seed() != torch_seed:  # the fork hides it from all other checks
+                self.reseeds.append(build)
         return module.to(device=self.device, dtype=self.dtype if dtype is None else dtype).train(self.is_training)
 
     def module(self, build: BuildContext, *, seq_len: int = 0, dtype: torch.dtype | None = None) -> Module:

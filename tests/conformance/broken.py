@@ -243,7 +243,7 @@ def constant_flops(shape: Shape) -> int:
     return 1000 * shape.batch_size
 
 
-DTYPES = frozenset({"dtype_support", "finite_on_large_inputs"})
+DTYPES = frozenset({"modes", "dtype_support", "finite_on_large_inputs"})
 EVERYTHING = frozenset({"*"})  # the twist spoils whatever calls the variant twice
 
 SHAPES = (

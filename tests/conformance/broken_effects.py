@@ -76,6 +76,12 @@ class SeedsTorch(Softmax):
         return super().attend(query, key, value, mask)
 
 
+class SeedsTorchWhenBuilt(Softmax):
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        torch.manual_seed(7)
+
+
 class DrawsInEvaluation(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         torch.rand(())
@@ -146,6 +152,20 @@ class CachesByAddress(Softmax):
         known = getattr(self, "known", None)
         if known is None or known[0] is not query or torch.is_grad_enabled():
             self.known = (query, super().attend(query, key, value, mask))
+        return self.known[1].clone()
+
+
+class LooksUpTheLastCall(Softmax):
+    """Right, as it compares all it was given, but two equal calls in a row are one."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        known = getattr(self, "known", None)
+        given = (query, key, value)
+        if torch.is_grad_enabled() or mask is not None:
+            return super().attend(query, key, value, mask)
+        if known is None or not all(map(torch.equal, known[0], given)) or known[0][0].dtype != query.dtype:
+            output = super().attend(query, key, value, mask)
+            self.known = tuple(tensor.clone() for tensor in given), output.clone()
         return self.known[1].clone()
 
 
@@ -235,6 +255,7 @@ EFFECTS = (
     Broken(cls=FlushesDenormals, check=STATE),
     Broken(cls=SwitchesTheCollectorOff, check=STATE),
     Broken(cls=SeedsTorch, check=STATE),
+    Broken(cls=SeedsTorchWhenBuilt, check=STATE),
     Broken(cls=DrawsInEvaluation, check=STATE),
     Broken(cls=DrawsFromNumpy, check=STATE),
     Broken(cls=DrawsFromPython, check=STATE),
@@ -244,6 +265,7 @@ EFFECTS = (
     Broken(cls=CachesByShape, check="no_memory", also=EVERYTHING),
     Broken(cls=CachesForTheWholeClass, check="no_memory", also=EVERYTHING),
     Broken(cls=CachesByAddress, check="no_memory", also=EVERYTHING),
+    Broken(cls=LooksUpTheLastCall, check="no_memory"),
     Broken(cls=CachesItsMask, check="no_memory", also=EVERYTHING, capabilities={"key_padding_mask": True}),
     Broken(
         cls=CachesMasksForTheWholeClass, check="no_memory", also=EVERYTHING, capabilities={"key_padding_mask": True}

@@ -183,6 +183,11 @@ class ChoosesByTheData(Softmax):
         return super().weights(scores, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True))
 
 
+@pytest.mark.parametrize("pass_", ["infer", "fwd"])
+def test_dropout_that_training_alone_has_is_no_other_mode(pass_):
+    assert "own_shape" in checked("full", 200, scope="mixer", pass_=pass_, dropout_p=0.1)
+
+
 def test_a_choice_by_the_data_is_no_wrong_gradient():
     with registered(Broken(cls=ChoosesByTheData, check="")) as name:
         assert "own_modes" in checked(name)

@@ -79,9 +79,9 @@ def _counted_calls(subject: Subject) -> list[tuple[BuildContext, Module, Inputs,
     dtype = torch.float32 if torch.float32 in subject.dtypes else subject.dtype
     calls = []
     for context in subject.contexts(with_cross=False):
-        for wanted in COUNTED_LENGTHS:
+        for wanted, num_heads in zip(COUNTED_LENGTHS, (context.num_heads, 2 * context.num_heads), strict=True):
             length = subject.fit(wanted)
-            build = replace(context, max_seq_len=length)
+            build = replace(context, max_seq_len=length, num_heads=num_heads, num_kv_heads=num_heads)
             inputs = subject.inputs(build, length, batch_size=BATCH, dtype=dtype)
             shape = build.shape(BATCH, length, config=subject.config, form=subject.form)
             calls.append((build, subject.make(build, seq_len=length, dtype=dtype), inputs, shape))

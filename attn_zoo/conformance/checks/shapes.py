@@ -196,19 +196,20 @@ def _grouped_query(subject: Subject) -> Finding:
             "grouped_query", "building with num_kv_heads=2 of 4 heads", lambda: subject.make(grouped)
         )
     for build in subject.contexts():
-        for num_kv_heads in (1, 2):
-            grouped = replace(build, num_heads=4, num_kv_heads=num_kv_heads)
+        for num_heads, num_kv_heads in ((4, 1), (4, 2), (6, 3)):
+            grouped = replace(build, num_heads=num_heads, num_kv_heads=num_kv_heads)
             length = subject.lengths[-1]
             module = subject.module(grouped, seq_len=length)
             for inputs in subject.calls(grouped, length):
-                expect_equals_reference(module, inputs, f"num_kv_heads={num_kv_heads} of 4")
+                expect_equals_reference(module, inputs, f"num_kv_heads={num_kv_heads} of {num_heads}")
                 if subject.form == "mixer":
                     continue
-                plain = subject.module(replace(grouped, num_kv_heads=4), seq_len=length)
+                plain = subject.module(replace(grouped, num_kv_heads=num_heads), seq_len=length)
                 if any(True for _ in plain.parameters()):
                     continue  # other sizes, other parameters: only the reference can be compared
-                query, key, value = inputs.tensors
-                repeated = replace(inputs, tensors=(query, expand_kv_heads(key, 4), expand_kv_heads(value, 4)))
+                query, *grouped_heads = inputs.tensors
+                tensors = (query, *(expand_kv_heads(heads, num_heads) for heads in grouped_heads))
+                repeated = replace(inputs, tensors=tensors)
                 with torch.no_grad():
                     output, expected = call(module, inputs), call(plain, repeated)
                 if largest_error(output, expected) > rounding(expected, inputs.num_terms):
@@ -263,6 +264,7 @@ UNLIKE_LAYOUTS: tuple[tuple[str, tuple[_Layout, ...]], ...] = (
     ("part of a projection, transposed, as columns", (_part_of_projection, _transposed, _columns)),
     ("transposed, expanded, as it is", (_transposed, _expanded, torch.Tensor.contiguous)),
     ("as it is, every other element, expanded", (torch.Tensor.contiguous, _every_other, _expanded)),
+    ("as it is, as it is, every other element", (torch.Tensor.contiguous, torch.Tensor.contiguous, _every_other)),
 )
 """In words, and what is done to each tensor, from the first one again where there are more."""
 
@@ -283,6 +285,8 @@ def _non_contiguous(subject: Subject) -> Finding:
             _expect_same_outputs(module, inputs, LAYOUTS)
         _expect_same_outputs(module, inputs, UNLIKE_LAYOUTS)
         _expect_same_gradients(module, subject.inputs(build, length))
+        one = subject.fit(1)
+        _expect_same_outputs(subject.module(build, seq_len=one), subject.inputs(build, one), LAYOUTS)
         _expect_odd_strides(subject, build)
     return passed()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from attn_zoo.conformance.subject import Module, Subject, call, gradients
 from attn_zoo.conformance.tolerance import largest_error, rounding, same_shape_tolerance
 
 NUM_REPEATS = 4
-"""Calls that must agree; a counter that waits for more is not found."""
+"""Calls that must agree; a counter that waits for more is found after the samples of a cell (`own_last`)."""
+LEAST_WORK = 0.5
+"""Of a call that was seen before, as a share of a new one."""
 
 
 @contextmanager
@@ -37,6 +40,8 @@ def _global_state(subject: Subject) -> Finding:
                 words, draws = inputs.words(), not subject.capabilities.is_deterministic
                 with _unchanged("building", words, may_draw=True):  # parameters come from torch's generator
                     module = subject.make(build, seq_len=length)
+                if subject.reseeds:
+                    raise Violation(f"building seeds {TORCH_GENERATOR}", words)
                 with torch.no_grad(), _unchanged("a call", words, may_draw=draws):
                     call(module, inputs)
                 with _unchanged("a call with its gradients", words, may_draw=draws):
@@ -164,6 +169,24 @@ def _expect_the_same(subject: Subject, build: BuildContext, module: Module, inpu
     _expect_no_cache_by_address(module, inputs, expected, tolerance)
     for count in range(NUM_REPEATS):
         repeat(f"called {count + 1} times more")
+    if not subject.is_fixed:
+        _expect_as_much_work(module, inputs)
+
+
+def _expect_as_much_work(module: Module, inputs: Inputs) -> None:
+    """Compare the matrix products of a call seen before with those of a new one: a look-up would be timed as a call."""
+    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
+
+    with torch.no_grad():
+        new = count_operations(partial(call, module, inputs.map(lambda tensor: tensor.roll(1, -2))))
+        call(module, inputs)
+        seen = count_operations(partial(call, module, inputs))
+    # What is chosen by the data may cost more or less.
+    if new is not None and seen is not None and seen.products < LEAST_WORK * new.products:
+        raise Violation(
+            "a call that was seen before is looked up, not computed",
+            f"{inputs.words()}: {seen.products} FLOPs of matrix products, {new.products} in a new call",
+        )
 
 
 def _expect_no_cache_by_address(module: Module, inputs: Inputs, expected: Tensor, tolerance: float) -> None:
@@ -192,5 +215,9 @@ CHECKS = (
         summary="an output shares memory with no argument, parameter, buffer or earlier output",
         run=_own_output,
     ),
-    Check(name="no_memory", summary="an output does not depend on the calls before", run=_no_memory),
+    Check(
+        name="no_memory",
+        summary="neither the output nor the work of a call depends on the calls before",
+        run=_no_memory,
+    ),
 )
