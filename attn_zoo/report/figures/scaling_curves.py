@@ -250,7 +250,7 @@ def _alt(curve: _Curve, show: Callable[[float], str], grown: Growth | None) -> s
         words += f", exponent {grown.exponent.value:.2f}"
         words += f" (claimed {grown.claimed:g})" if grown.claimed is not None else ""
     elif grown is not None and grown.why:
-        words += f", exponent not settled: {grown.why}"
+        words += f", {grown.why}" if _is_known_within(grown) else f", exponent not settled: {grown.why}"
     return words
 
 
@@ -263,10 +263,17 @@ def _end_label(curve: _Curve, *details: str) -> EndLabel:
     return EndLabel(name, ", ".join(detail for detail in details if detail), curve.look.colour, *curve.points[-1])
 
 
+def _is_known_within(grown: Growth) -> bool:
+    """Whether there is a slope to state with its interval, though it is no whole power for certain."""
+    return grown.exponent is not None and grown.verdict == "not settled"
+
+
 def _growth_words(grown: Growth) -> str:
     claimed = grown.claimed
     if grown.exponent is not None and grown.is_settled:
         return f"$N^{{{grown.exponent.value:.2f}}}$" + (f" (claimed {claimed:g})" if claimed is not None else "")
+    if grown.exponent is not None and _is_known_within(grown):
+        return f"slope {grown.exponent.value:.2f} [{grown.exponent.low:.2f}, {grown.exponent.high:.2f}]"
     if grown.slopes:
         return "slope not settled"
     return f"claimed $N^{{{claimed:g}}}$" if claimed is not None else ""
