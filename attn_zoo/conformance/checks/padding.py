@@ -97,7 +97,7 @@ def _expect_content_ignored_far(module: Module, inputs: Inputs) -> None:
         expected = _compared(inputs, call(module, inputs), mask)
     found = gradients(module, inputs.poisoned(), weigh=lambda output: weighted_sum(_compared(inputs, output, mask)))
     change = largest_error(_compared(inputs, found.output, mask), expected)
-    if change > same_shape_tolerance(expected):
+    if change > rounding(expected, inputs.num_terms):  # with a graph and without: not the same kernels everywhere
         message = "values under key_padding_mask influence the output"
         raise Violation(message, f"{_words(inputs)}: by {change:.2g} when padded tokens became NaN and infinities")
     for name, gradient in found.by_name.items():
