@@ -86,19 +86,27 @@ def _positions(subject: Subject) -> Finding:
                 continue
             if name == "rotary" and build.head_dim % 2:
                 continue  # features turn in pairs
-            length = subject.lengths[-1]
-            module, plain = subject.make(build, seq_len=length), subject.make(context, seq_len=length)
-            inputs = subject.inputs(build, length)
-            with torch.no_grad():
-                output, without = call(module, inputs), call(plain, inputs)
+            # A few compressed keys may be one only where less than the longest sequence is given, and one has no rival.
+            multiple = subject.capabilities.seq_len_multiple
+            lengths = dict.fromkeys((subject.lengths[-1], build.max_seq_len // multiple * multiple))
+            has_effect = [_have_an_effect(subject, build, context, length) for length in lengths]
             if name == "rotary" and subject.form == "attention":
                 continue
-            if not output.isfinite().all():
-                raise Violation(f"{name} positions give an output that is not finite", inputs.words())
-            if largest_error(output, without) <= rounding(without, inputs.num_terms):
-                raise Violation(f"accepts {name} positions and ignores them", inputs.words())
+            if not any(has_effect):
+                raise Violation(f"accepts {name} positions and ignores them", subject.inputs(build, max(lengths)).words())
             finding = passed(f"admits {', '.join(subject.capabilities.positions)}")
     return finding
+
+
+@torch.no_grad()
+def _have_an_effect(subject: Subject, build: BuildContext, without: BuildContext, length: int) -> bool:
+    """Return whether the positions of `build` change an output; raise `Violation` where it is not finite."""
+    inputs = subject.inputs(build, length)
+    output = call(subject.make(build, seq_len=length), inputs)
+    if not output.isfinite().all():
+        raise Violation(f"{build.position} positions give an output that is not finite", inputs.words())
+    expected = call(subject.make(without, seq_len=length), inputs)
+    return largest_error(output, expected) > rounding(expected, inputs.num_terms)
 
 
 def _path_ran(subject: Subject) -> Finding:
