@@ -46,3 +46,10 @@ def test_a_number_stands_for_one_configuration() -> None:
 def test_dropout_is_checked_in_heads_of_any_size(name: str, embed_dim: int, num_heads: int) -> None:
     results = run_checks(name, {}, checks=["dropout_rate"], embed_dim=embed_dim, num_heads=num_heads)
     assert [result.outcome for result in results] == ["passed"]
+
+
+def test_positions_are_looked_for_where_there_is_more_than_one_key() -> None:
+    """Two compressed keys for 142 tokens are one for 70, whose weight no position changes."""
+    options = {"proj_len": 2, "projection": "mean_pool"}
+    results = run_checks("linformer", options, checks=["positions"], max_seq_len=142)
+    assert not [result for result in results if result.is_bad]
