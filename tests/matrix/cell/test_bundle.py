@@ -117,7 +117,7 @@ def test_a_repeat_takes_times_only_but_still_checks_the_output():
     (record,) = run_cells_in_turns(cells(["full"]), budget_s=0.02, is_repeat=True)
     assert record.timing is not None
     assert record.memory is None
-    assert record.gate == ("own_shape", "own_rows")
+    assert record.gate == ("own_shape", "own_rows", "own_last")
     (wrong,) = run_cells_in_turns(cells(["fake_nan"]), budget_s=0.02, is_repeat=True)
     assert (wrong.status, wrong.timing) == ("gate_failed", None)
 

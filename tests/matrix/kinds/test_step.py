@@ -280,7 +280,8 @@ class Mean(AbstractMixer):
     def forward(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        return hidden.mean(1, keepdim=True).expand_as(hidden).contiguous()
+        dropped = torch.nn.functional.dropout(hidden, self.build.dropout_p, self.training)
+        return dropped.mean(1, keepdim=True).expand_as(hidden).contiguous()
 
 
 @pytest.fixture
