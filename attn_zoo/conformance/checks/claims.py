@@ -93,7 +93,9 @@ def _positions(subject: Subject) -> Finding:
             if name == "rotary" and subject.form == "attention":
                 continue
             if not any(has_effect):
-                raise Violation(f"accepts {name} positions and ignores them", subject.inputs(build, max(lengths)).words())
+                raise Violation(
+                    f"accepts {name} positions and ignores them", subject.inputs(build, max(lengths)).words()
+                )
             finding = passed(f"admits {', '.join(subject.capabilities.positions)}")
     return finding
 

@@ -108,9 +108,7 @@ def _expect_content_ignored_far(module: Module, inputs: Inputs) -> None:
             raise Violation(message, f"{_words(inputs)}: that of {name}, when they are NaN and infinities")
 
 
-def _expect_content_ignored(
-    module: Module, inputs: Inputs, *, has_nan: bool = True, is_poisoned: bool = True
-) -> None:
+def _expect_content_ignored(module: Module, inputs: Inputs, *, has_nan: bool = True, is_poisoned: bool = True) -> None:
     mask = inputs.key_padding_mask
     assert mask is not None
     words = _words(inputs)
