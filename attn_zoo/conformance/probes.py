@@ -8,7 +8,7 @@ than the cell. These probes cost about as much as the call itself:
 * `own_modes`, `own_causality`: the other mode and tokens in the future do not change the output;
 * `own_prefix`: what follows a short sequence, in the future or as padding, does not matter to it, where that is
   promised: so a long output is held to a short one, and the gate holds that to the reference;
-* `own_reach`: the outputs depend on as many tokens as at a short length;
+* `own_reach`, where a graph of its own fits: the outputs depend on as many tokens as at a short length;
 * `own_slope`: the gradients of the first timed call say the slope that a finite difference finds.
 
 The last one is asked only where it holds at a short length, and a jump is none: a choice by the data has no slope.
@@ -52,7 +52,10 @@ NUM_ROWS = 16
 LEAST_REACH = 1 / 3
 """Of the tokens that the same outputs reach at the short length: what is chosen by the data differs."""
 GRAPH_BYTES = 2**26
-"""Of inputs; above, a cell without a graph is not called with one, which may need many times its memory."""
+"""Of inputs and parameters; above, a cell without a graph is not called with one, which may need much more memory."""
+LARGEST_BYTES = 2**28
+"""Of inputs and parameters; above, no graph and no moved copies are made: a cell that just fits must not run out of
+memory for its probes."""
 STEPS = {torch.float64: 1e-5, torch.float32: 5e-3, torch.bfloat16: 0.0625, torch.float16: 0.0625}
 """Of the finite difference, for inputs of size 1: rounding and curvature are both small against the slope."""
 SLOPE_ERRORS = {torch.float64: 1e-3, torch.float32: 0.01, torch.bfloat16: 0.15, torch.float16: 0.15}
@@ -180,9 +183,10 @@ def _other_mode(first: FirstCall) -> list[str]:
     end = inputs.query_len - NUM_LAST if has_future else inputs.query_len
     if not module.build.dropout_p:  # training would drop
         module.train(not module.training)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in inputs.tensors)
-    with torch.set_grad_enabled(first.has_graph or size <= GRAPH_BYTES):
-        given = (inputs.map(_with_another_end) if has_future else inputs).leaves()
+    has_graph = _num_bytes(first) <= (LARGEST_BYTES if first.has_graph else GRAPH_BYTES)
+    with torch.set_grad_enabled(has_graph):
+        given = inputs.map(_with_another_end) if has_future else inputs
+        given = given.leaves() if has_graph else given
         output = call(module, given)
     tolerance = 2 * rounding(first.output, inputs.num_terms)
     change = largest_error(output[..., :end, :], first.output[..., :end, :])
@@ -199,6 +203,11 @@ def _other_mode(first: FirstCall) -> list[str]:
         raise _fail(first, "own_modes", f"{mode} {graph} a graph differs by {change:.2g} from what would be timed")
     held = ["own_modes", *["own_causality"] * has_future]
     return [*held, *_reach(first, given, output)]
+
+
+def _num_bytes(first: FirstCall) -> int:
+    """Return the size of inputs and parameters."""
+    return sum(each.numel() * each.element_size() for each in (*first.inputs.tensors, *first.module.parameters()))
 
 
 def _with_another_end(tensor: Tensor) -> Tensor:
@@ -272,7 +281,9 @@ def _prefix(first: FirstCall) -> list[str]:
 def _slope(first: FirstCall) -> list[str]:
     """Compare the gradients of the first call with a finite difference, where a short call's stand the comparison."""
     short_len = _short_len(first)
-    if first.gradients is None or not short_len or routing_of(first.module, first.inputs) is not None:
+    if first.gradients is None or not short_len or _num_bytes(first) > LARGEST_BYTES:
+        return []
+    if routing_of(first.module, first.inputs) is not None:
         return []
     short = _truncated(first.inputs, short_len).leaves()
     leaves = {**dict(zip(short.names, short.tensors, strict=True)), **_parameters(first.module)}

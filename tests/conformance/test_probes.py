@@ -272,3 +272,11 @@ def test_the_gate_alone_sees_none_of_these():
     for cls in (ShortSighted, ShortSightedWithoutReference, LazyWhenTrainedLong, LosesAGradientWhenLong):
         with registered(Broken(cls=cls, check="")) as name:
             assert "modes" in gate(name, {}, build, seq_len=LEN, is_training=True)
+
+
+def test_a_cell_that_just_fits_is_probed_without_copies(monkeypatch):
+    monkeypatch.setattr(probes, "LARGEST_BYTES", 0)
+    with registered(Broken(cls=Softmax, check="")) as name:
+        held = checked(name)
+    assert "own_modes" in held
+    assert not {"own_reach", "own_slope"} & set(held)
