@@ -54,7 +54,7 @@ def is_better(metric: str, one: tuple[float, float], other: tuple[float, float])
     return (sign * one[0], -one[1]) > (sign * other[0], -other[1])
 
 
-Scored = tuple[Tensor, Tensor, Tensor]
+Scored = tuple[Tensor, ...]
 """Of each label of a batch: its loss (float64), whether the prediction is right, and whether it counts."""
 
 

@@ -187,7 +187,7 @@ class Updater:
         """First updates of a batch shape that run otherwise than all that follow: they compile, or capture a graph."""
         if isinstance(self._run, Graphed):
             return NUM_PLAIN + 1
-        return int(self.protocol.compile)
+        return int(self.protocol.compile is True)
 
     def launch_singly(self) -> None:
         """Use no CUDA graph from here on: what happens inside one is hidden from the allocator's statistics."""
@@ -219,7 +219,7 @@ class Updater:
         self.numbers.num_tokens += batch.num_tokens
         self.numbers.num_positions += batch.num_positions
 
-    def _learn(self, batch: Batch) -> None:
+    def _learn(self, batch: Batch) -> tuple[()]:
         """Make an update on the device; nothing here depends on the host."""
         with precision(self.dtype, self.batcher.device):
             outputs = self.objective.outputs(self.compiled, batch)
@@ -234,6 +234,7 @@ class Updater:
         is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm)) & (self._first_bad == 0)
         self._first_bad += is_bad * self._step
         self._loss_sum += loss.detach()
+        return ()
 
     def _look(self) -> None:
         if (step := int(self._first_bad)) > 0:

@@ -36,7 +36,7 @@ class Generator:
 class Graph:
     def __init__(self, update):
         self.update = update
-        self.held = None
+        self.held = self.output = None
 
     def replay(self):
         assert self.held is not None, "nothing was captured"
