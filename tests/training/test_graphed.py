@@ -36,7 +36,8 @@ class Generator:
 class Graph:
     def __init__(self, update):
         self.update = update
-        self.held = self.output = None
+        self.held = None
+        self.output = torch.zeros(())
 
     def replay(self):
         assert self.held is not None, "nothing was captured"
