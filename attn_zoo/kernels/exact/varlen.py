@@ -35,7 +35,7 @@ def _probe(device: torch.device, dtype: torch.dtype, head_dim: int, needs_grad: 
         with torch.set_grad_enabled(needs_grad):
             output = _attend(probe, probe, probe, is_causal=False, key_padding_mask=padding, dropout_p=0.0)
             if needs_grad:
-                output.sum().backward()  # type: ignore[no-untyped-call]
+                output.sum().backward()
     except (NotImplementedError, RuntimeError) as error:
         reason = str(error).partition("\n")[0].partition(". This could be")[0]
         return f"flash attention over packed sequences does not run on {device.type} in {dtype}: {reason}"
@@ -51,7 +51,7 @@ class _Packed(torch.autograd.Function):
         return rows[order]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         order, is_padding = ctx.saved_tensors
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return grad[back].masked_fill(is_padding[:, None, None], 0.0), None, None

@@ -88,7 +88,7 @@ def padding(kind, key_len, device="cpu"):
 @pytest.mark.parametrize("lengths", [(12, 12), (5, 12), (1, 9)], ids=str)
 @pytest.mark.parametrize("kind", ["none", "right", "left", "scattered"])
 def test_packed_keys_give_what_a_mask_gives(kind, lengths, num_kv_heads):
-    tensors, mask = draw(*lengths, num_kv_heads), padding(kind, lengths[1])
+    tensors, mask = draw(lengths[0], lengths[1], num_kv_heads), padding(kind, lengths[1])
     with recording() as paths:
         output = exact_attention(*tensors, score_bias=score_bias, key_padding_mask=mask, backend="varlen")
     assert paths == ["varlen.flash"]
@@ -124,9 +124,9 @@ def test_packing_runs_in_one_graph():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "_flash", of_fixed_shape)
-        tensors = draw(6, 6)
+        query, key, value = draw(6, 6)
         compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-        compiled(*tensors, padding("scattered", 6)).sum().backward()
+        compiled(query, key, value, padding("scattered", 6)).sum().backward()
     torch.compiler.reset()
     assert seen[0] == ((B * 6, H, D), (B * 6, H, D), (B + 1,), D**-0.5), "no shape depends on the mask"
 
