@@ -52,9 +52,7 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
     return Run(paths)
 
 
-def compare(
-    a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None
-) -> Comparison:
+def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
     """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
 
     Args:

@@ -362,9 +362,7 @@ _SCORE_MATCH = (
 )
 
 
-def _compare_scores(
-    a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allowed: set[str]
-) -> list[dict[str, Any]]:
+def _compare_scores(a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allowed: set[str]) -> list[dict[str, Any]]:
     def identity(group: AccuracyGroup) -> Any:
         return replace(group.setting, protocol_version=0) if "protocol" in allowed else group.setting
 
