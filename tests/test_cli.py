@@ -15,7 +15,6 @@ import attn_zoo
 from attn_zoo import cli
 from attn_zoo.registry import variants
 
-
 RESULTS = Path(__file__).parents[1] / "results"
 
 

@@ -98,9 +98,8 @@ class Comparison:
                 said.append(f"{row['label']} on {row['task']}: no score any more")
             if row["verdict"] == "worse" and row["loss_low"] > self.limit:
                 metric = Metric(row["metric"])
-                said.append(
-                    f"{row['label']} on {row['task']}: {metric.show(row['score_b'])} after {metric.show(row['score_a'])}"
-                )
+                before, after = (metric.show(row[f"score_{end}"]) for end in "ab")
+                said.append(f"{row['label']} on {row['task']}: {after} after {before}")
         return said
 
     def tables(self) -> list[Table]:
@@ -213,11 +212,10 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
     if differences and "environment" not in allowed:
         text = f"the two runs differ in environment ({differences}); allow that to compare anyway (--allow environment)"
         raise ConfigError("compare", [("", text)])
-    return Comparison(
-        times=_compare_times(*(_timed(results, allowed) for results in sides), allowed, limit),
-        scores=tuple(_compare_scores(*(make_accuracy_groups(results) for results in sides), allowed)),
-        limit=limit,
-    )
+    first, second = sides
+    scores = _compare_scores(make_accuracy_groups(first), make_accuracy_groups(second), allowed)
+    times = _compare_times(_timed(first, allowed), _timed(second, allowed), allowed, limit)
+    return Comparison(times=times, scores=tuple(scores), limit=limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +227,7 @@ class _Cell:
 
     @property
     def is_timed(self) -> bool:
+        """Whether it was measured."""
         return self.record.status == "ok" and self.record.timing is not None
 
     @property
@@ -238,6 +237,7 @@ class _Cell:
         return [flag.replace("_", " ") for flag in flags if flag in FLAG_MARKS]
 
     def values(self) -> dict[str, Any]:
+        """Return what a row says of this side."""
         record, timing, memory = self.record, self.record.timing, self.record.memory
         if not self.is_timed or timing is None:
             return dict.fromkeys(_SIDE)
@@ -301,8 +301,8 @@ def _compare_times(
         sides = [cell.values() if cell else dict.fromkeys(_SIDE) for cell in (first, second)]
         row = _setting(known.record.cell) | {"label": known.label, "verdict": verdict, "why": why}
         row |= interval_values("ratio", *((ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)))
-        peaks = [side["peak_bytes"] for side in sides]
-        row["memory_ratio"] = peaks[1] / peaks[0] if all(peaks) else None
+        before, after = (side["peak_bytes"] for side in sides)
+        row["memory_ratio"] = after / before if before and after else None
         rows.append(row | {f"{name}_{end}": side[name] for end, side in zip("ab", sides, strict=True) for name in side})
     numbers = ("median_ms_a", "median_ms_b", "ratio", "ratio_low", "ratio_high", "memory_ratio", "verdict", "why")
     columns = [*_SHOWN, *numbers, *(f"{name}_{end}" for name in _SIDE[1:] for end in "ab")]
@@ -464,7 +464,7 @@ def _time_table(rows: Sequence[Row]) -> Table:
             *([_MEMORY] if any(_has_other_memory(row) for row in rows) else []),
             Column(heading="verdict", show=_verdict_word, align="left", priority=0),
         ),
-        rows=tuple(row | {"word": str(row["verdict"]).partition(" ")[0]} for row in rows),
+        rows=tuple({**row, "word": str(row["verdict"]).partition(" ")[0]} for row in rows),
     )
 
 

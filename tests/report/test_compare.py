@@ -133,7 +133,7 @@ def test_only_what_is_worse_whatever_the_noise_was_counts(tmp_path):
     assert said[0].endswith("times the time")
     assert said[1:] == ["v fwd L4096: 1.2 times the memory", "v fwd L8192: crashed: signal 11"]
     assert compare(b, a).worse == [], "what becomes better fails nothing"
-    assert [text for text in compare(a, b, limit=0.3).worse] == ["v fwd L8192: crashed: signal 11"]
+    assert compare(a, b, limit=0.3).worse == ["v fwd L8192: crashed: signal 11"]
 
 
 def test_scores_count_only_where_all_of_the_interval_is_worse(tmp_path):

@@ -26,6 +26,7 @@ def noisy_run(path, rng, *, spread, num_processes=3, factor=1.0):
         samples = tuple((factor * (1 + index) * np.exp(process + sample)).ravel().tolist())
         sizes = (NUM_SAMPLES,) * num_processes
         record = scaling(f"v{index:02}", 512, 1.0)
+        assert record.timing is not None
         timing = replace(record.timing, samples_ms=samples, process_sizes=sizes, **time_summary(samples, sizes))
         records.append(replace(record, timing=timing))
     return write_run(path, records)
@@ -84,10 +85,10 @@ def test_the_interval_of_two_runs_covers_their_ratio():
 
 def test_agreement_by_chance_is_not_precision():
     lucky = [1.0, 1.0001, 0.9999]
-    sizes = {"sizes_a": (1, 1, 1), "sizes_b": (1, 1, 1)}
-    alone = ratio_of_runs([1.05 * one for one in lucky], lucky, **sizes)
+    slower, sizes = [1.05 * one for one in lucky], (1, 1, 1)
+    alone = ratio_of_runs(slower, lucky, sizes_a=sizes, sizes_b=sizes)
     assert alone.low > 1.04
-    careful = ratio_of_runs([1.05 * one for one in lucky], lucky, **sizes, least_spread=(0.03, 0.03))
+    careful = ratio_of_runs(slower, lucky, sizes_a=sizes, sizes_b=sizes, least_spread=(0.03, 0.03))
     assert careful.low < 1 < careful.high
     assert process_spread(lucky, (3,)) is None
     assert process_spread(lucky, (1, 1, 1)) == pytest.approx(1e-4, rel=1e-3)
