@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import check, load, run
+    from attn_zoo.api import check, compare, load, run
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -47,6 +47,7 @@ _HOME = {
     "build_attention": "attention",
     "build_mixer": "attention",
     "check": "api",
+    "compare": "api",
     "describe": "attention",
     "list_variants": "attention",
     "load": "api",
@@ -77,6 +78,7 @@ __all__ = [
     "build_attention",
     "build_mixer",
     "check",
+    "compare",
     "describe",
     "list_variants",
     "load",

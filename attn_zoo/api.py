@@ -23,6 +23,7 @@ from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, sug
 if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing
     from attn_zoo.matrix.plan.expand import Plan
+    from attn_zoo.report.compare import Comparison
 
 MatrixLike = str | Path | Mapping[str, Any]
 """A TOML file, the name of a shipped matrix, or what such a file would say."""
@@ -49,6 +50,25 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
     for path in paths:
         read_info(path)  # a folder that is none is a mistake of this call, not of a later one
     return Run(paths)
+
+
+def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
+    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
+
+    Args:
+        a: results folder, bundle, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
+        b: likewise.
+        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
+        limit: share by which b may be worse; by default a tenth.
+
+    Raises:
+        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
+        UnknownNameError: no such thing to allow.
+    """
+    from attn_zoo.report.compare import LIMIT
+    from attn_zoo.report.compare import compare as compare_runs
+
+    return compare_runs(a, b, allow=_listed(allow), limit=LIMIT if limit is None else limit)
 
 
 def run(

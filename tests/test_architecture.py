@@ -54,6 +54,7 @@ TOP = {
     "cli_data",
     "cli_maps",
     "cli_options",
+    "cli_results",
     "console",
     "displays",
     "docs",
