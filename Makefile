@@ -10,7 +10,7 @@ WORKERS ?= 2
 JOBS ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-all peers test lint typecheck format docs docs-site gpu-test gpu gpu-peers gpu-energy gpu-accuracy clean
+.PHONY: help setup bench bench-all peers test lint typecheck format docs docs-site gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-accuracy clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -59,7 +59,10 @@ docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an 
 	@echo "open site/index.html"
 
 gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
-	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu -q
+	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu -q -n $(JOBS) --dist worksteal --benchmark-disable
+
+gpu-visit:  ## all of them in one visit of 25 minutes: call again until nothing is left; OUT gets files to carry, FROM has them
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_visit.py --minutes $(TIME_LIMIT) --pack $(OUT) $(FROM:%=--from %)
 
 gpu:  ## scaling on the GPU, resumable, TIME_LIMIT minutes a call, results in OUT, with PYTHON as it is
 	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/scaling-gpu.toml --device cuda --out $(OUT)/scaling-gpu --time-limit $(TIME_LIMIT)
