@@ -17,6 +17,8 @@ from markupsafe import Markup
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.all_figures import Picture, front_picture
+from attn_zoo.report.figures.style import FONTS
+from attn_zoo.report.figures.svg import dark_rules, inline_figures
 from attn_zoo.report.pages.findings import (
     EXPLANATION,
     accuracy_findings,
@@ -27,7 +29,6 @@ from attn_zoo.report.pages.findings import (
     overview_finding,
     panel_findings,
 )
-from attn_zoo.report.pages.inline import inline_figures
 from attn_zoo.report.tables.all_tables import QUESTIONS
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.table import MISSING, Table
@@ -56,6 +57,7 @@ def build_page(
         (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
     )
     definitions, drawings = inline_figures([svg for _, svg in pictures])
+    style += dark_rules(definitions + "".join(drawing.markup for drawing in drawings))
     figures = [
         (
             picture,
@@ -64,7 +66,7 @@ def build_page(
                 "question": picture.question,
                 "alt": clean(picture.alt),
                 "view_box": drawing.view_box,
-                "drawing": Markup(drawing.markup),  # noqa: S704
+                "drawing": Markup(drawing.markup),  # noqa: S704  # likewise
             },
         )
         for (picture, _), drawing in zip(pictures, drawings, strict=True)
@@ -80,6 +82,7 @@ def build_page(
             "base-uri 'none'; form-action 'none'"
         ),
         style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
+        fonts=FONTS,
         script=Markup(script),  # noqa: S704
         title=clean(analysis.title) or "no results",
         headline=clean(headline(analysis)),
@@ -87,7 +90,7 @@ def build_page(
         findings=[clean(text) for text in findings(analysis)],
         explanation=EXPLANATION if analysis.panels else "",
         warnings=[clean(text) for text in analysis.results.warnings],
-        definitions=Markup(definitions),  # noqa: S704  # outlines and numbers: no text in them
+        definitions=Markup(definitions),  # noqa: S704  # made by an XML writer, which escapes every word
         front_figures=[drawn for picture, drawn in figures if picture is front],
         front_table=_table(table) if (table := front_table(analysis)) is not None else None,
         sections=[
