@@ -92,7 +92,8 @@ def value_axis(
 def score_axis(axis: Axis, metric: Metric, words: str, num_ticks: int = 6) -> None:
     """Set up a linear axis of scores; limits follow what is drawn, as far as such scores are possible."""
     (low, high), (least, most) = sorted(axis.get_view_interval()), metric.bounds
-    axis.axes.set(**{f"{axis.axis_name}lim": (max(low, least), min(high, most))})
+    name = "xlim" if axis is axis.axes.xaxis else "ylim"
+    axis.axes.set(**{name: (max(low, least), min(high, most))})
     axis.set_major_locator(MaxNLocator(num_ticks, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: metric.tick(value)))
     axis.set_label_text(words)

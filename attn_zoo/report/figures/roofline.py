@@ -58,8 +58,8 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     labels = []
     for label, series in rows.items():
         last, colour = series[-1], looks[label].colour
-        words = (human_bandwidth(last.bytes_per_s),)
-        labels.append(EndLabel(plain(label), words, colour, last.seq_len, last.bytes_per_s, label))
+        rate = human_bandwidth(last.bytes_per_s)
+        labels.append(EndLabel(plain(label), (rate,), colour, last.seq_len, last.bytes_per_s, label))
     page = Page(f"Roofline: {panel.title}", note)
     (roof,) = page.panels(height=3.6, left=1.0, right=0.25)
     (below,) = page.panels(height=labels_height(labels, 1.7), left=1.0, right=label_room(labels), above=0.12)

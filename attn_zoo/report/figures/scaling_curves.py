@@ -324,7 +324,12 @@ def _draw_lengths(
         _draw_calls(axes, curve)
         for mark in curve.marks:
             if mark.ends is not None:
-                look = {"alpha": 1.0 if mark.call is None else 0.45, "lw": 1.6, "solid_capstyle": "butt", "zorder": 2}
+                look: dict[str, Any] = {
+                    "alpha": 1.0 if mark.call is None else 0.45,
+                    "lw": 1.6,
+                    "solid_capstyle": "butt",
+                    "zorder": 2,
+                }
                 colour, own = curve.look.colour, Tag(of=curve.label)
                 draw_interval(axes, mark.length, mark.ends, POSITIVE, tag=own, color=colour, **look)
         tips = tuple(f"{curve.label}, {mark.tip}" for mark in curve.marks if mark.own is not None)
@@ -491,7 +496,7 @@ def _draw_crossing(axes: Axes, curve: _Curve, crossing: Crossing) -> None:
     x, y = np.log(points).T
     height, colour, own = math.exp(np.interp(math.log(result.length), x, y)), curve.look.colour, Tag(of=curve.label)
     ends = (result.low or 0.0, result.high or math.inf)
-    look = {"color": colour, "lw": 1.2, "zorder": 4, "scalex": False}
+    look: dict[str, Any] = {"color": colour, "lw": 1.2, "zorder": 4, "scalex": False}
     draw_interval(axes, height, ends, axes.get_xlim(), is_flat=True, tag=own, **look)
     face = colour if is_device else "white"
     own.put_on(*axes.plot([result.length], [height], marker="D", ms=8, mfc=face, mec=colour, mew=1.6, zorder=5))

@@ -166,13 +166,13 @@ def test_one_length_is_rows_of_dots_with_intervals(tmp_path):
     assert "at 1k tokens; bars: 95 % intervals" in words(time.figure)
     assert [tip.split(":")[0] for tip in tips(time.figure)] == ["bigbird, 1k tokens", "full, 1k tokens"]
     rows = [line for line in time.figure.axes[0].get_lines() if len(line.get_xdata()) == 2]
-    assert [sorted(row.get_xdata()) for row in rows] == [
-        [record.timing.low_ms, record.timing.high_ms] for record in records[1::-1]
-    ]
+    ends = [(one.timing.low_ms, one.timing.high_ms) for one in records[1::-1] if one.timing]
+    assert [tuple(row.get_xdata()) for row in rows] == ends
 
 
 def on_gpu(variant, seq_len, call_ms, device_ms=None):
     record = scaling(variant, seq_len, call_ms, spread=0.001, device="cuda")
+    assert record.timing is not None
     return replace(record, timing=replace(record.timing, graph_ms=device_ms))
 
 
@@ -191,7 +191,7 @@ def test_the_curve_is_the_device_s_and_calls_are_faint_beside_it(tmp_path):
     for variant, cost in costs.items():
         assert lines[tuple(cost(n) for n in DOUBLINGS)] is None, variant
     assert any(alpha == 0.45 and len(points) >= len(DOUBLINGS) for points, alpha in lines.items())
-    assert any("512 tokens: 51.2 µs on the GPU alone; single call " in tip for tip in tips(time.figure))
+    assert [tip for tip in tips(time.figure) if "512 tokens: 51.2 µs on the GPU alone; single call 600" in tip]
     assert any("on the GPU alone; as single calls" in tip for tip in tips(speed_up.figure))
 
 

@@ -173,7 +173,7 @@ def test_tags_become_attributes_and_tooltips_and_names_harm_nobody():
     shown = "</title></script><script> \ufffd'\"&"
     assert curve.get("data-of") == shown
     assert [element.text for element in curve.iter("{http://www.w3.org/2000/svg}title")] == ["one", shown, "three"]
-    (held,) = (element.get("data-axes") for element in root.iter() if element.get("data-axes"))
+    (held,) = (element.attrib["data-axes"] for element in root.iter() if element.get("data-axes"))
     left, top, right, bottom, *rest = held.split()
     assert rest == ["log", "1", "100", "linear", "0", "5"]
     assert (float(left), float(right)) == pytest.approx((72 * 0.82, 72 * (WIDTH - 0.3)))
