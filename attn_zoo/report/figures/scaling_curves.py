@@ -177,8 +177,11 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
         if one.is_fastest and one.label == curve.label and one.is_settled and one.result and one.result.length
     ]
     if settled:
-        words = f"crossover with {_baseline_name(panel)}" + (" (full: of the GPU alone)" if has_device else "")
+        words = f"crossover with {_baseline_name(panel)}" + (" (filled: of the GPU alone)" if has_device else "")
         legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
+    if any(curve.series.waiting for curve in curves):
+        shade = {"marker": "s", "ms": 8, "alpha": 0.18, "mew": 0, "lw": 0}
+        legend.append(Line2D([], [], color=MUTED, label="shaded: calls wait for the host", **shade))  # type: ignore[arg-type]
     ends = [(length, value) for curve in curves for length, value in (*curve.own, *curve.calls) if value > 0]
 
     def draw(axes: Axes) -> None:
@@ -509,9 +512,6 @@ def _shade_waiting(axes: Axes, curves: Sequence[_Curve], lengths: Sequence[int])
     for last in lasts:
         beyond = min((length for length in lengths if length > last), default=None)
         axes.axvspan(left, math.sqrt(last * beyond) if beyond else right, color=MUTED, alpha=0.06, lw=0, zorder=0.3)
-    if lasts:
-        at = (left, axes.get_ylim()[1])
-        annotate(axes, "shaded: calls wait for the host", at, (4, -3), va="top")
 
 
 def _reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None:

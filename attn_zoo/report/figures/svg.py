@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,7 +81,8 @@ def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = _tidied(ElementTree.fromstring(buffer.getvalue()))  # noqa: S314 - our own figure
     style = Element("style")
-    style.text = dark_rules(_text(svg))
+    drawn = {value for element in svg.iter() for value in element.attrib.values()}
+    style.text = dark_rules(colour for colour in DARK if colour in drawn)
     svg.insert(0, style)
     return b'<?xml version="1.0" encoding="utf-8"?>\n' + _text(svg).encode()
 
@@ -110,13 +111,10 @@ def save_figure(figure: Figure, path: Path) -> None:
     write_whole(path, render(figure, format_of(path)))
 
 
-def dark_rules(markup: str) -> str:
-    """Return style rules that give the colours that occur in `markup` their dark form on a dark screen."""
+def dark_rules(colours: Iterable[str]) -> str:
+    """Return style rules that give these colours of ours their dark form on a dark screen."""
     rules = "".join(
-        f'[{name}="{light}"]{{{name}:{dark}}}'
-        for light, dark in DARK.items()
-        for name in ("fill", "stroke")
-        if f'{name}="{light}"' in markup
+        f'[{name}="{colour}"]{{{name}:{DARK[colour]}}}' for colour in colours for name in ("fill", "stroke")
     )
     return f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
 

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.all_figures import Picture, front_picture
-from attn_zoo.report.figures.style import FONTS
+from attn_zoo.report.figures.style import DARK, FONTS
 from attn_zoo.report.figures.svg import dark_rules, inline_figures
 from attn_zoo.report.pages.findings import (
     EXPLANATION,
@@ -52,12 +52,7 @@ def build_page(
         tables: by the name of the question, in order; see `QUESTIONS`.
         pictures: in order, each with its SVG.
     """
-    folder = files("attn_zoo.report.pages") / "templates"
-    style, script, template = (
-        (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
-    )
     definitions, drawings = inline_figures([svg for _, svg in pictures])
-    style += dark_rules(definitions + "".join(drawing.markup for drawing in drawings))
     figures = [
         (
             picture,
@@ -75,15 +70,9 @@ def build_page(
     scores = [overview_finding(overview) for overview in analysis.overviews]
     scores += [text for group in analysis.accuracy for text in accuracy_findings(group)]
     sentences = {"time": panel_findings(analysis), "memory": memory_findings(analysis), "accuracy": scores}
-    jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.from_string(template).render(
-        policy=(
-            f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-            "base-uri 'none'; form-action 'none'"
-        ),
-        style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
+    return render_page(
+        "report.html.j2",
         fonts=FONTS,
-        script=Markup(script),  # noqa: S704
         title=clean(analysis.title) or "no results",
         headline=clean(headline(analysis)),
         completeness=clean(completeness(analysis)),
@@ -110,6 +99,25 @@ def build_page(
         ],
         runs=[_run(run.name, run.matrices, len(run.records)) for run in analysis.results.runs],
         versions=f"record schema {SCHEMA_VERSION}, measurement protocol {PROTOCOL_VERSION}",
+    )
+
+
+def render_page(template: str, **content: Any) -> str:
+    """Return a page from one of our templates: all text is escaped, and only our own style and script are let in."""
+    folder = files("attn_zoo.report.pages") / "templates"
+    style, script, text = (
+        (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", template)
+    )
+    style += dark_rules(DARK)
+    jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return jinja.from_string(text).render(
+        policy=(
+            f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
+        script=Markup(script),  # noqa: S704
+        **content,
     )
 
 
