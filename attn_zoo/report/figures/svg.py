@@ -162,15 +162,14 @@ def _tidied(svg: Element) -> Element:
         attributes |= _declarations(attributes.pop("style", ""))
         if attributes.get("transform", "").startswith("rotate(-0 "):
             del attributes["transform"]
-        if element.tag in {"text", "tspan"}:
-            attributes |= _font(attributes.pop("font", ""))
-            attributes.pop("font-family", None)
-            if "font-size" in attributes:  # formulas have it in their parts
-                attributes["font-size"] = attributes["font-size"].removesuffix("px")
-            if attributes.get("text-anchor") == "start":
-                del attributes["text-anchor"]
-        else:
-            element.text = None
+        if "font" in attributes:
+            attributes |= _font(attributes.pop("font"))
+        attributes.pop("font-family", None)
+        if "font-size" in attributes:
+            attributes["font-size"] = attributes["font-size"].removesuffix("px")
+        if attributes.get("text-anchor") == "start":
+            del attributes["text-anchor"]
+        element.text = (element.text or "").strip() or None
         element.tail = None
         element.attrib.clear()
         element.attrib.update({name: _rounded(name, value) for name, value in attributes.items()})
