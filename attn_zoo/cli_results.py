@@ -176,7 +176,7 @@ def history(
     """Show the times of a results folder over the commits that changed it, with intervals."""
     from attn_zoo.console import out as console
     from attn_zoo.console import print_json, say
-    from attn_zoo.report.figures.style import save_figure
+    from attn_zoo.report.figures.svg import save_figure
     from attn_zoo.report.tables.table import to_terminal
 
     found = api.history(folder, variants=variant or (), pass_=pass_, seq_len=length, most=last)

@@ -72,9 +72,9 @@ class History:
             ]
             for label, rows in self.frame.groupby("label", sort=True)
         }
-        looks = make_looks(list(curves), [])
+        looks = make_looks(curves, set(self.frame["label"][self.frame["is_exact"]]))
         ends = [
-            EndLabel(plain(name), "", looks[name].colour, curve[-1][0], curve[-1][1]) for name, curve in curves.items()
+            EndLabel(plain(name), (), looks[name].colour, curve[-1][0], curve[-1][1]) for name, curve in curves.items()
         ]
         note = "Median and 95 % interval at each commit that changed the records."
         if len(set(eras.values())) > 1:
@@ -127,17 +127,19 @@ def history(
     """
     folder = os.path.relpath(folder)
     log = commits(folder, most)
-    found: list[tuple[Commit, TimedCell]] = []
+    rows: list[dict[str, Any]] = []
     for commit in log:
         try:
             results = read_results([f"{commit.digest}:{folder}"])
         except ConfigError:
             continue  # of a commit that took the folder away, or of a folder that a newer version wrote
-        found += [(commit, cell) for cell in timed_cells(results, set()).values() if cell.is_timed]
-    if not found:
+        for cell in timed_cells(results, set()).values():
+            if cell.is_timed:
+                claim = results.claim(cell.record.cell.variant)
+                rows.append(_row(commit, cell) | {"is_exact": claim is not None and claim.is_exact})
+    if not rows:
         why = f"none of its {len(log)} commits holds times" if log else "no commit of a git repository here changed it"
         raise ConfigError("history", [("", f"{folder}: {why}")])
-    rows = [_row(commit, cell) for commit, cell in found]
     rows = _chosen(rows, "pass", pass_, lambda row: row["pass"])
     wanted = set(variants)
     labels = sorted({row["label"] for row in rows})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.report.figures.style import render
+from attn_zoo.report.figures.svg import render
 from attn_zoo.report.history import history
 from tests.report.synthetic import MACHINE, scaling, write_run
 from tests.report.test_compare import timed
