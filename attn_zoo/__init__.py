@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import check, compare, load, run
+    from attn_zoo.api import check, compare, load, merge, run, share, verify
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -52,10 +52,13 @@ _HOME = {
     "list_variants": "attention",
     "load": "api",
     "load_file": "registry",
+    "merge": "api",
     "register_attention": "registry",
     "register_mixer": "registry",
     "register_task": "registry",
     "run": "api",
+    "share": "api",
+    "verify": "api",
 }
 
 __all__ = [
@@ -83,10 +86,13 @@ __all__ = [
     "list_variants",
     "load",
     "load_file",
+    "merge",
     "register_attention",
     "register_mixer",
     "register_task",
     "run",
+    "share",
+    "verify",
 ]
 
 

@@ -351,14 +351,15 @@ def new(
 
 
 @app.command(hidden=True)
-def docs(path: Path = Path("README.md"), results: Path = Path("results")) -> None:
-    """Write the generated parts of the README and the index of results anew."""
+def docs(root: Path = Path()) -> None:
+    """Write the generated tables of the documents and the index of results anew."""
     from attn_zoo.console import out
-    from attn_zoo.docs import update_readme, update_results_index
+    from attn_zoo.docs import DOCUMENTS, update_results_index, update_tables
 
-    out.print(f"{path}: {'was current' if update_readme(path) else 'updated'}")
-    if results.is_dir():
-        out.print(f"{results}: {'was current' if update_results_index(results) else 'updated'}")
+    done = {name: update_tables(root / name) for name in DOCUMENTS}
+    done["results"] = update_results_index(root / "results")
+    for name, was_current in done.items():
+        out.print(f"{name}: {'was current' if was_current else 'updated'}")
 
 
 @app.command()
