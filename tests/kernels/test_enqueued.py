@@ -20,8 +20,8 @@ from tests.kernels.interpreter import IS_INTERPRETING, run_interpreted
 
 NOTHING_RUNS = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "is_same_size")
 
-# Options of a variant; then, for forward and for forward and backward, Triton launches, torch kernels and allocations of
-# a call whose like was made before. More of them cost time below 64k tokens; fewer are welcome here.
+# Options of a variant; then, forward and with backward, the Triton launches, torch kernels and allocations of a call
+# whose like was made before. More of them cost time below 64k tokens; fewer are welcome here.
 MOST: dict[str, tuple[dict[str, Any], tuple[int, int, int], tuple[int, int, int]]] = {
     "bigbird": ({"backend": "triton"}, (2, 0, 4), (5, 5, 13)),
     "linformer": ({"proj_len": 256}, (2, 1, 4), (4, 4, 11)),  # with SDPA's kernel; two gradients of it are copied
