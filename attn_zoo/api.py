@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing
     from attn_zoo.matrix.plan.expand import Plan
     from attn_zoo.report.compare import Comparison
+    from attn_zoo.report.history import History
     from attn_zoo.report.verify import Fault
 
 MatrixLike = str | Path | Mapping[str, Any]
@@ -86,6 +87,20 @@ def verify(source: str | Path) -> list[Fault]:
     from attn_zoo.report.verify import verify as verify_results
 
     return verify_results(source)
+
+
+def history(
+    folder: str | Path,
+    *,
+    variants: Iterable[str] | str = (),
+    pass_: str | None = None,
+    seq_len: int | None = None,
+    most: int = 30,
+) -> History:
+    """Return the times of a results folder over the commits that changed it; see `attn_zoo.report.history.history`."""
+    from attn_zoo.report.history import history as history_of
+
+    return history_of(str(folder), variants=_listed(variants), pass_=pass_, seq_len=seq_len, most=most)
 
 
 def share(folder: str | Path, path: str | Path | None = None) -> Path:
