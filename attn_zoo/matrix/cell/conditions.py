@@ -32,23 +32,33 @@ class Conditions:
 
     Args:
         device: `"cpu"` or `"cuda"`.
+
+    Attributes:
+        clocks_mhz: of the GPU before and after.
+        flags: what was found; see `attn_zoo.report.wording.FLAG_MARKS`.
     """
 
     device: str
     clocks_mhz: tuple[float, ...] = ()
     flags: tuple[str, ...] = ()
     _before: Clocks | None = field(default=None, repr=False)
-    _wall_s: float = 0.0
+    _others: int = 0
+    _start_s: float = 0.0
     _own_s: float = 0.0
     _all_s: float = 0.0
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether something disturbed the block that a later one may be spared; a throttled GPU stays hot."""
+        return bool(set(self.flags) - {"throttled"})
+
     def __enter__(self) -> Self:
-        self._before = clocks(self.device)
-        self._wall_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
+        self._before, self._others = clocks(self.device), num_other_processes(self.device) or 0
+        self._start_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        wall_s = time.monotonic() - self._wall_s
+        wall_s = time.monotonic() - self._start_s
         others_s = (_busy_s() - self._all_s) - (time.process_time() - self._own_s)
         after = clocks(self.device)
         flags = []
@@ -66,6 +76,6 @@ class Conditions:
             if after.sm_mhz < SLOW_CLOCK_FRAC * before.sm_mhz:
                 flags.append("clock_changed")
         # The process that supervises this one may hold the device open too.
-        if (num_other_processes(self.device) or 0) > 1:
+        if max(self._others, num_other_processes(self.device) or 0) > 1:
             flags.append("other_gpu_process")
         return flags
