@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, StoreError
 from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import measure_missing
@@ -72,6 +72,7 @@ class Session(Control):
             if not kind_of(record.cell).is_timed:  # that of a timed one sums its repeats
                 self._forecast_of(record.cell).add(record)
         self._kill_at: float | None = None
+        self._summed = self._sum_again = self._sum_s = 0.0
         self.stopped: str | None = None
         self.new: list[Record] = []
 
@@ -117,11 +118,22 @@ class Session(Control):
         return False
 
     def started(self, item: PlannedCell) -> None:
-        left_s = 0.0
-        for key, waiting in self._waiting.items():
-            num_left = waiting.separate_repeats - len(self._repeats[key])
-            left_s += num_left * self.forecast_s(waiting) / (1 if kind_of(waiting.cell).is_timed else self._jobs)
-        self._progress.started(item, left_s)
+        self._progress.started(item, self._left_s())
+
+    def _left_s(self) -> float:
+        """Return the seconds that all which waits will take.
+
+        It is added up anew only when a hundred times as long has passed as that takes: thousands may wait.
+        """
+        now = time.monotonic()
+        if now >= self._sum_again:
+            self._summed, self._sum_s = now, 0.0
+            for key, waiting in self._waiting.items():
+                num_left = waiting.separate_repeats - len(self._repeats[key])
+                jobs = 1 if kind_of(waiting.cell).is_timed else self._jobs
+                self._sum_s += num_left * self.forecast_s(waiting) / jobs
+            self._sum_again = now + 100 * (time.monotonic() - now)
+        return max(self._sum_s - (now - self._summed), 0.0)
 
     def should_stop(self) -> bool:
         self._progress.tick()
@@ -138,7 +150,12 @@ class Session(Control):
 
         The last repeat makes all of them the cell's record. One that fails is the cell's record, whatever the others
         said: a crash now and then is a result too.
+
+        Raises:
+            StoreError: the record cannot be stored, or its cell ended because its checkpoint could not be.
         """
+        if record.status == "cancelled":
+            raise StoreError(record.reason)
         key = record.cell.key
         num_repeats = self._waiting[key].separate_repeats
         repeats = self._repeats[key]
@@ -325,7 +342,8 @@ def run(
                 del records[key]
         left = standing(plan.cells, list(records.values())).left
         limit_s = None if time_limit_min is None else time_limit_min * 60
-        repeats = _repeats(store, plan, records, "" if engine.is_remote else environment.digest)
+        here = frozenset[str]() if engine.is_remote else store.info().names_of(environment.digest)
+        repeats = _repeats(store, plan, records, here)
         session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, repeats)
         settings = Settings(
             logs=store.logs,
@@ -367,7 +385,9 @@ def run(
     )
 
 
-def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environment: str) -> dict[str, list[Record]]:
+def _repeats(
+    store: Store, plan: Plan, records: Mapping[str, Record], environments: Collection[str]
+) -> dict[str, list[Record]]:
     """Return the repeats that cells without a record have, by key; tidy away what a killed run left of the others."""
     usable: dict[str, list[Record]] = {}
     begun = store.repeats.count()
@@ -376,7 +396,7 @@ def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environmen
         if key not in begun:
             continue
         if key not in records:
-            usable[key] = store.repeats.take(key, environment, most=item.separate_repeats - 1)
+            usable[key] = store.repeats.take(key, environments, most=item.separate_repeats - 1)
         elif records[key].status == "ok":
             store.repeats.drop(key)
         else:
