@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
@@ -102,6 +102,7 @@ class Run:
         claims: by variant.
         ceilings: what the machines could do; empty in folders of older versions.
         records: what could be read, ordered by key.
+        begun: repeats of cells that have no record yet, as not all of their processes have run.
         planned: how many cells it was to have; None where the folder does not say, as those of older versions.
         left: planned cells that have no record.
         stopped: why the last run into the folder ended early, in words; empty where it did not, or was killed.
@@ -114,6 +115,7 @@ class Run:
     claims: Mapping[str, Claim] = field(default_factory=dict)
     ceilings: tuple[Ceilings, ...] = ()
     records: tuple[Record, ...] = ()
+    begun: tuple[Record, ...] = ()
     planned: int | None = None
     left: tuple[Cell, ...] = ()
     stopped: str = ""
@@ -146,6 +148,14 @@ def read_run(folder: str | Path) -> Run:
     # Keys of old records may be made otherwise today, and newer ones are no reason to show nothing.
     scan = scan_cells(folder, is_strict=False)
     warnings += [f"{folder.name}/cells/{name} was skipped: {problem}" for name, problem in scan.problems.items()]
+    begun = []
+    for path in sorted((folder / "parts").glob("[!.]*-*.json")):
+        if path.stem.partition("-")[0] in scan.records:
+            continue
+        try:
+            begun.append(read_record(path))
+        except StoreError as error:
+            warnings.append(f"{folder.name}/parts/{path.name} was skipped: {error}")
     names = dict.fromkeys(str(matrix["name"]) for matrix in info.matrices if matrix.get("name"))
     today = {name: one.digest for name, one in info.environments.items()}
     return Run(
@@ -153,18 +163,24 @@ def read_run(folder: str | Path) -> Run:
         matrices=info.matrices,
         environments={one.digest: one for one in info.environments.values()},
         claims=claims,
-        ceilings=tuple(replace(one, environment=today.get(one.environment, one.environment)) for one in ceilings),
-        records=tuple(
-            replace(record, environment=today[record.environment])
-            if today.get(record.environment, record.environment) != record.environment
-            else record
-            for record in scan.records.values()
-        ),
+        ceilings=tuple(_renamed(ceilings, today)),
+        records=tuple(_renamed(scan.records.values(), today)),
+        begun=tuple(_renamed(begun, today)),
         planned=None if info.planned is None else len(info.planned),
         left=tuple(cell for cell in info.planned or () if cell.key not in scan.records),
         stopped=info.stopped,
         warnings=tuple(warnings),
     )
+
+
+_Named = TypeVar("_Named", Record, Ceilings)
+
+
+def _renamed(entries: Iterable[_Named], today: Mapping[str, str]) -> Iterator[_Named]:
+    """Yield records or ceilings with the digest that their environment has today."""
+    for one in entries:
+        name = today.get(one.environment, one.environment)
+        yield one if name == one.environment else replace(one, environment=name)
 
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
@@ -267,7 +283,10 @@ def _not_a_results_folder(folder: Path) -> str:
     if not folder.exists():
         return "not a results folder: no such directory"
     if not folder.is_dir():
-        return "expected a results folder; got a file"
+        return (
+            "expected a results folder, a bundle (.zip), an export (.csv, .jsonl, .parquet) or JSON of "
+            "pytest-benchmark; got a file"
+        )
     runs = [
         str(head.parent.relative_to(folder))
         for level in ("*", "*/*")
