@@ -6,7 +6,6 @@ one record each; `attn_zoo.matrix.store.store` writes them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attn_zoo.errors import ConfigError, FolderError, StoreError
-from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
+from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record, checksum
 from attn_zoo.whole_files import read_regular
 
 MAX_BYTES = 2**28
@@ -353,12 +352,6 @@ def read_ceilings(folder: Path) -> tuple[Ceilings, ...]:
     return tuple(Ceilings.from_dict(entry if isinstance(entry, dict) else {}, str(path)) for entry in entries)
 
 
-def _checksum(data: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits that change with any value of a record."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def record_text(record: Record) -> str:
     """Return what `read_record` reads: the record with a checksum, so that a bit that flips on a disk is noticed.
 
@@ -367,7 +360,7 @@ def record_text(record: Record) -> str:
     """
     try:
         data = json.loads(record.to_json())
-        text = json.dumps({**data, "checksum": _checksum(data)}, sort_keys=True, indent=1)
+        text = json.dumps({**data, "checksum": checksum(data)}, sort_keys=True, indent=1)
         if _SURROGATE.search(text.encode()):
             json.dumps(data, ensure_ascii=False).encode()
     except ValueError as error:
@@ -391,9 +384,6 @@ def read_record(path: Path, key: str = "") -> Record:
     data = _read_object(path)
     if isinstance(data.get("schema"), int):
         _refuse_newer(data["schema"], path)
-    checksum = data.pop("checksum", None)
-    if checksum is not None and checksum != _checksum(data):
-        raise StoreError("its checksum does not fit: a value was changed since it was written")
     record = Record.from_dict(data, "not a record")
     if key and record.cell.key != key:
         raise StoreError(f"foreign: the cell inside has the key {record.cell.key}")

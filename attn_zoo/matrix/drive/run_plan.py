@@ -245,12 +245,12 @@ def standing(
 ) -> Standing:
     """Compare planned cells with the records of a folder, and the number of repeats of cells not done, by key."""
     by_key = {record.cell.key: record for record in records}
-    planned = {item.cell.key for item in cells}
-    ids = {item.cell.id for item in cells}
+    planned = {item.cell.key: item for item in cells}
     outside = [record for key, record in by_key.items() if key not in planned]
+    ids = {item.cell.id for item in cells} if outside else set()
     return Standing(
-        done=tuple(by_key[item.cell.key] for item in cells if item.cell.key in by_key),
-        left=tuple(item for item in cells if item.cell.key not in by_key),
+        done=tuple(by_key[key] for key in planned if key in by_key),
+        left=tuple(item for key, item in planned.items() if key not in by_key),
         stale=tuple(record for record in outside if record.cell.id in ids),
         other=tuple(record for record in outside if record.cell.id not in ids),
         begun={key: count for key, count in (repeats or {}).items() if key in planned and key not in by_key},
