@@ -32,7 +32,7 @@ def printable(text: str) -> str:
 class _Console(Console):
     """Prints no control characters but its own."""
 
-    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
 

@@ -163,9 +163,10 @@ class Json:
             StoreError: `data` does not have the fields and types of this class, or was changed.
         """
         values = dict(data)
-        if (noted := values.pop("checksum", None)) is not None and noted != checksum(values):
-            raise StoreError(f"{source or cls.__name__}: its checksum does not fit: a value was changed")
+        noted = values.pop("checksum", None)
         try:
+            if noted is not None and noted != checksum(values):
+                raise StoreError(f"{source or cls.__name__}: its checksum does not fit: a value was changed")
             return _validator(cls).validate_python(values)  # type: ignore[arg-type, no-any-return]
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -173,6 +174,8 @@ class Json:
             raise StoreError(
                 f"{source or cls.__name__}: {path}: {first['msg']} ({error.error_count()} problems)"
             ) from None
+        except (TypeError, ValueError) as error:  # what JSON cannot hold has no checksum
+            raise StoreError(f"{source or cls.__name__}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

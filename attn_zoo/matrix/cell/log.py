@@ -46,7 +46,7 @@ def keep_short(path: Path | str) -> None:
 class _PatientFile(io.FileIO):
     """Drops what cannot be written: a variant that prints does not fail because a disk is full."""
 
-    def write(self, data: object) -> int:  # type: ignore[override]
+    def write(self, data: object) -> int:
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError:
@@ -56,7 +56,7 @@ class _PatientFile(io.FileIO):
 def be_patient() -> None:
     """Let Python's standard output and error write to their descriptors whatever the text and the disk are."""
     for name, number in (("stdout", 1), ("stderr", 2)):
-        file = io.BufferedWriter(_PatientFile(number, "w", closefd=False))  # type: ignore[arg-type]
+        file = io.BufferedWriter(_PatientFile(number, "w", closefd=False))
         stream = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
 

@@ -8,6 +8,7 @@ a process loads; on a GPU, which that does not disturb, the next one loads meanw
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -81,7 +82,7 @@ class WorkerPool:
         self._verdicts: dict[str, Any] = {}
         self._since = time.monotonic()
         self._mark = uuid4().hex
-        self._keeper = Keeper(self._mark)
+        self._end_keeper = weakref.finalize(self, Keeper(self._mark).close)
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +205,7 @@ class WorkerPool:
         self.end_lane()
         while self._waiting:
             self._waiting.pop().close()
-        self._keeper.close()
+        self._end_keeper()
 
 
 def _sharing(item: PlannedCell) -> object:
