@@ -32,7 +32,7 @@ from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import GUIDE, INK, MARK, MUTED, STRIP, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.growth_tables import round_length
-from attn_zoo.report.units import human_bytes, human_length, human_ms, interval_ms, ratio, shorten
+from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio, shorten
 from attn_zoo.report.wording import MARKS, held_words, outcome
 
 STRIP_ROW = 0.34
@@ -142,7 +142,7 @@ def _tip(point: Point, words: str) -> str:
 def _timed(point: Point) -> _Mark | None:
     if point.median_ms <= 0:
         return None
-    words = interval_ms(point.median_ms, point.low_ms, point.high_ms)
+    words = human_ms.interval(point.median_ms, point.low_ms, point.high_ms)
     if point.device_ms:
         words = f"{human_ms(point.device_ms)} on the GPU alone; single call {words}"
     elif point.is_waiting:

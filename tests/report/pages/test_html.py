@@ -213,7 +213,7 @@ def test_marks_keys_and_scale_of_a_figure(page):
       const card = document.querySelector('.card'), tip = document.querySelector('.tip');
       const type = (target, key) => target.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
       const places = (label) => [...card.querySelectorAll(`[data-of="${label}"] use[data-tip]`)].map(
-        (mark) => [Number(mark.getAttribute('x')), Number(mark.getAttribute('y')), mark.dataset.tip]);
+        (mark) => [Number(mark.getAttribute('x')), Number(mark.getAttribute('y')), mark.dataset.tip]).slice(-3);
       const isShown = (label) => [...card.querySelectorAll(`[data-of="${label}"]`)].some(
         (part) => getComputedStyle(part).display !== 'none');
       const hints = document.querySelectorAll('.card use > title').length;
