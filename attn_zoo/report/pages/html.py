@@ -100,12 +100,13 @@ def build_page(
     )
 
 
-def render_page(template: str, **content: Any) -> str:
+def render_page(template: str, more_style: str = "", **content: Any) -> str:
     """Return a page from one of our templates: all text is escaped, and only our own style and script are let in."""
     folder = files("attn_zoo.report.pages") / "templates"
     style, script, text = (
         (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", template)
     )
+    style += more_style
     jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.from_string(text).render(
         policy=(
