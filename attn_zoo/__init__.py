@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import check, compare, load, run
+    from attn_zoo.api import check, compare, history, load, merge, run, share, verify
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -49,13 +49,17 @@ _HOME = {
     "check": "api",
     "compare": "api",
     "describe": "attention",
+    "history": "api",
     "list_variants": "attention",
     "load": "api",
     "load_file": "registry",
+    "merge": "api",
     "register_attention": "registry",
     "register_mixer": "registry",
     "register_task": "registry",
     "run": "api",
+    "share": "api",
+    "verify": "api",
 }
 
 __all__ = [
@@ -80,13 +84,17 @@ __all__ = [
     "check",
     "compare",
     "describe",
+    "history",
     "list_variants",
     "load",
     "load_file",
+    "merge",
     "register_attention",
     "register_mixer",
     "register_task",
     "run",
+    "share",
+    "verify",
 ]
 
 

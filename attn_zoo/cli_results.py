@@ -1,4 +1,4 @@
-"""The commands that read results: report, compare, export; `attn_zoo.cli` adds them to the command line."""
+"""The commands that read results: report, compare, verify and so on; `attn_zoo.cli` adds them to the command line."""
 
 from __future__ import annotations
 
@@ -116,3 +116,75 @@ def export(
 
     path = export_runs(folders, fmt, out, table)
     say(f"wrote {path}")
+
+
+@results.command()
+def verify(source: Source, as_json: AsJson = False) -> None:
+    """Check results as a reviewer would: whole, possible, gated, on equal terms; exit code 1 if something is wrong."""
+    from dataclasses import asdict
+
+    from attn_zoo.console import print_json, print_table, say
+    from attn_zoo.report.units import clean
+    from attn_zoo.report.verify import CHECKS
+
+    faults = api.verify(source)
+    if as_json:
+        print_json([asdict(fault) for fault in faults])
+    else:
+        rows = [(fault.check, clean(fault.where), clean(fault.text)) for fault in faults]
+        if rows:
+            print_table("", ("check", "where", "what is wrong"), rows)
+        counts = {name: sum(fault.check == name for fault in faults) for name in CHECKS}
+        say("; ".join(f"{name}: {f'{count} wrong' if count else 'passed'}" for name, count in counts.items()))
+    raise typer.Exit(int(bool(faults)))
+
+
+@results.command()
+def share(
+    folder: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="File to write, .zip; by default the folder's name, here.")] = None,
+) -> None:
+    """Bundle a run into one file that report, compare, export, verify and merge open; without logs and weights."""
+    from attn_zoo.console import say
+    from attn_zoo.report.units import human_bytes
+
+    path = api.share(folder, out)
+    say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {path} opens it")
+
+
+@results.command()
+def merge(
+    sources: Annotated[list[Path], typer.Argument(help="Results folders or bundles of shards.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Results folder to make.", show_default=False)],
+) -> None:
+    """Make one results folder of the shards of one plan; refuse unlike plans and cells that were measured twice."""
+    from attn_zoo.console import say
+
+    say(f"wrote {api.merge(sources, out)}; next: attn-zoo status {out}")
+
+
+@results.command()
+def history(
+    folder: Annotated[str, typer.Argument(help="Results folder of the git repository here.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Figure to write, .png or .svg.")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    pass_: Annotated[str | None, typer.Option("--pass", help="By default the most frequent.")] = None,
+    length: Annotated[int | None, typer.Option(help="In tokens; by default the longest that most have.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="Commits, the latest.")] = 30,
+    as_json: AsJson = False,
+) -> None:
+    """Show the times of a results folder over the commits that changed it, with intervals."""
+    from attn_zoo.console import out as console
+    from attn_zoo.console import print_json, say
+    from attn_zoo.report.figures.svg import save_figure
+    from attn_zoo.report.tables.table import to_terminal
+
+    found = api.history(folder, variants=variant or (), pass_=pass_, seq_len=length, most=last)
+    if out is not None:
+        save_figure(found.page().figure, out)
+    if as_json:
+        print_json(list(found.table().rows))
+        return
+    to_terminal(found.table(), console)
+    if out is not None:
+        say(f"wrote {out}")

@@ -261,7 +261,10 @@ def _not_a_results_folder(folder: Path) -> str:
     if not folder.exists():
         return "not a results folder: no such directory"
     if not folder.is_dir():
-        return "expected a results folder; got a file"
+        return (
+            "expected a results folder, a bundle (.zip), an export (.csv, .jsonl, .parquet) or JSON of "
+            "pytest-benchmark; got a file"
+        )
     runs = [
         str(head.parent.relative_to(folder))
         for level in ("*", "*/*")

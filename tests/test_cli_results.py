@@ -82,3 +82,50 @@ def test_the_older_option_for_other_environments_still_works(call, tmp_path, mon
     assert (refused.code, "differ in environment (cpu)" in refused.err) == (2, True)
     for option in (["--allow-other-env"], ["--allow", "environment"]):
         assert call("compare", "a", "b", *option).code == 0
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_bundle_is_opened_by_every_command_that_reads(call, tmp_path):
+    said = call("share", "before")
+    assert said.code == 0
+    assert said.out.startswith("wrote before.zip (")
+    for arguments in (
+        ("compare", "before", "before.zip", "--fail-above", "5%"),
+        ("report", "before.zip"),
+        ("export", "before.zip", "--out", "all.csv"),
+    ):
+        assert call(*arguments).code == 0, arguments
+    assert (tmp_path / "before" / "report.html").is_file(), "beside the bundle, in a folder of its name"
+    readme = call("report", "before.zip", "--readme")
+    assert (readme.code, "expected one results folder" in readme.err) == (2, True)
+
+
+@pytest.mark.usefixtures("folders")
+def test_verify_says_what_is_wrong_and_fails(call):
+    answer = call("verify", "before")
+    assert answer.code == 1
+    assert "gate: 3 wrong" in answer.out
+    assert "limits: passed" in answer.out
+    assert "v/scaling/fwd/L512/fp32/seed0" in "".join(answer.out.split())
+    rows = json.loads(call("verify", "before", "--json").out)
+    assert {row["check"] for row in rows} == {"gate"}
+    assert call("verify", "nowhere").code == 2
+
+
+def test_shards_are_merged(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "one", [scaling("v", 512)])
+    write_run(tmp_path / "two", [scaling("v", 1024)])
+    assert call("merge", "one", "two", "--out", "all").code == 0
+    assert len(list((tmp_path / "all" / "cells").iterdir())) == 2
+    again = call("merge", "one", "two", "--out", "all")
+    assert (again.code, "exists already" in again.err) == (2, True)
+
+
+def test_hostile_names_print_no_escape_codes(call, tmp_path):
+    hostile = "\x1b]0;owned\x07[red]x[/red]"
+    folder = write_run(tmp_path / "run", [timed(hostile, 512, 10.0)])
+    for command in (["verify", str(folder)], ["compare", str(folder), str(folder), "--markdown"]):
+        printed = call(*command)
+        assert "\x1b" not in printed.out + printed.err
+        assert "[red]x" in printed.out.replace("\\", "")
