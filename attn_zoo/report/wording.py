@@ -79,9 +79,10 @@ def panel_title(setting: Mapping[str, Any], varying: set[str]) -> str:
 
 def panel_name(setting: Mapping[str, Any], varying: set[str]) -> str:
     """Return the pass and whatever else differs between the panels of this report, as briefly as can be."""
-    brief = [("pass", str), *((name, brief) for name, _, brief in _WORDS), ("device", str), ("environment", str)]
-    shown = varying | {"pass"}
-    return slug(*(say(setting[name]) for name, say in brief if name in shown and setting[name] is not None))
+    brief: dict[str, Callable[[Any], str]] = {"pass": str, **{name: brief for name, _, brief in _WORDS}}
+    brief |= {"device": str, "environment": str}
+    shown = [name for name in brief if name in varying | {"pass"} and setting[name] is not None]
+    return slug(*(brief[name](setting[name]) for name in shown))
 
 
 def held_words(pass_: str) -> str:

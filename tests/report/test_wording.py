@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.wording import panel_name
@@ -31,7 +32,12 @@ def test_a_name_has_what_differs_and_nothing_else():
 
 
 def test_no_two_panels_of_a_report_share_a_name(tmp_path):
-    axes = {"is_causal": [False, True], "has_padding": [False, True], "head_dim": [64, 128], "batch_size": [1, 2]}
+    axes: dict[str, list[Any]] = {
+        "is_causal": [False, True],
+        "has_padding": [False, True],
+        "head_dim": [64, 128],
+        "batch_size": [1, 2],
+    }
     records = [
         scaling("full", 512, **dict(zip(axes, values, strict=True)), protocol_version=version)
         for values in product(*axes.values())

@@ -81,7 +81,7 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
 
     Overrides may differ between tasks, as published settings do, unless a task occurs with several of them.
     """
-    overviews = []
+    overviews: list[Overview] = []
     for how, members in _by_protocol(groups).items():
         metric = members[0].metric
         seen = {score.label for group in members for score in group.scores}
