@@ -16,7 +16,7 @@ def test_without_ray_the_message_says_how_to_get_it(monkeypatch):
 
     def without_ray(name, *arguments, **keywords):
         if name == "ray":
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without_ray)
