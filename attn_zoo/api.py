@@ -23,6 +23,8 @@ from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, sug
 if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing
     from attn_zoo.matrix.plan.expand import Plan
+    from attn_zoo.report.compare import Comparison
+    from attn_zoo.report.verify import Fault
 
 MatrixLike = str | Path | Mapping[str, Any]
 """A TOML file, the name of a shipped matrix, or what such a file would say."""
@@ -34,12 +36,13 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
     """Return the results of one or more folders, compared with each other.
 
     Args:
-        folders: results folders, or lists of them.
+        folders: results folders, bundles, exports, or lists of them.
 
     Raises:
-        ConfigError: there is none, or one is no results folder.
+        ConfigError: there is none, or one holds no results.
     """
     from attn_zoo.folder import read_info
+    from attn_zoo.report.sources import read_source
 
     paths = [
         Path(path) for entry in folders for path in ([entry] if isinstance(entry, str | PathLike) else list(entry))
@@ -47,8 +50,56 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
     if not paths:
         raise ConfigError("load", [("", "expected at least one results folder; got none")])
     for path in paths:
-        read_info(path)  # a folder that is none is a mistake of this call, not of a later one
+        # What holds no results is a mistake of this call, not of a later one.
+        if (path / "run.json").is_file():
+            read_info(path)
+        else:
+            read_source(path)
     return Run(paths)
+
+
+def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
+    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
+
+    Args:
+        a: results folder, bundle, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
+        b: likewise.
+        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
+        limit: share by which b may be worse; by default a tenth.
+
+    Raises:
+        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
+        UnknownNameError: no such thing to allow.
+    """
+    from attn_zoo.report.compare import LIMIT
+    from attn_zoo.report.compare import compare as compare_runs
+
+    return compare_runs(a, b, allow=_listed(allow), limit=LIMIT if limit is None else limit)
+
+
+def verify(source: str | Path) -> list[Fault]:
+    """Return what a reviewer would find wrong with a results folder or bundle; nothing where nothing is.
+
+    Raises:
+        ConfigError: there is no results folder, or a newer version of this package wrote it.
+    """
+    from attn_zoo.report.verify import verify as verify_results
+
+    return verify_results(source)
+
+
+def share(folder: str | Path, path: str | Path | None = None) -> Path:
+    """Bundle the records of a results folder into one file; see `attn_zoo.bundle.share`."""
+    from attn_zoo.bundle import share as share_folder
+
+    return share_folder(folder, path)
+
+
+def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
+    """Make one results folder of the shards of one plan; see `attn_zoo.matrix.store.merge.merge`."""
+    from attn_zoo.matrix.store.merge import merge as merge_folders
+
+    return merge_folders(_listed(sources), out)
 
 
 def run(

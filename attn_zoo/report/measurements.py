@@ -93,6 +93,8 @@ COSTS: tuple[Measurement, ...] = (
     Measurement(name="num_params", part="score", heading="parameters", show="{:,.0f}".format, pool="most"),
     Measurement(name="train_flops", part="score", heading="compute", show=human_flops, priority=1.5),
     Measurement(name="train_s", part="score", heading="time", show=_human_s, is_of_time=True),
+    Measurement(name="compile_s", part="score", heading="compiling", show=_human_s, priority=2.7, is_of_time=True),
+    Measurement(name="eval_s", part="score", heading="evaluating", show=_human_s, priority=2.8, is_of_time=True),
     Measurement(name="pretrain_flops", part="score", heading="pretraining", show=human_flops, priority=2.5),
     Measurement(name="pretrain_s", part="score", heading="its time", show=_human_s, priority=2.6, is_of_time=True),
     Measurement(

@@ -112,6 +112,8 @@ def run_training(
     task_class: type[AbstractTask] = tasks[cell.task]
     task = task_class(cell.level, data_dir=data_dir)
     protocol = resolve_protocol(cell.protocol, task_settings=task.settings.get(cell.protocol), overrides=cell.overrides)
+    if protocol.compile is None:
+        protocol = replace(protocol, compile=torch.device(cell.device).type == "cuda")
     kernels: list[str] = []
     try:
         with recording() as kernels:
@@ -200,7 +202,9 @@ def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score:
         num_params=sum(part.numel() for part in trainer.model.parameters() if part.requires_grad),
         train_flops=numbers.train_flops,
         train_s=numbers.train_s,
-        tokens_per_s=numbers.num_tokens / numbers.train_s,
+        compile_s=numbers.compile_s,
+        eval_s=numbers.eval_s,
+        tokens_per_s=numbers.tokens_per_s,
         curve=tuple(numbers.curve),
         correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()) if has_correct else "",
         breakdown=breakdown(test, feed.groups, spec.group_axes, spec.metric),

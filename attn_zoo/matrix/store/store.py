@@ -260,11 +260,12 @@ class Store:
             ids = {cell.id for cell in planned}
             cells = (*(cell for cell in info.planned if cell.id not in ids), *planned)
         claimed = {**info.claims, **claims}
-        self._write_info(
+        self.write_info(
             replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
         )
 
-    def _write_info(self, info: RunInfo) -> None:
+    def write_info(self, info: RunInfo) -> None:
+        """Write `run.json`, over the one that is there."""
         data = {
             "schema": SCHEMA_VERSION,
             "created": info.created,
@@ -280,7 +281,7 @@ class Store:
     def note_end(self, stopped: str) -> None:
         """Note in `run.json` why a run ended early; empty where it did not."""
         with hold_lock(self.folder, None, name=".lock-info", wait=True):
-            self._write_info(replace(self.info(), stopped=stopped))
+            self.write_info(replace(self.info(), stopped=stopped))
 
     def add_environment(self, environment: Environment) -> None:
         """Note one more environment: that of another machine of a cluster."""

@@ -51,10 +51,6 @@ def build_page(
         tables: by the name of the question, in order; see `QUESTIONS`.
         pictures: in order, each with its SVG.
     """
-    folder = files("attn_zoo.report.pages") / "templates"
-    style, script, template = (
-        (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
-    )
     definitions, drawings = inline_figures([svg for _, svg in pictures])
     figures = [
         (
@@ -73,14 +69,8 @@ def build_page(
     scores = [overview_finding(overview) for overview in analysis.overviews]
     scores += [text for group in analysis.accuracy for text in accuracy_findings(group)]
     sentences = {"time": panel_findings(analysis), "memory": memory_findings(analysis), "accuracy": scores}
-    jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.from_string(template).render(
-        policy=(
-            f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-            "base-uri 'none'; form-action 'none'"
-        ),
-        style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
-        script=Markup(script),  # noqa: S704
+    return render_page(
+        "report.html.j2",
         title=clean(analysis.title) or "no results",
         headline=clean(headline(analysis)),
         completeness=clean(completeness(analysis)),
@@ -107,6 +97,24 @@ def build_page(
         ],
         runs=[_run(run.name, run.matrices, len(run.records)) for run in analysis.results.runs],
         versions=f"record schema {SCHEMA_VERSION}, measurement protocol {PROTOCOL_VERSION}",
+    )
+
+
+def render_page(template: str, **content: Any) -> str:
+    """Return a page from one of our templates: all text is escaped, and only our own style and script are let in."""
+    folder = files("attn_zoo.report.pages") / "templates"
+    style, script, text = (
+        (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", template)
+    )
+    jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return jinja.from_string(text).render(
+        policy=(
+            f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
+        script=Markup(script),  # noqa: S704
+        **content,
     )
 
 

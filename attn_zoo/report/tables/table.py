@@ -162,6 +162,11 @@ def _guard(value: Any) -> Any:
     return "'" + value if isinstance(value, str) and _FORMULA.match(value) else value
 
 
+def unguarded(text: str) -> str:
+    """Return a text of a CSV file as it was before `guard_frame`."""
+    return text[1:] if text[:1] == "'" and _FORMULA.match(text[1:]) else text
+
+
 def to_csv(table: Table) -> str:
     """Return raw values with a header; numbers keep all digits."""
     frame = pd.DataFrame([dict(row) for row in table.rows], columns=list(table.fields), dtype=object)
