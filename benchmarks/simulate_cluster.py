@@ -9,8 +9,6 @@ Cells take what the plan estimates, give or take a fifth; an agent takes 5 s to 
 possible, and messages, their bytes, the driver's processor time and its memory.
 """
 
-# ruff: noqa: T201  a script
-
 from __future__ import annotations
 
 import argparse

@@ -39,6 +39,9 @@ MAX_LOST = 2
 MAX_FAILURES = 3
 """Agents that may fail to start on a machine, one after another, before it is left out."""
 
+SUSPECT_S = 60.0
+"""How long a machine that lost an agent is avoided: one that is gone stands in the list of nodes for a while."""
+
 PATIENCE_S = 600.0
 """How long to wait for a machine that a cell could run on; a cluster that grows by itself needs minutes."""
 
@@ -193,6 +196,7 @@ class Dispatcher:
         self._checked: set[str] = set()  # keys of cells of which one repeat is here: others need take times only
         self._num_given_up = 0
         self._environments: dict[str, str] = {}  # digest by machine
+        self._lost_at: dict[str, float] = {}  # when an agent was lost, by machine
         self._failures: Counter[str] = Counter()
         self._left_out: dict[str, str] = {}  # why, by machine
         self._ceilings = set(settings.ceilings)
@@ -285,10 +289,12 @@ class Dispatcher:
         if self._looked is not None and now - self._looked < _LOOK_S:
             return
         self._looked, self._machines = now, self._cluster.machines()
-        # One that is gone may come back as another.
         usable = [machine for machine in self._machines if machine.id not in self._left_out]
         if self._machines and not usable:
             raise UnsupportedError("ray", "; ".join(dict.fromkeys(self._left_out.values())))
+        never = -float("inf")
+        sound = [machine for machine in usable if now - self._lost_at.get(machine.id, never) > SUSPECT_S]
+        usable = sound or usable
         held = Counter((agent.machine.id, agent.place) for agent in self._agents.values())
         free = Counter(agent.place for agent in self._agents.values() if not agent.pieces)
         wishes = []
@@ -551,6 +557,7 @@ class Dispatcher:
             if self._failures[agent.machine.id] >= MAX_FAILURES:
                 self._leave_out(agent.machine, reason)
             return
+        self._lost_at[agent.machine.id] = self._clock()
         lost = [agent.open[place] for place in agent.begun & agent.open.keys()]
         self._control.say(f"lost {agent.machine.name} with {len(lost)} cells under way: {reason}")
         self._note_lost(lost)

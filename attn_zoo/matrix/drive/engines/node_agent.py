@@ -130,7 +130,7 @@ class NodeAgent:
         has_own_devices: bool = True,
     ) -> None:
         self._room, self._package, self._has_own_devices = room, package, has_own_devices
-        self._folder = tempfile.TemporaryDirectory(prefix="attn-zoo-")
+        self._folder = tempfile.TemporaryDirectory(prefix="attn-zoo-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         for name, text in files.items():
             path = folder / "sources" / name
@@ -185,6 +185,10 @@ class NodeAgent:
     def stop(self) -> None:
         """Begin no further cell."""
         self._reporter.is_stopping = True
+
+    def close(self) -> None:
+        """Remove what is on this node's disk."""
+        self._folder.cleanup()
 
     def _serve(self) -> None:
         try:

@@ -32,7 +32,7 @@ CONNECT_S = 45.0
 """An address that does not answer by then is given up; Ray itself would go on trying for minutes."""
 
 _PROBE_S = 10.0
-_ANSWER_S = 30.0
+_ANSWER_S, _LEAVE_S = 30.0, 5.0
 
 
 class _RayCluster(Cluster):
@@ -48,6 +48,7 @@ class _RayCluster(Cluster):
         self._actor = ray.remote(_actor())
         self._hellos: dict[Any, Any] = {}  # agents by the reference of their answer
         self._streams: list[tuple[Any, Any]] = []  # generator of answers, agent
+        self._farewells: list[Any] = []
         files, loaded = _sources(settings.variant_files)
         data_dir = str(settings.data_dir.resolve()) if settings.data_dir else None
         self._arguments = (str(Path(attn_zoo.__path__[0]).parent), ray.put(files), loaded, data_dir)
@@ -96,15 +97,13 @@ class _RayCluster(Cluster):
             if one in self._hellos:
                 yield self._hellos.pop(one), self._answer(one)
                 continue
-            place, agent = next((place, agent) for place, (stream, agent) in enumerate(self._streams) if stream is one)
-            try:
-                event = self._answer(next(one))
-            except StopIteration:  # after "done"
-                del self._streams[place]
-                continue
-            if event["event"] == "lost":
-                del self._streams[place]
-            yield agent, event
+            for stream, agent in self._streams:
+                if stream is one:
+                    try:
+                        yield agent, self._answer(next(one))
+                    except StopIteration:  # after "done"
+                        self._streams = [pair for pair in self._streams if pair[0] is not one]
+                    break
 
     def _answer(self, reference: Any) -> Event:
         try:
@@ -118,10 +117,19 @@ class _RayCluster(Cluster):
         agent.stop.remote()
 
     def end(self, agent: Any) -> None:
+        is_ready = agent not in self._hellos.values()
         self._hellos = {reference: other for reference, other in self._hellos.items() if other is not agent}
         self._streams = [(stream, other) for stream, other in self._streams if other is not agent]
         with suppress(self._ray.exceptions.RayError):
-            self._ray.kill(agent)
+            if is_ready:
+                self._farewells.append(agent.leave.remote())
+            else:
+                self._ray.kill(agent)
+
+    def close(self) -> None:
+        """Give agents that were ended the time to tidy up."""
+        if self._farewells:
+            self._ray.wait(self._farewells, num_returns=len(self._farewells), timeout=_LEAVE_S)
 
     def wish(self, shares: Sequence[tuple[float, float]]) -> None:
         from ray.autoscaler.sdk import request_resources
@@ -137,7 +145,6 @@ def _actor() -> type:
 
     class Agent:
         def __init__(self, root: str, *arguments: Any) -> None:
-            import os
             import sys
 
             import psutil
@@ -160,6 +167,10 @@ def _actor() -> type:
 
         def stop(self) -> None:
             self._agent.stop()
+
+        def leave(self) -> None:
+            self._agent.close()
+            os._exit(0)  # its workers end with it
 
     return Agent
 
@@ -226,7 +237,9 @@ class RayEngine:
             return
         self._connect()
         try:
-            Dispatcher(_RayCluster(self._ray, settings), lanes, settings, control, jobs=self.jobs).run()
+            cluster = _RayCluster(self._ray, settings)
+            Dispatcher(cluster, lanes, settings, control, jobs=self.jobs).run()
+            cluster.close()
         finally:
             self._ray.shutdown()
 
