@@ -34,12 +34,13 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": F
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes on this machine; nobody without the token may join."""
-    pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "a token of the tests that is long enough")
         patch.delenv("OMP_NUM_THREADS", raising=False)
+        # Imported now: it reads these once.
+        pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
         from ray.cluster_utils import Cluster
 
         nodes = Cluster(initialize_head=True, head_node_args=NODE)
