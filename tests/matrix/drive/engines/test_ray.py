@@ -155,7 +155,8 @@ def test_a_training_goes_on_elsewhere_when_its_node_is_lost(tmp_path, cluster, s
         summary = run(plan, there, engine=RayEngine(cluster.address))
     run(plan, here)
     assert summary.left == ()
-    values = [{item.cell.key: item.score.value for item in store.records()} for store in (here, there)]
+    values = [{item.cell.key: item.score and item.score.value for item in each.records()} for each in (here, there)]
+    assert None not in values[0].values()
     assert values[0] == values[1]
     (again,) = [item for item in there.records() if item.attempt == 2]
     assert there.log(again.cell.key).read_text().count("step") <= 60 - 12, "it did not begin anew"
