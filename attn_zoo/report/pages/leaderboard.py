@@ -56,6 +56,7 @@ class Board:
         headings: above the entries; the mechanism's own first.
         rows: one a mechanism.
         variants: registered name behind each row.
+        is_timed: times, not scores.
         is_folded: others of the run say more.
     """
 
@@ -64,6 +65,7 @@ class Board:
     headings: tuple[str, ...]
     rows: tuple[tuple[Entry, ...], ...]
     variants: tuple[str, ...]
+    is_timed: bool
     is_folded: bool = False
 
 
@@ -233,6 +235,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         headings=("variant", *map(human_length, lengths), *beside, "peak memory"),
         rows=tuple(map(row, rows)),
         variants=tuple(series.variant for series in rows),
+        is_timed=True,
         is_folded=is_folded,
     )
 
@@ -293,6 +296,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         headings=("variant", *(clean(group.title) for group in groups)),
         rows=tuple((Entry(text=clean(name)), *(entry(group, name) for group in groups)) for name in names),
         variants=tuple(analysis.variants[labels[name]] for name in names),
+        is_timed=False,
     )
 
 
