@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import check, compare, load, merge, run, share, verify
+    from attn_zoo.api import check, compare, history, load, merge, run, share, verify
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -49,6 +49,7 @@ _HOME = {
     "check": "api",
     "compare": "api",
     "describe": "attention",
+    "history": "api",
     "list_variants": "attention",
     "load": "api",
     "load_file": "registry",
@@ -83,6 +84,7 @@ __all__ = [
     "check",
     "compare",
     "describe",
+    "history",
     "list_variants",
     "load",
     "load_file",

@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from attn_zoo.errors import ConfigError, FolderError
@@ -151,10 +152,32 @@ def _archive(revision: str, inner: str) -> bytes:
     return content
 
 
-def git_top() -> Path | None:
-    """Return the top of the git repository here, or None."""
-    top = _git("rev-parse", "--show-toplevel").decode().strip()
-    return Path(top) if top else None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """One commit of a repository.
+
+    Args:
+        digest: 40 hexadecimal digits.
+        date: ISO 8601, of the committer.
+        subject: first line of the message.
+    """
+
+    digest: str
+    date: str
+    subject: str
+
+
+def commits(folder: str, most: int) -> list[Commit]:
+    """Return the commits that changed the records of a results folder of the git repository here, oldest first.
+
+    Args:
+        folder: as seen from here.
+        most: of them, the latest.
+    """
+    records = [f"./{folder}/{name}" for name in ("run.json", "cells")]
+    log = _git("log", f"--max-count={most}", "--format=%H%x1f%cI%x1f%s%x1e", "--", *records).decode(errors="replace")
+    found = [entry.strip().split("\x1f", 2) for entry in log.split("\x1e") if entry.strip()]
+    return [Commit(digest=digest, date=date, subject=subject) for digest, date, subject in reversed(found)]
 
 
 def _git(*arguments: str, top: bool = False) -> bytes:
@@ -163,7 +186,7 @@ def _git(*arguments: str, top: bool = False) -> bytes:
     Raises:
         ConfigError: there is no git.
     """
-    where = str(git_top()) if top else "."
+    where = _git("rev-parse", "--show-toplevel").decode().strip() if top else "."
     try:
         done = subprocess.run(
             ["git", "-C", where, *arguments], capture_output=True, check=False, timeout=_GIT_TIMEOUT_S

@@ -258,6 +258,10 @@ def run(
     address: Annotated[str, typer.Option(help="Of the Ray cluster.")] = "local",
     data_dir: DataDir = None,
     allow_mixed_env: MixedEnv = False,
+    track: Annotated[
+        str | None,
+        typer.Option(metavar="TRACKER:PLACE", help="Send curves of trainings to tensorboard, wandb or trackio too."),
+    ] = None,
 ) -> None:
     """Run a matrix; run it again to go on where it stopped. Ctrl-C is safe."""
     load_files(files)
@@ -276,6 +280,7 @@ def run(
             address=address,
             data_dir=data_dir,
             allow_mixed_env=allow_mixed_env,
+            track=track,
         )
     )
 

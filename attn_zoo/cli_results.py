@@ -161,3 +161,30 @@ def merge(
     from attn_zoo.console import say
 
     say(f"wrote {api.merge(sources, out)}; next: attn-zoo status {out}")
+
+
+@results.command()
+def history(
+    folder: Annotated[str, typer.Argument(help="Results folder of the git repository here.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Figure to write, .png or .svg.")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    pass_: Annotated[str | None, typer.Option("--pass", help="By default the most frequent.")] = None,
+    length: Annotated[int | None, typer.Option(help="In tokens; by default the longest that most have.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="Commits, the latest.")] = 30,
+    as_json: AsJson = False,
+) -> None:
+    """Show the times of a results folder over the commits that changed it, with intervals."""
+    from attn_zoo.console import out as console
+    from attn_zoo.console import print_json, say
+    from attn_zoo.report.figures.svg import save_figure
+    from attn_zoo.report.tables.table import to_terminal
+
+    found = api.history(folder, variants=variant or (), pass_=pass_, seq_len=length, most=last)
+    if out is not None:
+        save_figure(found.page().figure, out)
+    if as_json:
+        print_json(list(found.table().rows))
+        return
+    to_terminal(found.table(), console)
+    if out is not None:
+        say(f"wrote {out}")

@@ -124,7 +124,7 @@ class Run:
             ConfigError: these results have nothing to draw in it.
         """
         from attn_zoo.report.figures.all_figures import draw_pictures, figure_names
-        from attn_zoo.report.figures.style import render
+        from attn_zoo.report.figures.svg import render
 
         picture = next(draw_pictures(self.analysis, name), None)
         if picture is None:

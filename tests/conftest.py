@@ -7,12 +7,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from attn_zoo import cli
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 class Answer(NamedTuple):

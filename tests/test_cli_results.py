@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from attn_zoo import cli
 from tests.report.synthetic import MACHINE, scaling, write_run
 from tests.report.test_compare import timed
 
@@ -45,8 +50,6 @@ def test_compare_prints_a_comment_or_data(call):
 
 @pytest.mark.usefixtures("folders")
 def test_doubtful_rows_do_not_fail_a_build(call, tmp_path):
-    from dataclasses import replace
-
     loaded = timed("v", 512, 20.0)
     write_run(tmp_path / "noisy", [replace(loaded, timing=replace(loaded.timing, flags=("loaded_host",)))])
     answer = call("compare", "before", "noisy", "--fail", "--fail-above", "5%")
@@ -72,8 +75,6 @@ def test_a_mistake_in_an_option_is_one_message(call, arguments, words):
 
 
 def test_the_older_option_for_other_environments_still_works(call, tmp_path, monkeypatch):
-    from dataclasses import replace
-
     monkeypatch.chdir(tmp_path)
     other = replace(MACHINE, cpu="Other CPU")
     write_run(tmp_path / "a", [timed("v", 512, 10.0)])
@@ -129,3 +130,21 @@ def test_hostile_names_print_no_escape_codes(call, tmp_path):
         printed = call(*command)
         assert "\x1b" not in printed.out + printed.err
         assert "[red]x" in printed.out.replace("\\", "")
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "continuous-integration.md"
+
+
+def test_the_workflow_that_the_documents_show_can_be_planned_and_says_no_unknown_option(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = PAGE.read_text(encoding="utf-8")
+    (matrix,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    Path("ci.toml").write_text(matrix)
+    planned = call("plan", "ci.toml")
+    assert "4 cells on cpu: 4 to run" in planned.out
+    assert "in up to 5 rounds" in planned.out
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    for line in re.findall(r"attn-zoo ([a-z]+ [^\n`&]*)", text):
+        name, *words = line.split()
+        known = {option for each in commands[name].params for option in each.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line

@@ -17,6 +17,7 @@ import attn_zoo
 from attn_zoo.cli import app
 from attn_zoo.docs import DOCUMENTS, complexity_table, update_results_index, update_tables, variant_table
 from attn_zoo.errors import ConfigError
+from tests.report.synthetic import write_run, zoo
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -41,6 +42,20 @@ def test_the_table_of_variants_tells_what_is_causal_only():
 
 def test_the_index_of_results_is_current():
     assert update_results_index(ROOT / "results", check_only=True), "run: make docs"
+
+
+def test_a_front_page_that_only_looks_otherwise_is_current_and_one_with_another_number_is_not(tmp_path):
+    write_run(tmp_path / "box" / "run", zoo(lengths=[512, 1024]))
+    assert not update_results_index(tmp_path, check_only=True)
+    assert not (tmp_path / "index.html").exists()
+    assert not update_results_index(tmp_path)
+    assert update_results_index(tmp_path, check_only=True)
+    page = tmp_path / "index.html"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("--page: #ffffff", "--page: #fffff0"), encoding="utf-8")
+    assert update_results_index(tmp_path, check_only=True)
+    page.write_text(text.replace(" ms [", " ms [9"), encoding="utf-8")
+    assert not update_results_index(tmp_path, check_only=True)
 
 
 def test_update_writes_only_between_the_markers(tmp_path):

@@ -214,12 +214,12 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
         raise ConfigError("compare", [("", text)])
     first, second = sides
     scores = _compare_scores(make_accuracy_groups(first), make_accuracy_groups(second), allowed)
-    times = _compare_times(_timed(first, allowed), _timed(second, allowed), allowed, limit)
+    times = _compare_times(timed_cells(first, allowed), timed_cells(second, allowed), allowed, limit)
     return Comparison(times=times, scores=tuple(scores), limit=limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Cell:
+class TimedCell:
     """What became of one cell in one run: several seeds or repeats are one record."""
 
     record: Record
@@ -252,7 +252,7 @@ class _Cell:
         }
 
 
-def _timed(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], _Cell]:
+def timed_cells(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], TimedCell]:
     """Return what a run timed or failed at. Of a variant whose source changed meanwhile, the latest counts."""
     by_key: dict[tuple[Any, ...], list[Observation]] = {}
     for one in results.observations:
@@ -264,7 +264,7 @@ def _timed(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], _Cell]:
         last = max(able, key=lambda one: one.record.started)
         same = [one for one in able if _version(one) == _version(last)]
         record = pool_records([one.record for one in same]) if last.is_timed else last.record
-        found[key] = _Cell(record=record, label=last.cell.label or last.cell.variant)
+        found[key] = TimedCell(record=record, label=last.cell.label or last.cell.variant)
     return found
 
 
@@ -287,7 +287,7 @@ def _identity(one: Observation, allowed: set[str]) -> tuple[Any, ...]:
 
 
 def _compare_times(
-    a: Mapping[tuple[Any, ...], _Cell], b: Mapping[tuple[Any, ...], _Cell], allowed: set[str], limit: float
+    a: Mapping[tuple[Any, ...], TimedCell], b: Mapping[tuple[Any, ...], TimedCell], allowed: set[str], limit: float
 ) -> pd.DataFrame:
     least_spread = _usual_spread(b.values()), _usual_spread(a.values())
     rows = []
@@ -312,7 +312,7 @@ def _compare_times(
     return frame.sort_values(list(_SHOWN), ignore_index=True)
 
 
-def _usual_spread(cells: Iterable[_Cell]) -> float:
+def _usual_spread(cells: Iterable[TimedCell]) -> float:
     """Return how much the processes of a run differ in the middle of its cells; 0 where each has one process."""
     timings = [cell.record.timing for cell in cells if cell.record.timing is not None]
     spreads = [process_spread(timing.samples_ms, timing.process_sizes) for timing in timings if timing.samples_ms]
@@ -321,8 +321,8 @@ def _usual_spread(cells: Iterable[_Cell]) -> float:
 
 
 def _judge(
-    first: _Cell | None,
-    second: _Cell | None,
+    first: TimedCell | None,
+    second: TimedCell | None,
     allows_flagged: bool,
     limit: float,
     least_spread: tuple[float, float],

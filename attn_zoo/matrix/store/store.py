@@ -68,12 +68,13 @@ class Repeats:
         """Return how many repeats each cell has that has any, by key; without reading them."""
         return dict(Counter(path.name.partition("-")[0] for path in self._folder.glob("[!.]*-*.json")))
 
-    def take(self, key: str, environments: Collection[str], most: int) -> list[Record]:
+    def take(self, key: str, environments: Collection[str] | None, most: int) -> list[Record]:
         """Return the repeats of a cell that a run can go on from, and move its others to `replaced`.
 
         Args:
             key: of the cell.
-            environments: digests that mean the one the next repeat will be measured in: repeats of others do not count.
+            environments: digests that mean the one the next repeat will be measured in: repeats of others do not count;
+                None where it follows the first repeat, to a machine like that one's.
             most: repeats that can be used.
 
         Raises:
@@ -87,6 +88,7 @@ class Repeats:
                 if isinstance(error, FolderError):
                     raise
                 break  # absent, or damaged: what comes after it is of no use
+            environments = {record.environment} if environments is None else environments
             if record.environment not in environments or record.status != "ok":
                 break
             usable.append(record)

@@ -19,7 +19,7 @@ from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING, escape_markdown
 from attn_zoo.report.tables.time_tables import host_words, shown_doubts, weights_words
-from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_number, interval_ms, ratio
+from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio
 from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
 
 MOST_LENGTHS = 6
@@ -56,6 +56,7 @@ class Board:
         headings: above the entries; the mechanism's own first.
         rows: one a mechanism.
         variants: registered name behind each row.
+        is_timed: times, not scores.
         is_folded: others of the run say more.
     """
 
@@ -64,6 +65,7 @@ class Board:
     headings: tuple[str, ...]
     rows: tuple[tuple[Entry, ...], ...]
     variants: tuple[str, ...]
+    is_timed: bool
     is_folded: bool = False
 
 
@@ -211,7 +213,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
             one = outcomes.get(length)
             if isinstance(one, Point):
                 marks = marks_of(doubt for doubt in one.doubts if doubt in shown)
-                text = f"{interval_ms(one.median_ms, one.low_ms, one.high_ms)} {marks}".strip()
+                text = f"{human_ms.interval(one.median_ms, one.low_ms, one.high_ms)} {marks}".strip()
                 if one.device_ms is not None and one.is_waiting:
                     text += f", GPU alone {human_number(one.device_ms)} ms"
                 is_best = series.label in best.get(length, ())
@@ -233,6 +235,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         headings=("variant", *map(human_length, lengths), *beside, "peak memory"),
         rows=tuple(map(row, rows)),
         variants=tuple(series.variant for series in rows),
+        is_timed=True,
         is_folded=is_folded,
     )
 
@@ -293,6 +296,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         headings=("variant", *(clean(group.title) for group in groups)),
         rows=tuple((Entry(text=clean(name)), *(entry(group, name) for group in groups)) for name in names),
         variants=tuple(analysis.variants[labels[name]] for name in names),
+        is_timed=False,
     )
 
 

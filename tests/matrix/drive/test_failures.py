@@ -120,6 +120,15 @@ def test_killed_cells_are_tried_twice_and_others_once(outcome):
     assert set(attempts.values()) == {1}
 
 
+def test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_zoo.matrix.drive.engines.process.resident_bytes", lambda _: 2**60)
+    store = Store(tmp_path / "run")
+    run(tiny_plan(["fake_killed"], seq_len=[1024], timeout_s=120), store)
+    (record,) = store.records()
+    assert (record.status, record.attempt) == ("oom_host", 1)
+    assert record.host
+
+
 def test_nothing_is_left_running(outcome):
     _, _, orphans = outcome
     assert [process.pid for process in orphans] == []

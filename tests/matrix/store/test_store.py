@@ -50,6 +50,21 @@ def test_what_is_written_is_read_again(store):
     assert not list(store.folder.rglob("*.tmp"))
 
 
+def test_names_of_any_length_and_letters_are_no_names_of_files(store):
+    cells = [
+        Cell(kind="scaling", variant="full", label="\U0001f600" * 5000),
+        Cell(kind="scaling", variant="full", label="../../etc/passwd\0\n"),
+        *(Cell(kind="scaling", variant="full", label=label, options={"x": "y" * 10_000}) for label in ("a", "A")),
+    ]
+    with store.writing(MATRIX, environment(), planned=cells):
+        for cell in cells:
+            store.write(Record(cell=cell, status="ok"))
+    assert [one.cell for one in store.records() if one.cell.label] == sorted(cells, key=lambda cell: cell.key)
+    names = [path.stem for path in (store.folder / "cells").iterdir()]
+    assert all(len(name) == 20 and name.isalnum() and name.islower() for name in names if not name.isdecimal())
+    assert len({name.casefold() for name in names}) == len(names) == 6
+
+
 def test_making_the_object_and_looking_at_nothing_writes_nothing(tmp_path):
     store = Store(tmp_path / "absent")
     store.check()
