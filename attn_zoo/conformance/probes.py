@@ -9,9 +9,11 @@ than the cell. These probes cost about as much as the call itself:
 * `own_prefix`: what follows a short sequence, in the future or as padding, does not matter to it, where that is
   promised: so a long output is held to a short one, and the gate holds that to the reference;
 * `own_reach`, where a graph of its own fits: the outputs depend on as many tokens as at a short length;
-* `own_slope`: the gradients of the first timed call say the slope that a finite difference finds.
+* `own_slope`: the gradients of the first timed call say the slope that a finite difference finds;
+* `own_dropout`, where the call drops: it drops everywhere, without changing the mean, and where single draws can be
+  seen at the rate asked for, each on its own.
 
-The last one is asked only where it holds at a short length, and a jump is none: a choice by the data has no slope.
+The slope is asked only where it holds at a short length, and a jump is none: a choice by the data has no slope.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from attn_zoo.conformance.check import Violation
+from attn_zoo.conformance.checks.dropout_rate import MOST_ROWS, expect_sound_draws
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import (
     MaskKind,
@@ -51,6 +55,8 @@ NUM_ROWS = 16
 """Neighbouring outputs of which the reach is counted together: rows apart reach much, each by a little."""
 LEAST_REACH = 1 / 3
 """Of the tokens that the same outputs reach at the short length: what is chosen by the data differs."""
+MOST_UNDROPPED = 0.5
+"""Of the rows of a head: where few keys are seen and normalised again, a draw may drop none of them."""
 GRAPH_BYTES = 2**26
 """Of inputs and parameters; above, a cell without a graph is not called with one, which may need much more memory."""
 LARGEST_BYTES = 2**28
@@ -107,6 +113,49 @@ def probe(first: FirstCall) -> tuple[str, ...]:
     finally:
         first.module.train(is_training)
     return tuple(held)
+
+
+@torch.no_grad()
+def probe_dropout(first: FirstCall) -> tuple[str, ...]:
+    """Probe a cell whose first call dropped something; return the names of what was checked.
+
+    Args:
+        first: the first call, in training mode; its module is left so.
+
+    Raises:
+        GateError: a probe found something wrong.
+    """
+    if not first.capabilities.is_deterministic:
+        return ()
+    inputs, module = first.inputs.map(torch.Tensor.detach), first.module
+    try:
+        _expect_dropped(first, call(module.eval(), inputs))
+        if first.inputs.form == "attention":
+            expect_sound_draws(module, inputs, first.capabilities.dropout_unit)
+    except Violation as violation:
+        raise _fail(first, "own_dropout", str(violation)) from None
+    finally:
+        module.train()
+    return ("own_dropout",)
+
+
+def _expect_dropped(first: FirstCall, expected: Tensor) -> None:
+    """Compare the first call with the same in evaluation."""
+    step, rate = -(-first.inputs.query_len // MOST_ROWS), first.module.build.dropout_p
+    output, expected = (each[:2, ..., ::step, :].double() for each in (first.output, expected))
+    # What is kept is multiplied by 1 / (1 - p), so that a row without a drop changes too; in 16 bits not by a small p.
+    if rate > 4 * torch.finfo(first.output.dtype).eps:
+        has_output = expected.ne(0).any(-1)
+        is_same = (output == expected).all(-1) & has_output
+        share = (is_same.sum((0, -1)) / has_output.sum((0, -1)).clamp_min(1)).max()  # of the rows of a head
+        if float(share) > MOST_UNDROPPED:
+            raise Violation(f"dropout_p={rate} drops nothing in {float(share):.0%} of the rows of a head")
+    products, size = (output - expected) * expected, float(expected.square().sum())
+    # Rows may share what is dropped, or features.
+    error = max(float(products.sum(axis).square().sum()) for axis in (-1, -2)) ** 0.5
+    if abs(float(products.sum())) > 6 * error + rate / 2 * size:
+        factor = 1 + float(products.sum()) / size
+        raise Violation(f"dropout_p={rate} multiplies the output by {factor:.3g}")
 
 
 def probe_mixer(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ...]:
