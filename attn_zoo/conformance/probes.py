@@ -51,6 +51,8 @@ REFERENCE_PAIRS = 2**25
 """Scores (heads x queries x keys) up to which the readable reference is affordable: 2048 tokens with 8 heads."""
 NUM_LAST = 16
 """Tokens in the future of all others, which are changed."""
+NUM_NUDGES = 8
+"""Short calls with inputs that are rounded otherwise, where an output is off: one row in 256 near a tie never flips."""
 NUM_ROWS = 16
 """Neighbouring outputs of which the reach is counted together: rows apart reach much, each by a little."""
 LEAST_REACH = 1 / 3
@@ -103,7 +105,7 @@ def probe(first: FirstCall) -> tuple[str, ...]:
     Raises:
         GateError: a probe found something wrong.
     """
-    if not first.capabilities.is_deterministic:
+    if not first.capabilities.is_deterministic and not _repeats(first):
         return ()
     is_training, held = first.module.training, list[str]()
     try:
@@ -113,6 +115,13 @@ def probe(first: FirstCall) -> tuple[str, ...]:
     finally:
         first.module.train(is_training)
     return tuple(held)
+
+
+@torch.no_grad()
+def _repeats(first: FirstCall) -> bool:
+    """Return whether another call gives the same but for rounding, so that calls can be compared."""
+    again = call(first.module, first.inputs.map(torch.Tensor.detach))
+    return largest_error(again, first.output) <= 2 * rounding(first.output, first.inputs.num_terms)
 
 
 @torch.no_grad()
@@ -144,9 +153,10 @@ def _expect_dropped(first: FirstCall, expected: Tensor) -> None:
     step, rate = -(-first.inputs.query_len // MOST_ROWS), first.module.build.dropout_p
     output, expected = (each[:2, ..., ::step, :].double() for each in (first.output, expected))
     # What is kept is multiplied by 1 / (1 - p), so that a row without a drop changes too; in 16 bits not by a small p.
-    if rate > 4 * torch.finfo(first.output.dtype).eps:
+    rounded = max(4 * torch.finfo(first.output.dtype).eps, 1e-5)
+    if rate > 2 * rounded:
         has_output = expected.ne(0).any(-1)
-        is_same = (output == expected).all(-1) & has_output
+        is_same = ((output - expected).abs().amax(-1) <= rounded * expected.abs().amax(-1)) & has_output
         share = (is_same.sum((0, -1)) / has_output.sum((0, -1)).clamp_min(1)).max()  # of the rows of a head
         if float(share) > MOST_UNDROPPED:
             raise Violation(f"dropout_p={rate} drops nothing in {float(share):.0%} of the rows of a head")
@@ -315,16 +325,37 @@ def _prefix(first: FirstCall) -> list[str]:
             mask = mask | inputs.key_padding_mask
         output = call(first.module, replace(inputs, key_padding_mask=mask))
     expected = call(first.module, short)
-    change = largest_error(output[..., :short_len, :], expected)
-    by_row = (output[..., :short_len, :].double() - expected.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
-    off = (by_row > 2 * rounding(expected, inputs.num_terms)).double().mean()
-    # A choice by the data may flip: a near tie is rare in a wide type, and every other row has a tie in 16 bits.
-    if float(off) > (0.75 if torch.finfo(expected.dtype).eps > HALF_EPS else 0.005):
+    is_off = _is_off(output[..., :short_len, :], expected, inputs)
+    if is_off.any() and not _are_flips(is_off, first.module, short, expected):
         words = "come later" if is_state else "are padding"
-        raise _fail(
-            first, "own_prefix", f"the first {short_len} outputs differ by {change:.2g} when no more tokens {words}"
-        )
+        change = largest_error(output[..., :short_len, :], expected)
+        rows = f"{int(is_off.sum())} rows of the first {short_len} outputs"
+        raise _fail(first, "own_prefix", f"{rows} differ, by up to {change:.2g}, when no more tokens {words}")
     return ["own_prefix"]
+
+
+def _is_off(output: Tensor, expected: Tensor, inputs: Inputs) -> Tensor:
+    """Return which rows differ by more than rounding."""
+    by_row = (output.double() - expected.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
+    return by_row > 2 * rounding(expected, inputs.num_terms)
+
+
+def _are_flips(is_off: Tensor, module: Module, inputs: Inputs, expected: Tensor) -> bool:
+    """Return whether rounding explains the rows that are off: a choice by the data stands near a tie there.
+
+    Then it flips in these rows, at every other try, when all inputs are rounded otherwise; and not many more rows are
+    off than flip at one try.
+    """
+    eps = torch.finfo(expected.dtype).eps
+    nudge = (2 if eps > HALF_EPS else 32) * eps  # above the rounding of a score, below what tells in a smooth output
+    num_flips = torch.zeros_like(is_off, dtype=torch.float64)
+    for seed in range(NUM_NUDGES):
+        signs = [random_tensor(each.shape, 80 + seed, each.dtype, str(each.device)).sign() for each in inputs.tensors]
+        nudged = tuple(each * (1 + nudge * sign) for each, sign in zip(inputs.tensors, signs, strict=True))
+        num_flips += _is_off(call(module, replace(inputs, tensors=nudged)), expected, inputs)
+    num_off, num_stable = int(is_off.sum()), int((is_off & num_flips.eq(0)).sum())
+    at_once = float(num_flips.sum()) / NUM_NUDGES
+    return 16 * num_stable <= num_off <= 2 * at_once + 6 * at_once**0.5
 
 
 def _slope(first: FirstCall) -> list[str]:

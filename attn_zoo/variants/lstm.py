@@ -181,8 +181,7 @@ class Lstm(AbstractMixer):
         dtype: torch.dtype | None = None,
     ) -> LstmState:
         """Return the state before the first token: zeros."""
-        del context  # there is no cross-attention
-        self._require_state(key_padding_mask)
+        self._require_state(key_padding_mask, context)
         dtype = dtype or next(self.parameters()).dtype
         zeros = torch.zeros(batch_size, self.build.embed_dim, device=device, dtype=dtype)
         return LstmState(zeros, zeros.clone())

@@ -17,6 +17,8 @@ from attn_zoo.conformance.tolerance import HALF_EPS, largest, largest_error, sam
 COPIES = 32
 """Draws of a call. One draw at a small rate may drop nothing that matters: these must differ from the output without
 dropout somewhere."""
+LEAST_DROPS = 20
+"""Tokens that a call drops on average, if one draw decides on each: then it does not happen that none is dropped."""
 NUM_CALLS = 32
 """Whose draws have the right mean; the gate takes the two that it has made."""
 FEWEST = 256
@@ -59,8 +61,11 @@ def _dropout(subject: Subject) -> Finding:
             least, whole = (0.0, first[:1]) if is_half else (tolerance, expected[:1])
             if largest_error(first, whole.expand_as(first)) <= least:
                 raise Violation("dropout does nothing in training", words)
-            if torch.equal(first, second):
-                raise Violation("dropout drops the same weights in every call", words)
+            if dropout_p * COPIES * length >= LEAST_DROPS:
+                if torch.equal(first, second):
+                    raise Violation("dropout drops the same weights in every call", words)
+                if torch.equal(first, first[:1].expand_as(first)):
+                    raise Violation("dropout drops the same weights in every entry of the batch", words)
             more = () if subject.is_fixed else range(3, NUM_CALLS + 1)
             draws = torch.cat([first, second, *(_seeded_call(module, copies, seed) for seed in more)])
             _expect_unbiased(draws.double(), expected[0].double(), words)
