@@ -10,6 +10,7 @@ than the cell. These probes cost about as much as the call itself:
   promised: so a long output is held to a short one, and the gate holds that to the reference;
 * `own_reach`, where a graph of its own fits: the outputs depend on as many tokens as at a short length;
 * `own_slope`: the gradients of the first timed call say the slope that a finite difference finds;
+* `own_autocast`, where a model trains under it: outputs and gradients are those without it, up to bfloat16;
 * `own_dropout`, where the call drops: it drops everywhere, without changing the mean, and where single draws can be
   seen at the rate asked for, each on its own.
 
@@ -19,8 +20,10 @@ The slope is asked only where it holds at a short length, and a jump is none: a 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from torch.func import functional_call
 
 from attn_zoo.conformance.check import Violation
 from attn_zoo.conformance.checks.dropout_rate import MOST_ROWS, expect_sound_draws
+from attn_zoo.conformance.checks.modes import FEW_ROWS
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import (
     MaskKind,
@@ -37,6 +41,8 @@ from attn_zoo.conformance.subject import (
     call_reference,
     gradients,
     is_own_reference,
+    reference_results,
+    results,
     routing_of,
 )
 from attn_zoo.conformance.tolerance import HALF_EPS, largest, largest_error, rounding, working_tolerance
@@ -188,6 +194,46 @@ def probe_mixer(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ..
             gradients=found.by_name,
         )
     )
+
+
+def probe_autocast(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ...]:
+    """Compare a new module of the subject under autocast to bfloat16, as it trains, with the same without.
+
+    Args:
+        subject: in float32, as the weights.
+        seq_len: of the call.
+        mask: of the call.
+
+    Raises:
+        GateError: outputs or gradients differ by more than the roundings of bfloat16.
+    """
+    module = subject.make(subject.build, seq_len=seq_len)
+    inputs = subject.inputs(subject.build, seq_len, batch_size=1, mask=mask)
+
+    def under_autocast(module: Module, given: Inputs) -> tuple[Tensor, ...]:
+        with torch.autocast(given.tensors[0].device.type, torch.bfloat16):  # a backward runs outside, as in training
+            return results(module, given)
+
+    with torch.autocast(inputs.tensors[0].device.type, torch.bfloat16):
+        routing = routing_of(module, inputs)
+    run = results if routing is None else partial(reference_results, routing=routing)
+    expected, found = gradients(module, inputs, run), gradients(module, inputs, under_autocast)
+    # Each value passes through a few roundings; a gradient that is zero by symmetry is rounding of the others.
+    allowed = 16 * torch.finfo(torch.bfloat16).eps
+    sizes = {name: value.double().norm() for name, value in expected.by_name.items() if value is not None}
+    least = torch.stack([*sizes.values()]).norm() / 8
+    by_row = (found.output.double() - expected.output.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
+    words = f"{subject.variant.name}: under autocast to bfloat16"
+    if float((by_row > allowed * largest(expected.output)).double().mean()) > FEW_ROWS:
+        message = f"{words} the output differs by {float(by_row.max()):.2g} ({inputs.words()})"
+        raise GateError("own_autocast", message)
+    for name, size in sizes.items():
+        value, wanted = found.by_name[name], expected.by_name[name]
+        error = math.inf if value is None or wanted is None else float((value.double() - wanted.double()).norm())
+        if not error <= allowed * float(size + least):
+            message = f"{words} the gradient of {name} differs by {error:.2g}, its norm is {float(size):.2g}"
+            raise GateError("own_autocast", f"{message} ({inputs.words()})")
+    return ("own_autocast",)
 
 
 def _fail(first: FirstCall, check: str, message: str) -> GateError:

@@ -11,6 +11,7 @@ from torch import Tensor
 import attn_zoo
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import gate, gate_model, probes
+from attn_zoo.conformance.subject import Subject
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.kinds.scaling import make_call_workload
 from attn_zoo.records import Cell
@@ -383,3 +384,50 @@ def test_a_cell_that_just_fits_is_probed_without_copies(monkeypatch):
         held = checked(name)
     assert "own_modes" in held
     assert not {"own_reach", "own_slope"} & set(held)
+
+
+def model_of(name: str, *, is_causal: bool = False) -> torch.nn.ModuleList:
+    build = BuildContext(embed_dim=16, num_heads=2, max_seq_len=200, is_causal=is_causal)
+    return torch.nn.ModuleList([attn_zoo.build_mixer(name, build)])
+
+
+class LazyUnderAutocast(Lazy):
+    def is_lazy(self, query: Tensor) -> bool:
+        return torch.is_autocast_enabled("cpu")
+
+
+class LazyUnderAutocastWithReference(WithReference):
+    def is_lazy(self, query: Tensor) -> bool:
+        return torch.is_autocast_enabled("cpu")
+
+
+class LosesAGradientUnderAutocast(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        is_cheating = torch.is_autocast_enabled("cpu")
+        return super().attend(query, key.detach() if is_cheating else key, value, mask)
+
+
+@pytest.mark.parametrize("cls", [LazyUnderAutocast, LazyUnderAutocastWithReference, LosesAGradientUnderAutocast])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_what_cheats_under_autocast_alone_does_not_train(cls, is_exact):
+    with registered(Broken(cls=cls, check="", capabilities={**HALF, "is_exact": is_exact})) as name:
+        assert "own_autocast" not in gate_model(model_of(name), dtype="float32", device="cpu", has_padding=False)
+        with pytest.raises(GateError, match="own_autocast"):
+            gate_model(model_of(name), dtype="bfloat16", device="cpu", has_padding=False)
+
+
+def test_what_is_sound_under_autocast_trains():
+    with registered(Broken(cls=Softmax, check="", capabilities=HALF)) as name:
+        assert "own_autocast" in gate_model(model_of(name), dtype="bfloat16", device="cpu", has_padding=False)
+
+
+@pytest.mark.parametrize("name", attn_zoo.list_variants())
+def test_sound_variants_are_the_same_under_autocast(name):
+    variant = variants[name]
+    for is_causal in [False] * variant.capabilities.bidirectional + [True] * bool(variant.capabilities.causal):
+        build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=200, is_causal=is_causal)
+        subject = Subject(
+            variant=variant, form="mixer", options={}, build=build, dtypes=(torch.float32,), lengths=(200,),
+            is_training=True,
+        )  # fmt: skip
+        assert probes.probe_autocast(subject, 200, "none") == ("own_autocast",)

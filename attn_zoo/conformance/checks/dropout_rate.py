@@ -102,6 +102,12 @@ def _dropout_rate(subject: Subject) -> Finding:
         length = subject.fit(LENGTH)
         is_seen = _expect_sound_draws(subject, replace(context, max_seq_len=length), length)
         _expect_finite(subject, context)
+        if subject.form == "attention" and is_seen:
+            for build, span in list(subject.probes(context))[-1:]:
+                for dtype in subject.dtypes:
+                    module = subject.make(replace(build, dropout_p=RATES[0]), seq_len=span, dtype=dtype)
+                    inputs = subject.inputs(build, span, batch_size=1, dtype=dtype)
+                    expect_sound_draws(module, inputs, subject.capabilities.dropout_unit)
     return passed(f"seen in {'single draws' if is_seen else 'the spread of the output'} at {length} tokens")
 
 
@@ -177,8 +183,10 @@ def _draws(plain: Module, module: Module, probe: Inputs, unit: DropoutUnit, rate
     nothing = replace(probe, tensors=(*probe.tensors[:2], torch.zeros_like(probe.tensors[-1])))
     offset = _seeded(plain, nothing, 0) if probe.form == "attention" else None
     first, second = (_seeded(module.train(), inputs, seed) for seed in (1, 2))
-    if largest_error(first, expected.expand_as(first)) <= tolerance:
-        raise Violation("dropout does nothing in training", words)
+    for head in range(first.shape[1] if probe.form == "attention" else 1):
+        one = (first, expected) if probe.form == "mixer" else (first[:, head], expected[:, head])
+        if largest_error(one[0], one[1].expand_as(one[0])) <= same_shape_tolerance(one[1]):
+            raise Violation("dropout does nothing in training", f"{words}, head {head}")
     if probe.form == "mixer":
         return _Draws(rate, expected[:, None].expand_as(first[:, None]), first[:, None], second[:, None], words)
     if offset is not None and largest(offset):  # of tokens that the variant adds: the same seed, the same draws
