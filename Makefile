@@ -10,7 +10,7 @@ WORKERS ?= 2
 JOBS ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-all peers test lint typecheck format docs gpu-test gpu gpu-peers gpu-energy gpu-accuracy clean
+.PHONY: help setup bench bench-all peers test lint typecheck format docs docs-site gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-accuracy clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attn_zoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (a minute or two) ..."
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lra,xformers,ray,test,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lra,xformers,ray,test,dev,docs]"
 	@touch $(STAMP)
 
 bench: $(STAMP)  ## run benchmarks/quick.toml for real and write tables, figures and report.html (a few minutes)
@@ -51,11 +51,18 @@ format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## write the generated parts of the README anew
+docs: $(STAMP)  ## write the generated tables of the documents and the index of results anew
 	$(BIN)/python -m attn_zoo docs
 
+docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "open site/index.html"
+
 gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
-	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu -q
+	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu -q -n $(JOBS) --dist worksteal --benchmark-disable
+
+gpu-visit:  ## all of them in one visit of 25 minutes: call again until nothing is left; OUT gets files to carry, FROM has them
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu_visit.py --minutes $(TIME_LIMIT) --pack $(OUT) $(FROM:%=--from %)
 
 gpu:  ## scaling on the GPU, resumable, TIME_LIMIT minutes a call, results in OUT, with PYTHON as it is
 	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/scaling-gpu.toml --device cuda --out $(OUT)/scaling-gpu --time-limit $(TIME_LIMIT)
@@ -74,4 +81,4 @@ gpu-accuracy:  ## benchmarks/lra-small.toml on the GPU, JOBS trainings at once, 
 	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/lra-small
 
 clean:  ## remove the virtual environment and caches; results stay
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .benchmarks .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .benchmarks site .hypothesis build dist

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import check, load, run
+    from attn_zoo.api import check, compare, history, load, merge, run, share, verify
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -47,14 +47,19 @@ _HOME = {
     "build_attention": "attention",
     "build_mixer": "attention",
     "check": "api",
+    "compare": "api",
     "describe": "attention",
+    "history": "api",
     "list_variants": "attention",
     "load": "api",
     "load_file": "registry",
+    "merge": "api",
     "register_attention": "registry",
     "register_mixer": "registry",
     "register_task": "registry",
     "run": "api",
+    "share": "api",
+    "verify": "api",
 }
 
 __all__ = [
@@ -77,14 +82,19 @@ __all__ = [
     "build_attention",
     "build_mixer",
     "check",
+    "compare",
     "describe",
+    "history",
     "list_variants",
     "load",
     "load_file",
+    "merge",
     "register_attention",
     "register_mixer",
     "register_task",
     "run",
+    "share",
+    "verify",
 ]
 
 

@@ -10,8 +10,10 @@ Nothing heavy is imported before it is used.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -23,6 +25,9 @@ from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, sug
 if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing
     from attn_zoo.matrix.plan.expand import Plan
+    from attn_zoo.report.compare import Comparison
+    from attn_zoo.report.history import History
+    from attn_zoo.report.verify import Fault
 
 MatrixLike = str | Path | Mapping[str, Any]
 """A TOML file, the name of a shipped matrix, or what such a file would say."""
@@ -34,12 +39,13 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
     """Return the results of one or more folders, compared with each other.
 
     Args:
-        folders: results folders, or lists of them.
+        folders: results folders, bundles, exports, or lists of them.
 
     Raises:
-        ConfigError: there is none, or one is no results folder.
+        ConfigError: there is none, or one holds no results.
     """
     from attn_zoo.folder import read_info
+    from attn_zoo.report.sources import read_source
 
     paths = [
         Path(path) for entry in folders for path in ([entry] if isinstance(entry, str | PathLike) else list(entry))
@@ -47,8 +53,70 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
     if not paths:
         raise ConfigError("load", [("", "expected at least one results folder; got none")])
     for path in paths:
-        read_info(path)  # a folder that is none is a mistake of this call, not of a later one
+        # What holds no results is a mistake of this call, not of a later one.
+        if (path / "run.json").is_file():
+            read_info(path)
+        else:
+            read_source(path)
     return Run(paths)
+
+
+def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
+    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
+
+    Args:
+        a: results folder, bundle, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
+        b: likewise.
+        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
+        limit: share by which b may be worse; by default a tenth.
+
+    Raises:
+        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
+        UnknownNameError: no such thing to allow.
+    """
+    from attn_zoo.report.compare import LIMIT
+    from attn_zoo.report.compare import compare as compare_runs
+
+    return compare_runs(a, b, allow=_listed(allow), limit=LIMIT if limit is None else limit)
+
+
+def verify(source: str | Path) -> list[Fault]:
+    """Return what a reviewer would find wrong with a results folder or bundle; nothing where nothing is.
+
+    Raises:
+        ConfigError: there is no results folder, or a newer version of this package wrote it.
+    """
+    from attn_zoo.report.verify import verify as verify_results
+
+    return verify_results(source)
+
+
+def history(
+    folder: str | Path,
+    *,
+    variants: Iterable[str] | str = (),
+    pass_: str | None = None,
+    seq_len: int | None = None,
+    most: int = 30,
+) -> History:
+    """Return the times of a results folder over the commits that changed it; see `attn_zoo.report.history.history`."""
+    from attn_zoo.report.history import history as history_of
+
+    return history_of(str(folder), variants=_listed(variants), pass_=pass_, seq_len=seq_len, most=most)
+
+
+def share(folder: str | Path, path: str | Path | None = None) -> Path:
+    """Bundle the records of a results folder into one file; see `attn_zoo.bundle.share`."""
+    from attn_zoo.bundle import share as share_folder
+
+    return share_folder(folder, path)
+
+
+def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
+    """Make one results folder of the shards of one plan; see `attn_zoo.matrix.store.merge.merge`."""
+    from attn_zoo.matrix.store.merge import merge as merge_folders
+
+    return merge_folders(_listed(sources), out)
 
 
 def run(
@@ -66,6 +134,7 @@ def run(
     address: str = "local",
     data_dir: str | Path | None = None,
     allow_mixed_env: bool = False,
+    track: str | None = None,
     progress: bool = True,
 ) -> Run:
     """Measure a matrix into a results folder; of a folder that has some of it already, what is left.
@@ -82,11 +151,13 @@ def run(
         shard: `"I/N"`: the I-th of N parts only.
         time_limit_min: minutes after which no further cell starts.
         retry: statuses of records that are run again.
-        jobs: trainings at once; timings always run alone.
+        jobs: trainings at once, on Ray for each GPU or node; timings always run alone.
         engine: `"local"` or `"ray"`.
         address: of the Ray cluster.
         data_dir: where tasks find local data.
         allow_mixed_env: go on in a folder measured in another environment.
+        track: where the curves of trainings go while they train: `"tensorboard:FOLDER"`, `"wandb:PROJECT"` or
+            `"trackio:PROJECT"`, on this machine's processes; the records have them in any case.
         progress: say on the standard error stream what happens.
 
     Returns:
@@ -94,8 +165,8 @@ def run(
 
     Raises:
         ConfigError: the matrix says something impossible, or a variant's source is not known.
-        UnknownNameError: no such matrix, variant, engine or status.
-        UnsupportedError: no such device here.
+        UnknownNameError: no such matrix, variant, engine, status or tracker.
+        UnsupportedError: no such device here, or the tracker is not installed.
         StoreError: the folder cannot be used or written.
     """
     planned = plan(
@@ -109,16 +180,36 @@ def run(
     )
     if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
         raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
-    return _measure(
-        planned,
-        Path(out) if out else Path("runs") / planned.matrix.name,
-        _engine(engine, address, jobs),
-        retry=retry,
-        time_limit_min=time_limit_min,
-        allow_mixed_env=allow_mixed_env,
-        data_dir=data_dir,
-        progress=progress,
-    )
+    with _tracking(track):
+        return _measure(
+            planned,
+            Path(out) if out else Path("runs") / planned.matrix.name,
+            _engine(engine, address, jobs),
+            retry=retry,
+            time_limit_min=time_limit_min,
+            allow_mixed_env=allow_mixed_env,
+            data_dir=data_dir,
+            progress=progress,
+        )
+
+
+@contextmanager
+def _tracking(track: str | None) -> Iterator[None]:
+    """Let the processes that start within the block know where curves go."""
+    if track is None:
+        yield
+        return
+    from attn_zoo.matrix.cell.tracking import VARIABLE, check_tracker
+
+    check_tracker(track)
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = track
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 def run_again(
@@ -197,11 +288,7 @@ def _engine(name: str, address: str, jobs: int) -> Engine:
     if name == "ray":
         from attn_zoo.matrix.drive.engines.ray import RayEngine
 
-        if jobs != 1:
-            raise ConfigError(
-                "jobs", [("", "more than one is for the local engine; a Ray cluster has a slot for each node")]
-            )
-        return RayEngine(address=address)
+        return RayEngine(address, jobs)
     if name != "local":
         raise UnknownNameError("engine", name, ["local", "ray"])
     from attn_zoo.matrix.drive.engines.local import LocalEngine

@@ -12,6 +12,7 @@ from attn_zoo import api
 from attn_zoo.cli_data import data
 from attn_zoo.cli_maps import maps
 from attn_zoo.cli_options import AsJson, DataDir, VariantFiles, load_files
+from attn_zoo.cli_results import results
 from attn_zoo.errors import AttnZooError, ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ MatrixFile = Annotated[
     str, typer.Argument(help="TOML file, or the name of a shipped matrix: attn-zoo list matrices.", show_default=False)
 ]
 Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
-Folders = Annotated[list[Path], typer.Argument(help="Results folders of one or more runs.", show_default=False)]
 TimeLimit = Annotated[float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")]
 MixedEnv = Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")]
 
@@ -252,6 +252,10 @@ def run(
     address: Annotated[str, typer.Option(help="Of the Ray cluster.")] = "local",
     data_dir: DataDir = None,
     allow_mixed_env: MixedEnv = False,
+    track: Annotated[
+        str | None,
+        typer.Option(metavar="TRACKER:PLACE", help="Send curves of trainings to tensorboard, wandb or trackio too."),
+    ] = None,
 ) -> None:
     """Run a matrix; run it again to go on where it stopped. Ctrl-C is safe."""
     load_files(files)
@@ -270,6 +274,7 @@ def run(
             address=address,
             data_dir=data_dir,
             allow_mixed_env=allow_mixed_env,
+            track=track,
         )
     )
 
@@ -351,78 +356,15 @@ def new(
 
 
 @app.command(hidden=True)
-def docs(path: Path = Path("README.md"), results: Path = Path("results")) -> None:
-    """Write the generated parts of the README and the index of results anew."""
+def docs(root: Path = Path()) -> None:
+    """Write the generated tables of the documents and the index of results anew."""
     from attn_zoo.console import out
-    from attn_zoo.docs import update_readme, update_results_index
+    from attn_zoo.docs import DOCUMENTS, update_results_index, update_tables
 
-    out.print(f"{path}: {'was current' if update_readme(path) else 'updated'}")
-    if results.is_dir():
-        out.print(f"{results}: {'was current' if update_results_index(results) else 'updated'}")
-
-
-@app.command()
-def report(
-    folders: Folders,
-    out: Annotated[Path | None, typer.Option(help="Where to write; by default into the (first) folder.")] = None,
-    readme: Annotated[bool, typer.Option(help="Also write README.md into the folder.")] = False,
-) -> None:
-    """Write tables, figures and one self-contained report.html; print the tables."""
-    from attn_zoo.console import out as console
-    from attn_zoo.console import say
-    from attn_zoo.report import print_report
-
-    loaded = api.load(folders)
-    page = loaded.report(out, has_readme=readme)
-    print_report(loaded.analysis, console)
-    console.print()
-    say(f"wrote tables and figures; open {page}")
-
-
-@app.command()
-def compare(
-    before: Annotated[Path, typer.Argument(help="Results folder, the reference.", show_default=False)],
-    after: Annotated[Path, typer.Argument(help="Results folder, the candidate.", show_default=False)],
-    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower or a score worse.")] = False,
-    allow_other_env: Annotated[bool, typer.Option(help="Compare across machines or versions all the same.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Compare two runs, times and scores: how far apart, and whether they agree within their intervals."""
-    from attn_zoo.console import out as console
-    from attn_zoo.console import print_json
-    from attn_zoo.report.compare import agreement, compare_scores, compare_tables
-    from attn_zoo.report.compare import compare as compare_runs
-    from attn_zoo.report.tables.table import to_terminal
-
-    frame = compare_runs(before, after, allow_other_environment=allow_other_env)
-    scores = compare_scores(before, after)
-    tables = compare_tables(frame, scores)
-    if as_json:
-        print_json([*frame.astype(object).where(frame.notna(), None).to_dict(orient="records"), *scores])
-    else:
-        for table in tables:
-            to_terminal(table, console)
-        if not frame.empty:
-            console.print(agreement(frame), soft_wrap=True)
-    verdicts = {*frame["verdict"], *(row["verdict"] for row in scores)}
-    raise typer.Exit(3 if fail and verdicts & {"slower", "worse"} else 0)
-
-
-@app.command()
-def export(
-    folders: Folders,
-    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
-    fmt: Annotated[str, typer.Option("--format", help="csv, jsonl, parquet, markdown or latex")] = "csv",
-    table: Annotated[
-        str | None, typer.Option(help="Only this table of the report, such as exponents; csv, markdown or latex.")
-    ] = None,
-) -> None:
-    """Write all observations as one flat file, one row each; or the tables of the report."""
-    from attn_zoo.console import say
-    from attn_zoo.report.export import export as export_runs
-
-    path = export_runs(folders, fmt, out, table)
-    say(f"wrote {path}")
+    done = {name: update_tables(root / name) for name in DOCUMENTS}
+    done["results"] = update_results_index(root / "results")
+    for name, was_current in done.items():
+        out.print(f"{name}: {'was current' if was_current else 'updated'}")
 
 
 @app.command()
@@ -433,5 +375,6 @@ def doctor(as_json: AsJson = False) -> None:
     print_diagnosis(as_json=as_json)
 
 
+app.add_typer(results)
 app.add_typer(data, name="data")
 app.add_typer(maps, name="maps")

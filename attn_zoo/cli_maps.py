@@ -33,7 +33,7 @@ def _know(folder: Path | None, files: list[Path] | None) -> None:
 
 def _write(figure: Figure, out: Path) -> None:
     from attn_zoo.console import say
-    from attn_zoo.report.figures.style import save_figure
+    from attn_zoo.report.figures.svg import save_figure
 
     save_figure(figure, out)
     say(f"wrote {out}")
@@ -59,7 +59,7 @@ def attention(
     from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.maps.attention import attention_map
     from attn_zoo.maps.head_panels import Pool
-    from attn_zoo.report.figures.style import format_of
+    from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
     if pool not in get_args(Pool):
@@ -97,7 +97,7 @@ def positions(
 
     from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.maps.position_table import AddedPosition, position_map
-    from attn_zoo.report.figures.style import format_of
+    from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
     if kind is not None and kind not in get_args(AddedPosition):
@@ -128,7 +128,7 @@ def schedule(
 ) -> None:
     """Draw the learning rate of a protocol against the update, warm-up marked."""
     from attn_zoo.maps.rate_curve import schedule_map
-    from attn_zoo.report.figures.style import format_of
+    from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
     _write(schedule_map(protocol, task), out)

@@ -93,7 +93,7 @@ def print_variants(infos: Sequence[VariantInfo], failures: Sequence[tuple[str, s
 
 def print_variant(info: VariantInfo) -> None:
     """Print everything known about one variant."""
-    can, cost, paper = info.capabilities, info.complexity, info.reference
+    paper = info.reference
     out.print(f"[bold]{escape(info.name)}[/bold]  {escape(info.summary)}")
     out.print(f'{escape(paper.authors)} {paper.year}, "{escape(paper.title)}", {escape(paper.url)}', soft_wrap=True)
     if paper.equation:
@@ -103,31 +103,45 @@ def print_variant(info: VariantInfo) -> None:
     for deviation in paper.deviations:
         out.print(f"differs: {escape(deviation)}")
     out.print()
-    rows: list[tuple[str, object]] = [
+    print_table("Claimed cost", ("", ""), cost_rows(info))
+    out.print()
+    print_table("Capabilities", ("", ""), capability_rows(info))
+    out.print()
+    if info.options:
+        print_table("Options", ("name", "default", "what it does"), option_rows(info))
+    else:
+        out.print("No options.")
+
+
+def cost_rows(info: VariantInfo) -> list[tuple[str, str]]:
+    """Return what a variant claims to cost, in words."""
+    cost = info.complexity
+    return [
         ("time", f"{big_o(cost.time)}, grows as N^{cost.time_exponent:g}"),
         ("memory", f"{big_o(cost.memory)}, grows as N^{cost.memory_exponent:g}"),
         ("sequential operations", big_o(cost.sequential_ops)),
         ("maximum path length", big_o(cost.max_path)),
     ]
-    print_table("Claimed cost", ("", ""), rows)
-    out.print()
-    shown = []
+
+
+def capability_rows(info: VariantInfo) -> list[tuple[str, str]]:
+    """Return each capability with its answer, and why it is a no."""
+    can, shown = info.capabilities, []
     for item in fields(can):
         if item.name == "why":
             continue
         value = getattr(can, item.name)
         if isinstance(value, bool):
             value = "yes" if value else "no"
-        text = ", ".join(value) if isinstance(value, tuple) else value
+        text = ", ".join(value) if isinstance(value, tuple) else str(value)
         reason = can.why.get(item.name)
         shown.append((item.name, f"{text}: {reason}" if reason else text or "-"))
-    print_table("Capabilities", ("", ""), shown)
-    out.print()
-    if info.options:
-        options = [(one.name, one.default, f"{one.summary} ({one.type})".strip()) for one in info.options]
-        print_table("Options", ("name", "default", "what it does"), options)
-    else:
-        out.print("No options.")
+    return shown
+
+
+def option_rows(info: VariantInfo) -> list[tuple[str, str, str]]:
+    """Return each option with its default and what it does."""
+    return [(one.name, str(one.default), f"{one.summary} ({one.type})".strip()) for one in info.options]
 
 
 def print_complexity(rows: Sequence[MeasuredComplexity]) -> None:

@@ -124,7 +124,7 @@ class Run:
             ConfigError: these results have nothing to draw in it.
         """
         from attn_zoo.report.figures.all_figures import draw_pictures, figure_names
-        from attn_zoo.report.figures.style import render
+        from attn_zoo.report.figures.svg import render
 
         picture = next(draw_pictures(self.analysis, name), None)
         if picture is None:
@@ -141,7 +141,7 @@ class Run:
         """Write tables, figures and one self-contained page; return the path of the page.
 
         Args:
-            path: folder to write into; by default the (first) results folder.
+            path: folder to write into; by default the (first) results folder, or one here of the name of a bundle.
             has_readme: also write a README.md, which describes the results folder itself.
 
         Raises:
@@ -149,10 +149,13 @@ class Run:
             StoreError: the folder cannot be written.
         """
         from attn_zoo.report.pages.write import write_analysis
+        from attn_zoo.report.units import slug
 
-        if has_readme and (len(self.folders) > 1 or path is not None):
+        if has_readme and (len(self.folders) > 1 or path is not None or not self.folders[0].is_dir()):
             raise ConfigError("readme", [("", "expected one results folder and no other place: it describes that one")])
-        return write_analysis(self.analysis, path or self.folders[0], has_readme=has_readme)[0]
+        first = self.folders[0]
+        place = first if first.is_dir() else Path(slug(first.stem))
+        return write_analysis(self.analysis, path or place, has_readme=has_readme)[0]
 
     def __repr__(self) -> str:
         observations = self.analysis.results.observations

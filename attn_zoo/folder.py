@@ -89,6 +89,7 @@ class Run:
         claims: by variant.
         ceilings: what the machines could do; empty in folders of older versions.
         records: what could be read, ordered by key.
+        begun: repeats of cells that have no record yet, as not all of their processes have run.
         planned: how many cells it was to have; None where the folder does not say, as those of older versions.
         left: planned cells that have no record.
         stopped: why the last run into the folder ended early, in words; empty where it did not, or was killed.
@@ -101,6 +102,7 @@ class Run:
     claims: Mapping[str, Claim] = field(default_factory=dict)
     ceilings: tuple[Ceilings, ...] = ()
     records: tuple[Record, ...] = ()
+    begun: tuple[Record, ...] = ()
     planned: int | None = None
     left: tuple[Cell, ...] = ()
     stopped: str = ""
@@ -130,12 +132,19 @@ def read_run(folder: str | Path) -> Run:
         ceilings = read_ceilings(folder)
     except StoreError as error:
         warnings.append(f"{folder.name}/ceilings.json was skipped: {error}")
-    records = {}
+    records, begun = {}, []
     for path in cell_files(folder):
         try:
             records[path.stem] = read_record(path)
         except StoreError as error:
             warnings.append(f"{folder.name}/cells/{path.name} was skipped: {error}")
+    for path in sorted((folder / "parts").glob("[!.]*-*.json")):
+        if path.stem.partition("-")[0] in records:
+            continue
+        try:
+            begun.append(read_record(path))
+        except StoreError as error:
+            warnings.append(f"{folder.name}/parts/{path.name} was skipped: {error}")
     names = dict.fromkeys(str(matrix["name"]) for matrix in info.matrices if matrix.get("name"))
     return Run(
         name=" + ".join(names) or folder.resolve().name,
@@ -144,6 +153,7 @@ def read_run(folder: str | Path) -> Run:
         claims=claims,
         ceilings=ceilings,
         records=tuple(records.values()),
+        begun=tuple(begun),
         planned=None if info.planned is None else len(info.planned),
         left=tuple(cell for cell in info.planned or () if cell.key not in records),
         stopped=info.stopped,
@@ -251,7 +261,10 @@ def _not_a_results_folder(folder: Path) -> str:
     if not folder.exists():
         return "not a results folder: no such directory"
     if not folder.is_dir():
-        return "expected a results folder; got a file"
+        return (
+            "expected a results folder, a bundle (.zip), an export (.csv, .jsonl, .parquet) or JSON of "
+            "pytest-benchmark; got a file"
+        )
     runs = [
         str(head.parent.relative_to(folder))
         for level in ("*", "*/*")

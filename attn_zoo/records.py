@@ -245,7 +245,9 @@ class Score(Json):
         num_params: trainable parameters.
         train_flops: total training FLOPs from formulas, or None where the variant has none.
         train_s: seconds of training, evaluation excluded.
-        tokens_per_s: training throughput, padding excluded.
+        compile_s: seconds of those updates that compiled the model or captured a CUDA graph; part of `train_s`.
+        eval_s: seconds of all evaluations, the test included; in addition to `train_s`.
+        tokens_per_s: training throughput, padding excluded, and so are the updates that compiled where others followed.
         curve: evaluations in order: step, train_loss, validation_loss, validation value.
         correct: per scored test item, 1 or 0, as a string of digits: paired comparisons need it. Empty where items are
             too many to keep.
@@ -271,6 +273,8 @@ class Score(Json):
     num_params: int
     train_flops: float | None = None
     train_s: float
+    compile_s: float | None = None
+    eval_s: float | None = None
     tokens_per_s: float
     curve: tuple[dict[str, float], ...] = ()
     correct: str = ""

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole_files": {"errors"},
     "records": {"errors"},
     "folder": {"errors", "records"},
+    "bundle": {"errors", "whole_files"},
     "statistics": {"errors", "records"},
     "discovery": WORDS,
     "typed_code": WORDS,
@@ -43,8 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conformance": WORDS | {"registry", "attention", "kernels", "measure"},
     "matrix": WORDS
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
-    | {"conformance", "folder", ""},
-    "report": WORDS | {"records", "folder", "statistics", ""},
+    | {"conformance", "folder", "bundle", ""},
+    "report": WORDS | {"records", "folder", "bundle", "statistics", ""},
     "maps": WORDS | {"records", "registry", "attention", "model", "tasks", "training", "report"},  # looks of figures
 }
 # The shell on top: imports what it likes.
@@ -54,6 +55,7 @@ TOP = {
     "cli_data",
     "cli_maps",
     "cli_options",
+    "cli_results",
     "console",
     "displays",
     "docs",

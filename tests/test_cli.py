@@ -7,9 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -17,33 +15,7 @@ import attn_zoo
 from attn_zoo import cli
 from attn_zoo.registry import variants
 
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Answer]
-
 RESULTS = Path(__file__).parents[1] / "results"
-
-
-@pytest.fixture
-def call(capsys, monkeypatch) -> Call:
-    """Run `attn-zoo ARGUMENTS` in this process."""
-
-    def run(*arguments: str) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["attn-zoo", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
-
-    return run
 
 
 def test_list_names_every_variant(call):

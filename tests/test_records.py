@@ -69,6 +69,8 @@ scores = st.builds(
     num_params=st.integers(0, 9),
     train_flops=st.none() | finite,
     train_s=finite,
+    compile_s=st.none() | finite,
+    eval_s=st.none() | finite,
     tokens_per_s=finite,
     curve=st.lists(st.dictionaries(words, finite, max_size=2), max_size=2).map(tuple),
 )

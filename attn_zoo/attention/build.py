@@ -134,7 +134,7 @@ def describe(name: str) -> VariantInfo:
     owner = variant.attention or variant.mixer
     module = None if is_typed(variant.source) else inspect.getmodule(owner)
     documentation = (module.__doc__ if module else None) or (owner.__doc__ if owner else None) or ""
-    explained, hints = _arguments(inspect.getdoc(variant.config) or ""), get_type_hints(variant.config)
+    explained, hints = documented_arguments(inspect.getdoc(variant.config) or ""), get_type_hints(variant.config)
     options = tuple(
         Option(
             item.name,
@@ -156,7 +156,7 @@ def describe(name: str) -> VariantInfo:
     )
 
 
-def _arguments(documentation: str) -> dict[str, str]:
+def documented_arguments(documentation: str) -> dict[str, str]:
     """Return what the section `Args` of a docstring says of each name."""
     section = re.search(r"^Args:\n((?:[ \t].*\n?|\n)*)", documentation, re.MULTILINE)
     entries = re.split(r"^ {4}(\w+):", section[1], flags=re.MULTILINE)[1:] if section else []

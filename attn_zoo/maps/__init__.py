@@ -7,6 +7,6 @@ a run keeps (`keep_weights = true`). Figures look like those of reports.
 from attn_zoo.maps.attention import attention_map
 from attn_zoo.maps.position_table import position_map
 from attn_zoo.maps.rate_curve import schedule_map
-from attn_zoo.report.figures.style import save_figure
+from attn_zoo.report.figures.svg import save_figure
 
 __all__ = ["attention_map", "position_map", "save_figure", "schedule_map"]

@@ -1,18 +1,28 @@
-"""Compare two runs: times cell by cell, scores task by task, with intervals, and whether the runs agree."""
+"""Compare two runs: times and memory cell by cell, scores task by task, with intervals, and what changed for the worse.
+
+A verdict is about the second run. `slower` and `faster` need intervals that exclude 1, several processes on both sides
+and a machine that nobody disturbed; what is not known is said to be unknown. By simulation (`tests/report/
+test_compare_noise.py`) a run of three processes that vary by 2 % is told from one that is 10 % slower in 19 of 20
+cells, and unchanged code gets a false verdict in one of a hundred.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
 
-from attn_zoo.errors import ConfigError
-from attn_zoo.records import COMMIT_FIELDS, Environment
+from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.records import COMMIT_FIELDS, Environment, Record
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.observations import Results, read_results
+from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import (
     LEAST_SEEDS,
     AccuracyGroup,
@@ -21,86 +31,329 @@ from attn_zoo.report.analysis.scores import (
     make_accuracy_groups,
     pair,
 )
-from attn_zoo.report.export import flat_frame
-from attn_zoo.report.tables.table import Column, Row, Table, interval_values, text_column, time_column
-from attn_zoo.report.units import human_length, human_number
-from attn_zoo.report.wording import PANEL_FIELDS, doubt_words
+from attn_zoo.report.tables.table import Column, Row, Table, escape_markdown, interval_values, text_column, time_column
+from attn_zoo.report.tables.table import to_markdown as table_markdown
+from attn_zoo.report.units import human_length, human_number, percent
+from attn_zoo.report.wording import FLAG_MARKS, PANEL_FIELDS, doubt_words
+from attn_zoo.statistics import Ratio, pool_records, process_spread, ratio_of_runs
 
-_MATCH = ("label", "seq_len", *(name for name in PANEL_FIELDS if name != "environment"))
+ALLOWED = ("environment", "protocol", "flagged")
+"""What is compared only where that is asked for: other machines or software, other ways to measure or to train, rows
+that something else disturbed."""
+
+LIMIT = 0.10
+"""`same` is a ratio of which a change by more than this share is excluded."""
+
+SAME_WITHIN = 0.02
+"""A whole interval within this share of 1 is `same`: what lasts for a whole run differs by as much."""
+
+_MATCH = ("label", "options", "overrides", "seq_len", *(name for name in PANEL_FIELDS if name != "environment"))
 _SHOWN = ("label", "seq_len", "pass", "dtype", "device", "scope", "is_causal", "has_padding", "batch_size", "num_heads")
-_ENDS = ("low_ms", "high_ms", "num_processes")
+_SIDE = ("median_ms", "low_ms", "high_ms", "num_processes", "flags", "kernel", "peak_bytes")
+_ALONE = ("only in a", "only in b")
+_ONE_PROCESS = "apart, but of one process, so that nobody can say"
+_TOO_WIDE = "too uncertain to say"
+_MOST_CHARACTERS = 60_000  # of 65 536 that a comment on a pull request may have
 
 
-def compare(dir_a: str | Path, dir_b: str | Path, *, allow_other_environment: bool = False) -> pd.DataFrame:
-    """Return one row for each scaling cell that both runs have (whatever the version of the variant's source).
-
-    `ratio` is the median of b over the median of a; `ratio_low` and `ratio_high` are what the two 95 % intervals leave
-    possible (low over high and high over low), which is wider than an interval of the ratio itself. `verdict` is about
-    b: `faster` or `slower` only where the two intervals do not touch, else `same`: then the runs agree, and 1 is in the
-    interval of the ratio. `cannot say` is where they do not touch either, but one is of a single process
-    (`num_processes_a`, `num_processes_b`) and knows nothing of what differs between two runs of the same code. `only in
-    a` and `only in b` are cells that one side did not measure.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What two runs have in common, and what only one of them has.
 
     Args:
-        dir_a: results folder, the reference.
-        dir_b: results folder, the candidate.
-        allow_other_environment: compare across machines or versions of software; otherwise that is an error.
-
-    Raises:
-        ConfigError: not a results folder, or the environments differ and that was not allowed.
+        times: one row for each timed cell. `ratio` is the time of b over that of a, with the ends of its 95 % interval;
+            `memory_ratio` that of the peak bytes, which do not vary. `verdict` is `faster` or `slower` where the
+            interval excludes 1; `same` where it excludes a change by more than the limit; `cannot say` otherwise, with
+            the reason in `why`. `failed in b` measured in a only, because b tried and failed. `only in a` and `only in
+            b` are cells that the other side did not try.
+        scores: one row for each variant of each task that a side has trained; see `difference` (b minus a, paired by
+            seed) and `verdict` (`better`, `worse`, `same`, `cannot say` below three common seeds).
+        limit: share by which b may be slower, larger or worse.
     """
-    a, b = read_results([dir_a]), read_results([dir_b])
-    differences = _environment_differences(a, b)
-    if differences and not allow_other_environment:
-        raise ConfigError(
-            "compare", [("", f"the two runs differ in environment ({differences}); allow that to compare anyway")]
-        )
-    left, right = (_measured(results) for results in (a, b))
-    merged = left.merge(right, on=list(_MATCH), how="outer", suffixes=("_a", "_b"))
-    merged["ratio"] = merged["median_ms_b"] / merged["median_ms_a"]
-    merged["ratio_low"] = merged["low_ms_b"] / merged["high_ms_a"]
-    merged["ratio_high"] = merged["high_ms_b"] / merged["low_ms_a"]
-    merged["verdict"] = [
-        _verdict(*ends) for ends in zip(*(merged[f"{name}_{side}"] for side in "ab" for name in _ENDS), strict=True)
-    ]
-    numbers = ("median_ms_a", "median_ms_b", "ratio", "ratio_low", "ratio_high", "flags_a", "flags_b", "verdict")
-    columns = [*_SHOWN, *numbers, *(f"{name}_{side}" for name in _ENDS for side in "ab")]
-    columns += [name for name in _MATCH if name not in _SHOWN]
-    return merged[columns].sort_values(list(_SHOWN), ignore_index=True)
+
+    times: pd.DataFrame
+    scores: tuple[dict[str, Any], ...]
+    limit: float = LIMIT
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows as plain data, times first; what is not known is None."""
+        return [*_plain_rows(self.times), *self.scores]
+
+    @property
+    def worse(self) -> list[str]:
+        """What b does worse by more than the limit whatever the noise was, one sentence each, and what it lost."""
+        said = []
+        for row in _plain_rows(self.times):
+            name = " ".join(str(row[key]) for key in ("label", "pass") if row[key])
+            name += f" L{row['seq_len']}" if row["seq_len"] else ""
+            if row["verdict"] == "failed in b":
+                said.append(f"{name}: {row['why']}")
+            if row["verdict"] == "slower" and row["ratio_low"] > 1 + self.limit:
+                said.append(f"{name}: {_ratio(row)} times the time")
+            if (row["memory_ratio"] or 0.0) > 1 + self.limit:
+                said.append(f"{name}: {human_number(row['memory_ratio'])} times the memory")
+        for row in self.scores:
+            if row["verdict"] == "failed in b":
+                said.append(f"{row['label']} on {row['task']}: no score any more")
+            if row["verdict"] == "worse" and row["loss_low"] > self.limit:
+                metric = Metric(row["metric"])
+                before, after = (metric.show(row[f"score_{end}"]) for end in "ab")
+                said.append(f"{row['label']} on {row['task']}: {after} after {before}")
+        return said
+
+    def tables(self) -> list[Table]:
+        """Return what both runs have, for people: times, and scores.
+
+        Raises:
+            ConfigError: they have nothing in common; the message names what differs.
+        """
+        timed = [row for row in _plain_rows(self.times) if row["verdict"] not in _ALONE]
+        scored = [row for row in self.scores if row["verdict"] not in _ALONE]
+        if not timed and not scored:
+            raise ConfigError("compare", [("", self._why_nothing())])
+        tables = [_time_table(timed)] if timed else []
+        return [*tables, *([_score_table(scored)] if scored else [])]
+
+    def _why_nothing(self) -> str:
+        timed, scored = _plain_rows(self.times), self.scores
+        why = _why_apart(timed, _MATCH) if timed else _why_apart(scored, _SCORE_MATCH)
+        sides = [[row for row in timed or scored if row["verdict"] == alone] for alone in _ALONE]
+        examples = [_example(side) for side in sides]
+        text = f"expected two runs with cells in common; the first has {examples[0]}, the second {examples[1]}"
+        return f"{text}{f': they differ in {why}' if why else ''}"
+
+    @property
+    def agreement(self) -> str:
+        """In how many cells the two runs agree, and how much that says; empty where no time was measured."""
+        if self.times.empty:
+            return ""
+        counts = Counter(self.times["verdict"])
+        said = f"{counts['same']} of {len(self.times) - sum(counts[alone] for alone in _ALONE)} cells agree"
+        factor = ((self.times["ratio_high"] / self.times["ratio_low"]) ** 0.5).median()
+        if not math.isnan(factor):
+            said += f", with ratios known to a factor of {factor:.2f} either way (median)"
+        unknown = Counter(self.times["why"][self.times["verdict"] == "cannot say"])
+        others = [
+            f"{count} {words}"
+            for count, words in (
+                (counts["slower"], "slower in the second"),
+                (counts["faster"], "faster in the second"),
+                *((count, why) for why, count in unknown.most_common()),
+                (counts["failed in b"], "failed in the second"),
+                (counts["failed in a"], "failed in the first"),
+                (counts["only in a"], "only in the first"),
+                (counts["only in b"], "only in the second"),
+            )
+            if count
+        ]
+        why = _why_apart(_plain_rows(self.times), ("protocol", "protocol_version"))
+        return "; ".join([said, *others]) + (f": they differ in {why}" if why else "")
+
+    def markdown(self, worst: int = 10) -> str:
+        """Return a comment for a pull request: what became worse, the most different cells, all others folded away.
+
+        Args:
+            worst: rows of the table that is open.
+
+        Raises:
+            ConfigError: as `tables`.
+        """
+        found = self.worse
+        much = percent(self.limit)
+        head = f"{len(found)} worse by more than {much}" if found else f"Nothing is worse by more than {much}"
+        lines = [f"## {head}", "", *(f"- {escape_markdown(text)}" for text in found[:worst])]
+        lines += [f"- and {len(found) - worst} more"] * (len(found) > worst)
+        lines += [escape_markdown(self.agreement), ""]
+        for table in self.tables():
+            rows = sorted(table.rows, key=_severity)
+            differing = tuple(row for row in rows if row["verdict"] != "same")[:worst]
+            if differing:
+                lines += [table_markdown(replace(table, rows=differing, note=""))]
+            room = _MOST_CHARACTERS - sum(map(len, lines))
+            while len(full := table_markdown(replace(table, rows=tuple(rows)))) > room and len(rows) > 1:
+                rows = rows[: len(rows) * 3 // 4]
+            cut = f" ({len(rows)} of them shown)" if len(rows) < len(table.rows) else ""
+            lines += [f"<details><summary>All {len(table.rows)} cells{cut}</summary>", "", full, "</details>", ""]
+        return "\n".join(lines)
 
 
-def compare_scores(dir_a: str | Path, dir_b: str | Path) -> list[dict[str, Any]]:
-    """Return one row for each variant of each task that a side has trained; scores are paired by seed.
+def _severity(row: Row) -> tuple[int, float]:
+    """Return a key that sorts the worst first."""
+    order = ("failed in b", "slower", "worse", "cannot say", "failed in a", "better", "faster", "same")
+    size = row.get("ratio_low") or row.get("loss_low") or 0.0
+    is_larger = (row.get("memory_ratio") or 0.0) > 1 + SAME_WITHIN
+    return (1 if is_larger and row["verdict"] in {"same", "cannot say"} else order.index(row["verdict"])), -size
 
-    `difference` is b minus a, with its 95 % interval. `verdict` is about b: `better` or `worse` only where that is more
-    than seeds and the choice of test examples explain, else `same`, and `cannot say` below three common seeds.
+
+def _plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    rows = frame.astype(object).where(frame.notna(), None).to_dict(orient="records")
+    return [{str(name): value for name, value in row.items()} for row in rows]
+
+
+def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: float = LIMIT) -> Comparison:
+    """Compare the run in b with the reference in a; whatever the version of the variants' sources.
 
     Args:
-        dir_a: results folder, the reference.
-        dir_b: results folder, the candidate.
+        a: results folder, bundle, export, `REV:folder` of a git repository, or JSON of pytest-benchmark.
+        b: likewise.
+        allow: of `ALLOWED`.
+        limit: see `Comparison`.
 
     Raises:
-        ConfigError: not a results folder.
+        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
+        UnknownNameError: `allow` has a word that is none of `ALLOWED`.
     """
-    sides = [
-        {(group.setting, score.label, score.start): (score, group) for group in groups for score in group.scores}
-        for groups in (make_accuracy_groups(read_results([folder])) for folder in (dir_a, dir_b))
-    ]
+    allowed = set(allow)
+    for word in sorted(allowed - set(ALLOWED)):
+        raise UnknownNameError("allowance", word, ALLOWED, f"there are {', '.join(ALLOWED)}")
+    sides = read_results([a]), read_results([b])
+    differences = _environment_differences(*sides)
+    if differences and "environment" not in allowed:
+        text = f"the two runs differ in environment ({differences}); allow that to compare anyway (--allow environment)"
+        raise ConfigError("compare", [("", text)])
+    first, second = sides
+    scores = _compare_scores(make_accuracy_groups(first), make_accuracy_groups(second), allowed)
+    times = _compare_times(timed_cells(first, allowed), timed_cells(second, allowed), allowed, limit)
+    return Comparison(times=times, scores=tuple(scores), limit=limit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedCell:
+    """What became of one cell in one run: several seeds or repeats are one record."""
+
+    record: Record
+    label: str
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it was measured."""
+        return self.record.status == "ok" and self.record.timing is not None
+
+    @property
+    def disturbances(self) -> list[str]:
+        """Flags that say that something else slowed the machine."""
+        flags = self.record.timing.flags if self.record.timing else ()
+        return [flag.replace("_", " ") for flag in flags if flag in FLAG_MARKS]
+
+    def values(self) -> dict[str, Any]:
+        """Return what a row says of this side."""
+        record, timing, memory = self.record, self.record.timing, self.record.memory
+        if not self.is_timed or timing is None:
+            return dict.fromkeys(_SIDE)
+        return {
+            "median_ms": timing.median_ms,
+            "low_ms": timing.low_ms,
+            "high_ms": timing.high_ms,
+            "num_processes": max(1, len(timing.process_sizes)),
+            "flags": " + ".join(timing.flags),
+            "kernel": " + ".join(record.kernels),
+            "peak_bytes": memory.peak_bytes if memory else None,
+        }
+
+
+def timed_cells(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], TimedCell]:
+    """Return what a run timed or failed at. Of a variant whose source changed meanwhile, the latest counts."""
+    by_key: dict[tuple[Any, ...], list[Observation]] = {}
+    for one in results.observations:
+        if not one.is_training:
+            by_key.setdefault(_identity(one, allowed), []).append(one)
+    found = {}
+    for key, every in by_key.items():
+        able = [one for one in every if one.is_timed] or every
+        last = max(able, key=lambda one: one.record.started)
+        same = [one for one in able if _version(one) == _version(last)]
+        record = pool_records([one.record for one in same]) if last.is_timed else last.record
+        found[key] = TimedCell(record=record, label=last.cell.label or last.cell.variant)
+    return found
+
+
+def _version(one: Observation) -> tuple[str, str]:
+    return one.cell.variant_digest, one.environment
+
+
+def _setting(cell: Any) -> dict[str, Any]:
+    names = {"pass": "pass_"}
+    said = {name: getattr(cell, names.get(name, name), None) for name in _MATCH}
+    return said | {name: json.dumps(said[name], sort_keys=True) for name in ("options", "overrides")}
+
+
+def _identity(one: Observation, allowed: set[str]) -> tuple[Any, ...]:
+    """Return what must agree before two times may be compared."""
+    said = _setting(one.cell) | {"label": one.cell.variant, "environment": one.environment}
+    ignored = {"protocol_version"} if "protocol" in allowed else set()
+    ignored |= {"environment"} if "environment" in allowed else set()
+    return tuple(value for name, value in sorted(said.items()) if name not in ignored)
+
+
+def _compare_times(
+    a: Mapping[tuple[Any, ...], TimedCell], b: Mapping[tuple[Any, ...], TimedCell], allowed: set[str], limit: float
+) -> pd.DataFrame:
+    least_spread = _usual_spread(b.values()), _usual_spread(a.values())
     rows = []
-    for key in dict.fromkeys([*sides[0], *sides[1]]):
-        setting, label, start = key
-        group = (sides[0].get(key) or sides[1][key])[1]
-        first, second = (side[key][0] if key in side else None for side in sides)
-        found = pair(second.runs, first.runs) if first is not None and second is not None else None
-        row = {name: getattr(setting, name) for name in _SCORE_MATCH if name not in {"label", "start"}}
-        rows.append(
-            row
-            | {"label": label, "start": start or "scratch", "metric": group.metric.name}
-            | {"score_a": first.mean if first else None, "score_b": second.mean if second else None}
-            | interval_values("difference", *((found.mean, found.low, found.high) if found else (None, None, None)))
-            | {"num_paired": found.num_paired if found else 0, "verdict": _score_verdict(first, second, found, group)}
-        )
-    return rows
+    for key in dict.fromkeys([*a, *b]):
+        first, second = a.get(key), b.get(key)
+        known = second or first
+        assert known is not None
+        if not any(cell is not None and cell.is_timed for cell in (first, second)):
+            continue
+        ratio, verdict, why = _judge(first, second, "flagged" in allowed, limit, least_spread)
+        sides = [cell.values() if cell else dict.fromkeys(_SIDE) for cell in (first, second)]
+        row = _setting(known.record.cell) | {"label": known.label, "verdict": verdict, "why": why}
+        row |= interval_values("ratio", *((ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)))
+        before, after = (side["peak_bytes"] for side in sides)
+        row["memory_ratio"] = after / before if before and after else None
+        rows.append(row | {f"{name}_{end}": side[name] for end, side in zip("ab", sides, strict=True) for name in side})
+    numbers = ("median_ms_a", "median_ms_b", "ratio", "ratio_low", "ratio_high", "memory_ratio", "verdict", "why")
+    columns = [*_SHOWN, *numbers, *(f"{name}_{end}" for name in _SIDE[1:] for end in "ab")]
+    frame = pd.DataFrame(rows, columns=[*columns, *(name for name in _MATCH if name not in _SHOWN)])
+    for name in ("ratio", "ratio_low", "ratio_high", "memory_ratio"):
+        frame[name] = frame[name].astype("float64")
+    return frame.sort_values(list(_SHOWN), ignore_index=True)
+
+
+def _usual_spread(cells: Iterable[TimedCell]) -> float:
+    """Return how much the processes of a run differ in the middle of its cells; 0 where each has one process."""
+    timings = [cell.record.timing for cell in cells if cell.record.timing is not None]
+    spreads = [process_spread(timing.samples_ms, timing.process_sizes) for timing in timings if timing.samples_ms]
+    known = [spread for spread in spreads if spread is not None]
+    return median(known) if known else 0.0
+
+
+def _judge(
+    first: TimedCell | None,
+    second: TimedCell | None,
+    allows_flagged: bool,
+    limit: float,
+    least_spread: tuple[float, float],
+) -> tuple[Ratio | None, str, str]:
+    """Return ratio of times, verdict about the second, and why there is none."""
+    if first is None or second is None:
+        return None, "only in a" if second is None else "only in b", ""
+    before, after = first.record.timing, second.record.timing
+    if not (first.is_timed and second.is_timed and before is not None and after is not None):
+        failed, record = ("b", second.record) if first.is_timed else ("a", first.record)
+        return None, f"failed in {failed}", f"{record.status}{f': {record.reason}' if record.reason else ''}"
+    samples = [timing.samples_ms or (timing.median_ms,) for timing in (after, before)]
+    if samples[0] == samples[1]:  # a run beside itself: not a doubt, but the same measurement
+        return Ratio(value=1.0, low=1.0, high=1.0, num_pairs=0), "same", ""
+    sizes = [timing.process_sizes for timing in (after, before)]
+    ratio = ratio_of_runs(*samples, sizes_a=sizes[0], sizes_b=sizes[1], least_spread=least_spread)
+    is_known = min(map(len, sizes)) > 1
+    disturbances = list(dict.fromkeys([*first.disturbances, *second.disturbances]))
+    if disturbances and not allows_flagged:
+        return ratio, "cannot say", f"disturbed ({', '.join(disturbances)})"
+    if _is_within(ratio, SAME_WITHIN) or (ratio.low <= 1.0 <= ratio.high and _is_within(ratio, limit)):
+        return ratio, "same", ""
+    if ratio.low <= 1.0 <= ratio.high:
+        return ratio, "cannot say", _TOO_WIDE
+    if not is_known:
+        return ratio, "cannot say", _ONE_PROCESS
+    return ratio, "slower" if ratio.low > 1.0 else "faster", ""
+
+
+def _is_within(ratio: Ratio, share: float) -> bool:
+    return ratio.low >= 1 / (1 + share) and ratio.high <= 1 + share
 
 
 _SCORE_MATCH = (
@@ -109,42 +362,53 @@ _SCORE_MATCH = (
 )
 
 
+def _compare_scores(a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allowed: set[str]) -> list[dict[str, Any]]:
+    def identity(group: AccuracyGroup) -> Any:
+        return replace(group.setting, protocol_version=0) if "protocol" in allowed else group.setting
+
+    sides = [
+        {(identity(group), score.label, score.start): (score, group) for group in groups for score in group.scores}
+        for groups in (a, b)
+    ]
+    rows = []
+    for key in dict.fromkeys([*sides[0], *sides[1]]):
+        _, label, start = key
+        group = (sides[0].get(key) or sides[1][key])[1]
+        first, second = (side[key][0] if key in side else None for side in sides)
+        found = pair(second.runs, first.runs) if first is not None and second is not None else None
+        row = {name: getattr(group.setting, name) for name in _SCORE_MATCH if name not in {"label", "start"}}
+        rows.append(
+            row
+            | {"label": label, "start": start or "scratch", "metric": group.metric.name}
+            | {"score_a": first.mean if first else None, "score_b": second.mean if second else None}
+            | interval_values("difference", *((found.mean, found.low, found.high) if found else (None, None, None)))
+            | {"num_paired": found.num_paired if found else 0, "loss_low": _least_loss(first, found, group.metric)}
+            | {"verdict": _score_verdict(first, second, found, group)}
+        )
+    return rows
+
+
+def _least_loss(first: LabelScore | None, found: Difference | None, metric: Metric) -> float | None:
+    """Return the share of its score that b lost at least, as far as the interval knows; negative for a gain."""
+    if first is None or not first.mean or found is None or found.low is None or found.high is None:
+        return None
+    return min(metric.gain(0.0, found.low), metric.gain(0.0, found.high)) / abs(first.mean)
+
+
 def _score_verdict(
     first: LabelScore | None, second: LabelScore | None, found: Difference | None, group: AccuracyGroup
 ) -> str:
     if first is None or first.mean is None:
         return "only in b"
-    if second is None or second.mean is None:
+    if second is None:
         return "only in a"
+    if second.mean is None:
+        return "failed in b" if second.failures else "only in a"
     if found is None or found.num_paired < LEAST_SEEDS:
         return "cannot say"
     if not found.is_settled:
         return "same"
     return "better" if group.metric.gain(found.mean, 0.0) > 0 else "worse"
-
-
-def compare_tables(frame: pd.DataFrame, scores: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return what both runs have, for people: times, and scores.
-
-    Raises:
-        ConfigError: they have nothing in common; the message names what differs.
-    """
-    common = frame[~frame["verdict"].isin(_ALONE)]
-    both = [row for row in scores if row["verdict"] not in _ALONE]
-    if common.empty and not both:
-        timed = [{str(name): value for name, value in row.items()} for row in frame.to_dict(orient="records")]
-        why = _why_apart(timed, _MATCH) if timed else _why_apart(scores, _SCORE_MATCH)
-        sides = (frame[frame["verdict"] == f"only in {side}"] for side in "ab")
-        examples = [_example(side) for side in sides]
-        if not timed and scores:
-            examples = [_score_example([row for row in scores if row["verdict"] == alone]) for alone in _ALONE]
-        text = f"expected two runs with cells in common; the first has {examples[0]}, the second {examples[1]}"
-        raise ConfigError("compare", [("", f"{text}{f': they differ in {why}' if why else ''}")])
-    tables = [] if common.empty else [_time_table(common)]
-    return [*tables, *([_compared_scores(both)] if both else [])]
-
-
-_ALONE = ("only in a", "only in b")
 
 
 def _why_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -169,9 +433,74 @@ def _why_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     return ", ".join(found[:4])
 
 
-def _compared_scores(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _example(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "none that was measured"
+    row = rows[0]
+    if "task" in row:
+        return f"{len(rows)}, such as {row['label']} on {row['task']} by {row['protocol']}"
+    return f"{len(rows)}, such as {row['label']} {row['pass']} L{row['seq_len']} {row['dtype']} on {row['device']}"
+
+
+def _time_table(rows: Sequence[Row]) -> Table:
+    counts = [int(count) for row in rows for side in "ab" if (count := row[f"num_processes_{side}"])]
+    return Table(
+        name="compare",
+        title="Two runs, cell by cell",
+        note=(
+            "Ratio: time of the second over that of the first, with its 95 % interval. They agree where a change by "
+            "more than the limit is excluded. Cannot say: the interval is too wide for that, one is of a single "
+            "process (two runs of the same code differ by more than it knows), or something else disturbed the "
+            f"machine. {doubt_words(counts)}"
+        ),
+        columns=(
+            text_column("variant", "label", priority=0),
+            text_column("pass", "pass", priority=0),
+            Column(heading="length", show=_length, sort=lambda row: row["seq_len"], priority=0),
+            *([text_column("dtype", "dtype", priority=0)] if len({row["dtype"] for row in rows}) > 1 else []),
+            time_column("first", suffix="_a", priority=2),
+            time_column("second", suffix="_b", priority=2),
+            Column(heading="ratio", show=_ratio, sort=lambda row: row["ratio"], priority=0),
+            *([_MEMORY] if any(_has_other_memory(row) for row in rows) else []),
+            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
+        ),
+        rows=tuple({**row, "word": str(row["verdict"]).partition(" ")[0]} for row in rows),
+    )
+
+
+def _has_other_memory(row: Row) -> bool:
+    return row["memory_ratio"] is not None and abs(row["memory_ratio"] - 1.0) > SAME_WITHIN
+
+
+_MEMORY = Column(
+    heading="memory",
+    show=lambda row: human_number(row["memory_ratio"]) if _has_other_memory(row) else "",
+    sort=lambda row: row["memory_ratio"],
+    priority=1,
+)
+
+
+def _length(row: Row) -> str:
+    return "" if row["seq_len"] is None else human_length(row["seq_len"])
+
+
+def _ratio(row: Row) -> str:
+    if row["ratio"] is None:
+        return ""
+    return f"{human_number(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"
+
+
+def _verdict_word(row: Row) -> str:
+    word = "agree" if row["verdict"] == "same" else str(row["verdict"])
+    kernels = [row.get(f"kernel_{side}") for side in "ab"]
+    return f"{word}, {' -> '.join(map(str, kernels))}" if all(kernels) and kernels[0] != kernels[1] else word
+
+
+def _score_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     def difference(row: Row) -> str:
         metric = Metric(row["metric"])
+        if row["difference"] is None:
+            return ""
         ends = (row["difference_low"], row["difference_high"])
         text = metric.signed(row["difference"])
         return text if None in ends else f"{text} [{metric.signed(ends[0])}, {metric.signed(ends[1])}]"
@@ -179,7 +508,7 @@ def _compared_scores(rows: Sequence[Mapping[str, Any]]) -> Table:
     first, second = (
         Column(
             heading=heading,
-            show=lambda row, key=key: Metric(row["metric"]).show(row[key]),  # type: ignore[misc]
+            show=lambda row, key=key: "" if row[key] is None else Metric(row["metric"]).show(row[key]),  # type: ignore[misc]
             priority=1,
         )
         for heading, key in (("first", "score_a"), ("second", "score_b"))
@@ -203,100 +532,6 @@ def _compared_scores(rows: Sequence[Mapping[str, Any]]) -> Table:
         ),
         rows=tuple(rows),
     )
-
-
-def _score_example(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return "none that was measured"
-    return f"{len(rows)}, such as {rows[0]['label']} on {rows[0]['task']} by {rows[0]['protocol']}"
-
-
-def _time_table(common: pd.DataFrame) -> Table:
-    counts = [int(count) for side in "ab" for count in common[f"num_processes_{side}"]]
-    return Table(
-        name="compare",
-        title="Two runs, cell by cell",
-        note=(
-            "Ratio: time of the second over that of the first, with what their two 95 % intervals leave possible. They "
-            "agree where the intervals overlap. Cannot say: they do not, but one is of a single process, and two runs "
-            f"of the same code differ by more than that. {doubt_words(counts)}"
-        ),
-        columns=(
-            text_column("variant", "label", priority=0),
-            text_column("pass", "pass", priority=0),
-            Column(heading="length", show=_length, sort=lambda row: row["seq_len"], priority=0),
-            *([text_column("dtype", "dtype", priority=0)] if len(set(common["dtype"])) > 1 else []),
-            time_column("first", suffix="_a", priority=2),
-            time_column("second", suffix="_b", priority=2),
-            Column(heading="ratio", show=_ratio, sort=lambda row: row["ratio"], priority=0),
-            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
-        ),
-        rows=tuple({str(name): value for name, value in row.items()} for row in common.to_dict(orient="records")),
-        fields_if_empty=tuple(common.columns),
-    )
-
-
-def agreement(frame: pd.DataFrame) -> str:
-    """Return in one line in how many cells the two runs agree, and how much that says: wide intervals agree easily."""
-    counts = frame["verdict"].value_counts()
-    alone = int(counts.get("only in a", 0)), int(counts.get("only in b", 0))
-    said = f"{counts.get('same', 0)} of {len(frame) - sum(alone)} cells agree"
-    factor = ((frame["ratio_high"] / frame["ratio_low"]) ** 0.5).median()
-    if not math.isnan(factor):
-        said += f", with ratios known to a factor of {factor:.2f} either way (median)"
-    others = [
-        f"{count} {words}"
-        for count, words in (
-            (counts.get("slower", 0), "slower in the second"),
-            (counts.get("faster", 0), "faster in the second"),
-            (counts.get("cannot say", 0), "apart, but of one process, so that nobody can say"),
-            (alone[0], "only in the first"),
-            (alone[1], "only in the second"),
-        )
-        if count
-    ]
-    rows = [{str(name): value for name, value in row.items()} for row in frame.to_dict(orient="records")]
-    why = _why_apart(rows, ("protocol", "protocol_version"))
-    return "; ".join([said, *others]) + (f": they differ in {why}" if why else "")
-
-
-def _example(side: pd.DataFrame) -> str:
-    if side.empty:
-        return "none that was measured"
-    row = side.iloc[0]
-    return f"{len(side)}, such as {row['label']} {row['pass']} L{row['seq_len']} {row['dtype']} on {row['device']}"
-
-
-def _length(row: Row) -> str:
-    return human_length(row["seq_len"])
-
-
-def _ratio(row: Row) -> str:
-    return f"{human_number(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"
-
-
-def _verdict_word(row: Row) -> str:
-    return "agree" if row["verdict"] == "same" else str(row["verdict"])
-
-
-def _measured(results: Results) -> pd.DataFrame:
-    frame = flat_frame([one for one in results.observations if one.is_timed])
-    frame["num_processes"] = [max(1, len(sizes)) for sizes in frame["process_sizes"]]
-    # The latest of repeated cells; a null never equals a null in a merge key of this type, so give it a value.
-    frame = frame[[*_MATCH, "median_ms", "flags", *_ENDS]].drop_duplicates(list(_MATCH), keep="last")
-    return frame.fillna({name: -1 for name in _MATCH if frame[name].dtype == "Int64"})
-
-
-def _verdict(low_a: float, high_a: float, processes_a: float, low_b: float, high_b: float, processes_b: float) -> str:
-    if math.isnan(low_a):
-        return "only in b"
-    if math.isnan(low_b):
-        return "only in a"
-    if high_b >= low_a and low_b <= high_a:
-        return "same"
-    if min(processes_a, processes_b) < 2:
-        return "cannot say"
-    return "faster" if high_b < low_a else "slower"
 
 
 def _environment_differences(a: Results, b: Results) -> str:

@@ -1,28 +1,24 @@
-"""Export records as flat files: one row per record. The columns follow from the fields of records."""
+"""Export records as flat files: one row per record."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
-from attn_zoo.records import Cell, Memory, Record, Score, Timing
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.observations import Observation, read_results
+from attn_zoo.report.flat_records import FIELDS, flat_row
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.tables.all_tables import find_table, summary_tables
 from attn_zoo.report.tables.table import Table, guard_frame, to_csv, to_latex, to_markdown
 from attn_zoo.whole_files import write_whole
 
-_LEFT_OUT = {"label", "environment", "trace", "cell", "timing", "memory", "score"}
-_RENAMED = {(Cell, "pass_"): "pass", (Record, "kernels"): "kernel", (Score, "peak_bytes"): "train_peak_bytes"}
-_JOINED = {"kernel", "gate", "flags"}
 _COMPUTED: Mapping[str, type] = {
     "label": str,
     "environment": str,
@@ -36,37 +32,8 @@ _COMPUTED: Mapping[str, type] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """One column that is a field of a record or of one of its parts; `kind` decides how it is written."""
-
-    name: str
-    part: type
-    attribute: str
-    kind: Literal["number", "string", "list", "joined", "json"]
-    hint: Any
-
-
-def _stored() -> Iterator[_Field]:
-    for part in (Cell, Record, Timing, Memory, Score):
-        hints = get_type_hints(part)
-        for attribute in (field.name for field in fields(part) if field.name not in _LEFT_OUT):
-            name, hint = _RENAMED.get((part, attribute), attribute), hints[attribute]
-            kind: Literal["number", "string", "list", "joined", "json"] = "number"
-            if name in _JOINED:
-                kind = "joined"
-            elif get_origin(hint) is tuple and set(get_args(hint)) & {int, float}:
-                kind = "list"
-            elif get_origin(hint) in {tuple, dict}:
-                kind = "json"
-            elif not {bool, int, float} & {hint, *get_args(hint)}:
-                kind = "string"
-            yield _Field(name, part, attribute, kind, hint)
-
-
-_FIELDS = tuple(_stored())
-_NESTED = {field.name for field in _FIELDS if field.kind in {"list", "json"}}
-_HINTS: Mapping[str, Any] = {**_COMPUTED, **{field.name: field.hint for field in _FIELDS}}
+_NESTED = {field.name for field in FIELDS if field.kind in {"list", "json"}}
+_HINTS: Mapping[str, Any] = {**_COMPUTED, **{field.name: field.hint for field in FIELDS}}
 
 COLUMNS: tuple[str, ...] = tuple(sorted(_HINTS, key=lambda name: name in _NESTED))
 """Every column; what is nested (samples as a list, the rest as JSON) comes last.
@@ -95,12 +62,6 @@ def flat_frame(observations: Sequence[Observation]) -> pd.DataFrame:
 
 def _row(one: Observation) -> dict[str, Any]:
     record = one.record
-    parts = {Cell: record.cell, Record: record, Timing: record.timing, Memory: record.memory, Score: record.score}
-    row: dict[str, Any] = {}
-    for field in _FIELDS:
-        value = getattr(parts[field.part], field.attribute, None)
-        if value is not None or field.name not in row:  # two parts may know a number, such as that of parameters
-            row[field.name] = _plain(value, field.kind)
     computed = {
         "label": one.label,
         "environment": one.environment,
@@ -110,17 +71,7 @@ def _row(one: Observation) -> dict[str, Any]:
         "overhead_s": record.overhead_s,
         "num_samples": len(record.timing.samples_ms) if record.timing else None,
     }
-    return row | computed | token_rates(record)
-
-
-def _plain(value: Any, kind: str) -> Any:
-    if kind == "list":
-        return list(value or ())
-    if kind == "joined":
-        return " + ".join(value or ())
-    if kind == "json":
-        return "" if value is None else json.dumps(value, sort_keys=True)
-    return "" if value is None and kind == "string" else value
+    return flat_row(record) | computed | token_rates(record)
 
 
 def export(dirs: Iterable[str | Path], fmt: str, out: str | Path, table: str | None = None) -> Path:
@@ -157,7 +108,7 @@ def _frame(dirs: Iterable[str | Path]) -> pd.DataFrame:
 
 def _csv(dirs: Iterable[str | Path]) -> bytes:
     frame = _frame(dirs)
-    for name in (field.name for field in _FIELDS if field.kind == "list"):
+    for name in (field.name for field in FIELDS if field.kind == "list"):
         frame[name] = [json.dumps(values) if values else "" for values in frame[name]]
     return guard_frame(frame).to_csv(index=False, lineterminator="\n").encode()
 

@@ -15,7 +15,15 @@ from attn_zoo.statistics.growth import (
     fit_exponent,
     local_slopes,
 )
-from attn_zoo.statistics.medians import Ratio, median_interval, quartiles, time_ratio, time_summary
+from attn_zoo.statistics.medians import (
+    Ratio,
+    median_interval,
+    process_spread,
+    quartiles,
+    ratio_of_runs,
+    time_ratio,
+    time_summary,
+)
 from attn_zoo.statistics.paired import PairedDifference, mean_interval, paired_difference
 from attn_zoo.statistics.pooling import pool_records
 
@@ -34,7 +42,9 @@ __all__ = [
     "median_interval",
     "paired_difference",
     "pool_records",
+    "process_spread",
     "quartiles",
+    "ratio_of_runs",
     "time_ratio",
     "time_summary",
 ]

@@ -34,7 +34,10 @@ class Numbers:
         best_step: after which update they were taken.
         num_tokens: trained on, padding excluded.
         num_positions: likewise, padding included.
-        train_s: seconds of training.
+        train_s: seconds of training, evaluation excluded.
+        compile_s: seconds of those updates that compiled the model or captured a graph.
+        compile_tokens: trained on in them.
+        eval_s: seconds of evaluations.
         train_flops: so far.
         peak_bytes: most memory in use while training.
         kernels: paths that ran.
@@ -50,12 +53,21 @@ class Numbers:
     num_tokens: int = 0
     num_positions: int = 0
     train_s: float = 0.0
+    compile_s: float = 0.0
+    compile_tokens: int = 0
+    eval_s: float = 0.0
     train_flops: float | None = 0.0
     peak_bytes: int | None = None
     kernels: list[str] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
     pretrain_s: float | None = None
     pretrain_flops: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of training, padding excluded; of updates that compile nothing, where there are some."""
+        tokens, seconds = self.num_tokens - self.compile_tokens, self.train_s - self.compile_s
+        return tokens / seconds if tokens and seconds > 0 else self.num_tokens / self.train_s
 
     def take_pretraining(self, before: Numbers) -> None:
         """Record what pretraining cost."""

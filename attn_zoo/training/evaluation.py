@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from attn_zoo.records import LOWER_IS_BETTER
 from attn_zoo.tasks import Metric
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
-from attn_zoo.training.batches import Batcher, Feed
+from attn_zoo.training.batches import Batch, Batcher, Feed
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.seeding import derive_seed, seed_everything
 
@@ -53,7 +54,21 @@ def is_better(metric: str, one: tuple[float, float], other: tuple[float, float])
     return (sign * one[0], -one[1]) > (sign * other[0], -other[1])
 
 
+Scored = tuple[Tensor, ...]
+"""Of each label of a batch: its loss (float64), whether the prediction is right, and whether it counts."""
+
+
 @torch.no_grad()
+def score_batch(
+    model: nn.Module, objective: AbstractObjective, dtype: str, batch: Batch, *, is_test: bool = False
+) -> Scored:
+    """Score a batch without waiting for the device."""
+    with precision(dtype, batch.tokens.device):
+        outputs = objective.outputs(model, batch)
+        predicted = objective.predictions(model, outputs, batch, is_test=is_test)
+    return objective.losses(outputs, batch).double(), predicted == batch.labels, batch.labels != IGNORED_LABEL
+
+
 def evaluate(
     model: nn.Module,
     objective: AbstractObjective,
@@ -64,28 +79,32 @@ def evaluate(
     seed: int,
     dtype: str = "float32",
     is_test: bool = False,
+    score_full: Callable[[Batch], Scored] | None = None,
 ) -> Evaluation:
     """Score a model as it is on all examples, in order; the last batch may be smaller and counts like any other.
 
-    Only with `is_test` may predictions cost more than one forward. The model is put into evaluation mode.
+    Only with `is_test` may predictions cost more than one forward. The model is put into evaluation mode. `score_full`
+    does for batches of `batch_size` examples what `score_batch` does, such as compiled.
     """
     model.eval()
     seed_everything(derive_seed(seed, "evaluation"))  # for variants that draw at evaluation too
     losses, correct, counts = [], [], []
+    parts: list[Scored] = []
     for rows in torch.split(torch.arange(len(feed.lengths)), batch_size):
         batch = batcher.batch(feed, rows)
-        with precision(dtype, batcher.device):
-            outputs = objective.outputs(model, batch)
-            predicted = objective.predictions(model, outputs, batch, is_test=is_test)
-        is_item = batch.labels != IGNORED_LABEL
-        losses.append(objective.losses(outputs, batch).double()[is_item])
-        correct.append((predicted == batch.labels)[is_item])
-        counts.append(is_item.view(len(rows), -1).sum(1))
-    all_losses, all_correct = torch.cat(losses).cpu(), torch.cat(correct).cpu()
+        if score_full is not None and len(rows) == batch_size:
+            parts.append(score_full(batch))
+        else:
+            parts.append(score_batch(model, objective, dtype, batch, is_test=is_test))
+    for batch_losses, batch_correct, is_item in parts:  # the device has all of its work by now
+        losses.append(batch_losses[is_item].cpu())
+        correct.append(batch_correct[is_item].cpu())
+        counts.append(is_item.view(len(is_item), -1).sum(1).cpu())
+    all_losses, all_correct = torch.cat(losses), torch.cat(correct)
     if not len(all_losses):
         raise ValueError("evaluate: no label of the split is scored")
     value = _value(batcher.spec.metric, all_losses, all_correct)
-    return Evaluation(float(all_losses.mean()), value, all_losses, all_correct, torch.cat(counts).cpu())
+    return Evaluation(float(all_losses.mean()), value, all_losses, all_correct, torch.cat(counts))
 
 
 def breakdown(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -89,7 +90,8 @@ def step_protocol(cell: Cell) -> Protocol:
     if cell.protocol is None or cell.batch_size is None:
         raise ConfigError(cell.id, [("", "expected a cell of scope model with protocol and batch_size")])
     fixed = {"batch_size": cell.batch_size, "is_full_length": True, "num_steps": NUM_STEPS}
-    return resolve_protocol(cell.protocol, overrides={**cell.overrides, **fixed})
+    protocol = resolve_protocol(cell.protocol, overrides={**cell.overrides, **fixed})
+    return replace(protocol, compile=bool(protocol.compile))
 
 
 def _generated(spec: TaskSpec, protocol: Protocol, seed: int) -> Split:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from attn_zoo.model import ModelConfig
 from attn_zoo.records import Cell
 from attn_zoo.registry import capabilities_of
 from attn_zoo.tasks import TaskSpec
-from attn_zoo.training.batches import Batcher, Feed
+from attn_zoo.training.batches import Batch, Batcher, Feed
 from attn_zoo.training.checkpoint import Numbers
-from attn_zoo.training.evaluation import Evaluation, evaluate, is_better
+from attn_zoo.training.evaluation import Evaluation, Scored, evaluate, is_better, score_batch
+from attn_zoo.training.graphed import Graphed
 from attn_zoo.training.objective import objective_for
 from attn_zoo.training.protocol import Protocol, require, weight_dtype
 from attn_zoo.training.seeding import derive_seed, seed_everything
@@ -23,6 +25,8 @@ from attn_zoo.training.updates import DivergedError, Updater
 
 class Trainer(Updater):
     """Train one model under one protocol; arguments as in `Updater`."""
+
+    _score: Callable[[Batch], Scored] | None = None
 
     def train(
         self,
@@ -44,8 +48,12 @@ class Trainer(Updater):
         self.model.load_state_dict(self.best_weights)
 
     def evaluate(self, feed: Feed, *, is_test: bool = False) -> Evaluation:
-        """Score the model as it is."""
-        return evaluate(
+        """Score the model as it is; compiled where it trains so, but for a test, whose predictions may take more."""
+        start = self._now()
+        if self._score is None and self.protocol.compile:
+            score = partial(score_batch, self.compiled, self.objective, self.dtype)
+            self._score = Graphed(score) if self.batcher.device.type == "cuda" else score
+        scored = evaluate(
             self.model,
             self.objective,
             self.batcher,
@@ -54,7 +62,10 @@ class Trainer(Updater):
             seed=self.seed,
             dtype=self.dtype,
             is_test=is_test,
+            score_full=None if is_test else self._score,
         )
+        self.numbers.eval_s += self._now() - start
+        return scored
 
     def _select(self, train_loss: float, scored: Evaluation) -> None:
         numbers = self.numbers

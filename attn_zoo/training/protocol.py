@@ -114,8 +114,8 @@ class Protocol:
         pretrain_steps: updates of it.
         pretrain_mask_prob: share of the tokens that are hidden. The paper: 0.5 for images, 0.15 for text, 0.1 for
             nested expressions.
-        compile: train through `torch.compile`; on a GPU and with `is_full_length` as CUDA graphs too. The same numbers
-            up to rounding, dropout excepted. Evaluation is not compiled.
+        compile: train and validate through `torch.compile`, on a GPU as CUDA graphs too; None does so on a GPU only.
+            The same numbers up to rounding, dropout excepted. Timed training steps are as written where it is None.
 
     Raises:
         ConfigError: a number is out of range.
@@ -153,7 +153,7 @@ class Protocol:
     pretrain: Literal["", "masked", "causal"] = ""
     pretrain_steps: int = 0
     pretrain_mask_prob: float = 0.15
-    compile: bool = False
+    compile: bool | None = False
 
     def __post_init__(self) -> None:
         positive = ("num_steps", "batch_size", "eval_every", "eval_batch_size", "pad_multiple", "base_lr")
@@ -233,6 +233,7 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
                 warmup_steps=1_000,
                 num_steps=5_000,
                 eval_every=50,
+                compile=None,
             ),
             Protocol(
                 name="lra-original",
@@ -262,6 +263,7 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
                 num_steps=5_000,
                 eval_every=200,
                 is_full_length=True,
+                compile=None,
             ),
         )
     }

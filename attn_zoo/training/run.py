@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, final
@@ -89,6 +89,7 @@ def run_training(
     weights_path: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
     before_training: Callable[[nn.Module, bool], object] | None = None,
+    after_evaluation: Callable[[str, Mapping[str, float]], object] | None = None,
 ) -> TrainingResult:
     """Train and score the variant of an accuracy cell.
 
@@ -102,6 +103,7 @@ def run_training(
         weights_path: where to write the selected weights; None writes none.
         progress: called after every update.
         before_training: called with each model that is about to train, and whether its batches are padded.
+        after_evaluation: called with the phase and its newest entry of the curve.
 
     Raises:
         UnknownNameError: variant, task, level or protocol does not exist.
@@ -112,12 +114,24 @@ def run_training(
     task_class: type[AbstractTask] = tasks[cell.task]
     task = task_class(cell.level, data_dir=data_dir)
     protocol = resolve_protocol(cell.protocol, task_settings=task.settings.get(cell.protocol), overrides=cell.overrides)
+    if protocol.compile is None:
+        protocol = replace(protocol, compile=torch.device(cell.device).type == "cuda")
     kernels: list[str] = []
     try:
         with recording() as kernels:
-            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, progress, before_training)
+            hooks = _Hooks(progress, before_training, after_evaluation)
+            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, hooks)
     except UnsupportedError as error:
         return TrainingResult(status="unsupported", reason=error.reason, kernels=tuple(kernels))
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooks:
+    """What the caller wants to hear of; see `run_training`."""
+
+    progress: Callable[[Progress], None] | None
+    before_training: Callable[[nn.Module, bool], object] | None
+    after_evaluation: Callable[[str, Mapping[str, float]], object] | None
 
 
 def _train(
@@ -127,8 +141,7 @@ def _train(
     kernels: list[str],
     checkpoint_dir: Path | None,
     weights_path: Path | None,
-    progress: Callable[[Progress], None] | None,
-    before_training: Callable[[nn.Module, bool], object] | None,
+    hooks: _Hooks,
 ) -> TrainingResult:
     trainer, config = make_trainer(cell, task.spec, protocol)
     objective, batcher, model = trainer.objective, trainer.batcher, trainer.model
@@ -136,16 +149,16 @@ def _train(
     if protocol.pretrain:
         pretrainer = make_pretrainer(config, batcher, protocol, seed=cell.seed, dtype=cell.dtype)
         pretrainer.check(objective.encoder(model))
-    if before_training is not None:
+    if hooks.before_training is not None:
         for each in (trainer, pretrainer):
             if each is not None:
-                before_training(each.model, batcher.has_mask)
+                hooks.before_training(each.model, batcher.has_mask)
 
     identity = _identity(cell, task, protocol)
 
     def phase(updater: Updater, name: PhaseName) -> _Phase:
         path = None if checkpoint_dir is None else checkpoint_dir / f"{cell.key}.{name}.safetensors"
-        return _Phase(updater, name, path, f"{identity}/{name}", kernels, progress)
+        return _Phase(updater, name, path, f"{identity}/{name}", kernels, hooks)
 
     now, before = phase(trainer, "train"), None if pretrainer is None else phase(pretrainer, "pretrain")
     num_params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -200,7 +213,9 @@ def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score:
         num_params=sum(part.numel() for part in trainer.model.parameters() if part.requires_grad),
         train_flops=numbers.train_flops,
         train_s=numbers.train_s,
-        tokens_per_s=numbers.num_tokens / numbers.train_s,
+        compile_s=numbers.compile_s,
+        eval_s=numbers.eval_s,
+        tokens_per_s=numbers.tokens_per_s,
         curve=tuple(numbers.curve),
         correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()) if has_correct else "",
         breakdown=breakdown(test, feed.groups, spec.group_axes, spec.metric),
@@ -222,7 +237,7 @@ class _Phase:
     path: Path | None
     identity: str
     kernels: list[str]
-    progress: Callable[[Progress], None] | None
+    hooks: _Hooks
 
     def resume(self) -> bool:
         """Continue from the checkpoint; return whether there is one."""
@@ -236,12 +251,16 @@ class _Phase:
         numbers.kernels = list(self.kernels)
         if self.path is not None:
             self.updater.save(self.path, self.identity)
+        if self.hooks.after_evaluation is not None:
+            self.hooks.after_evaluation(self.name, numbers.curve[-1])
 
     def after_step(self, step: int) -> None:
-        if self.progress is not None:
+        if self.hooks.progress is not None:
             curve = self.updater.numbers.curve
             validation = curve[-1].get("validation") if curve else None
-            self.progress(Progress(phase=self.name, step=step, num_steps=self.updater.num_steps, validation=validation))
+            self.hooks.progress(
+                Progress(phase=self.name, step=step, num_steps=self.updater.num_steps, validation=validation)
+            )
 
     def forget(self) -> None:
         """Remove the checkpoint."""

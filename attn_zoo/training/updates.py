@@ -3,34 +3,27 @@
 Every random draw is a function of seed and step, so that an interrupted run continues with the same results on the same
 machine. The host never waits for the device inside a step.
 
-A small model's update is hundreds of kernels of microseconds, and the host takes longer to launch them than the GPU to
-run them: `GraphedUpdate` makes forward, loss, backward and optimiser one CUDA graph. The first updates of every batch
-shape run as they are (so kernels are compiled and chosen, and nothing is done twice); then one is captured, and
-replayed from there on. Random numbers of the device follow its generator at every replay, so that dropout is what it
-would be without. What a graph would freeze is not captured: a model that draws on the host. What cannot be captured,
-such as a model that asks the device for a number, goes on as before.
+A compiled model's forward, loss, backward and optimiser are one CUDA graph on a GPU (`training.graphed`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attn_zoo.kernels.trace import note_path
 from attn_zoo.training.batches import Batch, Batcher, DataOrder, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
 from attn_zoo.training.evaluation import precision
+from attn_zoo.training.graphed import NUM_PLAIN, Graphed
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.protocol import Protocol, learning_rate
 from attn_zoo.training.seeding import derive_seed, seed_everything
@@ -87,12 +80,14 @@ class Updater:
         self.num_steps, self.seed, self.dtype = num_steps, seed, dtype
         self.optimizer = make_optimizer(model, protocol)
         self.flops = CompiledFlopCounter(model) if protocol.compile else FlopCounter(model)
-        self._compiled, self._run = model, self._learn
+        self.compiled: nn.Module = model
+        self._run: Callable[[Batch], object] = self._learn
         if protocol.compile:
             dynamic = False if batcher.is_full_length else None
-            self._compiled = cast(nn.Module, torch.compile(model, dynamic=dynamic))
-            if batcher.is_full_length and batcher.device.type == "cuda":
-                self._run = GraphedUpdate(self._learn)
+            self.compiled = cast(nn.Module, torch.compile(model, dynamic=dynamic))
+            if batcher.device.type == "cuda":
+                self._run = Graphed(self._learn)
+        self._num_seen: Counter[Hashable] = Counter()  # updates by their shape
         self.numbers = Numbers()
         self.best_weights: dict[str, Tensor] = {}
         self._step = torch.zeros((), dtype=torch.int64, device=batcher.device)
@@ -174,15 +169,25 @@ class Updater:
             DivergedError: loss or gradient was not finite in one of the latest updates.
         """
         step = self.numbers.step + 1
-        self._update(step, self.batcher.batch(feed, order.rows(step)))
+        batch = self.batcher.batch(feed, order.rows(step))
+        if self.protocol.compile and self._num_seen[batch.shapes] < self.num_unlike:
+            self._num_seen[batch.shapes] += 1
+            start = self._now()
+            self._update(step, batch)
+            self.numbers.compile_s += self._now() - start
+            self.numbers.compile_tokens += batch.num_tokens
+        else:
+            self._update(step, batch)
         if step % _LOOK_EVERY == 0:
             self._look()
         self.numbers.step = step
 
     @property
     def num_unlike(self) -> int:
-        """First updates of a batch shape that run otherwise than all that follow: until a CUDA graph is captured."""
-        return NUM_EAGER + 1 if isinstance(self._run, GraphedUpdate) else 0
+        """First updates of a batch shape that run otherwise than all that follow: they compile, or capture a graph."""
+        if isinstance(self._run, Graphed):
+            return NUM_PLAIN + 1
+        return int(self.protocol.compile is True)
 
     def launch_singly(self) -> None:
         """Use no CUDA graph from here on: what happens inside one is hidden from the allocator's statistics."""
@@ -214,10 +219,10 @@ class Updater:
         self.numbers.num_tokens += batch.num_tokens
         self.numbers.num_positions += batch.num_positions
 
-    def _learn(self, batch: Batch) -> None:
+    def _learn(self, batch: Batch) -> tuple[()]:
         """Make an update on the device; nothing here depends on the host."""
         with precision(self.dtype, self.batcher.device):
-            outputs = self.objective.outputs(self._compiled, batch)
+            outputs = self.objective.outputs(self.compiled, batch)
         loss = self.objective.loss(outputs, batch)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -229,6 +234,7 @@ class Updater:
         is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm)) & (self._first_bad == 0)
         self._first_bad += is_bad * self._step
         self._loss_sum += loss.detach()
+        return ()
 
     def _look(self) -> None:
         if (step := int(self._first_bad)) > 0:
@@ -269,88 +275,3 @@ def _peak_bytes(device: torch.device) -> int | None:
         return None
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return highest if sys.platform == "darwin" else 1024 * highest
-
-
-GRAPH_PATH = "cuda_graph"
-"""Noted among the kernels of a run when its first update is captured."""
-
-NUM_EAGER = 3
-"""Updates of a shape before it is captured."""
-
-MAX_SHAPES = 16
-"""Shapes captured at most: each keeps the memory of an update."""
-
-
-class GraphedUpdate:
-    """Calls `update(batch)`, from its third time on as a graph.
-
-    Args:
-        update: reads the batch, and beside it only tensors that stay where they are. It must leave nothing to the host.
-        cuda: what to use as `torch.cuda`.
-
-    Attributes:
-        reason: why nothing is captured any more, or empty.
-    """
-
-    def __init__(self, update: Callable[[Batch], None], cuda: Any = torch.cuda) -> None:
-        self.reason = ""
-        self._update, self._cuda = update, cuda
-        self._num_seen: dict[Hashable, int] = {}
-        self._captured: dict[Hashable, tuple[Any, Batch]] = {}
-        self._stream: Any = None
-
-    def __call__(self, batch: Batch) -> None:
-        """Make one update."""
-        shape = (*batch.shapes, batch.labels.shape, batch.key_padding_mask is None, batch.other_padding_mask is None)
-        if shape not in self._captured:
-            seen = self._num_seen[shape] = self._num_seen.get(shape, 0) + 1
-            may_capture = seen > NUM_EAGER and not self.reason and len(self._captured) < MAX_SHAPES
-            if not (may_capture and self._capture(shape, batch)):
-                self._plain(batch)
-                return
-        graph, held = self._captured[shape]
-        for name, tensor in _tensors(held).items():
-            tensor.copy_(getattr(batch, name))
-        graph.replay()
-
-    def _plain(self, batch: Batch) -> None:
-        """Run as it is, on the stream that will be captured: what torch keeps for a stream is then there."""
-        cuda, before = self._cuda, _host_states()
-        self._stream = self._stream or cuda.Stream()
-        self._stream.wait_stream(cuda.current_stream())
-        with cuda.stream(self._stream):
-            self._update(batch)
-        cuda.current_stream().wait_stream(self._stream)
-        if _host_states() != before:
-            self.reason = "the model draws random numbers on the host"
-
-    def _capture(self, shape: Hashable, batch: Batch) -> bool:
-        """Capture an update without running it; return whether that was possible."""
-        cuda = self._cuda
-        kept: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
-        held = replace(batch, **kept)
-        graph = cuda.CUDAGraph()
-        # A capture that fails leaves the generator believing that it goes on.
-        generator = cuda.default_generators[cuda.current_device()]
-        before = generator.clone_state()
-        try:
-            with cuda.graph(graph, stream=self._stream):
-                self._update(held)
-        except RuntimeError as error:
-            generator.graphsafe_set_state(before)
-            self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"
-            return False
-        note_path(GRAPH_PATH)
-        self._captured[shape] = graph, held
-        return True
-
-
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    values = {item.name: getattr(batch, item.name) for item in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _host_states() -> tuple[object, ...]:
-    """Return the states of the host's generators, comparable."""
-    numbers = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the global one is what a variant may use
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), numbers["key"].tobytes(), numbers["pos"]

@@ -20,7 +20,7 @@ from attn_zoo.maps.attention import MixerCall, attention_map, capture_calls, hea
 from attn_zoo.maps.find import find_weights
 from attn_zoo.maps.head_panels import Bins, PooledWeights, draw_heads, make_bins, pool_weights
 from attn_zoo.report.figures.heat import weight_shades
-from attn_zoo.report.figures.style import format_of, save_figure
+from attn_zoo.report.figures.svg import format_of, save_figure
 from attn_zoo.training.weights import load_trained
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from attn_zoo.errors import ConfigError
-from attn_zoo.report.compare import agreement, compare, compare_scores, compare_tables
+from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.report.compare import compare
 from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 
 
@@ -22,14 +22,14 @@ def timed(*arguments, **more):
     return replace(record, timing=replace(record.timing, samples_ms=mixed))
 
 
-def compare_table(frame):
-    (table,) = compare_tables(frame, [])
+def compare_table(a, b):
+    (table,) = compare(a, b).tables()
     return table
 
 
 def verdicts(tmp_path, records_a, records_b, **more):
     a, b = write_run(tmp_path / "a", records_a), write_run(tmp_path / "b", records_b)
-    return compare(a, b, **more).set_index(["label", "seq_len"])
+    return compare(a, b, **more).times.set_index(["label", "seq_len"])
 
 
 def test_faster_slower_same_and_missing(tmp_path):
@@ -47,9 +47,129 @@ def test_faster_slower_same_and_missing(tmp_path):
 
 
 def test_touching_intervals_are_the_same(tmp_path):
-    found = verdicts(tmp_path, [scaling("v", 512, 10.0, spread=0.3)], [scaling("v", 512, 10.3, spread=0.3)])
+    found = verdicts(tmp_path, [scaling("v", 512, 10.0, spread=0.08)], [scaling("v", 512, 10.1, spread=0.08)])
     assert found.iloc[0]["verdict"] == "same"
     assert found.iloc[0]["ratio_low"] < 1 < found.iloc[0]["ratio_high"]
+
+
+def test_wide_intervals_that_touch_say_nothing(tmp_path):
+    found = verdicts(tmp_path, [scaling("v", 512, 10.0, spread=0.3)], [scaling("v", 512, 10.3, spread=0.3)])
+    assert (found.iloc[0]["verdict"], found.iloc[0]["why"]) == ("cannot say", "too uncertain to say")
+    assert found.iloc[0]["ratio_low"] < 1 < found.iloc[0]["ratio_high"]
+
+
+def test_a_run_beside_itself_is_the_same_in_every_cell(tmp_path):
+    """However few processes, wide intervals or doubtful flags it has: it is one measurement."""
+    flagged = timed("v", 1024, 10.0)
+    flagged = replace(flagged, timing=replace(flagged.timing, flags=("loaded_host",)))
+    a = write_run(tmp_path / "a", [scaling("v", 512, 10.0, spread=0.5), flagged, *trained({"full": [0.5, 0.6, 0.7]})])
+    found = compare(a, a)
+    assert set(found.times["verdict"]) == {"same"}
+    assert {row["verdict"] for row in found.scores} == {"same"}
+    assert found.worse == []
+
+
+@pytest.mark.parametrize("flag", ["loaded_host", "waiting", "throttled", "clock_changed", "other_gpu_process"])
+def test_what_was_disturbed_gives_no_verdict_unless_that_is_allowed(tmp_path, flag):
+    disturbed = timed("v", 512, 20.0)
+    disturbed = replace(disturbed, timing=replace(disturbed.timing, flags=(flag, "outliers")))
+    a, b = write_run(tmp_path / "a", [timed("v", 512, 10.0)]), write_run(tmp_path / "b", [disturbed])
+    row = compare(a, b).times.iloc[0]
+    assert (row["verdict"], row["why"]) == ("cannot say", f"disturbed ({flag.replace('_', ' ')})")
+    assert compare(a, b).worse == []
+    allowed = compare(a, b, allow=["flagged"])
+    assert (allowed.times.iloc[0]["verdict"], len(allowed.worse)) == ("slower", 1)
+
+
+def test_other_options_of_a_variant_do_not_pair_up_whatever_the_label(tmp_path):
+    a = write_run(tmp_path / "a", [timed("v", 512, 10.0, options={"proj_len": 128})])
+    b = write_run(tmp_path / "b", [timed("v", 512, 20.0, options={"proj_len": 256})])
+    with pytest.raises(ConfigError, match=r'they differ in options \({"proj_len": 128} against {"proj_len": 256}\)'):
+        compare(a, b).tables()
+    c = write_run(tmp_path / "c", [timed("v", 512, 20.0, options={"proj_len": 128}, label="mine")])
+    assert compare(a, c).times.iloc[0]["verdict"] == "slower"
+
+
+def test_of_a_variant_whose_source_changed_within_a_run_the_latest_counts(tmp_path):
+    old, new = (
+        replace(timed("v", 512, ms, variant_digest=digest), started=started)
+        for ms, digest, started in ((10.0, "old", "2026-01-01T00:00:00"), (30.0, "new", "2026-01-02T00:00:00"))
+    )
+    a, b = write_run(tmp_path / "a", [old]), write_run(tmp_path / "b", [new, old])
+    assert compare(a, b).times.iloc[0]["ratio"] == pytest.approx(3.0)
+
+
+def test_other_protocols_pair_up_only_where_that_is_allowed(tmp_path):
+    a = write_run(tmp_path / "a", [timed("v", 512, 10.0), *trained({"full": [0.5, 0.52, 0.54]})])
+    other = trained({"full": [0.5, 0.52, 0.54]}, protocol_version=2)
+    b = write_run(tmp_path / "b", [timed("v", 512, 20.0, protocol_version=2), *other])
+    assert set(compare(a, b).times["verdict"]) == {"only in a", "only in b"}
+    found = compare(a, b, allow=["protocol"])
+    assert (list(found.times["verdict"]), [row["verdict"] for row in found.scores]) == (["slower"], ["same"])
+    with pytest.raises(UnknownNameError, match="did you mean 'protocol'"):
+        compare(a, b, allow=["protocols"])
+
+
+# --- what fails a build ---
+
+
+def heavier(record, factor):
+    return replace(record, memory=replace(record.memory, peak_bytes=round(factor * record.memory.peak_bytes)))
+
+
+def test_only_what_is_worse_whatever_the_noise_was_counts(tmp_path):
+    before = [timed("v", length, 10.0) for length in (512, 1024, 2048, 4096, 8192)]
+    after = [
+        timed("v", 512, 10.4),  # less than the limit
+        timed("v", 1024, 12.0),
+        scaling("v", 2048, 12.0),  # one process knows nothing
+        heavier(timed("v", 4096, 10.0), 1.2),
+        scaling("v", 8192, status="crashed", reason="signal 11"),
+    ]
+    a, b = write_run(tmp_path / "a", before), write_run(tmp_path / "b", after)
+    found = compare(a, b, limit=0.05)
+    said = sorted(found.worse)
+    assert [text.partition(":")[0] for text in said] == ["v fwd L1024", "v fwd L4096", "v fwd L8192"]
+    assert said[0].endswith("times the time")
+    assert said[1:] == ["v fwd L4096: 1.2 times the memory", "v fwd L8192: crashed: signal 11"]
+    assert compare(b, a).worse == [], "what becomes better fails nothing"
+    assert compare(a, b, limit=0.3).worse == ["v fwd L8192: crashed: signal 11"]
+
+
+def test_scores_count_only_where_all_of_the_interval_is_worse(tmp_path):
+    before = {"full": [0.5, 0.51, 0.52], "luna": [0.5, 0.51, 0.52], "linformer": [0.5, 0.51, 0.52], "gone": [0.5]}
+    after = {"full": [0.4, 0.41, 0.42], "luna": [0.49, 0.5, 0.51], "linformer": [0.3, 0.45, 0.6]}
+    failed = [accuracy("gone", 0, None, status="diverged")]
+    a, b = write_run(tmp_path / "a", trained(before)), write_run(tmp_path / "b", [*trained(after), *failed])
+    assert compare(a, b, limit=0.05).worse == [
+        "full on listops: 41.0 % after 51.0 %",
+        "gone on listops: no score any more",
+    ]
+
+
+def test_the_comment_for_a_pull_request_names_the_worst_first_and_folds_the_rest(tmp_path):
+    lengths = [2**power for power in range(5, 17)]
+    slow = {512: 2.0, 1024: 1.5}
+    hostile = "<script>|`x`"
+    before = [timed(hostile, length, 10.0) for length in lengths]
+    after = [timed(hostile, length, 10.0 * slow.get(length, 1.0001)) for length in lengths]
+    a, b = write_run(tmp_path / "a", before), write_run(tmp_path / "b", after)
+    text = compare(a, b, limit=0.05).markdown()
+    assert text.startswith("## 2 worse by more than 5 %\n")
+    shown, folded = text.split("<details>")
+    open_rows = [line for line in shown.splitlines() if line.startswith("| &lt;script&gt;\\|\\`x")]
+    assert [line.rsplit("|", 2)[1].strip() for line in open_rows] == ["slower", "slower"]
+    assert " 512 " in open_rows[0]
+    assert "<summary>All 12 cells</summary>" in folded
+    assert folded.count("| &lt;") == 12
+    assert "<script>" not in text
+
+
+def test_a_comment_is_never_longer_than_a_pull_request_takes(tmp_path):
+    records = [scaling(f"{index:04}_{'name' * 120}", 512, 10.0) for index in range(150)]
+    text = compare(*(write_run(tmp_path / side, records) for side in "ab")).markdown()
+    assert 40_000 < len(text) < 65_536
+    assert "All 150 cells (" in text
 
 
 def test_a_new_version_of_the_source_is_compared_with_the_old(tmp_path):
@@ -72,19 +192,19 @@ def test_another_environment_is_refused_unless_allowed(tmp_path):
     b = write_run(tmp_path / "b", [replace(timed("v", 512, 5.0), environment=other.digest)], environment=other)
     with pytest.raises(ConfigError, match=r"differ in environment \(cpu\)"):
         compare(a, b)
-    assert compare(a, b, allow_other_environment=True).iloc[0]["verdict"] == "faster"
+    assert compare(a, b, allow=["environment"]).times.iloc[0]["verdict"] == "faster"
 
 
 def test_another_commit_on_the_same_machine_is_fine(tmp_path):
     newer = replace(MACHINE, commit="ffff", is_dirty=True)
     a = write_run(tmp_path / "a", [scaling("v", 512, 10.0)])
     b = write_run(tmp_path / "b", [scaling("v", 512, 10.0)], environment=newer)
-    assert compare(a, b).iloc[0]["verdict"] == "same"
+    assert compare(a, b).times.iloc[0]["verdict"] == "same"
 
 
 def test_empty_runs_and_no_results_folder(tmp_path):
     a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [])
-    assert len(compare(a, b)) == 0
+    assert len(compare(a, b).times) == 0
     with pytest.raises(ConfigError, match="not a results folder"):
         compare(a, tmp_path)
 
@@ -92,16 +212,17 @@ def test_empty_runs_and_no_results_folder(tmp_path):
 def test_people_see_both_times_the_ratio_and_whether_the_runs_agree(tmp_path):
     a = write_run(tmp_path / "a", [timed("v", 512, 10.0), timed("v", 1024, 10.0), timed("v", 2048, 10.0)])
     b = write_run(tmp_path / "b", [timed("v", 512, 10.001), timed("v", 1024, 20.0), timed("w", 512, 1.0)])
-    frame = compare(a, b)
-    table = compare_table(frame)
+    table = compare_table(a, b)
     rows = {row[2]: row for row in table.texts()}
     assert set(rows) == {"512", "1k"}, "what only one side has is no comparison"
     assert (rows["512"][-1], rows["1k"][-1]) == ("agree", "slower")
     assert rows["1k"][3] == "10.1 ms [9.98, 10.1]"
     assert rows["1k"][4].startswith("20")
-    assert rows["1k"][5].startswith("2 [1.9")
+    assert rows["1k"][5].startswith("2 [")
+    ends = [table.rows[1][f"ratio_{end}"] for end in ("low", "high")]
+    assert 1.98 < ends[0] < 2 < ends[1] < 2.02
     assert "covers what differs between the 3 processes" in table.note
-    said = agreement(frame)
+    said = compare(a, b).agreement
     assert said.startswith("1 of 2 cells agree, with ratios known to a factor of 1.0")
     assert said.endswith("either way (median); 1 slower in the second; 1 only in the first; 1 only in the second")
 
@@ -109,11 +230,11 @@ def test_people_see_both_times_the_ratio_and_whether_the_runs_agree(tmp_path):
 def test_the_note_tells_several_processes_from_one(tmp_path):
     many = [repeated(scaling("v", length, 10.0)) for length in (512, 1024)]
     a, b = write_run(tmp_path / "a", many), write_run(tmp_path / "b", many)
-    found = compare_table(compare(a, b))
+    found = compare_table(a, b)
     assert "covers what differs between the 3 processes that took the samples." in found.note
     assert [row["num_processes_a"] for row in found.rows] == [3, 3]
     c = write_run(tmp_path / "c", [scaling("v", 512, 10.0)])
-    assert "of a single one it is the doubt within one process only" in compare_table(compare(a, c)).note
+    assert "of a single one it is the doubt within one process only" in compare_table(a, c).note
 
 
 def test_runs_without_a_common_cell_are_an_error_that_shows_one_of_each(tmp_path):
@@ -122,10 +243,10 @@ def test_runs_without_a_common_cell_are_an_error_that_shows_one_of_each(tmp_path
     with pytest.raises(
         ConfigError, match=r"first has 2, such as v fwd L512 float32 on cpu, the second 1, such as w bwd"
     ):
-        compare_table(compare(a, b))
-    failed = write_run(tmp_path / "c", [scaling("v", 512, status="timeout", reason="60 s")])
+        compare_table(a, b)
+    failed = write_run(tmp_path / "c", [scaling("w", 512, status="timeout", reason="60 s")])
     with pytest.raises(ConfigError, match="the second none that was measured"):
-        compare_table(compare(a, failed))
+        compare_table(a, failed)
 
 
 def test_unchanged_code_is_not_faster_in_runs_of_one_process(tmp_path):
@@ -134,7 +255,7 @@ def test_unchanged_code_is_not_faster_in_runs_of_one_process(tmp_path):
     assert found.iloc[0]["verdict"] == "cannot say"
     mixed = verdicts(tmp_path / "mixed", [timed("v", 512, 10.0)], [scaling("v", 512, 5.0)])
     assert mixed.iloc[0]["verdict"] == "cannot say"
-    said = agreement(found.reset_index())
+    said = compare(tmp_path / "a", tmp_path / "b").agreement
     assert "1 apart, but of one process, so that nobody can say" in said
 
 
@@ -150,20 +271,20 @@ def test_no_cell_in_common_names_the_field_that_differs(tmp_path, changes, words
     a = write_run(tmp_path / "a", [scaling("v", n, 10.0) for n in (512, 1024)])
     b = write_run(tmp_path / "b", [scaling("v", n, 10.0, **changes) for n in (512, 1024)])
     with pytest.raises(ConfigError, match=words):
-        compare_table(compare(a, b))
+        compare_table(a, b)
 
 
 def test_cells_of_another_protocol_beside_common_ones_say_which(tmp_path):
     a = write_run(tmp_path / "a", [scaling("v", 512, 10.0), scaling("v", 1024, 10.0, protocol_version=3)])
     b = write_run(tmp_path / "b", [scaling("v", 512, 10.0), scaling("v", 1024, 10.0, protocol_version=2)])
-    assert agreement(compare(a, b)).endswith("only in the second: they differ in protocol_version (3 against 2)")
+    assert compare(a, b).agreement.endswith("only in the second: they differ in protocol_version (3 against 2)")
 
 
 def test_where_no_field_differs_as_a_whole_the_nearest_pair_tells(tmp_path):
     a = write_run(tmp_path / "a", [scaling("v", 512, 10.0), scaling("w", 1024, 10.0)])
     b = write_run(tmp_path / "b", [scaling("v", 1024, 10.0), scaling("w", 512, 10.0)])
     with pytest.raises(ConfigError, match=r"they differ in (label|seq_len) \("):
-        compare_table(compare(a, b))
+        compare_table(a, b)
 
 
 def trained(values, **cell):
@@ -178,10 +299,10 @@ def test_scores_are_compared_by_seed(tmp_path):
     before = {"full": [0.5, 0.52, 0.54], "linformer": [0.3, 0.31, 0.32], "bigbird": [0.4, 0.4, 0.41], "luna": [0.4]}
     after = {"full": [0.6, 0.62, 0.641], "linformer": [0.2, 0.21, 0.221], "bigbird": [0.41, 0.39, 0.41], "luna": [0.5]}
     a, b = write_run(tmp_path / "a", trained(before)), write_run(tmp_path / "b", trained(after))
-    rows = compare_scores(a, b)
+    rows = compare(a, b).scores
     found = {row["label"]: row["verdict"] for row in rows}
     assert found == {"full": "better", "linformer": "worse", "bigbird": "same", "luna": "cannot say"}
-    (table,) = compare_tables(compare(a, b), rows)
+    (table,) = compare(a, b).tables()
     texts = {row[0]: row for row in table.texts()}
     assert texts["full"][3:5] == ["52.0 %", "62.0 %"]
     assert texts["full"][5].startswith("+10.0 [+9.")
@@ -193,4 +314,4 @@ def test_scores_of_other_protocols_say_which(tmp_path):
     a = write_run(tmp_path / "a", trained(values))
     b = write_run(tmp_path / "b", trained(values, protocol="lra-small"))
     with pytest.raises(ConfigError, match=r"they differ in protocol \(cpu-small against lra-small\)"):
-        compare_tables(compare(a, b), compare_scores(a, b))
+        compare(a, b).tables()

@@ -75,6 +75,26 @@ def test_an_unfinished_run_says_so_everywhere(unfinished):
     assert_legible(strip.figure)
 
 
+def test_a_cell_that_waits_for_processes_is_shown_with_those_it_has(tmp_path):
+    records = [scaling("full", n) for n in LENGTHS[:3]]
+    run = write_run(
+        tmp_path / "run", records[:2], planned=pack_cells(each.cell for each in records), stopped="time limit"
+    )
+    begun = run / "parts"
+    begun.mkdir()
+    for number in (1, 2):
+        (begun / f"{records[2].cell.key}-{number}.json").write_text(records[2].to_json(), encoding="utf-8")
+    (begun / f"{records[0].cell.key}-1.json").write_text(records[0].to_json(), encoding="utf-8")  # left by a kill
+    analysis = analyse([run])
+    assert completeness(analysis) == (
+        "2 of 3 cells; left (time limit): 1 with fewer processes than planned, shown all the same."
+    )
+    assert not analysis.results.warnings, "nothing is pooled that belongs apart"
+    ((points),) = [series.points for panel in analysis.panels for series in panel.series]
+    assert [point.seq_len for point in points] == LENGTHS[:3]
+    assert [point.num_processes for point in points] == [1, 1, 2]
+
+
 def test_a_variant_of_which_nothing_was_run_has_its_row(tmp_path):
     done, left = scaling("full", 512), scaling("bigbird", 512)
     run = write_run(tmp_path / "run", [done], planned=pack_cells([done.cell, left.cell]))
@@ -255,7 +275,7 @@ def test_the_front_of_a_report_is_one_sentence_one_figure_one_table_and_a_few_li
     assert headings[1:4] == ["1k", "4k", "32k"]
     assert headings[-1] == "listops (short), cpu-small, accuracy"
     rows = {row[0]: row for row in front.texts()}
-    assert rows["fastest"][1:4] == ["linformer", "linformer", "linformer"]
+    assert rows["best"][1:4] == ["linformer", "linformer", "linformer"]
     assert TIMES in rows["linformer"][3]
     assert rows["full"][-1] == "37.8 %"
     assert len(findings(analysis)) <= 7

@@ -11,7 +11,7 @@ import torch
 
 from attn_zoo.records import Score
 from attn_zoo.training import batches, run_training, updates
-from attn_zoo.training.updates import GRAPH_PATH
+from attn_zoo.training.graphed import GRAPH_PATH
 from tests.training.toy_task import cell, toy_task
 
 
@@ -53,17 +53,27 @@ def expect_equal(plain: Score, compiled: Score, rel: float = 1e-4) -> None:
 )
 def test_a_traced_model_learns_the_same(monkeypatch, level, overrides):
     """Through torch's tracing and differentiation, without its code generator, which takes a minute."""
-    used = []
+    used, modes = [], []
     original = torch.compile
 
     def traced(model, **options):
         used.append(options)
-        return original(model, backend="aot_eager", dynamic=options["dynamic"])
+        compiled = original(model, backend="aot_eager", dynamic=options["dynamic"])
+
+        def called(*inputs):
+            modes.append(model.training)
+            return compiled(*inputs)
+
+        return called
 
     monkeypatch.setattr(torch, "compile", traced)
-    expect_equal(*scores(level, **overrides))
+    plain, compiled = scores(level, **overrides)
+    expect_equal(plain, compiled)
+    assert set(modes) == {True, False}, "training and validation"
+    assert plain.compile_s == 0.0 < (compiled.compile_s or 0.0) < compiled.train_s
+    assert (compiled.eval_s or 0.0) > 0.0
     assert len(used) == (2 if "pretrain" in overrides else 1)
-    assert all(options.keys() == {"dynamic"} for options in used), "CUDA graphs hold whole updates: training/graphs.py"
+    assert all(options.keys() == {"dynamic"} for options in used), "CUDA graphs hold whole updates: training/graphed.py"
 
 
 @pytest.mark.slow
@@ -72,7 +82,16 @@ def test_a_compiled_model_learns_the_same():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_full_length", [False, True], ids=["compiled", "cuda-graphs"])
+def test_long_range_arena_trains_compiled_on_a_gpu():
+    run = dataclasses.replace(cell("plain", num_steps=10, eval_every=5), device="cuda", protocol="lra-small")
+    result = run_training(run)
+    assert result.score is not None
+    assert result.score.settings["compile"] is True
+    assert GRAPH_PATH in result.kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_full_length", [False, True], ids=["lengths-of-batches", "full-length"])
 def test_on_a_gpu(is_full_length):
     plain, compiled = scores("plain", "cuda", is_full_length=is_full_length)
     expect_equal(plain, compiled, rel=1e-2)
@@ -121,7 +140,7 @@ def test_updates_of_one_shape_are_one_graph(variant):
     }
     run = dataclasses.replace(cell("plain", variant=variant, **overrides), device="cuda")
     one, two = run_training(run), run_training(run)
-    assert GRAPH_PATH in one.kernels, "it went on uncaptured; see GraphedUpdate.reason"
+    assert GRAPH_PATH in one.kernels, "it went on uncaptured; see Graphed.reason"
     assert one.score is not None
     assert two.score is not None
     assert one.score.curve == two.score.curve

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attn_zoo.attention import AbstractAttention, BuildContext
+from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.effective import AttentionCall, effective_weights
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs

@@ -208,14 +208,15 @@ def _expect_few_of_many(subject: Subject, build: BuildContext, what: str) -> Non
             expect_equals_reference(module, inputs, what)
             if _is_inexact(subject, module, inputs):
                 raise Violation(f"{what}: differs from exact attention", inputs.words())
-        if (
-            subject.capabilities.decode != "none"
-            and few < short
-            and _off_among_many(subject, build, subject.module(build), few, short) <= 1
-        ):
-            if _off_among_many(subject, long_build, module, few, long) > 1:
-                words = f"{few} queries of {long} keys give something else than among {long} queries"
-                raise Violation(f"{what}: {words}, as they do not among {short}", subject.form)
+        if subject.capabilities.decode == "none" or few >= short:
+            continue
+        alone, far_alone = (
+            _off_among_many(subject, each, subject.module(each), few, length)
+            for each, length in ((build, short), (long_build, long))
+        )
+        if alone <= 1 < far_alone:
+            words = f"{few} queries of {long} keys give something else than among {long} queries"
+            raise Violation(f"{what}: {words}, as they do not among {short}", subject.form)
 
 
 @torch.no_grad()

@@ -243,6 +243,8 @@ class _Compress(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         call = CompressCall(tuple(tensors[: ctx.num_tokens]), tuple(tensors[ctx.num_tokens :]), mask)
         module = _module(ctx.path)
+        if ctx.path == "triton":  # its kernels read them so; one copy serves both
+            grads = tuple(grad.contiguous() for grad in grads)
         of_tokens: Sequence[Tensor | None] = [None] * len(call.tokens)
         of_matrices: Sequence[Tensor | None] = [None] * len(call.matrices)
         with _without_autocast(call.tokens[0]):

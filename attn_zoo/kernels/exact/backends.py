@@ -14,9 +14,9 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_zoo.kernels.exact import flex_attention, xformers
+from attn_zoo.kernels.exact import flex_attention, varlen, xformers
 
-Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "flex", "xformers"]
+Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "varlen", "flex", "xformers"]
 
 DENSE_DROPOUT = "dropout"
 """What `select` calls dropout computed densely, a chunk of rows at a time, where no fused kernel has it."""
@@ -209,6 +209,12 @@ def _why_not_flash(call: ExactCall) -> str | None:
     return _gate(call, "flash", cuda.can_use_flash_attention)
 
 
+def _why_not_varlen(call: ExactCall) -> str | None:
+    if call.slopes is not None or (call.is_causal and call.key_padding_mask is not None):
+        return "it is offered for calls without ALiBi, and without a causal mask beside padding"
+    return varlen.why_not(call.query, needs_grad=call.needs_grad)
+
+
 def _why_not_xformers(call: ExactCall) -> str | None:
     if call.key_padding_mask is not None or call.slopes is not None:
         return "it is offered for calls without key_padding_mask and ALiBi only"
@@ -220,6 +226,7 @@ _WHY_NOT: dict[str, Callable[[ExactCall], str | None]] = {
     "flash": _why_not_flash,
     "efficient": lambda call: _outside_cuda(call) or _gate(call, "efficient", cuda.can_use_efficient_attention),
     "cudnn": lambda call: _outside_cuda(call) or _gate(call, "cudnn", cuda.can_use_cudnn_attention),
+    "varlen": _why_not_varlen,
     "flex": lambda call: flex_attention.why_not(call.query, needs_grad=call.needs_grad, dropout_p=call.dropout_p),
     "xformers": _why_not_xformers,
 }

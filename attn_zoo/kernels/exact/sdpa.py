@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.exact import flex_attention, xformers
+from attn_zoo.kernels.exact import flex_attention, varlen, xformers
 from attn_zoo.kernels.exact.backends import (
     DENSE_DROPOUT,
     PINS,
@@ -122,6 +122,8 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
         return _with_kernel(_math, call)
     if name == DENSE_DROPOUT:
         return _dropout
+    if name == "varlen":
+        return _varlen
     if name == "flex":
         return _flex
     if name == "xformers":
@@ -306,6 +308,17 @@ def _dropout(call: ExactCall) -> Tensor:
 
 
 # --- kernels of others ---
+
+
+def _varlen(call: ExactCall) -> Tensor:
+    return varlen.attend(
+        call.query,
+        call.key,
+        call.value,
+        is_causal=call.is_causal,
+        key_padding_mask=call.key_padding_mask,
+        dropout_p=call.dropout_p,
+    )
 
 
 def _flex(call: ExactCall) -> Tensor:

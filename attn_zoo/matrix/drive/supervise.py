@@ -1,6 +1,6 @@
 """Run the cells of one lane in order: what is hopeless is not started, and every end of a worker is a named outcome.
 
-Both engines use this function: on this machine, or inside a Ray task on another.
+Both engines use this function: on this machine, or on a node of a cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.records import STOPPERS, Environment, Record, Status
+from attn_zoo.records import STOPPERS, Ceilings, Environment, Record, Status
 from attn_zoo.statistics import pool_records
 
 Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
@@ -47,10 +47,23 @@ class Control:
         """Take the record of a cell."""
 
     def moved_to(self, environment: Environment) -> None:
-        """Take note that the next records come from another machine."""
+        """Take note of another machine that records come from."""
+
+    def measured(self, ceilings: Sequence[Ceilings]) -> None:
+        """Take note of what such a machine can do."""
 
     def say(self, text: str) -> None:
         """Pass a message on to whoever watches."""
+
+
+def beside(record: Record, num_jobs: int) -> Record:
+    """Return the record of a cell that shared its device with others, `num_jobs` in all, which it then says."""
+    if num_jobs == 1:
+        return record
+    if record.status in {"oom_host", "oom_device"}:
+        shared = f"{num_jobs} cells may have shared the memory: fewer --jobs leave each more"
+        record = replace(record, reason=f"{record.reason} ({shared})")
+    return replace(record, num_jobs=num_jobs)
 
 
 def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:

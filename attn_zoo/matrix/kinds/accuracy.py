@@ -24,6 +24,7 @@ from torch import nn
 from attn_zoo.conformance import gate_model
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
 from attn_zoo.matrix.cell.outcomes import failure_record
+from attn_zoo.matrix.cell.tracking import tracked
 from attn_zoo.matrix.kinds.kind import (
     AbstractKind,
     Axis,
@@ -181,13 +182,15 @@ def _train(record: Record, order: WorkOrder) -> Record:
         held = gate_model(model, dtype=cell.dtype, device=cell.device, has_padding=has_padding)
         checks.update(dict.fromkeys(held))
 
-    result = run_training(
-        cell,
-        data_dir=Path(order.data_dir) if order.data_dir else None,
-        checkpoint_dir=Path(order.checkpoint_dir) if order.checkpoint_dir else None,
-        weights_path=Path(order.weights_dir) / f"{cell.key}.safetensors" if order.weights_dir else None,
-        before_training=check,
-    )
+    with tracked(cell) as log:
+        result = run_training(
+            cell,
+            data_dir=Path(order.data_dir) if order.data_dir else None,
+            checkpoint_dir=Path(order.checkpoint_dir) if order.checkpoint_dir else None,
+            weights_path=Path(order.weights_dir) / f"{cell.key}.safetensors" if order.weights_dir else None,
+            before_training=check,
+            after_evaluation=log,
+        )
     return replace(
         record,
         status=result.status,

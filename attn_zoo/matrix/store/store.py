@@ -58,12 +58,13 @@ class Repeats:
         """Return how many repeats each cell has that has any, by key; without reading them."""
         return dict(Counter(path.name.partition("-")[0] for path in self._folder.glob("[!.]*-*.json")))
 
-    def take(self, key: str, environment: str, most: int) -> list[Record]:
+    def take(self, key: str, environment: str | None, most: int) -> list[Record]:
         """Return the repeats of a cell that a run can go on from, and move its others to `replaced`.
 
         Args:
             key: of the cell.
-            environment: digest of the one that the next repeat will be measured in: repeats of another do not count.
+            environment: digest of the one that the next repeat will be measured in: repeats of another do not count;
+                None where it follows the first repeat, to a machine like that one's.
             most: repeats that can be used.
 
         Raises:
@@ -77,6 +78,7 @@ class Repeats:
                 if isinstance(error, FolderError):
                     raise
                 break  # absent, or damaged: what comes after it is of no use
+            environment = record.environment if environment is None else environment
             if record.environment != environment or record.status != "ok":
                 break
             usable.append(record)
@@ -258,11 +260,12 @@ class Store:
             ids = {cell.id for cell in planned}
             cells = (*(cell for cell in info.planned if cell.id not in ids), *planned)
         claimed = {**info.claims, **claims}
-        self._write_info(
+        self.write_info(
             replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
         )
 
-    def _write_info(self, info: RunInfo) -> None:
+    def write_info(self, info: RunInfo) -> None:
+        """Write `run.json`, over the one that is there."""
         data = {
             "schema": SCHEMA_VERSION,
             "created": info.created,
@@ -278,7 +281,7 @@ class Store:
     def note_end(self, stopped: str) -> None:
         """Note in `run.json` why a run ended early; empty where it did not."""
         with hold_lock(self.folder, None, name=".lock-info", wait=True):
-            self._write_info(replace(self.info(), stopped=stopped))
+            self.write_info(replace(self.info(), stopped=stopped))
 
     def add_environment(self, environment: Environment) -> None:
         """Note one more environment: that of another machine of a cluster."""

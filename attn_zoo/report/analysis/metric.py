@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,6 +30,11 @@ class Metric:
     def is_lower_better(self) -> bool:
         """Whether a smaller value is the better one."""
         return self.name in LOWER_IS_BETTER
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest score there can be."""
+        return (0.0, math.inf) if self.is_lower_better else (0.0, 1.0)
 
     @property
     def words(self) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.folder import Claim, Run, read_run
+from attn_zoo.folder import Claim, Run
 from attn_zoo.records import Ceilings, Cell, Environment, Record, Status
+from attn_zoo.report.sources import read_source
 from attn_zoo.statistics import time_summary
 
 NOT_RUN: Status = "cancelled"
@@ -53,7 +54,7 @@ class Results:
     """Several runs read together.
 
     Args:
-        observations: one for each record, in the order of the runs.
+        observations: one for each record, in the order of the runs; those of one cell are pooled where they are shown.
         left: one for each planned cell that has none; see `NOT_RUN`.
         runs: the folders, in the order given.
         warnings: of all of them.
@@ -80,17 +81,17 @@ class Results:
 
 
 def read_results(dirs: Iterable[str | Path] | str | Path) -> Results:
-    """Read all `dirs` (results folders; a string or a path is one).
+    """Read all `dirs` (results folders or what else `read_source` reads; a string or a path is one).
 
     Raises:
-        ConfigError: no directory was given, or one is not a results folder.
+        ConfigError: none was given, or one holds no results.
     """
     paths = [Path(entry) for entry in ([dirs] if isinstance(dirs, str | Path) else dirs)]
     if not paths:
         raise ConfigError("report", [("", "expected at least one results folder; got none")])
     unique = list({path.resolve(): path for path in paths}.values())
-    runs = tuple(read_run(path) for path in unique)
-    pairs = [(run, record) for run in runs for record in run.records]
+    runs = tuple(read_source(path) for path in unique)
+    pairs = [(run, record) for run in runs for record in (*run.records, *run.begun)]
     known = {record.cell.key for _, record in pairs}
     pairs += [
         (run, Record(cell=cell, status=NOT_RUN, reason=run.stopped))
@@ -106,7 +107,8 @@ def read_results(dirs: Iterable[str | Path] | str | Path) -> Results:
     ]
     observations = tuple(one for one in every if one.record.status != NOT_RUN)
     warnings = [warning for run in runs for warning in run.warnings]
-    repeated = len(observations) - len({one.cell.key for one in observations})
+    ended = [record.cell.key for run in runs for record in run.records]
+    repeated = len(ended) - len(set(ended))
     if repeated:
         warnings.append(f"{repeated} cells occur in more than one folder; their samples are pooled")
     left = tuple(one for one in every if one.record.status == NOT_RUN)

@@ -108,9 +108,8 @@ def figure_names(analysis: Analysis) -> list[str]:
 
 def draw_pictures(analysis: Analysis, start: str = "") -> Iterator[Picture]:
     """Yield what can be drawn from the records, of figures whose name begins with `start`."""
-    exact = {series.label for panel in analysis.panels for series in panel.series if series.is_exact}
-    exact |= {group.baseline for group in analysis.accuracy}
-    looks = make_looks(analysis.labels, sorted(exact))
+    claims = {label: analysis.results.claim(variant) for label, variant in analysis.variants.items()}
+    looks = make_looks(analysis.labels, {label for label, claim in claims.items() if claim and claim.is_exact})
     for entry, name, subject in _subjects(analysis):
         if name.startswith(start):
             with styled():

@@ -14,6 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.figures.style import MARK, MUTED, Line, Look
+from attn_zoo.report.figures.svg import NO_TAG, Tag
 from attn_zoo.report.units import human_length
 
 ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.7}
@@ -50,7 +51,7 @@ def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
 def log_axis(
     axes: Axes, name: Literal["x", "y"], low: float, high: float, show: Callable[[float], str], base: int
 ) -> None:
-    """Set up a logarithmic axis from `low` to `high` with at most about nine ticks in people's units.
+    """Set up a logarithmic axis from `low` to `high` with no more ticks than there is room for, in people's units.
 
     Args:
         axes: to change.
@@ -67,20 +68,32 @@ def log_axis(
         steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5)
     ticks = [step * float(base) ** power for power in range(bottom, top + 1) for step in steps]
     ticks = [tick for tick in ticks if low <= tick <= high]
-    set_ticks(axes.xaxis if name == "x" else axes.yaxis, ticks[:: math.ceil(len(ticks) / 9)], show)
+    axis, most = (axes.xaxis, max(2, axes.get_window_extent().width // 48)) if name == "x" else (axes.yaxis, 9)
+    set_ticks(axis, ticks[:: math.ceil(len(ticks) / most)], show)
 
 
-def value_axis(axes: Axes, values: Sequence[float], show: Callable[[float], str], base: int, pad: float = 1.25) -> None:
-    """Set up a logarithmic value axis around everything drawn, with a factor `pad` of air above and below."""
+def value_axis(
+    axes: Axes,
+    values: Sequence[float],
+    show: Callable[[float], str],
+    base: int,
+    pad: float = 1.25,
+    *,
+    name: Literal["x", "y"] = "y",
+) -> None:
+    """Set up a logarithmic value axis around everything drawn, with a factor `pad` of air on either side."""
     low, high = min(values) / pad, max(values) * pad
     if high / low < 3:  # flat curves: keep the axis from exaggerating noise
         middle = math.sqrt(low * high)
         low, high = middle / 3**0.5, middle * 3**0.5
-    log_axis(axes, "y", low, high, show, base)
+    log_axis(axes, name, low, high, show, base)
 
 
 def score_axis(axis: Axis, metric: Metric, words: str, num_ticks: int = 6) -> None:
-    """Set up a linear axis of scores; limits follow what is drawn."""
+    """Set up a linear axis of scores; limits follow what is drawn, as far as such scores are possible."""
+    (low, high), (least, most) = sorted(axis.get_view_interval()), metric.bounds
+    name = "xlim" if axis is axis.axes.xaxis else "ylim"
+    axis.axes.set(**{name: (max(low, least), min(high, most))})
     axis.set_major_locator(MaxNLocator(num_ticks, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: metric.tick(value)))
     axis.set_label_text(words)
@@ -93,30 +106,58 @@ def draw_curve(
     line: Line,
     *,
     is_open: bool = False,
-    faint_until: float = 0.0,
+    tag: Tag = NO_TAG,
 ) -> None:
     """Draw a line with markers, which are hollow where `is_open`.
 
     Args:
         axes: to draw on.
-        points: ascending.
+        points: ascending; nothing is drawn for none.
         look: of the curve.
         line: its style.
         is_open: hollow marks.
-        faint_until: up to here the line is faint and its marks are hollow.
+        tag: of the curve, with a tip for each point.
     """
-    if faint := [point for point in points if point[0] <= faint_until]:
-        points = points[len(faint) :]
-        before = [*faint, *points[:1]]
-        axes.plot(*zip(*before, strict=True), color=look.colour, ls=line, lw=1.1, alpha=0.45, zorder=2.8)
-        marks = {"marker": look.marker, "ms": 4.5, "mfc": "white", "mec": look.colour, "mew": 1.0}
-        axes.plot(*zip(*faint, strict=True), lw=0, alpha=0.7, zorder=2.9, **marks)  # type: ignore[arg-type]
     if not points:
         return
     x, y = [x for x, _ in points], [y for _, y in points]
     face, edge, width = ("white", look.colour, 1.2) if is_open else (look.colour, "white", 0.7)
     marker = {"marker": look.marker, "ms": 5.5, "mfc": face, "mec": edge, "mew": width}
-    axes.plot(x, y, color=look.colour, ls=line, lw=1.9, zorder=3, **marker)  # type: ignore[arg-type]
+    tag.put_on(*axes.plot(x, y, color=look.colour, ls=line, lw=1.9, zorder=3, **marker))  # type: ignore[arg-type]
+
+
+def draw_interval(
+    axes: Axes,
+    at: float,
+    ends: tuple[float, float],
+    possible: tuple[float, float],
+    *,
+    is_flat: bool = False,
+    tag: Tag = NO_TAG,
+    **style: Any,
+) -> None:
+    """Draw a bar between two ends; an end that is no possible value is cut there, which an arrow head says.
+
+    Args:
+        axes: to draw on.
+        at: where it stands on the other axis.
+        ends: lower and upper.
+        possible: the least and the largest possible value.
+        is_flat: it lies along the first axis.
+        tag: of the curve that it belongs to.
+        style: of matplotlib's lines.
+    """
+    least, most = possible
+    cut = (max(ends[0], least), min(ends[1], most))
+    parts = [(cut, style)]
+    arrow = {"lw": 0, "ms": 5, "clip_on": False, "mew": 0}
+    if ends[0] < least:
+        parts.append(((least, least), style | arrow | {"marker": "<" if is_flat else "v"}))
+    if ends[1] > most:
+        parts.append(((most, most), style | arrow | {"marker": ">" if is_flat else "^"}))
+    for along, look in parts:
+        across = (at, at)
+        tag.put_on(*axes.plot(*((along, across) if is_flat else (across, along)), **look))
 
 
 def draw_mark(axes: Axes, value: float) -> None:
@@ -161,4 +202,5 @@ def annotate_along(
 ) -> None:
     """Write small words centred at a point of a line that goes `way` (across and up, in pixels), parallel to it."""
     angle = math.degrees(math.atan2(way[1], way[0]))
-    annotate(axes, words, at, offset, rotation=angle, rotation_mode="anchor", ha="center", **style)
+    named = annotate(axes, words, at, offset, rotation=angle, rotation_mode="anchor", ha="center", **style)
+    Tag(is_log=True).put_on(named)

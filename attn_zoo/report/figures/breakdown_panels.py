@@ -18,7 +18,7 @@ from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_
 from attn_zoo.report.figures.heat import BAR_ROOM, Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import DASHED, INK, SOLID, Looks, plain
+from attn_zoo.report.figures.style import BLACK, DASHED, SOLID, WHITE, Looks, plain
 from attn_zoo.report.units import human_length, human_number
 
 LOGARITHMIC_FROM = 8
@@ -77,7 +77,7 @@ def _draw_curves(
     for score, curve in curves:
         ((x,), y) = curve[-1].place, curve[-1].mean
         detail = f"{metric.show(y)} at {_number(x)}"
-        labels.append(EndLabel(plain(score.name, 30), detail, looks[score.label].colour, x, y))
+        labels.append(EndLabel(plain(score.name, 30), (detail,), looks[score.label].colour, x, y, score.name))
     page = Page(title, note)
     (panel,) = page.panels(height=labels_height(labels, 3.2), right=0.2 + label_room(labels))
     if chance is not None and is_near:
@@ -119,15 +119,15 @@ def _draw_maps(
     columns = min(len(scores), 2 if len(across) > 6 else 3)
     grids = [_grid(parts(score, axes), across, up) for score in scores]
     note += "; mean over seeds, one colour scale for all"
-    note += ", white: no result" if any(np.isnan(grid).any() for grid in grids) else ""
+    note += ", empty: no result" if any(np.isnan(grid).any() for grid in grids) else ""
     page = Page(title, note)
     height = min(3.0, max(1.2, 0.24 * len(up)))
     panels = page.panels(len(scores), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=0.3, above=0.4)
     shades = _shades(np.concatenate([grid.ravel() for grid in grids]), group)
     bar = draw_colour_bar(page, panels[columns - 1], shades, metric.tick)
     if group.chance is not None and shades.norm(group.chance) >= 0:
-        bar.axhline(group.chance, color="white", lw=1.6)
-        bar.axhline(group.chance, color=INK, lw=0.8, ls=DASHED)
+        bar.axhline(group.chance, color=WHITE, lw=1.6)
+        bar.axhline(group.chance, color=BLACK, lw=0.8, ls=DASHED)
     for index, (panel, score, grid) in enumerate(zip(panels, scores, grids, strict=True)):
         draw_squares(panel, grid, shades, is_upwards=True)
         _label_squares(panel, grid, across, up, shades, metric)
@@ -180,7 +180,7 @@ def _label_squares(
 
 
 def _readable_on(*colour: float) -> str:
-    """Return white or ink, whichever has more contrast on a colour (relative luminance of WCAG 2)."""
+    """Return white or black, whichever has more contrast on a colour (relative luminance of WCAG 2)."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "white" if 1.05 / (light + 0.05) > (light + 0.05) / 0.067 else INK
+    return WHITE if 1.05 / (light + 0.05) > (light + 0.05) / 0.053 else BLACK

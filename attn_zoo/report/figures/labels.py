@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from attn_zoo.report.figures.page import text_size
 from attn_zoo.report.figures.style import MUTED
+from attn_zoo.report.figures.svg import Tag
 
 NAME_SIZE = 10
 DETAIL_SIZE = 8.3
@@ -27,18 +28,28 @@ POINT_NAME_SIZE = 9
 
 @dataclass(frozen=True, slots=True)
 class EndLabel:
-    """The name of a curve, a smaller line below it (may be empty), and the data point at its end."""
+    """The name of a curve, smaller lines below it, and the data point at its end.
+
+    Args:
+        name: as it is written.
+        details: below it.
+        colour: of the name and the line to the point.
+        x: of the point.
+        y: of the point.
+        of: the label of the curve; empty where nothing is hidden by pressing the name.
+    """
 
     name: str
-    detail: str
+    details: tuple[str, ...]
     colour: str
     x: float
     y: float
+    of: str = ""
 
     @property
     def height(self) -> float:
         """Inches it occupies, with a little air."""
-        return LINE_HEIGHT * (2 if self.detail else 1) + 0.05
+        return LINE_HEIGHT * (1 + len(self.details)) + 0.05
 
 
 def labels_height(labels: Sequence[EndLabel], least: float) -> float:
@@ -49,7 +60,7 @@ def labels_height(labels: Sequence[EndLabel], least: float) -> float:
 def label_room(labels: Sequence[EndLabel]) -> float:
     """Return the inches that the labels need to the right of a panel."""
     widths = [text_size(label.name, NAME_SIZE, "bold")[0] for label in labels]
-    widths += [text_size(label.detail, DETAIL_SIZE)[0] for label in labels]
+    widths += [text_size(detail, DETAIL_SIZE)[0] for label in labels for detail in label.details]
     return max(widths, default=0.0) + 0.36
 
 
@@ -80,7 +91,8 @@ def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: b
     left = box.x1 / figure.dpi + GAP
     for index, centre in zip(order, centres, strict=True):
         label, end = labels[index], ends[index]
-        axes.annotate(
+        own = Tag(of=label.of)
+        leader = axes.annotate(
             "",
             xy=(end[0] / width, end[1] / height),
             xytext=((left - 0.04) / width, centre / height),
@@ -89,12 +101,16 @@ def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: b
             arrowprops={"arrowstyle": "-", "color": label.colour, "lw": 0.7, "alpha": 0.55, "shrinkA": 0, "shrinkB": 4},
             annotation_clip=False,
         )
-        up = LINE_HEIGHT / 2 if label.detail else 0.0
+        if leader.arrow_patch is not None:
+            Tag(of=label.of, is_log=True).put_on(leader.arrow_patch)
+        up = centre + LINE_HEIGHT / 2 * len(label.details)
         name: dict[str, Any] = {"fontsize": NAME_SIZE, "fontweight": "bold", "color": label.colour}
-        figure.text(left / width, (centre + up) / height, label.name, va="center", **name)
-        if label.detail:
+        key = figure.text(left / width, up / height, label.name, va="center", **name)
+        Tag(of=label.of, is_key=True).put_on(key)
+        for index, words in enumerate(label.details, start=1):
             detail: dict[str, Any] = {"fontsize": DETAIL_SIZE, "color": MUTED}
-            figure.text(left / width, (centre - up) / height, label.detail, va="center", **detail)
+            line = figure.text(left / width, (up - index * LINE_HEIGHT) / height, words, va="center", **detail)
+            own.put_on(line)
 
 
 def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:

@@ -48,8 +48,8 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
         first.set_ylabel("training loss")
     for panel, axis in zip(panels, axes_of, strict=True):
         _draw_curves(panel, scores, looks, "validation", axis)
-        score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
         _draw_best_floor(panel, group)
+        score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
     return page.describe("; ".join(_alt(score, group) for score in scores))
 
 

@@ -15,11 +15,15 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Transform, offset_copy
 
 from attn_zoo.report.figures.style import INK, MUTED, plain, styled
+from attn_zoo.report.figures.svg import Tag
 
-WIDTH = 8.0
+WIDTH = 5.6
 """Inches of a page, where nothing asks for more."""
 
 TITLE_SIZE = 12.5
+_TITLE_LINE = 0.21
+_TIGHT = 1.12
+"""A title that is this many times too wide for one line gets two."""
 _MARGIN = 0.14
 _NOTE_LETTER = 0.0665
 """Inches that a letter of the note takes, on average."""
@@ -32,7 +36,7 @@ class Page:
     Draw on the panels once all rows are there: each new row moves those above it in pixels.
 
     Args:
-        title: one line; smaller where it would not fit.
+        title: one line or two; smaller where it would not fit.
         note: below it, wrapped; a line break starts a new line.
         width: inches.
     """
@@ -44,9 +48,16 @@ class Page:
         self.bottom = 0.5
         """Inches from the top edge to the end of what stands already."""
         self._places: list[tuple[Axes, float, float, float, float]] = []
-        text = plain(title, 120)
-        excess = text_size(text, TITLE_SIZE, "bold")[0] / (width - 2 * _MARGIN)
-        self.text(_MARGIN, 0.3, text, fontsize=TITLE_SIZE / max(1.0, excess), fontweight="bold")
+        self._linear: list[Axes] = []
+        room, text = 0.98 * (width - 2 * _MARGIN), plain(title, 120)
+        excess = text_size(text, TITLE_SIZE, "bold")[0] / room
+        lines = wrap(text, math.ceil(0.56 * len(text))) if excess > _TIGHT else [text]
+        excess = max((text_size(line, TITLE_SIZE, "bold")[0] / room for line in lines), default=0.0)
+        for place, line in enumerate(lines):
+            self.text(
+                _MARGIN, 0.3 + place * _TITLE_LINE, line, fontsize=TITLE_SIZE / max(1.0, excess), fontweight="bold"
+            )
+        self.bottom += _TITLE_LINE * (len(lines) - 1) if lines else 0.0
         letters = max(20, int((width - 2 * _MARGIN) / _NOTE_LETTER))
         for line in (line for part in note.split("\n") for line in wrap(part, letters, break_on_hyphens=False)):
             self.text(_MARGIN, self.bottom + 0.03, plain(line, 2 * letters), fontsize=8.5, color=MUTED)
@@ -124,8 +135,18 @@ class Page:
         )
         self._grow(self.bottom + 0.185 * math.ceil(len(entries) / columns) + 0.1)
 
+    def may_be_linear(self, axes: Axes) -> None:
+        """Let a reader of the page change logarithmic axes into linear ones."""
+        self._linear.append(axes)
+
     def describe(self, words: str) -> Page:
         """Return the finished page; `words` tell what the curves show to a reader who cannot see them."""
+        for axes in self._linear:
+            box, height = axes.get_position(), 72 * self.bottom
+            left, right = (72 * self.width * edge for edge in (box.x0, box.x1))
+            edges = (left, height * (1 - box.y1), right, height * (1 - box.y0))
+            Tag(is_log=True).put_on(axes.xaxis, axes.yaxis)
+            Tag(axes=(*edges, axes.get_xscale(), *axes.get_xlim(), axes.get_yscale(), *axes.get_ylim())).put_on(axes)
         self.alt = f"{self.title}. {self.note}. {words}."
         return self
 

@@ -31,7 +31,8 @@ from attn_zoo.report.figures.labels import (
 )
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
-from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
+from attn_zoo.report.figures.svg import Tag
+from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_number, percent
 from attn_zoo.report.wording import MARKS, ceilings_words
 
 SMALLEST, LARGEST = 3.0, 8.5
@@ -57,7 +58,8 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     labels = []
     for label, series in rows.items():
         last, colour = series[-1], looks[label].colour
-        labels.append(EndLabel(plain(label), human_bandwidth(last.bytes_per_s), colour, last.seq_len, last.bytes_per_s))
+        rate = human_bandwidth(last.bytes_per_s)
+        labels.append(EndLabel(plain(label), (rate,), colour, last.seq_len, last.bytes_per_s, label))
     page = Page(f"Roofline: {panel.title}", note)
     (roof,) = page.panels(height=3.6, left=1.0, right=0.25)
     (below,) = page.panels(height=labels_height(labels, 1.7), left=1.0, right=label_room(labels), above=0.12)
@@ -98,7 +100,7 @@ def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> l
     axes.set_xlabel("useful FLOP per byte that must move")
     tops = [product, ceilings.sheet_flops_per_s or 0.0]
     values = [*rates, min(product, left * copy * 2), max(*tops, *rates)]
-    value_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
+    value_axis(axes, values, human_flop_rate, 10, 1.6)
     boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
     if ceilings.sheet_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
         boxes += _draw_ceiling(axes, ceilings.sheet_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
@@ -158,4 +160,6 @@ def _draw_bytes(axes: Axes, rows: Rows, looks: Looks, ceilings: Ceilings) -> Non
     annotate(axes, words, (0, tops[0]), (4, -2), is_share=True, va="top", color=INK)
     for label, series in rows.items():
         look = looks[label]
-        draw_curve(axes, [(row.seq_len, row.bytes_per_s) for row in series], look, look.line)
+        points = [(row.seq_len, row.bytes_per_s) for row in series]
+        tips = tuple(f"{_alt(label, row)}" for row in series)
+        draw_curve(axes, points, look, look.line, tag=Tag(of=label, tips=tips))

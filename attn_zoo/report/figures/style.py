@@ -1,29 +1,33 @@
 """How figures look: colours that colour-blind readers can tell apart, with markers and line styles to match.
 
+A mechanism looks the same in every report: its look follows from its name alone.
+
 No pyplot: nothing global is changed, so a program that plots its own things is not disturbed.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib as mpl
-from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
-from attn_zoo.errors import ConfigError
 from attn_zoo.report.units import clean, shorten
-from attn_zoo.whole_files import write_whole
 
 INK = "#1f2328"
 MUTED = "#59636e"
 PALE = "#d0d7de"
+GRID = "#eaeef2"
+GUIDE = "#afb8c1"
+STRIP = "#f6f8fa"
+PAPER = "#ffffff"
+WHITE, BLACK = "#fefefe", "#010101"
+"""On colours of our own, such as those of a heat map: they stay what they are on a dark screen."""
 
 EXACT_COLOURS = ("#1f2328", "#6e7781", "#4d4d4d")
 COLOURS = (
@@ -31,6 +35,37 @@ COLOURS = (
     *("#b2182b", "#8a8d0f", "#1b7f8c", "#f781bf"),  # further apart than a second round with other dashes
 )
 """Okabe and Ito's set without black (exact baselines have it) and yellow (too pale on white), with brown and violet."""
+
+DARK: Mapping[str, str] = {
+    INK: "#e6edf3",
+    MUTED: "#9ea7b3",
+    PALE: "#3d444d",
+    GRID: "#21262d",
+    GUIDE: "#5b6571",
+    STRIP: "#161b22",
+    PAPER: "#0d1117",
+    "#6e7781": "#a9b4c0",
+    "#4d4d4d": "#c9c9c9",
+    "#0072b2": "#3d9be0",
+    "#d55e00": "#ff8a3d",
+    "#009e73": "#2fc296",
+    "#cc79a7": "#d88ab8",
+    "#e69f00": "#f0b429",
+    "#56b4e9": "#9bdcff",
+    "#8c510a": "#c98a4b",
+    "#6a3d9a": "#b48be8",
+    "#b2182b": "#f0616f",
+    "#8a8d0f": "#c3c63f",
+    "#1b7f8c": "#3fb7c6",
+    "#f781bf": "#ffa6d6",
+}
+"""What a dark screen shows instead: the same hue, light enough for a dark page."""
+
+FONTS = "DejaVu Sans, Verdana, sans-serif"
+"""Of the words in an SVG: the font that they are laid out in, one of the same widths, any that is narrower."""
+
+_SALT = 3962972
+"""Found by search: it gives mechanisms that are often drawn together colours of their own."""
 
 Line = str | tuple[int, tuple[float, ...]]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
@@ -51,7 +86,7 @@ _RC: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#eaeef2",
+    "grid.color": GRID,
     "grid.linewidth": 0.8,
     "axes.axisbelow": True,
     "text.color": INK,
@@ -65,7 +100,7 @@ _RC: dict[str, Any] = {
     "ytick.major.width": 0.7,
     "legend.fontsize": 8.5,
     "legend.frameon": False,
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
     "svg.hashsalt": "attn-zoo",
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
@@ -85,15 +120,24 @@ class Look:
 Looks = Mapping[str, Look]
 
 
-def make_looks(labels: Sequence[str], exact: Sequence[str]) -> dict[str, Look]:
-    """Return one look for each label: exact ones dark, the others coloured; no two alike below 88 of each."""
-    first = [label for label in labels if label in exact]
-    others = [label for label in labels if label not in exact]
-    looks = {}
-    for place, label in enumerate((*first, *others)):
-        colours, index = (EXACT_COLOURS, place) if label in exact else (COLOURS, place - len(first))
-        line = LINES[(place + index // len(colours)) % len(LINES)]
-        looks[label] = Look(colours[index % len(colours)], MARKERS[place % len(MARKERS)], line)
+def make_looks(labels: Iterable[str], exact: Collection[str]) -> dict[str, Look]:
+    """Return the look of each label: exact ones dark, the others coloured.
+
+    It follows from the label alone, so that a mechanism looks the same in every report. Of two that would look quite
+    the same the later gets another marker.
+    """
+    looks: dict[str, Look] = {}
+    for label in labels:
+        digest = hashlib.sha256(f"{_SALT}:{label}".encode(errors="replace")).digest()
+        colour, marker, line = (int.from_bytes(digest[start : start + 4]) for start in (0, 4, 8))
+        colours = EXACT_COLOURS if label in exact else COLOURS
+        for step in range(len(MARKERS)):
+            look = Look(
+                colours[colour % len(colours)], MARKERS[(marker + step) % len(MARKERS)], LINES[line % len(LINES)]
+            )
+            if look not in looks.values():
+                break
+        looks[label] = look
     return looks
 
 
@@ -102,41 +146,6 @@ def styled() -> Iterator[None]:
     """Apply our settings inside the block only."""
     with mpl.rc_context(_RC):  # type: ignore[arg-type]  # keys are literals in the stubs
         yield
-
-
-def render(figure: Figure, kind: Literal["svg", "png"]) -> bytes:
-    """Return the file of a figure; the same figure gives the same bytes (no date, no random identifiers)."""
-    buffer = io.BytesIO()
-    with styled():
-        if kind == "svg":
-            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        else:
-            figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def format_of(path: Path) -> Literal["png", "svg"]:
-    """Return the format of a figure by its suffix.
-
-    Raises:
-        ConfigError: it is neither `.png` nor `.svg`.
-    """
-    suffix = path.suffix.lower()
-    if suffix == ".png":
-        return "png"
-    if suffix == ".svg":
-        return "svg"
-    raise ConfigError("--out", [("", f"expected a name that ends in .png or .svg; got {path.name!r}")])
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write the figure, whole or not at all; the same figure gives the same bytes.
-
-    Raises:
-        ConfigError: the name ends in neither .png nor .svg.
-        FolderError: it cannot be written there.
-    """
-    write_whole(path, render(figure, format_of(path)))
 
 
 @lru_cache(maxsize=1)

@@ -37,7 +37,7 @@ def draw_tuning(group: AccuracyGroup, looks: Looks) -> Page | None:
         points = _scored(curve)
         if points:
             detail = f"{len(group.trials[key])} trials"
-            labels.append(EndLabel(plain(names[key], 30), detail, looks[key[0]].colour, *points[-1]))
+            labels.append(EndLabel(plain(names[key], 30), (detail,), looks[key[0]].colour, *points[-1], names[key]))
     page = Page(f"Sensitivity to the learning rate: {group.title}", note)
     (axes,) = page.panels(height=max(3.0, 0.4 * len(curves)), right=0.2 + label_room(labels))
     axes.set_xscale("log")

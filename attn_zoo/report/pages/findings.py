@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.winners import Winner, times_faster
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.time_tables import weights_words
 from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio
-from attn_zoo.report.wording import MARKS, missing_word, outcome
+from attn_zoo.report.wording import MARKS, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -125,8 +125,10 @@ def completeness(analysis: Analysis) -> str:
             said.append(f"{where}{len(run.records)} cells; how many were planned is not known{beside}.")
         elif run.left:
             left = [one for one in analysis.results.left if one.run == run.name]
-            why = f" ({missing_word(left[0].record)})" if left and left[0].record.reason else ""
-            listed = _listed(one.cell.id for one in left)
+            why = f" ({run.stopped})" if run.stopped else ""
+            num_begun = len({record.cell.key for record in run.begun})
+            begun = f"{num_begun} with fewer processes than planned, shown all the same" if num_begun else ""
+            listed = "; ".join(part for part in (begun, _listed(one.cell.id for one in left)) if part)
             said.append(f"{where}{run.planned - len(run.left)} of {run.planned} cells; left{why}: {listed}.")
     return " ".join(said)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,6 +18,8 @@ from markupsafe import Markup
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.all_figures import Picture, front_picture
+from attn_zoo.report.figures.style import DARK, FONTS
+from attn_zoo.report.figures.svg import dark_rules, inline_figures
 from attn_zoo.report.pages.findings import (
     EXPLANATION,
     accuracy_findings,
@@ -27,7 +30,6 @@ from attn_zoo.report.pages.findings import (
     overview_finding,
     panel_findings,
 )
-from attn_zoo.report.pages.inline import inline_figures
 from attn_zoo.report.tables.all_tables import QUESTIONS
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.table import MISSING, Table
@@ -51,10 +53,6 @@ def build_page(
         tables: by the name of the question, in order; see `QUESTIONS`.
         pictures: in order, each with its SVG.
     """
-    folder = files("attn_zoo.report.pages") / "templates"
-    style, script, template = (
-        (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "report.html.j2")
-    )
     definitions, drawings = inline_figures([svg for _, svg in pictures])
     figures = [
         (
@@ -64,7 +62,7 @@ def build_page(
                 "question": picture.question,
                 "alt": clean(picture.alt),
                 "view_box": drawing.view_box,
-                "drawing": Markup(drawing.markup),  # noqa: S704
+                "drawing": Markup(drawing.markup),  # noqa: S704  # likewise
             },
         )
         for (picture, _), drawing in zip(pictures, drawings, strict=True)
@@ -73,21 +71,16 @@ def build_page(
     scores = [overview_finding(overview) for overview in analysis.overviews]
     scores += [text for group in analysis.accuracy for text in accuracy_findings(group)]
     sentences = {"time": panel_findings(analysis), "memory": memory_findings(analysis), "accuracy": scores}
-    jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return jinja.from_string(template).render(
-        policy=(
-            f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-            "base-uri 'none'; form-action 'none'"
-        ),
-        style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
-        script=Markup(script),  # noqa: S704
+    return render_page(
+        "report.html.j2",
+        fonts=FONTS,
         title=clean(analysis.title) or "no results",
         headline=clean(headline(analysis)),
         completeness=clean(completeness(analysis)),
         findings=[clean(text) for text in findings(analysis)],
         explanation=EXPLANATION if analysis.panels else "",
         warnings=[clean(text) for text in analysis.results.warnings],
-        definitions=Markup(definitions),  # noqa: S704  # outlines and numbers: no text in them
+        definitions=Markup(definitions),  # noqa: S704  # made by an XML writer, which escapes every word
         front_figures=[drawn for picture, drawn in figures if picture is front],
         front_table=_table(table) if (table := front_table(analysis)) is not None else None,
         sections=[
@@ -110,6 +103,25 @@ def build_page(
     )
 
 
+def render_page(template: str, **content: Any) -> str:
+    """Return a page from one of our templates: all text is escaped, and only our own style and script are let in."""
+    folder = files("attn_zoo.report.pages") / "templates"
+    style, script, text = (
+        (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", template)
+    )
+    style += dark_rules(DARK)
+    jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return jinja.from_string(text).render(
+        policy=(
+            f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        style=Markup(style),  # noqa: S704  # our own packaged files, no user's text in them
+        script=Markup(script),  # noqa: S704
+        **content,
+    )
+
+
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
@@ -129,7 +141,7 @@ def _table(table: Table) -> dict[str, Any]:
         "rows": [
             [
                 _Cell(
-                    clean(column.show(row)) or MISSING,
+                    _unbroken(clean(column.show(row)) or MISSING),
                     _sort_value(column.sort(row) if column.sort else None),
                     column.align,
                 )
@@ -138,6 +150,11 @@ def _table(table: Table) -> dict[str, Any]:
             for row in table.rows
         ],
     }
+
+
+def _unbroken(text: str) -> str:
+    """Return `text` with its intervals on one line each."""
+    return re.sub(r"\[[^\[\]]{1,40}\]( \S)?", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
 def _sort_value(value: float | str | None) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.figures.all_figures import front_picture, make_pictures
-from attn_zoo.report.figures.style import render
+from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.readme import readme_text

@@ -197,7 +197,7 @@ def test_few_signatures_are_remembered(selections, monkeypatch):
     assert len(selections) == 19
 
 
-@pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "flex", "xformers"])
+@pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "varlen", "flex", "xformers"])
 def test_the_compilers_probe_is_answered_as_the_call(backend):
     for changes in (
         {},
@@ -568,7 +568,7 @@ def test_compiled_flex_equals_the_oracle_on_cpu():
 
 @pytest.mark.gpu
 @NEEDS_GPU
-@pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "cudnn", "flex", "xformers"])
+@pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "cudnn", "varlen", "flex", "xformers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
     served = 0

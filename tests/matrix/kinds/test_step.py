@@ -24,8 +24,8 @@ from attn_zoo.records import STEP_VERSION, Cell, Record
 from attn_zoo.registry import variants
 from attn_zoo.training import updates
 from attn_zoo.training.batches import Batch
+from attn_zoo.training.graphed import NUM_PLAIN, Graphed
 from attn_zoo.training.learner import AbstractLearner, Learner, step_protocol
-from attn_zoo.training.updates import NUM_EAGER, GraphedUpdate
 from tests.matrix.conftest import run_cell, run_cells_in_turns, training_plan
 
 TINY = {"seq_len": [16], "batch_size": 2, "device": "cpu", "threads": 1, "budget_s": 0.02, "timeout_s": 60}
@@ -224,8 +224,8 @@ def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike):
 def test_updates_are_unlike_until_one_is_captured():
     trainer = Learner(cells(["full"])[0]).trainer
     assert trainer.num_unlike == 0
-    trainer._run = GraphedUpdate(trainer._learn)
-    assert trainer.num_unlike == NUM_EAGER + 1
+    trainer._run = Graphed(trainer._learn)
+    assert trainer.num_unlike == NUM_PLAIN + 1
     trainer.launch_singly()
     assert trainer.num_unlike == 0
 

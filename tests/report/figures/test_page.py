@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 
 import attn_zoo
 from attn_zoo.report.figures.labels import covered
-from attn_zoo.report.figures.page import Page
+from attn_zoo.report.figures.page import WIDTH, Page
 from attn_zoo.report.figures.style import styled
 from tests.report.figures.legible import assert_legible
 
@@ -26,14 +26,15 @@ def test_rows_of_panels_keep_their_places_while_the_page_grows():
     page = Page("title", "note")
     top = page.bottom
     first, second, third = page.panels(3, columns=2, height=2.0, left=1.0, right=0.5, gap=0.5, above=0.1, below=0.4)
-    assert (1.0, top + 0.1, 3.0, 2.0) == inches(page, first)
-    assert (4.5, top + 0.1, 3.0, 2.0) == inches(page, second)
-    assert (1.0, top + 2.6, 3.0, 2.0) == inches(page, third)
+    width = (WIDTH - 1.0 - 0.5 - 0.5) / 2
+    assert (1.0, top + 0.1, width, 2.0) == inches(page, first)
+    assert (1.5 + width, top + 0.1, width, 2.0) == inches(page, second)
+    assert (1.0, top + 2.6, width, 2.0) == inches(page, third)
     bar = page.beside(second, gap=0.1, width=0.2, max_height=1.5)
-    assert (7.6, top + 0.1, 0.2, 1.5) == inches(page, bar)
+    assert (1.6 + 2 * width, top + 0.1, 0.2, 1.5) == inches(page, bar)
     (last,) = page.panels(height=1.0, above=0.0)
-    assert (0.82, top + 5.0, 8.0 - 0.82 - 0.3, 1.0) == inches(page, last)
-    assert (1.0, top + 0.1, 3.0, 2.0) == inches(page, first)
+    assert (0.82, top + 5.0, WIDTH - 0.82 - 0.3, 1.0) == inches(page, last)
+    assert (1.0, top + 0.1, width, 2.0) == inches(page, first)
 
 
 @pytest.mark.parametrize("title", ["", "short", "WIDE LETTERS " * 9, "i" * 120])

@@ -1,16 +1,21 @@
 """Figures: nothing overlaps, nothing is dropped, the same records give the same bytes."""
 
+import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
+from attn_zoo.registry import variants
 from attn_zoo.report.figures.labels import spread
-from attn_zoo.report.figures.style import make_looks, plain, render
-from tests.report.figures.legible import MANY, assert_legible, pictures, words
+from attn_zoo.report.figures.style import EXACT_COLOURS, make_looks, plain
+from attn_zoo.report.figures.svg import render
+from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
 from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
 
 
@@ -58,10 +63,11 @@ def test_odd_data_gives_sane_figures(tmp_path, records, names):
 def test_labels_carry_fitted_and_claimed_slopes_and_the_crossing(tmp_path):
     found = pictures(tmp_path, zoo())
     shown = words(found[0].figure)
-    assert "$N^{0.99}$ (claimed 1), faster from 1,2" in shown
-    assert "$N^{1.98}$ (claimed 2)" in shown
+    assert "N^0.99 (claimed 1)" in shown
+    assert "faster from 1,2" in shown
+    assert "N^1.98 (claimed 2)" in shown
     assert "crossover with full" in shown
-    assert "full: out of memory" in shown
+    assert "full out of memory" in shown
     slopes = {text.get_text() for text in found[0].figure.findobj(Text)}
     assert {"slope 1 (linear)", "slope 2 (quadratic)"} <= slopes
     assert [text for text in ("512", "1k", "2k", "4k", "8k", "16k", "32k") if text not in slopes] == []
@@ -91,13 +97,20 @@ def test_the_same_records_give_the_same_bytes(tmp_path):
     assert b"<script" not in svg
 
 
-def test_looks_differ_in_more_than_colour():
-    labels = [f"v{index}" for index in range(24)]
-    found = make_looks(labels, ["v3"])
-    assert len({(look.colour, look.marker, str(look.line)) for look in found.values()}) == 24
-    first = list(found.values())[:4]
-    assert len({look.marker for look in first}) == len({str(look.line) for look in first}) == 4
-    assert found["v3"].colour == "#1f2328"
+def test_a_label_looks_the_same_whatever_else_is_drawn():
+    every = [f"v{index}" for index in range(40)]
+    found = make_looks(every, ["v3"])
+    assert len(set(found.values())) == 40
+    assert found["v3"].colour in EXACT_COLOURS
+    assert not {found[label].colour for label in every if label != "v3"} & set(EXACT_COLOURS)
+    alone = {label: make_looks([label], ["v3"])[label] for label in every}
+    assert sum(alone[label] == found[label] for label in every) >= 38  # only quite equal looks give way
+
+
+def test_variants_of_the_zoo_have_colours_of_their_own():
+    names = [name for name in variants.names if not variants[name].capabilities.is_exact]
+    colours = [look.colour for look in make_looks(names, []).values()]
+    assert len(set(colours)) >= min(len(names), 10)
 
 
 @given(st.text(max_size=60))
@@ -131,3 +144,68 @@ def test_pyplot_is_never_loaded():
 def test_claims_are_what_the_run_says(tmp_path):
     claims = {**CLAIMS, "full": {**CLAIMS["full"], "time_exponent": 3}}
     assert "claimed 3" in words(pictures(tmp_path, zoo(["full"]), claims=claims)[0].figure)
+
+
+def tips(figure):
+    """Return what the marks of a figure say."""
+    return re.findall(r"<title>([^<]*)</title>", render(figure, "svg").decode())
+
+
+def test_one_length_is_rows_of_dots_with_intervals(tmp_path):
+    records = [scaling("full", 1024, 10.0), scaling("bigbird", 1024, 2.5)]
+    records.append(scaling("linformer", 1024, status="timeout", reason="60 s"))
+    time, speed_up, memory = pictures(tmp_path, records)
+    for picture in (time, speed_up, memory):
+        (axes,) = picture.figure.axes
+        assert axes.get_xscale() == "log"
+        assert "sequence length" not in words(picture.figure)
+        names = [text for text, _ in texts(picture.figure)]
+        assert "linformer" in names
+        assert_legible(picture.figure)
+    assert "timeout" in words(time.figure)
+    assert "at 1k tokens; bars: 95 % intervals" in words(time.figure)
+    assert [tip.split(":")[0] for tip in tips(time.figure)] == ["bigbird, 1k tokens", "full, 1k tokens"]
+    rows = [line for line in time.figure.axes[0].get_lines() if len(line.get_xdata()) == 2]
+    ends = [(one.timing.low_ms, one.timing.high_ms) for one in records[1::-1] if one.timing]
+    assert [tuple(row.get_xdata()) for row in rows] == ends
+
+
+def on_gpu(variant, seq_len, call_ms, device_ms=None):
+    record = scaling(variant, seq_len, call_ms, spread=0.001, device="cuda")
+    assert record.timing is not None
+    return replace(record, timing=replace(record.timing, graph_ms=device_ms))
+
+
+def test_the_curve_is_the_device_s_and_calls_are_faint_beside_it(tmp_path):
+    costs = {"full": lambda n: 1e-8 * n * n, "bigbird": lambda n: 1e-4 * n}
+    records = [
+        on_gpu(variant, n, max(0.5, cost(n)) + 0.1, cost(n)) for variant, cost in costs.items() for n in DOUBLINGS
+    ]
+    time, speed_up = pictures(tmp_path, records)[:2]
+    shown = words(time.figure)
+    assert "shaded: calls wait for the host" in shown
+    assert "inferred" not in shown
+    assert "faster from 10,000 (GPU alone)" in shown
+    assert "N^2.00 (claimed 2)" in shown
+    lines = {tuple(line.get_ydata()): line.get_alpha() for line in time.figure.axes[0].get_lines()}
+    for variant, cost in costs.items():
+        assert lines[tuple(cost(n) for n in DOUBLINGS)] is None, variant
+    assert any(alpha == 0.45 and len(points) >= len(DOUBLINGS) for points, alpha in lines.items())
+    assert [tip for tip in tips(time.figure) if "512 tokens: 51.2 µs on the GPU alone; single call 600" in tip]
+    assert any("on the GPU alone; as single calls" in tip for tip in tips(speed_up.figure))
+
+
+def test_without_device_times_nothing_but_calls_is_drawn_where_the_host_is_waited_for(tmp_path):
+    records = [on_gpu("full", n, max(0.5, 1e-6 * n * n)) for n in DOUBLINGS]
+    records += [on_gpu("bigbird", n, 0.5) for n in DOUBLINGS]
+    shown = words(pictures(tmp_path, records)[0].figure)
+    assert "where the GPU alone was not timed, waiting for the host is inferred" in " ".join(shown.split())
+    assert "faint, hollow: calls that wait for the host" in shown
+
+
+def test_no_line_crosses_a_length_of_which_only_a_call_is_known(tmp_path):
+    lengths = DOUBLINGS[:4]
+    records = [on_gpu("full", n, 0.5, 0.01 if n == 512 else None) for n in lengths]
+    figure = pictures(tmp_path, [*records, on_gpu("full", 2 * lengths[-1], 9.0)])[0].figure
+    curve = next(line for line in figure.axes[0].get_lines() if line.get_linewidth() == 1.9)
+    assert [math.isnan(value) for value in curve.get_ydata()] == [False, True, True, True, False]

@@ -103,7 +103,7 @@ def test_a_hole_in_a_heat_map_is_empty_and_not_nought(tmp_path):
     picture = by_kind(pictures(tmp_path, [training("full", 0, 0.5, breakdown=cells)]))["breakdown"]
     drawn = np.ma.filled(picture.figure.axes[0].images[0].get_array().astype(float), np.nan)
     assert np.isnan(drawn).sum() == 2
-    assert "white: no result" in words(picture.figure)
+    assert "empty: no result" in words(picture.figure)
 
 
 def test_sensitivity_to_the_learning_rate(tmp_path):
@@ -134,3 +134,18 @@ def test_the_mean_over_tasks_is_drawn_once(tmp_path):
     assert found[0].name.startswith("bubbles-tasks")
     assert_legible(found[0].figure)
     assert "mean over a (short), b (short)" in words(found[0].figure)
+
+
+def test_axes_of_accuracy_stay_within_what_can_be_scored(tmp_path):
+    records = [accuracy("full", seed, value, score={"curve": curve(0.2, value)}) for seed, value in enumerate((0.9, 1))]
+    records += [accuracy("bigbird", seed, value) for seed, value in enumerate((0.0, 0.02))]
+    for picture in pictures(tmp_path, records):
+        for axes in picture.figure.axes:
+            limits = (axes.get_xlim(), axes.get_xlabel()), (axes.get_ylim(), axes.get_ylabel())
+            for (low, high), label in limits:
+                if "accuracy" in label:
+                    assert (low, high) == pytest.approx((max(0.0, low), min(1.0, high))), picture.name
+    scores = pictures(tmp_path / "again", records)[0].figure
+    assert "arrow: an interval that reaches beyond what can be scored" in " ".join(words(scores).split())
+    heads = [line.get_marker() for line in scores.axes[0].get_lines() if line.get_marker() in {"<", ">"}]
+    assert {"<", ">"} <= set(heads)

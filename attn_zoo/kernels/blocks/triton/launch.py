@@ -205,8 +205,8 @@ def triton_backward(
         options = _options(call, "key_gradient")
         num_splits, split_blocks = _splits(pattern.num_query_blocks)
         num_global = min(pattern.num_global * size, pattern.key_len)
-        shape = (batch_size, num_heads, num_splits, num_global, head_dim)
-        key_part, value_part = (query.new_empty(shape, dtype=torch.float32) for _ in range(2))
+        parts = query.new_empty((2, batch_size, num_heads, num_splits, num_global, head_dim), dtype=torch.float32)
+        key_part, value_part = parts.unbind()
         lines = pattern.num_global * num_splits + pattern.num_key_blocks - pattern.num_global
         key_gradient_kernel[(num_sequences * lines * (size // options["block_n"]),)](
             *map(tokens, (query, key, value, grad_output, grad_key, grad_value)),
@@ -223,9 +223,8 @@ def triton_backward(
             **options,
         )
         if num_global:
-            grad_key[:, :, :num_global] = key_part.sum(2)
-            grad_value[:, :, :num_global] = value_part.sum(2)
-        del key_part, value_part  # before the next partial results are allocated
+            grad_key[:, :, :num_global], grad_value[:, :, :num_global] = parts.sum(3).unbind()
+        del parts, key_part, value_part  # before the next partial results are allocated
         options = _options(call, "query_gradient")
         num_splits, split_blocks = _splits(-(-pattern.dense_key_len // size))
         num_dense = min(pattern.num_dense_rows * size, query_len)

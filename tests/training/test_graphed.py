@@ -1,4 +1,4 @@
-"""Updates as CUDA graphs: when one is captured, what it reads, and what happens where it cannot be.
+"""Functions of a batch as CUDA graphs: when one is captured, what it reads, and what happens where it cannot be.
 
 The graph here is a stand-in that runs on the host: its capture records the call without running it, as a GPU's does.
 """
@@ -14,7 +14,7 @@ import torch
 
 from attn_zoo.kernels.trace import recording
 from attn_zoo.training.batches import Batch
-from attn_zoo.training.updates import GRAPH_PATH, MAX_SHAPES, NUM_EAGER, GraphedUpdate
+from attn_zoo.training.graphed import GRAPH_PATH, MAX_SHAPES, NUM_PLAIN, Graphed
 
 
 class Stream:
@@ -37,10 +37,14 @@ class Graph:
     def __init__(self, update):
         self.update = update
         self.held = None
+        self.output = torch.zeros(())
 
     def replay(self):
         assert self.held is not None, "nothing was captured"
-        self.update.learn(self.held, "replayed")
+        self.output.fill_(self.update.learn(self.held, "replayed"))
+
+    def pool(self):
+        return "the memory of the first"
 
 
 class Update:
@@ -49,7 +53,7 @@ class Update:
     def __init__(self, draw=None, refuses=False):
         self.total, self.log = 0, []
         self.draw, self.refuses = draw, refuses
-        self.capturing = None
+        self.capturing, self.pools = None, []
         self.default_generators = [Generator()]
 
     def __call__(self, batch):
@@ -57,14 +61,17 @@ class Update:
             if self.refuses:
                 raise RuntimeError("operation not permitted when stream is capturing\nmore")
             self.capturing.held = batch
-            return
+            self.capturing.output = torch.zeros(())
+            return (self.capturing.output,)
         if self.draw is not None:
             self.draw()
-        self.learn(batch, "plain")
+        return (torch.tensor(float(self.learn(batch, "plain"))),)
 
     def learn(self, batch, how):
-        self.total += int(batch.tokens.sum()) + int(batch.labels.sum())
+        learned = int(batch.tokens.sum()) + int(batch.labels.sum())
+        self.total += learned
         self.log.append(how)
+        return learned
 
     def current_device(self):
         return 0
@@ -83,8 +90,9 @@ class Update:
         return Graph(self)
 
     @contextlib.contextmanager
-    def graph(self, graph, stream):
+    def graph(self, graph, pool, stream):
         assert stream is not None
+        self.pools.append(pool)
         generator = self.default_generators[0]
         self.capturing, generator.is_capturing = graph, True
         try:
@@ -106,21 +114,21 @@ def batch_of(value: int, width: int = 4, has_mask: bool = True) -> Batch:
 
 def test_every_update_happens_once_with_its_own_batch():
     update = Update()
-    run = GraphedUpdate(update, cuda=update)
+    run = Graphed(update, cuda=update)
     with recording() as paths:
-        for value in range(1, NUM_EAGER + 4):
+        for value in range(1, NUM_PLAIN + 4):
             run(batch_of(value))
-    assert update.log == ["plain"] * NUM_EAGER + ["replayed"] * 3
-    assert update.total == sum(9 * value for value in range(1, NUM_EAGER + 4))
+    assert update.log == ["plain"] * NUM_PLAIN + ["replayed"] * 3
+    assert update.total == sum(9 * value for value in range(1, NUM_PLAIN + 4))
     assert paths == [GRAPH_PATH]
     assert run.reason == ""
 
 
 def test_every_shape_has_a_graph_of_its_own():
     update = Update()
-    run = GraphedUpdate(update, cuda=update)
+    run = Graphed(update, cuda=update)
     batches = [batch_of(1, 4), batch_of(2, 8), batch_of(3, 4, has_mask=False)]
-    for _ in range(NUM_EAGER):
+    for _ in range(NUM_PLAIN):
         for batch in batches:
             run(batch)
     assert set(update.log) == {"plain"}
@@ -131,10 +139,19 @@ def test_every_shape_has_a_graph_of_its_own():
     assert update.total == 9 * 1 + 17 * 2 + 9 * 3
 
 
+def test_all_graphs_share_their_memory_and_what_they_return_is_kept():
+    update = Update()
+    run = Graphed(update, cuda=update)
+    returned = [(run(batch_of(value, width)), 2 * width * value + value) for value in range(7) for width in (4, 8)]
+    assert update.pools == [None, "the memory of the first"]
+    for (output,), expected in returned:
+        assert output == expected
+
+
 def test_no_more_shapes_are_captured_than_memory_should_hold():
     update = Update()
-    run = GraphedUpdate(update, cuda=update)
-    for _ in range(NUM_EAGER + 1):
+    run = Graphed(update, cuda=update)
+    for _ in range(NUM_PLAIN + 1):
         for width in range(1, MAX_SHAPES + 3):
             run(batch_of(1, width))
     assert update.log.count("replayed") == MAX_SHAPES
@@ -147,8 +164,8 @@ def test_no_more_shapes_are_captured_than_memory_should_hold():
 )
 def test_what_a_model_draws_on_the_host_is_not_frozen(draw):
     update = Update(draw=draw)
-    run = GraphedUpdate(update, cuda=update)
-    for value in range(NUM_EAGER + 3):
+    run = Graphed(update, cuda=update)
+    for value in range(NUM_PLAIN + 3):
         run(batch_of(value))
     assert set(update.log) == {"plain"}
     assert "on the host" in run.reason
@@ -156,11 +173,11 @@ def test_what_a_model_draws_on_the_host_is_not_frozen(draw):
 
 def test_what_cannot_be_captured_runs_as_before():
     update = Update(refuses=True)
-    run = GraphedUpdate(update, cuda=update)
+    run = Graphed(update, cuda=update)
     with recording() as paths:
-        for _ in range(NUM_EAGER + 2):
+        for _ in range(NUM_PLAIN + 2):
             run(batch_of(1))
-    assert update.log == ["plain"] * (NUM_EAGER + 2)
+    assert update.log == ["plain"] * (NUM_PLAIN + 2)
     assert run.reason == "it cannot be captured: operation not permitted when stream is capturing"
     assert not update.default_generators[0].is_capturing, "or every later random number would fail"
     assert paths == []

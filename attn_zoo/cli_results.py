@@ -1,0 +1,190 @@
+"""The commands that read results: report, compare, verify and so on; `attn_zoo.cli` adds them to the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from attn_zoo import api
+from attn_zoo.cli_options import AsJson
+from attn_zoo.errors import ConfigError
+
+results = typer.Typer()
+
+Folders = Annotated[
+    list[Path],
+    typer.Argument(help="Results folders of one or more runs; bundles and exports too.", show_default=False),
+]
+
+
+@results.command()
+def report(
+    folders: Folders,
+    out: Annotated[Path | None, typer.Option(help="Where to write; by default into the (first) folder.")] = None,
+    readme: Annotated[bool, typer.Option(help="Also write README.md into the folder.")] = False,
+) -> None:
+    """Write tables, figures and one self-contained report.html; print the tables."""
+    from attn_zoo.console import out as console
+    from attn_zoo.console import say
+    from attn_zoo.report import print_report
+
+    loaded = api.load(folders)
+    page = loaded.report(out, has_readme=readme)
+    print_report(loaded.analysis, console)
+    console.print()
+    say(f"wrote tables and figures; open {page}")
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        help="Results folder, bundle, export, REV:FOLDER in git, or JSON of pytest-benchmark.", show_default=False
+    ),
+]
+
+
+@results.command()
+def compare(
+    before: Source,
+    after: Source,
+    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower or a score worse.")] = False,
+    fail_above: Annotated[
+        str | None,
+        typer.Option(
+            metavar="5%",
+            help="Exit with code 3 if time, memory or a score is worse by more, whatever the noise; or a cell failed.",
+        ),
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Compare all the same: environment, protocol or flagged; may be repeated.")
+    ] = None,
+    allow_other_env: Annotated[bool, typer.Option(hidden=True)] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a comment for a pull request.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two runs, times, memory and scores: how far apart, and whether they agree within their intervals."""
+    from attn_zoo.console import err, print_json, say
+    from attn_zoo.console import out as console
+    from attn_zoo.report.tables.table import to_terminal
+
+    also = ["environment"] if allow_other_env else []
+    found = api.compare(before, after, allow=[*(allow or ()), *also], limit=_share("--fail-above", fail_above))
+    tables = found.tables()
+    if as_json:
+        print_json(found.rows)
+    elif markdown:
+        print(found.markdown())  # noqa: T201 # as it is, at any width
+    else:
+        for table in tables:
+            to_terminal(table, console)
+        if found.agreement:
+            say(found.agreement)
+    worse = found.worse if fail_above else []
+    for text in worse if not markdown else ():
+        err.print(f"worse: {text}", markup=False, soft_wrap=True)
+    is_worse = fail and {row["verdict"] for row in found.rows} & {"slower", "worse"}
+    raise typer.Exit(3 if worse or is_worse else 0)
+
+
+def _share(option: str, text: str | None) -> float | None:
+    """Return `5%` or `0.05` as a number."""
+    if text is None:
+        return None
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 10:
+        raise ConfigError(option, [("", f"expected a share, such as 5% or 0.05; got {text!r}")])
+    return share
+
+
+@results.command()
+def export(
+    folders: Folders,
+    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
+    fmt: Annotated[str, typer.Option("--format", help="csv, jsonl, parquet, markdown or latex")] = "csv",
+    table: Annotated[
+        str | None, typer.Option(help="Only this table of the report, such as exponents; csv, markdown or latex.")
+    ] = None,
+) -> None:
+    """Write all observations as one flat file, one row each; or the tables of the report."""
+    from attn_zoo.console import say
+    from attn_zoo.report.export import export as export_runs
+
+    path = export_runs(folders, fmt, out, table)
+    say(f"wrote {path}")
+
+
+@results.command()
+def verify(source: Source, as_json: AsJson = False) -> None:
+    """Check results as a reviewer would: whole, possible, gated, on equal terms; exit code 1 if something is wrong."""
+    from dataclasses import asdict
+
+    from attn_zoo.console import print_json, print_table, say
+    from attn_zoo.report.units import clean
+    from attn_zoo.report.verify import CHECKS
+
+    faults = api.verify(source)
+    if as_json:
+        print_json([asdict(fault) for fault in faults])
+    else:
+        rows = [(fault.check, clean(fault.where), clean(fault.text)) for fault in faults]
+        if rows:
+            print_table("", ("check", "where", "what is wrong"), rows)
+        counts = {name: sum(fault.check == name for fault in faults) for name in CHECKS}
+        say("; ".join(f"{name}: {f'{count} wrong' if count else 'passed'}" for name, count in counts.items()))
+    raise typer.Exit(int(bool(faults)))
+
+
+@results.command()
+def share(
+    folder: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="File to write, .zip; by default the folder's name, here.")] = None,
+) -> None:
+    """Bundle a run into one file that report, compare, export, verify and merge open; without logs and weights."""
+    from attn_zoo.console import say
+    from attn_zoo.report.units import human_bytes
+
+    path = api.share(folder, out)
+    say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {path} opens it")
+
+
+@results.command()
+def merge(
+    sources: Annotated[list[Path], typer.Argument(help="Results folders or bundles of shards.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Results folder to make.", show_default=False)],
+) -> None:
+    """Make one results folder of the shards of one plan; refuse unlike plans and cells that were measured twice."""
+    from attn_zoo.console import say
+
+    say(f"wrote {api.merge(sources, out)}; next: attn-zoo status {out}")
+
+
+@results.command()
+def history(
+    folder: Annotated[str, typer.Argument(help="Results folder of the git repository here.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Figure to write, .png or .svg.")] = None,
+    variant: Annotated[list[str] | None, typer.Option(help="Only this one; may be repeated.")] = None,
+    pass_: Annotated[str | None, typer.Option("--pass", help="By default the most frequent.")] = None,
+    length: Annotated[int | None, typer.Option(help="In tokens; by default the longest that most have.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="Commits, the latest.")] = 30,
+    as_json: AsJson = False,
+) -> None:
+    """Show the times of a results folder over the commits that changed it, with intervals."""
+    from attn_zoo.console import out as console
+    from attn_zoo.console import print_json, say
+    from attn_zoo.report.figures.svg import save_figure
+    from attn_zoo.report.tables.table import to_terminal
+
+    found = api.history(folder, variants=variant or (), pass_=pass_, seq_len=length, most=last)
+    if out is not None:
+        save_figure(found.page().figure, out)
+    if as_json:
+        print_json(list(found.table().rows))
+        return
+    to_terminal(found.table(), console)
+    if out is not None:
+        say(f"wrote {out}")

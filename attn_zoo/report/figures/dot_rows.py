@@ -1,0 +1,80 @@
+"""Rows of dots with intervals: what is compared in one respect only, such as scores, or times at one length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+
+from attn_zoo.report.figures.axes import annotate, draw_interval
+from attn_zoo.report.figures.page import Page, text_size
+from attn_zoo.report.figures.style import INK, PAPER, Look, plain
+from attn_zoo.report.figures.svg import Tag
+
+ROW = 0.46
+"""Inches from one row to the next."""
+_NAME_LETTERS = 28
+_NAME_SIZE, _WORDS_SIZE = 10, 8.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DotRow:
+    """One row.
+
+    Args:
+        name: at its left.
+        label: whose row it is.
+        look: of its marks.
+        words: at its right; these and the name stand alone where nothing was measured.
+        tip: what the dot says.
+        value: of the dot.
+        ends: of its interval.
+        is_filled: the dot is full.
+        singles: smaller marks below the dot.
+    """
+
+    name: str
+    label: str
+    look: Look
+    words: str
+    tip: str
+    value: float | None = None
+    ends: tuple[float, float] | None = None
+    is_filled: bool = False
+    singles: tuple[float, ...] = ()
+
+
+def row_axes(page: Page, rows: Sequence[DotRow], *, below: float = 0.0) -> Axes:
+    """Return axes with one row each, from the top, and so many inches below the last."""
+    left = max(text_size(plain(row.name, _NAME_LETTERS), _NAME_SIZE, "bold")[0] for row in rows) + 0.34
+    right = max(text_size(row.words, _WORDS_SIZE)[0] for row in rows) + 0.36
+    (axes,) = page.panels(height=ROW * len(rows) + below, left=left, right=right)
+    axes.set_ylim(len(rows) - 0.5 + below / ROW, -0.5)
+    axes.set_yticks(range(len(rows)), ["" for _ in rows])
+    axes.tick_params(axis="y", length=0)
+    return axes
+
+
+def draw_rows(axes: Axes, rows: Sequence[DotRow], possible: tuple[float, float]) -> None:
+    """Draw the rows; limits and scale across must be final.
+
+    Args:
+        axes: from `row_axes`.
+        rows: of them.
+        possible: least and largest possible value, at which intervals are cut.
+    """
+    for place, row in enumerate(rows):
+        own, colour = Tag(of=row.label), row.look.colour
+        name = {"fontsize": _NAME_SIZE, "fontweight": "bold", "color": colour}
+        annotate(axes, plain(row.name, _NAME_LETTERS), (0, place), (-10, 0), is_share=True, ha="right", **name)
+        annotate(axes, row.words, (1, place), (8, 0), is_share=True, fontsize=_WORDS_SIZE, color=INK)
+        for value in row.singles:
+            axes.plot([value], [place + 0.24], marker=row.look.marker, ms=4.5, color=colour, alpha=0.55, mew=0)
+        if row.value is None:
+            continue
+        if row.ends is not None:
+            draw_interval(axes, place, row.ends, possible, is_flat=True, tag=own, color=colour, lw=2.2, zorder=2.5)
+        look = {"marker": row.look.marker, "mfc": colour if row.is_filled else PAPER, "mec": colour, "mew": 2}
+        dot = axes.plot([row.value], [place], ms=9, zorder=4, clip_on=False, **look)  # type: ignore[arg-type]
+        Tag(of=row.label, tips=(row.tip,)).put_on(*dot)

@@ -1,0 +1,187 @@
+"""The time of variants over the commits of a repository that keeps its results: one point for each commit.
+
+Points are joined only where machine, versions and protocol are the same: a new driver is no progress.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pandas as pd
+
+from attn_zoo.bundle import Commit, commits
+from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.report.analysis.observations import read_results
+from attn_zoo.report.compare import TimedCell, timed_cells
+from attn_zoo.report.figures.axes import draw_curve, set_ticks, value_axis
+from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
+from attn_zoo.report.figures.page import Page
+from attn_zoo.report.figures.style import MARK, MUTED, SOLID, make_looks, plain, styled
+from attn_zoo.report.tables.table import Column, Table, text_column, time_column
+from attn_zoo.report.units import human_length, human_ms
+from attn_zoo.report.wording import PASS_TITLES
+
+_SETTING = ("pass", "seq_len", "scope", "dtype", "device", "is_causal", "batch_size", "num_heads", "threads")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """Times over commits.
+
+    Args:
+        frame: one row for each variant at each commit that measured it, oldest first. `era` counts machines, versions
+            and protocols: only times of one era may be compared.
+        title: what was timed.
+    """
+
+    frame: pd.DataFrame
+    title: str
+
+    def table(self) -> Table:
+        """Return one row for each commit and variant, for people."""
+        rows = self.frame.astype(object).where(self.frame.notna(), None).to_dict(orient="records")
+        return Table(
+            name="history",
+            title=self.title,
+            note="Median with its 95 % interval. Times of other eras (machine, versions, protocol) do not compare.",
+            columns=(
+                Column(heading="commit", show=lambda row: str(row["commit"])[:9], align="left", priority=0),
+                text_column("date", "date", priority=2),
+                text_column("variant", "label", priority=0),
+                time_column("time", priority=0),
+                Column(heading="era", show=lambda row: str(row["era"]), priority=1),
+                text_column("subject", "subject", priority=3),
+            ),
+            rows=tuple({str(name): value for name, value in row.items()} for row in rows),
+            fields_if_empty=tuple(self.frame.columns),
+        )
+
+    def page(self) -> Page:
+        """Return the figure: time against commits, with intervals; a curve ends where its machine does."""
+        order = list(dict.fromkeys(self.frame["commit"]))
+        eras = dict(zip(self.frame["commit"], self.frame["era"], strict=True))
+        curves = {
+            str(label): [
+                (1 + order.index(row["commit"]), row["median_ms"], row["low_ms"], row["high_ms"], row["era"])
+                for row in rows.to_dict(orient="records")
+            ]
+            for label, rows in self.frame.groupby("label", sort=True)
+        }
+        looks = make_looks(curves, set(self.frame["label"][self.frame["is_exact"]]))
+        ends = [
+            EndLabel(plain(name), (), looks[name].colour, curve[-1][0], curve[-1][1]) for name, curve in curves.items()
+        ]
+        note = "Median and 95 % interval at each commit that changed the records."
+        if len(set(eras.values())) > 1:
+            note += " Dashed: another machine, other versions or another protocol; points beyond it do not compare."
+        with styled():
+            page = Page(self.title, note)
+            (axes,) = page.panels(height=labels_height(ends, 3.2), right=0.2 + label_room(ends), below=0.75)
+            for name, curve in curves.items():
+                look = looks[name]
+                for era in dict.fromkeys(point[4] for point in curve):
+                    points = [(x, y) for x, y, _, _, own in curve if own == era]
+                    draw_curve(axes, points, look, SOLID)
+                for x, _, low, high, _ in curve:
+                    axes.plot([x, x], [low, high], color=look.colour, lw=1.2, zorder=2)
+            for index, (one, two) in enumerate(pairwise(order), 1):
+                if eras[one] != eras[two]:
+                    axes.axvline(index + 0.5, color=MUTED, lw=1.0, ls=MARK, zorder=1)
+            value_axis(
+                axes, [value for curve in curves.values() for point in curve for value in point[1:4]], human_ms, 10
+            )
+            axes.set_xlim(0.6, len(order) + 0.4)
+            step = max(1, len(order) // 8)
+            set_ticks(axes.xaxis, range(1, len(order) + 1, step), lambda place: order[round(place) - 1][:7])
+            axes.set_xlabel("commit, oldest first")
+            draw_end_labels(axes, ends)
+        said = (f"{name}: {', '.join(human_ms(point[1]) for point in curve)}" for name, curve in curves.items())
+        return page.describe("; ".join(said))
+
+
+def history(
+    folder: str,
+    *,
+    variants: Iterable[str] = (),
+    pass_: str | None = None,
+    seq_len: int | None = None,
+    most: int = 30,
+) -> History:
+    """Return the times of a results folder over the commits that changed its records.
+
+    Args:
+        folder: of the git repository here, as seen from here.
+        variants: labels; by default all.
+        pass_: by default the most frequent.
+        seq_len: by default the longest that most variants have.
+        most: commits, the latest.
+
+    Raises:
+        ConfigError: no commit of it holds times.
+        UnknownNameError: no commit timed such a variant, pass or length.
+    """
+    folder = os.path.relpath(folder)
+    log = commits(folder, most)
+    rows: list[dict[str, Any]] = []
+    for commit in log:
+        try:
+            results = read_results([f"{commit.digest}:{folder}"])
+        except ConfigError:
+            continue  # of a commit that took the folder away, or of a folder that a newer version wrote
+        for cell in timed_cells(results, set()).values():
+            if cell.is_timed:
+                claim = results.claim(cell.record.cell.variant)
+                rows.append(_row(commit, cell) | {"is_exact": claim is not None and claim.is_exact})
+    if not rows:
+        why = f"none of its {len(log)} commits holds times" if log else "no commit of a git repository here changed it"
+        raise ConfigError("history", [("", f"{folder}: {why}")])
+    rows = _chosen(rows, "pass", pass_, lambda row: row["pass"])
+    wanted = set(variants)
+    labels = sorted({row["label"] for row in rows})
+    for name in sorted(wanted - set(labels)):
+        raise UnknownNameError("variant", name, labels, f"the commits timed {', '.join(labels)}")
+    rows = [row for row in rows if not wanted or row["label"] in wanted]
+    rows = _chosen(rows, "length", seq_len, lambda row: row["seq_len"])
+    settings = Counter(tuple(row[name] for name in _SETTING) for row in rows)
+    setting = max(settings, key=lambda one: (settings[one], str(one)))
+    rows = [row for row in rows if tuple(row[name] for name in _SETTING) == setting]
+    eras = list(dict.fromkeys((row["environment"], row["protocol_version"]) for row in rows))
+    for row in rows:
+        row["era"] = eras.index((row["environment"], row["protocol_version"])) + 1
+    said = dict(zip(_SETTING, setting, strict=True))
+    length = f", {human_length(said['seq_len'])} tokens" if said["seq_len"] else ""
+    how = ", ".join(str(word) for word in (said["dtype"], said["device"]) if word)
+    title = f"{PASS_TITLES.get(said['pass'], 'time')}{length}, {how}"
+    return History(frame=pd.DataFrame(rows), title=f"{title[:1].upper()}{title[1:]}, over commits")
+
+
+def _row(commit: Commit, cell: TimedCell) -> dict[str, Any]:
+    own = cell.record.cell
+    names = {"pass": "pass_"}
+    return {
+        "commit": commit.digest,
+        "date": commit.date[:10],
+        "subject": commit.subject,
+        "label": cell.label,
+        **{name: getattr(own, names.get(name, name)) for name in _SETTING},
+        **cell.values(),
+        "protocol_version": own.protocol_version,
+        "environment": cell.record.environment,
+    }
+
+
+def _chosen(rows: Sequence[dict[str, Any]], what: str, wanted: Any, value: Any) -> list[dict[str, Any]]:
+    """Return the rows with the value that was asked for; else with the most frequent one, the larger among equals."""
+    counts = Counter(value(row) for row in rows)
+    if wanted is None:
+        wanted = max(counts, key=lambda one: (counts[one], one or 0, str(one)) if what == "length" else (counts[one],))
+    elif wanted not in counts:
+        raise UnknownNameError(
+            what, str(wanted), [str(one) for one in counts], f"there are {', '.join(map(str, counts))}"
+        )
+    return [row for row in rows if value(row) == wanted]

@@ -1,0 +1,196 @@
+"""Check results as a reviewer would: are the records whole, possible, comparable, and is anything missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from attn_zoo.bundle import opened
+from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.folder import RunInfo, Scan, read_ceilings, read_info, scan_cells
+from attn_zoo.records import PASSES, Timing
+from attn_zoo.report.analysis.observations import Observation, Results, read_results
+from attn_zoo.report.analysis.scores import PARAMS_TOLERANCE, AccuracyGroup, LabelScore, make_accuracy_groups
+from attn_zoo.report.units import human_flops, human_ms
+
+ABOVE_MEASURED = 1.25
+"""How far a rate may lie above the ceiling that the run measured, which a busy host measures too low; the one on a data
+sheet is never exceeded."""
+
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What is wrong with results.
+
+    Args:
+        check: name; see `CHECKS`.
+        where: file, id of a cell, or title of a group.
+        text: one sentence.
+    """
+
+    check: str
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Subject:
+    info: RunInfo
+    scan: Scan
+    results: Results
+    groups: tuple[AccuracyGroup, ...]
+    ceilings_problem: str
+
+    @property
+    def timed(self) -> Iterator[tuple[Observation, Timing]]:
+        """Records of calls and steps that were measured."""
+        for one in self.results.observations:
+            if one.record.status == "ok" and one.record.timing is not None:
+                yield one, one.record.timing
+
+
+def verify(source: str | Path) -> list[Fault]:
+    """Return what is wrong with a results folder or bundle, in the order of `CHECKS`; nothing where nothing is.
+
+    Raises:
+        ConfigError: there is no results folder, or a newer version of this package wrote it.
+    """
+    with opened(source) as folder:
+        try:
+            info, scan = read_info(folder), scan_cells(folder)
+        except StoreError as error:
+            raise ConfigError("verify", [("", str(error))]) from None
+        try:
+            problem = ""
+            read_ceilings(folder)
+        except StoreError as error:
+            problem = str(error)
+        results = read_results([folder])
+        subject = _Subject(
+            info=info,
+            scan=scan,
+            results=results,
+            groups=tuple(make_accuracy_groups(results)),
+            ceilings_problem=problem,
+        )
+        return [
+            Fault(check=name, where=where, text=text)
+            for name, (_, find) in CHECKS.items()
+            for where, text in find(subject)
+        ]
+
+
+Found = Iterator[tuple[str, str]]
+
+
+def _schema(subject: _Subject) -> Found:
+    for problem in subject.info.problems:
+        yield "run.json", problem.removeprefix("run.json: ")
+    if subject.ceilings_problem:
+        yield "ceilings.json", subject.ceilings_problem
+    for name, reason in subject.scan.problems.items():
+        if not reason.startswith("foreign"):
+            yield f"cells/{name}", reason
+
+
+def _digests(subject: _Subject) -> Found:
+    for name, reason in subject.scan.problems.items():
+        if reason.startswith("foreign"):
+            yield f"cells/{name}", reason
+    planned = {cell.key for cell in subject.info.planned or ()}
+    for record in subject.scan.records.values():
+        if record.environment and record.environment not in subject.info.environments:
+            yield record.cell.id, f"its environment {record.environment} is not described in run.json"
+        if subject.info.planned is not None and record.cell.key not in planned:
+            yield record.cell.id, "no cell of the plan: its source or data changed, or it belongs to another run"
+
+
+def _complete(subject: _Subject) -> Found:
+    for one in subject.results.left:
+        why = f" ({one.record.reason})" if one.record.reason else ""
+        yield one.cell.id, f"planned, and has no record{why}"
+
+
+def _numbers(subject: _Subject) -> Found:
+    for one, timing in subject.timed:
+        if not timing.samples_ms or min(timing.samples_ms) <= 0:
+            yield one.cell.id, "expected positive samples"
+        elif not (
+            timing.low_ms <= timing.median_ms * (1 + _ROUNDING)
+            and timing.median_ms <= timing.high_ms * (1 + _ROUNDING)
+            and min(timing.samples_ms) * (1 - _ROUNDING) <= timing.median_ms
+            and timing.median_ms <= max(timing.samples_ms) * (1 + _ROUNDING)
+        ):
+            yield one.cell.id, f"its median, {human_ms(timing.median_ms)}, is not one of its samples"
+    for one in subject.results.observations:
+        score = one.record.score
+        if score is not None and not score.is_lower_better and not 0 <= score.value <= 1:
+            yield one.cell.id, f"a score of {score.value:g} is no share of what was right"
+
+
+def _limits(subject: _Subject) -> Found:
+    for one, timing in subject.timed:
+        record, cell = one.record, one.cell
+        roof = subject.results.ceilings(one.environment, cell.device, cell.dtype, cell.threads)
+        if roof is None or record.flops is None or record.backward_ratio is None or record.is_simulated:
+            continue
+        flops = record.flops * PASSES[cell.pass_ or "fwd"].num_forwards(record.backward_ratio)
+        fastest_ms = min(timing.median_ms, timing.graph_ms or timing.median_ms)
+        rate = flops / max(fastest_ms * 1e-3, 1e-12)
+        sheet, measured = roof.sheet_flops_per_s, ABOVE_MEASURED * roof.matmul_flops_per_s
+        whose = "what a matrix product reached, and a quarter more" if sheet is None else "the data sheet"
+        if rate > (limit := measured if sheet is None else sheet):
+            yield cell.id, f"{human_flops(rate)}/s is above {whose} ({human_flops(limit)}/s)"
+
+
+def _gate(subject: _Subject) -> Found:
+    for one, _ in subject.timed:
+        if not one.record.gate:
+            yield one.cell.id, "was timed without a correctness gate"
+
+
+def _floors(subject: _Subject) -> Found:
+    for one in subject.results.observations:
+        if one.record.score is not None and not one.record.score.floors:
+            yield one.cell.id, "has no floor: nothing says what a trivial model scores"
+
+
+def _budgets(subject: _Subject) -> Found:
+    for group in subject.groups:
+        for score in group.scores:
+            if score.has_other_size and score.params_excess is not None:
+                more = "more" if score.params_excess > 0 else "fewer"
+                text = f"{100 * abs(score.params_excess):.2f} % {more} parameters than {group.baseline}"
+                yield f"{score.name} on {group.title}", text
+
+
+def _trials(subject: _Subject) -> Found:
+    for group in subject.groups:
+        for warning in group.warnings:
+            yield group.title, warning.removeprefix(f"{group.title}: ")
+        counts = {score.name: len(score.runs) for score in group.scores if _could_run(score)}
+        most = max(counts.values(), default=0)
+        for name, count in counts.items():
+            if count < most:
+                yield f"{name} on {group.title}", f"{count} seeds; others have {most}"
+
+
+def _could_run(score: LabelScore) -> bool:
+    return any(run.record.status != "unsupported" for run in score.runs)
+
+
+CHECKS: dict[str, tuple[str, Callable[[_Subject], Found]]] = {
+    "schema": ("every file is a record of this version or an older one", _schema),
+    "digests": ("a record is of the cell that its file is named after, of the plan, of a described machine", _digests),
+    "complete": ("every planned cell has a record", _complete),
+    "numbers": ("the numbers of a record do not contradict each other", _numbers),
+    "limits": ("nothing is faster than the machine can be", _limits),
+    "gate": ("nothing was timed before it passed its correctness gate", _gate),
+    "floors": ("beside each score stands what a trivial model scores", _floors),
+    "budgets": (f"parameters are within {PARAMS_TOLERANCE:.0%} of the baseline's", _budgets),
+    "trials": ("each variant got as many trials and seeds as the others", _trials),
+}
+"""What is looked at, by name: in one sentence, and how."""

@@ -1,0 +1,110 @@
+"""A function of a batch as CUDA graphs, one for each shape of a batch.
+
+A small model's update is hundreds of kernels of microseconds, and the host takes longer to launch them than the GPU to
+run them. The first batches of every shape run as they are (so kernels are compiled and chosen, and nothing is done
+twice); then one is captured, and replayed from there on. Random numbers of the device follow its generator at every
+replay, so that dropout is what it would be without. What a graph would freeze is not captured: a model that draws on
+the host. What cannot be captured, such as a model that asks the device for a number, goes on as before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attn_zoo.kernels.trace import note_path
+from attn_zoo.training.batches import Batch
+
+GRAPH_PATH = "cuda_graph"
+"""Noted among the kernels of a run when its first graph is captured."""
+
+NUM_PLAIN = 3
+"""Batches of a shape before it is captured."""
+
+MAX_SHAPES = 16
+"""Shapes captured at most: each keeps a copy of a batch, and what it returns."""
+
+
+class Graphed:
+    """Calls `function(batch)`, from the fourth batch of a shape on as a graph.
+
+    Args:
+        function: reads the batch, and beside it only tensors that stay where they are. It must leave nothing to the
+            host. What it returns is copied out of the graph.
+        cuda: what to use as `torch.cuda`.
+
+    Attributes:
+        reason: why nothing is captured any more, or empty.
+    """
+
+    def __init__(self, function: Callable[[Batch], tuple[Tensor, ...]], cuda: Any = torch.cuda) -> None:
+        self.reason = ""
+        self._function, self._cuda = function, cuda
+        self._num_seen: dict[Hashable, int] = {}
+        self._captured: dict[Hashable, tuple[Any, Batch, tuple[Tensor, ...]]] = {}
+        self._stream: Any = None
+        self._pool: Any = None  # one memory for all graphs: they run one after another, and keep nothing in it
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return what the function returns."""
+        shape = (*batch.shapes, batch.labels.shape, batch.key_padding_mask is None, batch.other_padding_mask is None)
+        if shape not in self._captured:
+            seen = self._num_seen[shape] = self._num_seen.get(shape, 0) + 1
+            may_capture = seen > NUM_PLAIN and not self.reason and len(self._captured) < MAX_SHAPES
+            if not (may_capture and self._capture(shape, batch)):
+                return self._plain(batch)
+        graph, held, outputs = self._captured[shape]
+        for name, tensor in _tensors(held).items():
+            tensor.copy_(getattr(batch, name))
+        graph.replay()
+        return tuple(output.clone() for output in outputs)
+
+    def _plain(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Run as it is, on the stream that will be captured: what torch keeps for a stream is then there."""
+        cuda, before = self._cuda, _host_states()
+        self._stream = self._stream or cuda.Stream()
+        self._stream.wait_stream(cuda.current_stream())
+        with cuda.stream(self._stream):
+            outputs = self._function(batch)
+        cuda.current_stream().wait_stream(self._stream)
+        if _host_states() != before:
+            self.reason = "the model draws random numbers on the host"
+        return outputs
+
+    def _capture(self, shape: Hashable, batch: Batch) -> bool:
+        """Capture a call without running it; return whether that was possible."""
+        cuda = self._cuda
+        kept: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
+        held = replace(batch, **kept)
+        graph = cuda.CUDAGraph()
+        # A capture that fails leaves the generator believing that it goes on.
+        generator = cuda.default_generators[cuda.current_device()]
+        before = generator.clone_state()
+        try:
+            with cuda.graph(graph, pool=self._pool, stream=self._stream):
+                outputs = self._function(held)
+        except RuntimeError as error:
+            generator.graphsafe_set_state(before)
+            self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"
+            return False
+        note_path(GRAPH_PATH)
+        self._pool = graph.pool()
+        self._captured[shape] = graph, held, outputs
+        return True
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    values = {item.name: getattr(batch, item.name) for item in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _host_states() -> tuple[object, ...]:
+    """Return the states of the host's generators, comparable."""
+    numbers = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the global one is what a variant may use
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), numbers["key"].tobytes(), numbers["pos"]

@@ -1,0 +1,194 @@
+"""One visit to a GPU that is lent for minutes: tests, scaling, peers, energy, accuracy, in pieces.
+
+    python benchmarks/gpu_visit.py --minutes 9 --pack out            # again and again, until nothing is left
+    python benchmarks/gpu_visit.py --minutes 9 --pack out --from out  # on a machine that has lost the work folder
+
+Stages run in order, the most valuable first, each for its share of the visit; what time is left then goes to those that
+are not complete. Every matrix goes on where it stopped. After each stage its records are packed into one file that is
+small enough to carry, so a visit that is cut off loses at most a stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.util
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LEAST_MINUTES = 0.5  # a stage is not begun for less
+MOST_PACKED_BYTES = 16 * 2**20
+LEFT_OUT = {"logs", "weights", "replaced", "figures", "tables"}
+"""Folders of a results folder that a pack leaves out: large, or made again from the records."""
+
+LONG = tuple(f"*/L{length}/*" for length in (65_536, 131_072, 262_144))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """A part of the visit.
+
+    Args:
+        name: of the stage.
+        minutes: its share of the visit.
+        matrix: name of its file in `benchmarks`, and of its results folder; empty for the tests.
+        more: further arguments of `attn-zoo run`, or of pytest.
+    """
+
+    name: str
+    minutes: float
+    matrix: str = ""
+    more: tuple[str, ...] = ()
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        name="tests",
+        minutes=3.5,
+        more=("tests", "-m", "gpu", "-q", "-n", "8", "--dist", "worksteal", "--benchmark-disable", "-rfE"),
+    ),
+    # Where the device is the limit, and the longest but for exact attention's, which take seconds a call.
+    Stage(name="scaling, long", minutes=3, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in LONG)),
+    Stage(name="scaling", minutes=4, matrix="scaling-gpu"),
+    Stage(name="peers", minutes=7, matrix="peers-gpu"),
+    Stage(name="energy", minutes=1, matrix="energy-gpu"),
+    Stage(name="accuracy", minutes=6, matrix="lra-small", more=("--jobs", "8")),
+)
+
+
+def command(stage: Stage, work: Path, minutes: float, device: str) -> list[str]:
+    """Return the command line of a stage."""
+    if not stage.matrix:
+        return [sys.executable, "-m", "pytest", *stage.more]
+    peers = sorted((ROOT / "benchmarks" / "peers").glob("*.py")) if stage.matrix.startswith("peers") else []
+    return [
+        *(sys.executable, "-m", "attn_zoo", "run", str(ROOT / "benchmarks" / f"{stage.matrix}.toml")),
+        *("--device", device, "--out", str(work / stage.matrix), "--time-limit", f"{minutes:.2f}"),
+        *(part for path in peers for part in ("--variant-file", str(path))),
+        *stage.more,
+    ]
+
+
+def run_stage(stage: Stage, work: Path, minutes: float, device: str) -> str:
+    """Run a stage for so many minutes; return what is left of it, or nothing where it is complete."""
+    arguments = command(stage, work, minutes, device)
+    log = work / f"{stage.name.replace(', ', '-')}.log"
+    print(f"== {stage.name}: {minutes:.1f} min", flush=True)
+    with log.open("a", encoding="utf-8") as out:
+        try:
+            # A matrix keeps its own limit, and gets a little longer to write what it has.
+            limit_s = 60 * minutes + (30 if stage.matrix else 0)
+            done = subprocess.run(
+                arguments, check=False, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=limit_s
+            )
+        except subprocess.TimeoutExpired:
+            return "did not end in its time"
+    said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    print("   " + "\n   ".join(said[-3:]), flush=True)
+    if done.returncode not in (0, 1):  # 1: a test or a cell failed, which is a result
+        return f"exit code {done.returncode}: {said[-1] if said else 'nothing said'}"
+    return num_left(stage, work) if stage.matrix else ""
+
+
+def num_left(stage: Stage, work: Path) -> str:
+    """Return how many cells of a stage have no record, in words; empty for none."""
+    from attn_zoo import api
+
+    globs = [part.partition("=")[2] for part in stage.more if part.startswith("--only=")] or ["*"]
+    left = [item.cell.id for item in api.status(work / stage.matrix).left]
+    count = sum(any(fnmatch.fnmatch(name, glob) for glob in globs) for name in left)
+    return f"{count} cells" if count else ""
+
+
+def pack(stage: Stage, work: Path, folder: Path) -> None:
+    """Write what a stage has into one file of `folder`."""
+    sources = [work / stage.matrix] if stage.matrix else sorted(work.glob("*.log"))
+    target = folder / f"{stage.matrix or stage.name}.tar.gz"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(target, "w:gz") as archive:
+        for source in sources:
+            if source.exists():
+                archive.add(source, source.name, filter=_is_kept)
+        archive.add(work / "visit.json", "visit.json")
+    if (size := target.stat().st_size) > MOST_PACKED_BYTES:
+        print(f"   {target.name} has {size / 2**20:.0f} MiB, which may be too much to carry", flush=True)
+
+
+def _is_kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    parts = Path(entry.name).parts
+    return None if len(parts) > 1 and parts[1] in LEFT_OUT else entry
+
+
+def unpack(folder: Path, work: Path) -> None:
+    """Lay out what an earlier part of the visit packed, where the work folder has nothing of it."""
+    for path in sorted(folder.glob("*.tar.gz"), key=lambda path: path.stat().st_mtime):
+        with tarfile.open(path) as archive:
+            members = archive.getmembers()
+            new = [one for one in members if not (work / Path(one.name).parts[0]).exists() or one.name == "visit.json"]
+            archive.extractall(work, new, filter="data")  # the state of the latest pack stays
+
+
+def visit(
+    minutes: float,
+    work: Path,
+    folder: Path,
+    device: str,
+    stages: Sequence[Stage] = STAGES,
+    now: Any = time.monotonic,
+) -> dict[str, dict[str, Any]]:
+    """Run what is left for so many minutes; return for each stage the minutes it has had and what is left of it."""
+    begin = now()
+    work.mkdir(parents=True, exist_ok=True)
+    saved = work / "visit.json"
+    state: dict[str, dict[str, Any]] = {stage.name: {"minutes": 0.0, "left": "not begun"} for stage in stages}
+    if saved.exists():
+        state |= json.loads(saved.read_text(encoding="utf-8"))
+    for is_shared in (True, False):
+        for stage in stages:
+            mine = state[stage.name]
+            rest = minutes - (now() - begin) / 60
+            share = min(rest, stage.minutes - mine["minutes"]) if is_shared else rest
+            is_broken = not is_shared and mine["left"].startswith("exit code")
+            if not mine["left"] or is_broken or share < LEAST_MINUTES:
+                continue
+            start = now()
+            mine["left"] = run_stage(stage, work, share, device)
+            mine["minutes"] += (now() - start) / 60
+            saved.write_text(json.dumps(state), encoding="utf-8")
+            pack(stage, work, folder)
+    return state
+
+
+def main() -> int:
+    """Return 0, or 2 where a package is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default 9)")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gpu-visit", help="results folders")
+    parser.add_argument("--pack", type=Path, required=True, help="where to put one file for each matrix")
+    parser.add_argument("--from", dest="earlier", type=Path, help="files of an earlier call, to go on from")
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    needed = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "pytest", "xdist")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        print(f"missing packages: {', '.join(missing)}; install them, or put wheels on PYTHONPATH", file=sys.stderr)
+        return 2
+    given.work.mkdir(parents=True, exist_ok=True)
+    if given.earlier is not None and not (given.work / "visit.json").exists():
+        unpack(given.earlier, given.work)
+    state = visit(given.minutes, given.work, given.pack, given.device)
+    print(f"\n{'stage':<16}{'minutes':>8}  left")
+    for name, one in state.items():
+        print(f"{name:<16}{one['minutes']:>8.1f}  {one['left'] or 'nothing'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Shards of one plan become one folder, and nothing is made one that is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attn_zoo.bundle import share
+from attn_zoo.errors import ConfigError, FolderError
+from attn_zoo.folder import pack_cells, read_info, read_run
+from attn_zoo.matrix.store.merge import merge
+from attn_zoo.matrix.store.store import Store
+from tests.report.synthetic import MACHINE, roof, scaling, write_run
+
+OTHER = replace(MACHINE, cpu="Other CPU")
+
+
+def shard(path, lengths, *, environment=MACHINE, **more):
+    records = [replace(scaling("full", length), environment=environment.digest) for length in lengths]
+    more = {"planned": pack_cells(record.cell for record in records), **more}
+    folder = write_run(path, records, environment=environment, ceilings=[roof(environment=environment.digest)], **more)
+    for record in records:
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / f"{record.cell.key}.log").write_text(path.name)
+    return folder
+
+
+def test_shards_become_the_run_that_one_machine_would_have_made(tmp_path):
+    shards = [
+        shard(tmp_path / "1", [512, 1024]),
+        shard(tmp_path / "2", [2048], environment=OTHER, stopped="time limit"),
+    ]
+    merged = merge(shards, tmp_path / "all")
+    run = read_run(merged)
+    assert sorted(record.cell.seq_len or 0 for record in run.records) == [512, 1024, 2048]
+    assert set(run.environments) == {MACHINE.digest, OTHER.digest}
+    assert {one.environment for one in run.ceilings} == {MACHINE.digest, OTHER.digest}
+    assert (run.planned, run.left, run.stopped) == (3, (), "time limit")
+    assert len(list((merged / "logs").iterdir())) == 3
+    assert Store(merged).scan().problems == {}
+
+
+def test_bundles_merge_and_what_both_have_is_kept_once(tmp_path):
+    first, second = shard(tmp_path / "1", [512, 1024]), shard(tmp_path / "2", [1024, 2048])
+    merged = merge([share(first, tmp_path / "1.zip"), second], tmp_path / "all")
+    assert len(read_run(merged).records) == 3
+    assert len(read_info(merged).planned or ()) == 3
+
+
+def test_a_cell_that_was_measured_twice_is_refused(tmp_path):
+    first, second = shard(tmp_path / "1", [512]), tmp_path / "2"
+    write_run(second, [scaling("full", 512, 99.0)])
+    with pytest.raises(ConfigError, match=r"full/scaling/.* was measured in .*1 and in .*2: compare them"):
+        merge([first, second], tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"name": "other"}, "one ran quick, the other other"),
+        ({"matrices": [{"name": "quick", "seeds": 2}]}, "their matrices differ in seeds"),
+    ],
+)
+def test_other_plans_are_refused(tmp_path, more, words):
+    with pytest.raises(ConfigError, match=words):
+        merge([shard(tmp_path / "1", [512]), shard(tmp_path / "2", [1024], **more)], tmp_path / "all")
+
+
+def test_other_sources_are_refused(tmp_path):
+    first = write_run(tmp_path / "1", [scaling("full", 512, variant_digest="a")])
+    second = write_run(tmp_path / "2", [scaling("full", 1024, variant_digest="b")])
+    with pytest.raises(ConfigError, match="full has one source in"):
+        merge([first, second], tmp_path / "all")
+
+
+def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path):
+    first, second = shard(tmp_path / "1", [512]), shard(tmp_path / "2", [1024])
+    with pytest.raises(ConfigError, match="expected two results folders or more; got 1"):
+        merge([first], tmp_path / "all")
+    with pytest.raises(FolderError, match="not a results folder"):
+        merge([first, tmp_path], tmp_path / "all")
+    with pytest.raises(FolderError, match="exists already"):
+        merge([first, second], first)
+    (second / "cells" / "half.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cells/half.json is no record"):
+        merge([first, second], tmp_path / "all")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_links_are_not_followed(tmp_path):
+    first, second = shard(tmp_path / "1", [512]), shard(tmp_path / "2", [1024])
+    (tmp_path / "outside").write_text("secret")
+    (first / "logs" / "x.log").symlink_to(tmp_path / "outside")
+    assert not (merge([first, second], tmp_path / "all") / "logs" / "x.log").exists()

@@ -1,0 +1,128 @@
+"""Times over the commits of a repository: what was measured, in order, and never joined across machines."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.report.figures.svg import render
+from attn_zoo.report.history import history
+from tests.report.synthetic import MACHINE, scaling, write_run
+from tests.report.test_compare import timed
+
+NEWER = replace(MACHINE, versions={"python": "3.11.9", "torch": "3.0.0"})
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Commit a run four times: 10 ms, 9 ms, README only, then 5 ms with another torch; then take it away."""
+    monkeypatch.chdir(tmp_path)
+
+    def git(*arguments):
+        done = subprocess.run(
+            ["git", "-c", "user.name=t", "-c", "user.email=t@t", *arguments], check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q")
+
+    def commit(ms, subject, machine=MACHINE):
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        lengths = [timed("v", 512, ms), timed("v", 1024, 2 * ms), timed("w", 1024, 3 * ms), timed("v", 4096, 9.0)]
+        records = [*lengths, timed("v", 1024, 99.5, pass_="bwd"), scaling("x", 1024, status="crashed", reason="signal")]
+        write_run(
+            tmp_path / "runs" / "one",
+            [replace(one, environment=machine.digest) for one in records],
+            environment=machine,
+        )
+        git("add", "-A")
+        git("commit", "-qm", subject)
+
+    commit(10.0, "first")
+    commit(9.0, "faster | with a bar")
+    (tmp_path / "runs" / "one" / "README.md").write_text("words")
+    git("add", "-A")
+    git("commit", "-qm", "words only")
+    commit(5.0, "torch", NEWER)
+    return git
+
+
+def test_one_row_for_each_commit_that_changed_the_records_oldest_first(repository):
+    found = history("runs/one")
+    assert found.title == "Forward, 1k tokens, float32, cpu, over commits"
+    v = found.frame[found.frame["label"] == "v"]
+    assert v["subject"].tolist() == ["first", "faster | with a bar", "torch"]
+    assert v["median_ms"].round().tolist() == [20, 18, 10]
+    assert v["era"].tolist() == [1, 1, 2]
+    assert set(found.frame["label"]) == {"v", "w"}, "what crashed has no time"
+    assert v["commit"].tolist()[-1] == repository("rev-parse", "HEAD")
+    assert found.table().texts()[0][0] == v["commit"].tolist()[0][:9]
+
+
+@pytest.mark.usefixtures("repository")
+def test_what_is_shown_can_be_chosen(tmp_path, monkeypatch):
+    assert set(history("runs/one", variants=["w"]).frame["label"]) == {"w"}
+    assert history("runs/one", pass_="bwd").frame["median_ms"].round().tolist() == [100, 100, 100]
+    assert history("runs/one", seq_len=512).frame["median_ms"].round().tolist() == [10, 9, 5]
+    assert history("runs/one", most=1, variants=["v"]).frame["subject"].tolist() == ["torch"]
+    monkeypatch.chdir(tmp_path / "runs")
+    assert len(history("one").frame) == len(history(str(tmp_path / "runs" / "one")).frame) == 6
+
+
+@pytest.mark.usefixtures("repository")
+def test_the_figure_joins_no_points_of_different_machines():
+    page = history("runs/one", variants=["v"]).page()
+    (axes,) = page.figure.axes[:1]
+    curves = [
+        np.asarray(line.get_xdata()).tolist() for line in axes.lines if line.get_marker() not in ("None", None, "")
+    ]
+    assert sorted(curves) == [[1, 2], [3]]
+    assert "Dashed: another machine" in page.note
+    assert page.alt.count("ms") >= 3
+    assert render(page.figure, "svg") == render(history("runs/one", variants=["v"]).page().figure, "svg")
+
+
+@pytest.mark.usefixtures("repository")
+def test_a_folder_that_was_taken_away_has_its_past(repository):
+    repository("rm", "-rq", "runs")
+    repository("commit", "-qm", "gone")
+    assert len(history("runs/one", variants=["v"]).frame) == 3
+
+
+@pytest.mark.usefixtures("repository")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"variants": ["vv"]}, "unknown variant 'vv'"),
+        ({"pass_": "fwdd"}, "unknown pass 'fwdd'; did you mean 'fwd'"),
+        ({"seq_len": 1000}, "unknown length '1000'"),
+    ],
+)
+def test_what_no_commit_timed_is_named(arguments, words):
+    with pytest.raises(UnknownNameError, match=words):
+        history("runs/one", **arguments)
+
+
+@pytest.mark.usefixtures("repository")
+def test_a_folder_without_commits_or_times_says_so(repository, tmp_path):
+    with pytest.raises(ConfigError, match="no commit of a git repository here changed it"):
+        history("runs/two")
+    write_run(tmp_path / "empty", [])
+    repository("add", "-A")
+    repository("commit", "-qm", "empty")
+    with pytest.raises(ConfigError, match="none of its 1 commits holds times"):
+        history("empty")
+
+
+@pytest.mark.usefixtures("repository")
+def test_the_command_prints_the_table_and_writes_the_figure(call, tmp_path):
+    answer = call("history", "runs/one", "--variant", "v", "--out", "h.png")
+    assert answer.code == 0
+    assert answer.out.count("2026") + answer.out.count("20") >= 3
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+    assert call("history", "runs/none").code == 2

@@ -1,0 +1,150 @@
+"""The commands that read results: what a user types, what comes back, and which exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from attn_zoo import cli
+from tests.report.synthetic import MACHINE, scaling, write_run
+from tests.report.test_compare import timed
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Make the runs `before` and `after`, of which one cell is slower, one known too little, one the same."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "before", [timed("v", 512, 10.0), timed("v", 1024, 10.0), timed("v", 2048, 10.0)])
+    write_run(tmp_path / "after", [timed("v", 512, 12.0), scaling("v", 1024, 12.0), timed("v", 2048, 10.001)])
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_run_beside_itself_passes_and_a_slower_one_fails_with_code_three(call):
+    itself = call("compare", "before", "before", "--fail", "--fail-above", "0%")
+    assert (itself.code, itself.err) == (0, "")
+    assert "3 of 3 cells agree" in itself.out
+
+    assert call("compare", "before", "after").code == 0, "nobody asked for a verdict"
+    slower = call("compare", "before", "after", "--fail-above", "5%")
+    assert slower.code == 3
+    assert slower.err.startswith("worse: v fwd L512: 1.2 [")
+    assert slower.err.count("worse:") == 1
+    assert call("compare", "before", "after", "--fail-above", "0.5").code == 0
+    assert call("compare", "before", "after", "--fail").code == 3
+    assert call("compare", "after", "before", "--fail-above", "5%").code == 0
+
+
+@pytest.mark.usefixtures("folders")
+def test_compare_prints_a_comment_or_data(call):
+    comment = call("compare", "before", "after", "--fail-above", "5%", "--markdown")
+    assert (comment.code, comment.err) == (3, "")
+    assert comment.out.startswith("## 1 worse by more than 5 %\n")
+    rows = json.loads(call("compare", "before", "after", "--json").out)
+    assert {row["seq_len"]: row["verdict"] for row in rows} == {512: "slower", 1024: "cannot say", 2048: "same"}
+
+
+@pytest.mark.usefixtures("folders")
+def test_doubtful_rows_do_not_fail_a_build(call, tmp_path):
+    loaded = timed("v", 512, 20.0)
+    write_run(tmp_path / "noisy", [replace(loaded, timing=replace(loaded.timing, flags=("loaded_host",)))])
+    answer = call("compare", "before", "noisy", "--fail", "--fail-above", "5%")
+    assert answer.code == 0
+    assert "disturbed (loaded host)" in " ".join(answer.out.split())
+    assert call("compare", "before", "noisy", "--fail-above", "5%", "--allow", "flagged").code == 3
+
+
+@pytest.mark.usefixtures("folders")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--fail-above", "fast"), "expected a share, such as 5% or 0.05; got 'fast'"),
+        (("--fail-above", "-5%"), "expected a share"),
+        (("--fail-above", "nan"), "expected a share"),
+        (("--allow", "env"), "unknown allowance 'env'"),
+    ],
+)
+def test_a_mistake_in_an_option_is_one_message(call, arguments, words):
+    answer = call("compare", "before", "after", *arguments)
+    assert answer.code == 2
+    assert words in answer.err
+
+
+def test_the_older_option_for_other_environments_still_works(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = replace(MACHINE, cpu="Other CPU")
+    write_run(tmp_path / "a", [timed("v", 512, 10.0)])
+    write_run(tmp_path / "b", [replace(timed("v", 512, 10.0), environment=other.digest)], environment=other)
+    refused = call("compare", "a", "b")
+    assert (refused.code, "differ in environment (cpu)" in refused.err) == (2, True)
+    for option in (["--allow-other-env"], ["--allow", "environment"]):
+        assert call("compare", "a", "b", *option).code == 0
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_bundle_is_opened_by_every_command_that_reads(call, tmp_path):
+    said = call("share", "before")
+    assert said.code == 0
+    assert said.out.startswith("wrote before.zip (")
+    for arguments in (
+        ("compare", "before", "before.zip", "--fail-above", "5%"),
+        ("report", "before.zip"),
+        ("export", "before.zip", "--out", "all.csv"),
+    ):
+        assert call(*arguments).code == 0, arguments
+    assert (tmp_path / "before" / "report.html").is_file(), "beside the bundle, in a folder of its name"
+    readme = call("report", "before.zip", "--readme")
+    assert (readme.code, "expected one results folder" in readme.err) == (2, True)
+
+
+@pytest.mark.usefixtures("folders")
+def test_verify_says_what_is_wrong_and_fails(call):
+    answer = call("verify", "before")
+    assert answer.code == 1
+    assert "gate: 3 wrong" in answer.out
+    assert "limits: passed" in answer.out
+    assert "v/scaling/fwd/L512/fp32/seed0" in "".join(answer.out.split())
+    rows = json.loads(call("verify", "before", "--json").out)
+    assert {row["check"] for row in rows} == {"gate"}
+    assert call("verify", "nowhere").code == 2
+
+
+def test_shards_are_merged(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "one", [scaling("v", 512)])
+    write_run(tmp_path / "two", [scaling("v", 1024)])
+    assert call("merge", "one", "two", "--out", "all").code == 0
+    assert len(list((tmp_path / "all" / "cells").iterdir())) == 2
+    again = call("merge", "one", "two", "--out", "all")
+    assert (again.code, "exists already" in again.err) == (2, True)
+
+
+def test_hostile_names_print_no_escape_codes(call, tmp_path):
+    hostile = "\x1b]0;owned\x07[red]x[/red]"
+    folder = write_run(tmp_path / "run", [timed(hostile, 512, 10.0)])
+    for command in (["verify", str(folder)], ["compare", str(folder), str(folder), "--markdown"]):
+        printed = call(*command)
+        assert "\x1b" not in printed.out + printed.err
+        assert "[red]x" in printed.out.replace("\\", "")
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "continuous-integration.md"
+
+
+def test_the_workflow_that_the_documents_show_can_be_planned_and_says_no_unknown_option(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = PAGE.read_text(encoding="utf-8")
+    (matrix,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    Path("ci.toml").write_text(matrix)
+    planned = call("plan", "ci.toml")
+    assert "4 cells on cpu: 4 to run" in planned.out
+    assert "in up to 5 rounds" in planned.out
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    for line in re.findall(r"attn-zoo ([a-z]+ [^\n`&]*)", text):
+        name, *words = line.split()
+        known = {option for each in commands[name].params for option in each.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line
