@@ -401,7 +401,7 @@ def _are_flips(is_off: Tensor, module: Module, inputs: Inputs, expected: Tensor)
         num_flips += _is_off(call(module, replace(inputs, tensors=nudged)), expected, inputs)
     num_off, num_stable = int(is_off.sum()), int((is_off & num_flips.eq(0)).sum())
     at_once = float(num_flips.sum()) / NUM_NUDGES
-    return 16 * num_stable <= num_off <= 2 * at_once + 6 * at_once**0.5
+    return 16 * num_stable <= num_off <= 2 * at_once + 6 * math.sqrt(at_once)
 
 
 def _slope(first: FirstCall) -> list[str]:
