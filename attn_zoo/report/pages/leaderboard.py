@@ -20,7 +20,7 @@ from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING, escape_markdown
 from attn_zoo.report.tables.time_tables import host_words, shown_doubts, weights_words
-from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_number, interval_ms, ratio
+from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio
 from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
 
 MOST_LENGTHS = 6
@@ -235,7 +235,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
             one = outcomes.get(length)
             if isinstance(one, Point):
                 marks = marks_of(doubt for doubt in one.doubts if doubt in shown)
-                text = f"{interval_ms(one.median_ms, one.low_ms, one.high_ms)} {marks}".strip()
+                text = f"{human_ms.interval(one.median_ms, one.low_ms, one.high_ms)} {marks}".strip()
                 if one.device_ms is not None and one.is_waiting:
                     text += f", GPU alone {human_number(one.device_ms)} ms"
                 is_best = series.label in best.get(length, ())
