@@ -151,7 +151,7 @@ def run(
         shard: `"I/N"`: the I-th of N parts only.
         time_limit_min: minutes after which no further cell starts.
         retry: statuses of records that are run again.
-        jobs: trainings at once; timings always run alone.
+        jobs: trainings at once, on Ray for each GPU or node; timings always run alone.
         engine: `"local"` or `"ray"`.
         address: of the Ray cluster.
         data_dir: where tasks find local data.
@@ -288,11 +288,7 @@ def _engine(name: str, address: str, jobs: int) -> Engine:
     if name == "ray":
         from attn_zoo.matrix.drive.engines.ray import RayEngine
 
-        if jobs != 1:
-            raise ConfigError(
-                "jobs", [("", "more than one is for the local engine; a Ray cluster has a slot for each node")]
-            )
-        return RayEngine(address=address)
+        return RayEngine(address, jobs)
     if name != "local":
         raise UnknownNameError("engine", name, ["local", "ray"])
     from attn_zoo.matrix.drive.engines.local import LocalEngine

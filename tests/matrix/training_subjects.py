@@ -139,6 +139,15 @@ class Slow(Plain):
         time.sleep(0.1)
 
 
+@register("fake_train_told")
+class Told(Plain):
+    """Takes its time and says every step."""
+
+    def misbehave(self) -> None:
+        os.write(1, b"step\n")
+        time.sleep(0.1)
+
+
 @register("fake_train_hang")
 class Hang(Plain):
     """Sleeps for minutes."""

@@ -1,8 +1,7 @@
 """Measure what this machine can do, once for each run, before anything else runs: the roof of its roofline.
 
 A process of its own measures and ends: the driver holds no memory of a GPU and computes nothing. Shards that share a
-folder measure once for each machine, one after another. On a cluster nothing is measured: a driver cannot speak for
-the nodes.
+folder measure once for each machine, one after another. On a cluster each kind of node is measured on one of them.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import groupby
 from os import getpid
 
 from attn_zoo.errors import StoreError
@@ -30,6 +28,8 @@ LIMIT_S = 90.0
 
 _TICK_S = 0.2
 _Place = tuple[str, int | None]
+Subject = tuple[str, str, int | None]
+"""Device, dtype and threads."""
 
 
 def ceilings_text(one: Ceilings) -> str:
@@ -43,6 +43,15 @@ def ceilings_text(one: Ceilings) -> str:
     idle = f", idle {one.idle_watts:.0f} W" if one.idle_watts is not None else ""
     doubt = f" ({', '.join(one.flags)})" if one.flags else ""
     return f"{one.device} {one.dtype}{threads}: {rates}{idle}{doubt}"
+
+
+def subjects_of(items: Iterable[PlannedCell]) -> set[Subject]:
+    """Return (device, dtype, threads) of the ceilings that the timings among `items` need."""
+    return {
+        (item.cell.device, item.cell.dtype, item.cell.threads)
+        for item in items
+        if kind_of(item.cell).is_timed and item.refusal is None
+    }
 
 
 def measure_missing(
@@ -61,31 +70,38 @@ def measure_missing(
         say: shows a message.
         should_stop: asked several times a second; True ends it without a result.
     """
-    subjects = {
-        (item.cell.device, item.cell.threads, item.cell.dtype)
-        for item in items
-        if kind_of(item.cell).is_timed and item.refusal is None
-    }
+    subjects = subjects_of(items)
     if not subjects:
         return
     with hold_lock(store.folder, None, name=".lock-ceilings", wait=True):
         try:
-            known = {(one.device, one.threads, one.dtype) for one in store.ceilings() if one.environment == environment}
+            here = store.info().names_of(environment)
+            known = {one.subject[1:] for one in store.ceilings() if one.environment in here}
         except StoreError as error:
             say(f"{error}; nothing new is measured")
             return
-        missing = sorted(subjects - known, key=str)
+        missing = subjects - known
         if not missing:
             return
         say("measuring the ceilings of this machine ...")
-        for place, group in groupby(missing, lambda subject: subject[:2]):
-            measured = _measure(place, [dtype for *_, dtype in group], should_stop)
-            if isinstance(measured, str):
-                say(f"no ceilings of {place[0]}: {measured}")
-                continue
-            store.add_ceilings([replace(one, environment=environment) for one in measured])
-            for one in measured:
-                say(f"  {ceilings_text(one)}")
+        for one in measure_subjects(missing, environment, say, should_stop):
+            store.add_ceilings([one])
+            say(f"  {ceilings_text(one)}")
+
+
+def measure_subjects(
+    subjects: Iterable[Subject], environment: str, say: Callable[[str], None], should_stop: Callable[[], bool]
+) -> Iterator[Ceilings]:
+    """Yield what this machine can do, and say of what that could not be measured; see `measure_missing`."""
+    places: dict[_Place, list[str]] = {}
+    for device, dtype, threads in sorted(subjects, key=str):
+        places.setdefault((device, threads), []).append(dtype)
+    for place, dtypes in places.items():
+        measured = _measure(place, dtypes, should_stop)
+        if isinstance(measured, str):
+            say(f"no ceilings of {place[0]}: {measured}")
+        else:
+            yield from (replace(one, environment=environment) for one in measured)
 
 
 def _measure(place: _Place, dtypes: list[str], should_stop: Callable[[], bool]) -> list[Ceilings] | str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, StoreError
 from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
-from attn_zoo.matrix.drive.machine_ceilings import measure_missing
+from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, measure_missing
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
@@ -27,7 +28,7 @@ from attn_zoo.matrix.plan.expand import Plan, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.kept_sources import keep_sources
 from attn_zoo.matrix.store.store import Store
-from attn_zoo.records import ANSWERS, Cell, Environment, Record
+from attn_zoo.records import ANSWERS, Ceilings, Cell, Environment, Record
 from attn_zoo.registry import variants
 from attn_zoo.statistics import pool_records
 
@@ -72,6 +73,8 @@ class Session(Control):
             if not kind_of(record.cell).is_timed:  # that of a timed one sums its repeats
                 self._forecast_of(record.cell).add(record)
         self._kill_at: float | None = None
+        self._summed = self._sum_again = self._sum_s = 0.0
+        self._environments: set[str] = set()
         self.stopped: str | None = None
         self.new: list[Record] = []
 
@@ -117,11 +120,22 @@ class Session(Control):
         return False
 
     def started(self, item: PlannedCell) -> None:
-        left_s = 0.0
-        for key, waiting in self._waiting.items():
-            num_left = waiting.separate_repeats - len(self._repeats[key])
-            left_s += num_left * self.forecast_s(waiting) / (1 if kind_of(waiting.cell).is_timed else self._jobs)
-        self._progress.started(item, left_s)
+        self._progress.started(item, self._left_s())
+
+    def _left_s(self) -> float:
+        """Return the seconds that all which waits will take.
+
+        It is added up anew only when a hundred times as long has passed as that takes: thousands may wait.
+        """
+        now = time.monotonic()
+        if now >= self._sum_again:
+            self._summed, self._sum_s = now, 0.0
+            for key, waiting in self._waiting.items():
+                num_left = waiting.separate_repeats - len(self._repeats[key])
+                jobs = 1 if kind_of(waiting.cell).is_timed else self._jobs
+                self._sum_s += num_left * self.forecast_s(waiting) / jobs
+            self._sum_again = now + 100 * (time.monotonic() - now)
+        return max(self._sum_s - (now - self._summed), 0.0)
 
     def should_stop(self) -> bool:
         self._progress.tick()
@@ -138,10 +152,20 @@ class Session(Control):
 
         The last repeat makes all of them the cell's record. One that fails is the cell's record, whatever the others
         said: a crash now and then is a result too.
+
+        Raises:
+            StoreError: the record cannot be stored, or its cell ended because its checkpoint could not be.
         """
+        if record.status == "cancelled":
+            raise StoreError(record.reason)
         key = record.cell.key
+        if key not in self._waiting:
+            return  # another repeat failed elsewhere meanwhile: that is the cell's result
         num_repeats = self._waiting[key].separate_repeats
         repeats = self._repeats[key]
+        if repeats and repeats[0].environment != record.environment:
+            self._store.repeats.retire(key)  # no machine of that environment is left: begun anew
+            repeats.clear()
         self._forecast_of(record.cell).add(record)
         step = f"repeat {len(repeats) + 1} of {num_repeats}" if num_repeats > 1 else ""
         num_done = 1
@@ -166,7 +190,18 @@ class Session(Control):
         self._progress.finished(record, step, num_done)
 
     def moved_to(self, environment: Environment) -> None:
-        self._store.add_environment(environment)
+        if environment.digest not in self._environments:
+            self._environments.add(environment.digest)
+            self._store.add_environment(environment)
+
+    def measured(self, ceilings: Sequence[Ceilings]) -> None:
+        try:
+            self._store.add_ceilings(ceilings)
+        except StoreError as error:
+            self._progress.say(f"{error}; nothing new is noted")
+            return
+        for one in ceilings:
+            self._progress.say(f"ceilings of a node: {ceilings_text(one)}")
 
     def say(self, text: str) -> None:
         self._progress.say(text)
@@ -217,10 +252,11 @@ class Summary:
 
     @property
     def exit_code(self) -> int:
-        """0 if every cell with a record is ok or unsupported, 1 if one failed, 130 after Ctrl-C."""
+        """0 if every cell with a record is ok or unsupported, 1 if one failed or was lost, 130 after Ctrl-C."""
         if self.stopped == "interrupted":
             return 130
-        return int(any(status not in ANSWERS for status in self.counts))
+        is_lost = bool(self.left) and self.stopped is None
+        return int(is_lost or any(status not in ANSWERS for status in self.counts))
 
 
 def standing(
@@ -228,12 +264,12 @@ def standing(
 ) -> Standing:
     """Compare planned cells with the records of a folder, and the number of repeats of cells not done, by key."""
     by_key = {record.cell.key: record for record in records}
-    planned = {item.cell.key for item in cells}
-    ids = {item.cell.id for item in cells}
+    planned = {item.cell.key: item for item in cells}
     outside = [record for key, record in by_key.items() if key not in planned]
+    ids = {item.cell.id for item in cells} if outside else set()
     return Standing(
-        done=tuple(by_key[item.cell.key] for item in cells if item.cell.key in by_key),
-        left=tuple(item for item in cells if item.cell.key not in by_key),
+        done=tuple(by_key[key] for key in planned if key in by_key),
+        left=tuple(item for key, item in planned.items() if key not in by_key),
         stale=tuple(record for record in outside if record.cell.id in ids),
         other=tuple(record for record in outside if record.cell.id not in ids),
         begun={key: count for key, count in (repeats or {}).items() if key in planned and key not in by_key},
@@ -325,7 +361,8 @@ def run(
                 del records[key]
         left = standing(plan.cells, list(records.values())).left
         limit_s = None if time_limit_min is None else time_limit_min * 60
-        repeats = _repeats(store, plan, records, "" if engine.is_remote else environment.digest)
+        here = None if engine.is_remote else store.info().names_of(environment.digest)
+        repeats = _repeats(store, plan, records, here)
         session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, repeats)
         settings = Settings(
             logs=store.logs,
@@ -334,6 +371,7 @@ def run(
             data_dir=data_dir,
             checkpoints=store.checkpoints,
             weights=store.weights,
+            ceilings=_known_ceilings(store) if engine.is_remote else frozenset(),
         )
         total = sum(item.separate_repeats for item in plan.cells)
         missing = sum(item.separate_repeats - len(repeats.get(item.cell.key, ())) for item in left)
@@ -349,7 +387,7 @@ def run(
                         started = datetime.now(UTC).isoformat(timespec="seconds")
                         record = Record(cell=item.cell, status="unsupported", reason=item.refusal[1], started=started)
                         session.finished(replace(record, environment=environment.digest))
-                engine.run(_lanes(left, records, repeats, is_joined=engine.is_remote), settings, session)
+                engine.run(lanes_of(left, records, repeats), settings, session)
         finally:
             progress.end()
         if session.stopped:
@@ -367,7 +405,15 @@ def run(
     )
 
 
-def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environment: str) -> dict[str, list[Record]]:
+def _known_ceilings(store: Store) -> frozenset[tuple[str, str, str, int | None]]:
+    with suppress(StoreError):  # whoever adds to them will say so
+        return frozenset(one.subject for one in store.ceilings())
+    return frozenset()
+
+
+def _repeats(
+    store: Store, plan: Plan, records: Mapping[str, Record], environments: Collection[str] | None
+) -> dict[str, list[Record]]:
     """Return the repeats that cells without a record have, by key; tidy away what a killed run left of the others."""
     usable: dict[str, list[Record]] = {}
     begun = store.repeats.count()
@@ -376,7 +422,7 @@ def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environmen
         if key not in begun:
             continue
         if key not in records:
-            usable[key] = store.repeats.take(key, environment, most=item.separate_repeats - 1)
+            usable[key] = store.repeats.take(key, environments, most=item.separate_repeats - 1)
         elif records[key].status == "ok":
             store.repeats.drop(key)
         else:
@@ -384,23 +430,28 @@ def _repeats(store: Store, plan: Plan, records: Mapping[str, Record], environmen
     return usable
 
 
-def _lanes(
-    left: Sequence[PlannedCell], records: Mapping[str, Record], repeats: Mapping[str, Sequence[Record]], is_joined: bool
+def lanes_of(
+    left: Sequence[PlannedCell],
+    records: Mapping[str, Record] | None = None,
+    repeats: Mapping[str, Sequence[Record]] | None = None,
 ) -> list[Lane]:
-    """Group runnable cells by repeat and by lane; `is_joined` puts all repeats of a lane in one.
+    """Group runnable cells by repeat and by lane, with all records that their curves have, repeats included.
 
-    An engine whose lanes run on different machines needs that: repeats of one cell belong on one machine.
+    Args:
+        left: cells without a record.
+        records: of other cells.
+        repeats: of these, by key.
     """
+    records, repeats = records or {}, repeats or {}
     prior: dict[str, list[Record]] = {}
-    for record in records.values():
+    for record in itertools.chain(records.values(), *repeats.values()):
         prior.setdefault(record.cell.curve, []).append(record)
     runnable = [item for item in left if item.refusal is None]
     lanes: dict[tuple[int, str], list[PlannedCell]] = {}
     for repeat in range(max((item.separate_repeats for item in runnable), default=0)):
         for item in runnable:
             if len(repeats.get(item.cell.key, ())) <= repeat < item.separate_repeats:
-                place = (0 if is_joined else repeat, item.lane)
-                lanes.setdefault(place, []).append(replace(item, repeat=repeat))
+                lanes.setdefault((repeat, item.lane), []).append(replace(item, repeat=repeat))
 
     def known(items: Sequence[PlannedCell]) -> list[Record]:
         curves = dict.fromkeys(item.cell.curve for item in items)

@@ -1,6 +1,6 @@
 """Run the cells of one lane in order: what is hopeless is not started, and every end of a worker is a named outcome.
 
-Both engines use this function: on this machine, or inside a Ray task on another.
+Both engines use this function: on this machine, or on a node of a cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.records import STOPPERS, Environment, Record, Status
+from attn_zoo.measure.environment import hashed_host
+from attn_zoo.records import STOPPERS, Ceilings, Environment, Record, Status
 from attn_zoo.statistics import pool_records
 
 Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
@@ -47,10 +48,23 @@ class Control:
         """Take the record of a cell."""
 
     def moved_to(self, environment: Environment) -> None:
-        """Take note that the next records come from another machine."""
+        """Take note of another machine that records come from."""
+
+    def measured(self, ceilings: Sequence[Ceilings]) -> None:
+        """Take note of what such a machine can do."""
 
     def say(self, text: str) -> None:
         """Pass a message on to whoever watches."""
+
+
+def beside(record: Record, num_jobs: int) -> Record:
+    """Return the record of a cell that shared its device with others, `num_jobs` in all, which it then says."""
+    if num_jobs == 1:
+        return record
+    if record.status in {"oom_host", "oom_device"}:
+        shared = f"{num_jobs} cells may have shared the memory: fewer --jobs leave each more"
+        record = replace(record, reason=f"{record.reason} ({shared})")
+    return replace(record, num_jobs=num_jobs)
 
 
 def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
@@ -74,7 +88,7 @@ def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, p
 
     The pool may serve other lanes before and after.
     """
-    known = list(prior)
+    known, host = list(prior), hashed_host()
     ended: set[str] = set()  # cells that failed: they are not repeated
     bundles = [list(group) for _, group in itertools.groupby(items, key=lambda item: item.bundle)]
     try:
@@ -96,7 +110,8 @@ def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, p
             records = run_bundle(todo, pool, has_next=index + 1 < len(bundles))
             if records is None:
                 return
-            for record in records:
+            for measured in records:
+                record = replace(measured, host=host)
                 known.append(record)
                 control.finished(record)
                 if record.status != "ok":
@@ -203,10 +218,12 @@ def _is_stopped(ended: Ended, pool: WorkerPool) -> bool:
 
 
 def _is_foreign(ended: Ended) -> bool:
-    return ended.why == "exit" and -ended.exit_code in _FOREIGN and not ended.was_memory
+    return ended.why == "exit" and not ended.fault and -ended.exit_code in _FOREIGN and not ended.was_memory
 
 
 def _classify(ended: Ended, timeout_s: float, attempt: int) -> tuple[Status, str]:
+    if ended.fault:
+        return "error", f"the process was ended: {ended.fault}"
     if ended.why == "timeout":
         limit = f"its limit of {timeout_s:g} s" if ended.was_ready else f"{START_TIMEOUT_S:g} s of starting up"
         return "timeout", f"stopped after {limit}"

@@ -8,12 +8,15 @@ a process loads; on a GPU, which that does not disturb, the next one loads meanw
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
+from uuid import uuid4
 
+from attn_zoo.matrix.drive.engines.descendants import Keeper
 from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import available_bytes, num_cores
@@ -42,6 +45,7 @@ class Settings:
         checkpoints: folder in which trainings keep one folder each, or None.
         weights: folder for trained weights that a matrix asks to keep, or None.
         threads: CPU threads of a cell that does not say, where several share the cores; None leaves torch's default.
+        ceilings: (environment, device, dtype, threads) of what the folder knows already.
     """
 
     logs: Path
@@ -51,6 +55,7 @@ class Settings:
     checkpoints: Path | None = None
     weights: Path | None = None
     threads: int | None = None
+    ceilings: frozenset[tuple[str, str, str, int | None]] = frozenset()
 
 
 class WorkerPool:
@@ -60,7 +65,7 @@ class WorkerPool:
         settings: of the run.
         should_stop: asked several times a second while a worker runs; True ends it at once.
         is_over: tells whether no further cell will be allowed to start.
-        ahead: all that will be asked, in order; the processes for it start several at a time. Some may never be asked.
+        ahead: see `expect`.
     """
 
     def __init__(
@@ -71,19 +76,28 @@ class WorkerPool:
         ahead: Iterable[PlannedCell] = (),
     ) -> None:
         self.settings, self._should_stop, self.is_over = settings, should_stop, is_over
-        self._ahead = list(ahead)
-        self._places = {(item.cell.key, item.repeat): place for place, item in enumerate(self._ahead)}
+        self.expect(ahead)
         self._kept: WorkerProcess | None = None
         self._waiting: list[WorkerProcess] = []
         self._share_s = 0.0  # of each process that started at last, in the time that they took together
         self._verdicts: dict[str, Any] = {}
-        self._since = time.monotonic()
+        self._mark = uuid4().hex
+        self._end_keeper = weakref.finalize(self, Keeper(self._mark).close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def expect(self, ahead: Iterable[PlannedCell]) -> None:
+        """Take note of all that will be asked, in order, so that processes for it start several at a time.
+
+        Some may never be asked. Time before this is none of theirs.
+        """
+        self._since = time.monotonic()
+        self._ahead = list(ahead)
+        self._places = {(item.cell.key, item.repeat): place for place, item in enumerate(self._ahead)}
 
     def log(self, item: PlannedCell) -> Path:
         """Return where the output of a cell, or of all that are timed in turns with it, goes: to that of the first."""
@@ -187,7 +201,7 @@ class WorkerPool:
 
     def _start(self, item: PlannedCell, threads: int | None, count: int) -> None:
         for _ in range(count):  # one by one: those that were started are ended, whatever happens to the next
-            self._waiting.append(WorkerProcess(self.log(item), threads))
+            self._waiting.append(WorkerProcess(self.log(item), threads, self._mark))
 
     def end_lane(self) -> None:
         """End the process that the lane kept: the next lane's must not have run anything of this one."""
@@ -200,6 +214,7 @@ class WorkerPool:
         self.end_lane()
         while self._waiting:
             self._waiting.pop().close()
+        self._end_keeper()
 
 
 def _sharing(item: PlannedCell) -> object:

@@ -207,11 +207,17 @@ def test_nothing_is_overwritten(tmp_path):
     assert parts.count() == {item.cell.key: 1}
 
 
-def test_machines_of_a_cluster_get_all_repeats_of_a_track_at_once(tmp_path):
-    engine = FakeEngine(is_remote=True, fails={(16, 1): "crashed"})
-    run(plan_of(), Store(tmp_path / "run"), engine=engine)
-    (lane,) = engine.lanes
-    assert [(item.cell.seq_len, item.repeat) for item in lane] == [(n, r) for r in range(3) for n in (16, 32)]
+def test_a_repeat_that_comes_after_the_failure_of_another_changes_nothing(tmp_path):
+    """On a cluster several are under way at once."""
+
+    class AllTheSame(FakeEngine):
+        def run(self, lanes, settings, control):
+            super().run(lanes, settings, control)
+            control.finished(Record(cell=lanes[0][0][0].cell, status="ok", timing=timing(1.0)))
+
+    store = Store(tmp_path / "run")
+    run(plan_of([16]), store, engine=AllTheSame(is_remote=True, fails={(16, 1): "crashed"}))
+    assert [record.status for record in store.records()] == ["crashed"]
 
 
 def test_the_budget_of_a_cell_is_shared_by_its_repeats_and_its_estimate_covers_all():

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.drive.supervise import Control, Lane, run_lane
+from attn_zoo.matrix.drive.supervise import Control, Lane, beside, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.records import Environment, Record
+from attn_zoo.records import Record
 
 _TICK_S = 0.2
 
@@ -66,17 +66,9 @@ class _SharedControl(Control):
             return self._is_abandoned or self._control.should_stop()
 
     def finished(self, record: Record) -> None:
-        record = replace(record, num_jobs=self._num_jobs)
-        if record.status in {"oom_host", "oom_device"} and self._num_jobs > 1:
-            shared = f"{self._num_jobs} cells may have shared the memory: fewer --jobs leave each more"
-            record = replace(record, reason=f"{record.reason} ({shared})")
         with self._lock:
             if not self._is_abandoned:
-                self._control.finished(record)
-
-    def moved_to(self, environment: Environment) -> None:
-        with self._lock:
-            self._control.moved_to(environment)
+                self._control.finished(beside(record, self._num_jobs))
 
     def say(self, text: str) -> None:
         with self._lock:

@@ -1,72 +1,194 @@
-"""The same supervisor on a Ray cluster: each lane is one task, on a node that has its timing slot free.
+"""A Ray cluster: one agent, a Ray actor, for each device that is timed on, more where trainings share one.
 
-Ray places lanes and repeats those whose node was lost. The worker process that measures is the local engine's; only the
-driver writes records. Nodes offer a slot by `ray start --resources='{"timing_slot": 1}'`; a cluster that this engine
-starts itself on one machine has one.
+Ray reaches nodes, starts agents, carries what they say and notices when one is gone. What each of them does next is
+decided in `dispatch`. An agent holds what its cells need of a node's processors and GPUs, so that nothing else that
+asks Ray for them runs beside a timing. Where any node offers a `timing_slot` (`ray start --resources`), timings go to
+such nodes only.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Sequence
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from attn_zoo.errors import UnsupportedError
-from attn_zoo.matrix.drive.supervise import Control, Lane, run_lane
-from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
-from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.records import Environment, Record
+import attn_zoo
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
+from attn_zoo.matrix.drive.engines.node_agent import package_digest
+from attn_zoo.matrix.drive.supervise import Control, Lane
+from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS, source_files
 
 SLOT = "timing_slot"
-"""One per node: two cells on one node would measure each other."""
 
-_TICK_S = 0.2
+CONNECT_S = 45.0
+"""An address that does not answer by then is given up; Ray itself would go on trying for minutes."""
 
-
-class _Collector(Control):
-    """Stands in for the driver on the node: records are kept for the answer."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def finished(self, record: Record) -> None:
-        self.records.append(record)
+_PROBE_S = 10.0
+_ANSWER_S, _LEAVE_S = 30.0, 5.0
 
 
-def _run_on_node(
-    items: list[dict[str, Any]], prior: list[dict[str, Any]], variant_files: dict[str, str], data_dir: str | None
-) -> dict[str, Any]:
-    """Run one lane on this node; plain data in and out, so that no class need be equal on both sides."""
-    from attn_zoo.measure.environment import capture_environment
+class _RayCluster(Cluster):
+    """Agents by Ray.
 
-    environment = capture_environment()
-    collector = _Collector()
-    with tempfile.TemporaryDirectory(prefix="attn-zoo-") as folder:
-        files = []
-        for name, text in variant_files.items():
-            path = Path(folder) / name
-            path.write_text(text, encoding="utf-8")
-            files.append(str(path))
-        settings = Settings(
-            logs=Path(folder),
-            environment=environment.digest,
-            variant_files=tuple(files),
-            data_dir=Path(data_dir) if data_dir else None,
-            weights=Path(folder) / "weights",
-        )
-        cells = [PlannedCell.from_dict(item) for item in items]
-        with WorkerPool(settings, collector.should_stop, collector.is_over, cells) as pool:
-            run_lane(cells, pool, collector, [Record.from_dict(data) for data in prior])
-        logs = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in Path(folder).glob("*.log")}
-        weights = {path.name: path.read_bytes() for path in Path(folder).glob("weights/*")}
-    return {
-        "environment": environment.to_dict(),
-        "records": [record.to_dict() for record in collector.records],
-        "logs": logs,
-        "weights": weights,
-    }
+    Args:
+        ray: the module, connected.
+        settings: of the run.
+    """
+
+    def __init__(self, ray: Any, settings: Settings) -> None:
+        self._ray = ray
+        self._actor = ray.remote(_actor())
+        self._hellos: dict[Any, Any] = {}  # agents by the reference of their answer
+        self._streams: list[tuple[Any, Any]] = []  # generator of answers, agent
+        self._farewells: list[Any] = []
+        files, loaded = _sources(settings.variant_files)
+        data_dir = str(settings.data_dir.resolve()) if settings.data_dir else None
+        self._arguments = (str(Path(attn_zoo.__path__[0]).parent), ray.put(files), loaded, data_dir)
+        self._package = package_digest()
+
+    def machines(self) -> list[Machine]:
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        has_slots = any(SLOT in node["Resources"] for node in nodes)
+        return [
+            Machine(
+                id=node["NodeID"],
+                name=f"{node['NodeManagerHostname']} ({node['NodeID'][:6]})",
+                num_cpus=node["Resources"].get("CPU", 0.0),
+                num_gpus=node["Resources"].get("GPU", 0.0),
+                may_time=not has_slots or SLOT in node["Resources"],
+            )
+            for node in nodes
+        ]
+
+    def start(self, machine: Machine, place: Place) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        num_cpus, num_gpus = place.share(machine)
+        agent = self._actor.options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            max_concurrency=2,  # it can be asked to stop while it works
+            max_restarts=0,
+            max_task_retries=0,  # the dispatcher knows what is left to do
+            scheduling_strategy=NodeAffinitySchedulingStrategy(machine.id, soft=False),
+        ).remote(*self._arguments, place.room(machine), self._package)
+        self._hellos[agent.hello.remote()] = agent
+        return agent
+
+    def give(self, agent: Any, turn: Mapping[str, Any]) -> None:
+        self._streams.append((agent.work.options(num_returns="streaming").remote(turn), agent))
+
+    def events(self, wait_s: float) -> Iterator[tuple[Any, Event]]:
+        waiting = [*self._hellos, *(stream for stream, _ in self._streams)]
+        if not waiting:
+            time.sleep(wait_s)
+            return
+        if not self._ray.wait(waiting, num_returns=1, timeout=wait_s)[0]:
+            return
+        for one in self._ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]:
+            if one in self._hellos:
+                yield self._hellos.pop(one), self._answer(one)
+                continue
+            for stream, agent in self._streams:
+                if stream is one:
+                    try:
+                        yield agent, self._answer(next(one))
+                    except StopIteration:  # after "done"
+                        self._streams = [pair for pair in self._streams if pair[0] is not one]
+                    break
+
+    def _answer(self, reference: Any) -> Event:
+        try:
+            event: Event = self._ray.get(reference, timeout=_ANSWER_S)
+        except self._ray.exceptions.RayError as error:
+            lines = str(error).strip().splitlines() or [""]
+            return {"event": "lost", "reason": f"{type(error).__name__}: {lines[-1] or lines[0]}"}
+        return event
+
+    def stop(self, agent: Any) -> None:
+        agent.stop.remote()
+
+    def end(self, agent: Any) -> None:
+        is_ready = agent not in self._hellos.values()
+        self._hellos = {reference: other for reference, other in self._hellos.items() if other is not agent}
+        self._streams = [(stream, other) for stream, other in self._streams if other is not agent]
+        with suppress(self._ray.exceptions.RayError):
+            if is_ready:
+                self._farewells.append(agent.leave.remote())
+            else:
+                self._ray.kill(agent)
+
+    def close(self) -> None:
+        """Give agents that were ended the time to tidy up."""
+        if self._farewells:
+            self._ray.wait(self._farewells, num_returns=len(self._farewells), timeout=_LEAVE_S)
+
+    def wish(self, shares: Sequence[tuple[float, float]]) -> None:
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(bundles=[{"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus} for cpus, gpus in shares])
+
+
+def _actor() -> type:
+    """Return the class of agents: a local one, as Ray sends its code then, and nothing of this package is loaded first.
+
+    Its processes must be set right before they load torch: Ray gives OpenMP as many threads as an actor has processors.
+    """
+
+    class Agent:
+        def __init__(self, root: str, *arguments: Any) -> None:
+            import sys
+
+            import psutil
+
+            if os.path.isdir(root):  # noqa: PTH112 - works from the source tree too, without an installed package
+                sys.path.insert(0, root)
+
+            started_with = psutil.Process().environ()
+            if "OMP_NUM_THREADS" not in started_with:
+                os.environ.pop("OMP_NUM_THREADS", None)
+            from attn_zoo.matrix.drive.engines.node_agent import NodeAgent
+
+            self._agent = NodeAgent(*arguments, has_own_devices="CUDA_VISIBLE_DEVICES" in started_with)
+
+        def hello(self) -> Event:
+            return self._agent.hello()
+
+        def work(self, turn: Mapping[str, Any]) -> Iterator[Event]:
+            yield from self._agent.work(turn)
+
+        def stop(self) -> None:
+            self._agent.stop()
+
+        def leave(self) -> None:
+            self._agent.close()
+            os._exit(0)  # its workers end with it
+
+    return Agent
+
+
+def _sources(variant_files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return what nodes need of plain files and of what these import from beside them, and which are to be loaded.
+
+    Files of one name stay apart: each has a folder of its own.
+    """
+    files: dict[str, str] = {}
+    loaded = []
+    for index, path in enumerate(variant_files):
+        source = Path(path).resolve()
+        needed = {source.name: source, **source_files(source, TRAINING_ROOMS, is_plain=True)}
+        own = {name: file for name, file in needed.items() if file.is_relative_to(source.parent)}
+        files |= {f"{index}/{name}": file.read_text(encoding="utf-8") for name, file in own.items()}
+        loaded.append(f"{index}/{source.name}")
+    return files, loaded
 
 
 class RayEngine:
@@ -74,93 +196,95 @@ class RayEngine:
 
     Args:
         address: of a running cluster; `"local"` starts one on this machine for the run.
+        jobs: trainings at once on one GPU, or on the processors of one node.
         num_cpus: of a cluster started here.
 
     Raises:
-        UnsupportedError: Ray is not installed.
+        ConfigError: fewer than one job, or no address of a cluster.
+        UnsupportedError: Ray is not installed, or cannot be loaded.
     """
 
     is_remote = True
-    jobs = 1
 
-    def __init__(self, address: str = "local", num_cpus: int | None = None) -> None:
+    def __init__(self, address: str = "local", jobs: int = 1, num_cpus: int | None = None) -> None:
+        if jobs < 1:
+            raise ConfigError("--jobs", [("", f"expected 1 or more; got {jobs}")])
+        if address.startswith("ray://"):
+            text = f"expected HOST:PORT of a head node, seen from one of its nodes; got {address!r}, Ray's client"
+            raise ConfigError("--address", [("", text)])
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unless the user says so
         try:
             import ray
-        except ImportError:
+
+            self._ray: Any = ray
+            _ = ray.init, ray.wait, ray.exceptions.RayError  # of a broken installation, some may be missing
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise _broken(error) from None
             raise UnsupportedError("ray", "the ray engine needs Ray: pip install 'attn-zoo[ray]'") from None
-        self._ray: Any = ray
+        except Exception as error:
+            raise _broken(error) from None
+        self.jobs = jobs
         self._address, self._num_cpus = address, num_cpus
 
-    def _connect(self) -> None:
-        if self._address == "local":
-            # The path must be explicit: after an unclean stop Ray would look for the old cluster.
-            self._ray.init(
-                address="local",
-                num_cpus=self._num_cpus,
-                resources={SLOT: 1},
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
-        else:
-            self._ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
-        if self._ray.cluster_resources().get(SLOT, 0) < 1:
-            self._ray.shutdown()
-            raise UnsupportedError("ray", f"no node offers a {SLOT}: start nodes with --resources='{{\"{SLOT}\": 1}}'")
-
     def run(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
-        """Run all lanes; arguments as in `LocalEngine.run`. A lane's records arrive together, when it ends."""
+        """Run all lanes; arguments as in `LocalEngine.run`.
+
+        Raises:
+            UnsupportedError: the cluster cannot be reached, or none of its nodes be used.
+        """
+        if not lanes:
+            return
         self._connect()
         try:
-            remote = self._ray.remote(_run_on_node)
-            files = {Path(path).name: Path(path).read_text(encoding="utf-8") for path in settings.variant_files}
-            waiting: dict[Any, Sequence[PlannedCell]] = {}
-            for items, prior in lanes:
-                if not all(control.may_start(item) for item in items):
-                    continue
-                # One attempt more for a node that is lost; what a cell does to its own process never gets this far.
-                options = {"max_retries": 1, "retry_exceptions": False, "num_cpus": 1, "resources": {SLOT: 1}}
-                if items[0].cell.device == "cuda":
-                    options["num_gpus"] = 1
-                task = remote.options(**options).remote(
-                    [item.to_dict() for item in items],
-                    [record.to_dict() for record in prior],
-                    files,
-                    str(settings.data_dir) if settings.data_dir else None,
-                )
-                waiting[task] = items
-            self._collect(waiting, settings, control)
+            cluster = _RayCluster(self._ray, settings)
+            Dispatcher(cluster, lanes, settings, control, jobs=self.jobs).run()
+            cluster.close()
         finally:
             self._ray.shutdown()
 
-    def _collect(self, waiting: dict[Any, Sequence[PlannedCell]], settings: Settings, control: Control) -> None:
-        while waiting:
-            done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=_TICK_S)
-            if control.should_stop():
-                for task in waiting:
-                    self._ray.cancel(task, force=True)
-                return
-            for task in done:
-                items = waiting.pop(task)
-                try:
-                    answer = self._ray.get(task)
-                except self._ray.exceptions.RayError as error:
-                    for item in {item.cell.key: item for item in items}.values():  # once, whatever its repeats
-                        control.finished(_lost(item, error))
-                    continue
-                control.moved_to(Environment.from_dict(answer["environment"]))
-                for key, text in answer["logs"].items():
-                    (settings.logs / f"{key}.log").write_text(text, encoding="utf-8")
-                if settings.weights and answer["weights"]:
-                    settings.weights.mkdir(parents=True, exist_ok=True)
-                    for name, content in answer["weights"].items():
-                        (settings.weights / name).write_bytes(content)
-                for data in answer["records"]:
-                    control.finished(Record.from_dict(data))
+    def _connect(self) -> None:
+        quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+        if self._address == "local":
+            # The path must be explicit: after an unclean stop Ray would look for the old cluster. Not in a thread, as
+            # the kernel ends the processes of Ray with the thread that started them.
+            is_main = threading.current_thread() is threading.main_thread()
+            handler = signal.getsignal(signal.SIGTERM)
+            self._ray.init(address="local", num_cpus=self._num_cpus, include_dashboard=False, **quiet)
+            if is_main:
+                signal.signal(signal.SIGTERM, handler)  # Ray took it
+            return
+        _probe(self._address)
+        outcome: list[BaseException | None] = []
+
+        def connect() -> None:
+            try:
+                self._ray.init(address=self._address, **quiet)
+                outcome.append(None)
+            except BaseException as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=connect, daemon=True)  # it can be left behind
+        thread.start()
+        thread.join(CONNECT_S)
+        if not outcome:
+            hint = "is it a Ray cluster of the same version, and RAY_AUTH_TOKEN that of the cluster?"
+            raise UnsupportedError("ray", f"{self._address} did not answer within {CONNECT_S:g} s: {hint}")
+        if (error := outcome[0]) is not None:
+            lines = str(error).strip().splitlines() or [""]
+            raise UnsupportedError("ray", f"{self._address}: {type(error).__name__}: {lines[0]}") from None
 
 
-def _lost(item: PlannedCell, error: BaseException) -> Record:
-    lines = str(error).strip().splitlines()
-    reason = f"lost with its node or supervisor: {type(error).__name__}: {lines[0] if lines else ''}"
-    return Record(cell=item.cell, status="crashed", reason=reason, isolation=item.isolation)
+def _broken(error: Exception) -> UnsupportedError:
+    return UnsupportedError("ray", f"Ray is installed but cannot be loaded ({type(error).__name__}: {error})")
+
+
+def _probe(address: str) -> None:
+    """Raise `UnsupportedError` if nothing listens at HOST:PORT; other forms of an address are left to Ray."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise UnsupportedError("ray", f"nothing answers at {address}: {error}") from None

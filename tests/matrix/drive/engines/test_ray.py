@@ -1,14 +1,235 @@
-"""The Ray engine: the same records as here, from a real local cluster; and a clear word where Ray is absent."""
+"""The Ray engine on two real nodes: the same records as here, whatever is lost; and a clear word where Ray is not."""
+
+from __future__ import annotations
 
 import builtins
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from pathlib import Path
 
+import psutil
 import pytest
 
-from attn_zoo.errors import UnsupportedError
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.matrix.drive.engines import ray as engine_module
 from attn_zoo.matrix.drive.engines.ray import RayEngine
+from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.drive.supervise import Control
+from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.store.store import Store
-from tests.matrix.conftest import tiny_plan
+from attn_zoo.training.checkpoint import read_tensors
+from tests.matrix.conftest import TINY_TRAINING, prepare_process, tiny_plan, training_plan
+from tests.processes import start_process
+
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes on this machine; nobody without the token may join."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "a token of the tests that is long enough")
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        # Imported now: it reads these once.
+        pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
+        from ray.cluster_utils import Cluster
+
+        nodes = Cluster(initialize_head=True, head_node_args=NODE)
+        yield nodes
+        nodes.shutdown()
+
+
+@pytest.fixture
+def second(cluster):
+    """The node beside the head, new for each test."""
+    node = cluster.add_node(**NODE)
+    yield node
+    if node in cluster.worker_nodes:
+        cluster.remove_node(node)
+
+
+def workers_of(node) -> list[psutil.Process]:
+    """Return the processes that measure on a node."""
+    found = []
+    for info in node.all_processes["raylet"]:
+        try:
+            children = psutil.Process(info.process.pid).children(recursive=True)
+            found += [child for child in children if "attn_zoo.matrix.cell.worker" in child.cmdline()]
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(condition, limit_s: float = 150.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+
+
+class Killer:
+    """Ends a node, with all its processes, as soon as `condition` holds."""
+
+    def __init__(self, cluster, node, condition):
+        self.left: list[psutil.Process] = []
+
+        def work():
+            wait_for(condition)
+            self.left = workers_of(node)
+            cluster.remove_node(node, allow_graceful=False)
+
+        self.thread = threading.Thread(target=work)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.thread.join()
+        assert self.left, "nothing ran there"
+        wait_for(lambda: all(is_gone(worker) for worker in self.left), 10)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Lines(Progress):
+    def __init__(self):
+        self.said: list[str] = []
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def outcomes(store):
+    return {(item.cell.key, item.status, item.reason, item.exit_code) for item in store.records()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # from Ray's own threads and sockets
+def test_a_node_that_is_lost_in_the_middle_of_a_lane_changes_no_record(tmp_path, cluster, second):
+    plan = tiny_plan(["fake_segfault", "fake_bug", "fake_slow"], seq_len=[16, 24, 900], isolation="lane")
+    here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
+    run(plan, here)
+    lines = Lines()
+    with Killer(cluster, second, lambda: workers_of(second)):
+        summary = run(plan, there, engine=RayEngine(cluster.address), progress=lines)
+    assert summary.left == ()
+    assert outcomes(there) == outcomes(here)
+    records = there.records()
+    assert any("lost" in text and "under way" in text for text in lines.said)
+    assert all(there.log(item.cell.key).is_file() for item in records)
+    environments = there.info().environments
+    assert {item.environment for item in records} <= set(environments)
+    for digest in {item.environment for item in records}:
+        assert "OMP_NUM_THREADS" not in environments[digest].variables, "Ray's own, which changes times"
+    assert {one.subject[0] for one in there.ceilings()} <= {item.environment for item in records}
+    assert there.ceilings(), "nodes have ceilings too"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_goes_on_elsewhere_when_its_node_is_lost(tmp_path, cluster, second):
+    overrides = {**TINY_TRAINING, "num_steps": 60, "eval_every": 3}
+    plan = training_plan(["fake_train_told"], seeds=[0, 1], overrides=overrides)
+    here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
+    keys = [item.cell.key for item in plan.cells]
+
+    def is_well_under_way():
+        return workers_of(second) and all(there.log(key).parent.is_dir() and steps_of(there, key) >= 12 for key in keys)
+
+    with Killer(cluster, second, is_well_under_way):
+        summary = run(plan, there, engine=RayEngine(cluster.address))
+    run(plan, here)
+    assert summary.left == ()
+    values = [{item.cell.key: item.score and item.score.value for item in each.records()} for each in (here, there)]
+    assert None not in values[0].values()
+    assert values[0] == values[1]
+    (again,) = [item for item in there.records() if item.attempt == 2]
+    assert there.log(again.cell.key).read_text().count("step") <= 60 - 12, "it did not begin anew"
+    assert not list(there.checkpoints.glob("*/*")), "they end with their training"
+
+
+def steps_of(store, key) -> int:
+    """Return after which step the driver has a checkpoint."""
+    for path in (store.checkpoints / key).glob("[!.]*.safetensors"):
+        return int(json.loads(read_tensors(path)[0]["numbers"])["step"])
+    return 0
+
+
+def run_on(address: str, folder: Path) -> int:
+    """What a driver does that is killed."""
+    prepare_process()
+    return run(slow_plan(), Store(folder), engine=RayEngine(address)).exit_code
+
+
+def slow_plan():
+    return tiny_plan(["fake_slow"], seq_len=[16, 24, 32, 40, 900, 1000], isolation="lane")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_goes_on_after_its_driver_was_killed_or_interrupted(tmp_path, cluster):
+    store = Store(tmp_path / "run")
+    cells = tmp_path / "run" / "cells"
+    driver = start_process(run_on, cluster.address, tmp_path / "run", errors=tmp_path / "errors")
+    wait_for(lambda: list(cells.glob("*.json")))
+    left = workers_of(cluster.head_node)
+    driver.kill()
+    driver.join()
+    wait_for(lambda: all(is_gone(worker) for worker in left), 30)
+    known = {path.name: path.read_bytes() for path in cells.glob("*.json")}
+
+    class Impatient(Progress):
+        def finished(self, record, step="", num_done=1):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    summary = run(slow_plan(), store, engine=RayEngine(cluster.address), progress=Impatient())
+    assert (summary.stopped, summary.exit_code) == ("interrupted", 130)
+    assert 1 <= summary.new <= 2
+    assert summary.left
+    wait_for(lambda: not workers_of(cluster.head_node), 30)
+    summary = run(slow_plan(), store, engine=RayEngine(cluster.address))
+    assert summary.left == ()
+    found = {path.name: path.read_bytes() for path in cells.glob("*.json")}
+    assert {name: found[name] for name in known} == known, "a stored record was changed"
+    assert {record.status for record in store.records()} == {"ok"}
+
+
+def test_an_address_that_does_not_answer_is_said_soon(tmp_path):
+    pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        silent = start_process(silent_address, address, errors=tmp_path / "silent")
+        silent.join(60)
+        assert "did not answer within 4 s: is it a Ray cluster" in (tmp_path / "silent").read_text()
+    with pytest.raises(UnsupportedError, match=f"nothing answers at {address}"):
+        RayEngine(address).run([(slow_plan().cells, [])], Settings(logs=tmp_path), Control())
+    with pytest.raises(ConfigError, match="expected HOST:PORT of a head node"):
+        RayEngine("ray://somewhere:10001")
+
+
+def silent_address(address: str) -> None:
+    prepare_process()
+    engine_module.CONNECT_S = 4
+    try:
+        RayEngine(address).run([(slow_plan().cells, [])], Settings(logs=Path()), Control())
+    except UnsupportedError as error:
+        os.write(2, error.reason.encode())
+        os._exit(1)  # Ray's thread is still trying
 
 
 def test_without_ray_the_message_says_how_to_get_it(monkeypatch):
@@ -16,7 +237,7 @@ def test_without_ray_the_message_says_how_to_get_it(monkeypatch):
 
     def without_ray(name, *arguments, **keywords):
         if name == "ray":
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without_ray)
@@ -24,19 +245,7 @@ def test_without_ray_the_message_says_how_to_get_it(monkeypatch):
         RayEngine()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # from Ray's own threads and sockets at shutdown
-def test_records_from_a_local_cluster_are_those_of_the_local_engine(tmp_path):
-    pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
-    plan = tiny_plan(["fake_segfault", "fake_bug"], seq_len=[16, 1024], isolation="lane")
-    outcomes = []
-    for name, engine in (("local", None), ("ray", RayEngine(num_cpus=2))):
-        store = Store(tmp_path / name)
-        summary = run(plan, store, engine=engine)
-        assert summary.left == ()
-        records = store.records()
-        outcomes.append({(item.cell.key, item.status, item.reason, item.exit_code) for item in records})
-        assert {item.environment for item in records} <= set(store.info().environments)
-        assert all(store.log(item.cell.key).is_file() for item in records)
-    assert outcomes[0] == outcomes[1]
-    assert sorted(status for _, status, _, _ in outcomes[0]) == ["crashed", "error", "ok", "ok"]
+def test_a_ray_that_is_half_broken_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    with pytest.raises(UnsupportedError, match=r"Ray is installed but cannot be loaded.*no attribute 'init'"):
+        RayEngine()
