@@ -102,16 +102,20 @@ def update_tables(path: Path, *, check_only: bool = False) -> bool:
 
 
 def update_results_index(folder: Path, *, check_only: bool = False) -> bool:
-    """Write `README.md` and `index.html` of the results folder anew; return whether both were current already."""
-    from attn_zoo.report.pages.leaderboard import leaderboard_page, leaderboard_readme, read_machines
+    """Write `README.md` and `index.html` of the results folder anew; return whether both said the same already.
 
-    machines = read_machines(folder)
-    pages = {"README.md": leaderboard_readme(machines), "index.html": leaderboard_page(machines)}
-    stale = {
-        folder / name: text
-        for name, text in pages.items()
-        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text
-    }
-    for path, text in {} if check_only else stale.items():
-        path.write_text(text, encoding="utf-8")
-    return not stale
+    A page that only looks otherwise is as true as before: reports of runs are not written anew for a colour either.
+    """
+    from attn_zoo.report.pages.leaderboard import front_pages
+
+    is_current = True
+    for path, text in front_pages(folder).items():
+        is_current &= path.is_file() and _body(path.read_text(encoding="utf-8")) == _body(text)
+        if not check_only:
+            path.write_text(text, encoding="utf-8")
+    return is_current
+
+
+def _body(page: str) -> str:
+    """Return a page without its style and script."""
+    return re.sub(r"^.*<body>|<script>.*$", "", page, flags=re.DOTALL)

@@ -130,25 +130,20 @@ def machines() -> tuple[Machine, ...]:
 
 
 def measurements(name: str) -> Iterator[str]:
-    """Yield a table of a variant's own rows for each run that has some; the first board of a kind, which says most."""
+    """Yield a table of the rows of a variant for each run that has some: times of the panel that says most, scores."""
     for machine in machines():
         for run in machine.runs:
+            shown = set()
             for board in run.boards:
                 rows = [row for row, variant in zip(board.rows, board.variants, strict=True) if variant == name]
-                if rows and not board.is_folded:
-                    page = f"[{run.name}](../results/{run.where}/report.html)"
-                    yield f"**{machine.words}**, {page}: {board.title.lower()}"
-                    yield ""
-                    yield from _table(board.headings, ([_entry(entry) for entry in row] for row in rows))
-                    yield from (
-                        "",
-                        '??? note "What was measured, and how to read it"',
-                        "",
-                        f"    {_text(board.note)}",
-                        "",
-                    )
-    yield "[All machines and mechanisms](../results/index.html)."
-    yield ""
+                if not rows or board.is_timed in shown:
+                    continue
+                shown.add(board.is_timed)
+                page = f"[{run.name}](../results/{run.where}/report.html)"
+                yield from (f"**{machine.words}**, {page}: {board.title.lower()}", "")
+                yield from _table(board.headings, ([_entry(entry) for entry in row] for row in rows))
+                yield from ("", '??? note "What was measured, and how to read it"', "", f"    {_text(board.note)}", "")
+    yield from ("[All machines and mechanisms](../results/index.html).", "")
 
 
 def _entry(entry: Entry) -> str:

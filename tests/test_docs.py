@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from typer.main import get_command
@@ -17,9 +18,11 @@ import attn_zoo
 from attn_zoo.cli import app
 from attn_zoo.docs import DOCUMENTS, complexity_table, update_results_index, update_tables, variant_table
 from attn_zoo.errors import ConfigError
+from tests.report.synthetic import write_run, zoo
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+REPORTS = sorted(ROOT.glob("results/*/*/report.html"))
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", *PAGES]
 
@@ -41,6 +44,32 @@ def test_the_table_of_variants_tells_what_is_causal_only():
 
 def test_the_index_of_results_is_current():
     assert update_results_index(ROOT / "results", check_only=True), "run: make docs"
+
+
+def test_every_number_of_the_front_page_leads_somewhere():
+    targets = set(
+        re.findall(r'href="([^"#]+)(?:#([^"]*))?"', (ROOT / "results" / "index.html").read_text(encoding="utf-8"))
+    )
+    assert len(targets) > 200
+    names = {path: set(re.findall(r'id="([^"]+)"', path.read_text(encoding="utf-8"))) for path in REPORTS}
+    for target, anchor in targets:
+        path = ROOT / "results" / unquote(target)
+        assert path.is_file(), target
+        assert not anchor or anchor in names[path], f"{target}#{anchor}"
+
+
+def test_a_front_page_that_only_looks_otherwise_is_current_and_one_with_another_number_is_not(tmp_path):
+    write_run(tmp_path / "box" / "run", zoo(lengths=[512, 1024]))
+    assert not update_results_index(tmp_path, check_only=True)
+    assert not (tmp_path / "index.html").exists()
+    assert not update_results_index(tmp_path)
+    assert update_results_index(tmp_path, check_only=True)
+    page = tmp_path / "index.html"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("--page: #ffffff", "--page: #fffff0"), encoding="utf-8")
+    assert update_results_index(tmp_path, check_only=True)
+    page.write_text(text.replace(" ms [", " ms [9"), encoding="utf-8")
+    assert not update_results_index(tmp_path, check_only=True)
 
 
 def test_update_writes_only_between_the_markers(tmp_path):

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Literal
 
 from attn_zoo.records import Record
-from attn_zoo.report.units import human_bytes, human_flops, human_ms
+from attn_zoo.report.units import human_bytes, human_flops, human_ms, human_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +52,6 @@ class Measurement:
         return None if not known else max(known) if self.pool == "most" else fmean(known)
 
 
-def _human_s(value_s: float) -> str:
-    return human_ms(1e3 * value_s)
-
-
 CALLS: tuple[Measurement, ...] = (
     Measurement(name="host_ms", part="timing", heading="host", show=human_ms, priority=5, tables=("scaling",)),
     Measurement(name="graph_ms", part="timing", heading="from a graph", show=human_ms, priority=4, tables=("scaling",)),
@@ -92,11 +88,11 @@ CALLS: tuple[Measurement, ...] = (
 COSTS: tuple[Measurement, ...] = (
     Measurement(name="num_params", part="score", heading="parameters", show="{:,.0f}".format, pool="most"),
     Measurement(name="train_flops", part="score", heading="compute", show=human_flops, priority=1.5),
-    Measurement(name="train_s", part="score", heading="time", show=_human_s, is_of_time=True),
-    Measurement(name="compile_s", part="score", heading="compiling", show=_human_s, priority=2.7, is_of_time=True),
-    Measurement(name="eval_s", part="score", heading="evaluating", show=_human_s, priority=2.8, is_of_time=True),
+    Measurement(name="train_s", part="score", heading="time", show=human_s, is_of_time=True),
+    Measurement(name="compile_s", part="score", heading="compiling", show=human_s, priority=2.7, is_of_time=True),
+    Measurement(name="eval_s", part="score", heading="evaluating", show=human_s, priority=2.8, is_of_time=True),
     Measurement(name="pretrain_flops", part="score", heading="pretraining", show=human_flops, priority=2.5),
-    Measurement(name="pretrain_s", part="score", heading="its time", show=_human_s, priority=2.6, is_of_time=True),
+    Measurement(name="pretrain_s", part="score", heading="its time", show=human_s, priority=2.6, is_of_time=True),
     Measurement(
         name="tokens_per_s", part="score", heading="tokens/s", show="{:,.0f}".format, priority=2, is_of_time=True
     ),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 TIMES = "\u00d7"  # multiplication sign
-
-_TIME_STEPS = ((1e-3, "ns", 1e6), (1.0, "µs", 1e3), (1e3, "ms", 1.0), (6e4, "s", 1e-3), (3.6e6, "min", 1 / 6e4))
-_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def human_number(value: float, digits: int = 3) -> str:
@@ -26,70 +25,62 @@ def human_number(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def human_ms(value_ms: float) -> str:
-    """Return a duration given in milliseconds in the unit that suits it.
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How one kind of quantity is written: with the unit that suits a value.
+
+    Args:
+        steps: size and name of each unit, ascending.
 
     >>> human_ms(0.25), human_ms(12.3456), human_ms(2500), human_ms(90_000)
     ('250 µs', '12.3 ms', '2.5 s', '1.5 min')
-    """
-    unit, factor = time_unit(value_ms)
-    return f"{human_number(value_ms * factor)} {unit}"
-
-
-def interval_ms(median_ms: float, low_ms: float, high_ms: float) -> str:
-    """Return median and interval in the unit of the median.
-
-    >>> interval_ms(12.31, 12.1, 12.6)
+    >>> human_ms.interval(12.31, 12.1, 12.6)
     '12.3 ms [12.1, 12.6]'
-    """
-    unit, factor = time_unit(median_ms)
-    median, low, high = (human_number(value * factor) for value in (median_ms, low_ms, high_ms))
-    return f"{median} {unit} [{low}, {high}]"
-
-
-def time_unit(value_ms: float) -> tuple[str, float]:
-    """Return the unit that suits a duration in milliseconds, and the factor from milliseconds to it."""
-    for limit, unit, factor in _TIME_STEPS:
-        if abs(value_ms) < limit * (1 - 5e-4):
-            return unit, factor
-    return "h", 1 / 3.6e6
-
-
-def human_bytes(value: float) -> str:
-    """Return a number of bytes with a binary unit.
-
     >>> human_bytes(512), human_bytes(3 * 2**20), human_bytes(1.5 * 2**30)
     ('512 B', '3 MiB', '1.5 GiB')
+    >>> human_flops(2.5e9), human_flops(3.21e15), human_bandwidth(14.9e9), human_bandwidth(4.8e12)
+    ('2.5 GFLOP', '3.21 PFLOP', '14.9 GB/s', '4.8 TB/s')
     """
-    for unit in _BYTE_UNITS[:-1]:
-        if abs(value) < 1023.5:
-            return f"{human_number(value)} {unit}"
-        value /= 1024
-    return f"{human_number(value)} {_BYTE_UNITS[-1]}"
+
+    steps: tuple[tuple[float, str], ...]
+
+    def __call__(self, value: float) -> str:
+        """Return a value with its unit."""
+        size, name = self._step(value)
+        return f"{human_number(value / size)} {name}"
+
+    def interval(self, value: float, low: float, high: float) -> str:
+        """Return a value and its interval, all in the unit of the value."""
+        size, name = self._step(value)
+        number, first, last = (human_number(each / size) for each in (value, low, high))
+        return f"{number} {name} [{first}, {last}]"
+
+    def fixed(self, values: Iterable[float | None]) -> Units:
+        """Return the one unit that suits all of these values best, for a column of them.
+
+        >>> human_ms.fixed([0.149, None, 5720])(0.149), human_ms.fixed([])(0.149)
+        ('0.149 ms', '149 µs')
+        """
+        known = [abs(value) for value in values if value and math.isfinite(value)]
+        return Units((self._step(math.sqrt(min(known)) * math.sqrt(max(known))),)) if known else self
+
+    def _step(self, value: float) -> tuple[float, str]:
+        return next((step for step in reversed(self.steps) if abs(value) >= _FULL * step[0]), self.steps[0])
 
 
-def human_flops(value: float) -> str:
-    """Return a number of floating-point operations with a decimal unit.
-
-    >>> human_flops(2.5e9), human_flops(3.21e15)
-    ('2.5 GFLOP', '3.21 PFLOP')
-    """
-    for power, letter in ((6, "M"), (9, "G"), (12, "T"), (15, "P")):
-        if abs(value) < 0.9995 * 10 ** (power + 3):
-            return f"{human_number(value / 10**power)} {letter}FLOP"
-    return f"{human_number(value / 1e18)} EFLOP"
-
-
-def human_bandwidth(value: float) -> str:
-    """Return bytes per second with a decimal unit, as makers of memory count.
-
-    >>> human_bandwidth(14.9e9), human_bandwidth(4.8e12)
-    ('14.9 GB/s', '4.8 TB/s')
-    """
-    for power, letter in ((6, "M"), (9, "G")):
-        if abs(value) < 0.9995 * 10 ** (power + 3):
-            return f"{human_number(value / 10**power)} {letter}B/s"
-    return f"{human_number(value / 1e12)} TB/s"
+_FULL = 0.9995
+"""Share of a unit from which a value is given in it: three digits would be rounded up to it."""
+human_ms = Units(((1e-6, "ns"), (1e-3, "µs"), (1.0, "ms"), (1e3, "s"), (6e4, "min"), (3.6e6, "h")))
+"""Durations given in milliseconds."""
+human_s = Units(tuple((size / 1e3, name) for size, name in human_ms.steps))
+human_bytes = Units(((1.0, "B"), (2.0**10, "KiB"), (2.0**20, "MiB"), (2.0**30, "GiB"), (2.0**40, "TiB")))
+human_flops = Units(
+    tuple((10.0**power, f"{letter}FLOP") for power, letter in zip((6, 9, 12, 15, 18), "MGTPE", strict=True))
+)
+"""Floating-point operations."""
+human_flop_rate = Units(tuple((size, f"{name}/s") for size, name in human_flops.steps))
+human_bandwidth = Units(((1e6, "MB/s"), (1e9, "GB/s"), (1e12, "TB/s")))
+"""Bytes per second, with decimal units, as makers of memory count."""
 
 
 def interval_rate(value: float, low: float, high: float) -> str:

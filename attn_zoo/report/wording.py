@@ -21,23 +21,36 @@ PANEL_FIELDS = (
 """Everything but variant and length that decides a timing: within one panel only those two differ."""
 
 
-_WORDS: tuple[tuple[str, Callable[[Any], str]], ...] = (
-    ("dtype", str),
-    ("scope", lambda value: _SCOPES.get(value, value)),
-    ("protocol", lambda value: f"protocol {value}" if value else ""),
-    ("is_causal", lambda value: "causal" if value else "bidirectional"),
-    ("batch_size", lambda value: f"batch {value}"),
-    ("num_heads", lambda value: f"{value} head{'s' if value != 1 else ''}"),
-    ("num_kv_heads", lambda value: f"{value} key/value heads"),
-    ("head_dim", lambda value: f"head size {value}"),
-    ("has_padding", lambda value: "a quarter of every second sequence padded" if value else ""),
-    ("dropout_p", lambda value: f"dropout {value:g}" if value else ""),
-    ("threads", lambda value: f"{value} thread{'s' if value != 1 else ''}"),
+def _direction(is_causal: bool) -> str:
+    return "causal" if is_causal else "bidirectional"
+
+
+_WORDS: tuple[tuple[str, Callable[[Any], str], Callable[[Any], str]], ...] = (
+    ("dtype", str, str),
+    ("scope", lambda value: _SCOPES.get(value, value), str),
+    ("protocol", lambda value: f"protocol {value}" if value else "", str),
+    ("is_causal", _direction, _direction),
+    ("batch_size", lambda value: f"batch {value}", "b{}".format),
+    ("num_heads", lambda value: f"{value} head{'s' if value != 1 else ''}", "h{}".format),
+    ("num_kv_heads", lambda value: f"{value} key/value heads", "g{}".format),
+    ("head_dim", lambda value: f"head size {value}", "d{}".format),
+    (
+        "has_padding",
+        lambda value: "a quarter of every second sequence padded" if value else "",
+        lambda value: "padded" if value else "",
+    ),
+    (
+        "dropout_p",
+        lambda value: f"dropout {value:g}" if value else "",
+        lambda value: f"dropout{value:g}" if value else "",
+    ),
+    ("threads", lambda value: f"{value} thread{'s' if value != 1 else ''}", "t{}".format),
 )
+"""Settings in words, and in the few letters of a file name."""
 
 
 def _say(setting: Mapping[str, Any], names: set[str]) -> list[str]:
-    said = [say(setting[name]) for name, say in _WORDS if name in names and setting[name] is not None]
+    said = [say(setting[name]) for name, say, _ in _WORDS if name in names and setting[name] is not None]
     return [word for word in said if word]
 
 
@@ -49,7 +62,7 @@ def panel_subtitle(setting: Mapping[str, Any], environments: Mapping[str, Enviro
         machine = environment.gpu or machine if setting["device"] == "cuda" else f"{machine} ({environment.cpu})"
     if "environment" in varying:
         machine += f" [{setting['environment'] or 'unknown environment'}]"
-    names = {name for name, _ in _WORDS}
+    names = {name for name, _, _ in _WORDS}
     if setting["num_kv_heads"] == setting["num_heads"]:
         names.remove("num_kv_heads")
     return ", ".join([machine, *_say(setting, names)])
@@ -65,12 +78,11 @@ def panel_title(setting: Mapping[str, Any], varying: set[str]) -> str:
 
 
 def panel_name(setting: Mapping[str, Any], varying: set[str]) -> str:
-    """Return pass, dtype and device, and whatever else differs between the panels of this report."""
-    parts = [str(setting[name]) for name in ("pass", "dtype", "device")]
-    parts += _say(setting, varying - {"dtype"})
-    if "environment" in varying:
-        parts.append(str(setting["environment"]))
-    return slug(*parts)
+    """Return the pass and whatever else differs between the panels of this report, as briefly as can be."""
+    brief: dict[str, Callable[[Any], str]] = {"pass": str, **{name: brief for name, _, brief in _WORDS}}
+    brief |= {"device": str, "environment": str}
+    shown = [name for name in brief if name in varying | {"pass"} and setting[name] is not None]
+    return slug(*(brief[name](setting[name]) for name in shown))
 
 
 def held_words(pass_: str) -> str:

@@ -81,7 +81,7 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
 
     Overrides may differ between tasks, as published settings do, unless a task occurs with several of them.
     """
-    overviews = []
+    overviews: list[Overview] = []
     for how, members in _by_protocol(groups).items():
         metric = members[0].metric
         seen = {score.label for group in members for score in group.scores}
@@ -92,7 +92,7 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
         common = tuple(group for group in members if all(_scored(group, label) for label in labels))
         overviews.append(
             Overview(
-                name=slug("tasks", metric.name, how),
+                name=_name(members[0], [each.name for each in overviews]),
                 how=how,
                 metric=metric,
                 groups=tuple(members),
@@ -102,6 +102,12 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
             )
         )
     return overviews
+
+
+def _name(group: AccuracyGroup, taken: Sequence[str]) -> str:
+    name = slug("tasks", group.metric.name, group.setting.protocol)
+    count = sum(other.startswith(name) for other in taken)
+    return f"{name}-{count + 1}" if count else name
 
 
 def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGroup]]:

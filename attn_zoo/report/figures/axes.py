@@ -202,4 +202,5 @@ def annotate_along(
 ) -> None:
     """Write small words centred at a point of a line that goes `way` (across and up, in pixels), parallel to it."""
     angle = math.degrees(math.atan2(way[1], way[0]))
-    annotate(axes, words, at, offset, rotation=angle, rotation_mode="anchor", ha="center", **style)
+    named = annotate(axes, words, at, offset, rotation=angle, rotation_mode="anchor", ha="center", **style)
+    Tag(is_log=True).put_on(named)

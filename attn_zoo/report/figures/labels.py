@@ -101,7 +101,8 @@ def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: b
             arrowprops={"arrowstyle": "-", "color": label.colour, "lw": 0.7, "alpha": 0.55, "shrinkA": 0, "shrinkB": 4},
             annotation_clip=False,
         )
-        own.put_on(leader)
+        if leader.arrow_patch is not None:
+            Tag(of=label.of, is_log=True).put_on(leader.arrow_patch)
         up = centre + LINE_HEIGHT / 2 * len(label.details)
         name: dict[str, Any] = {"fontsize": NAME_SIZE, "fontweight": "bold", "color": label.colour}
         key = figure.text(left / width, up / height, label.name, va="center", **name)

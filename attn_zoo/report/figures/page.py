@@ -145,6 +145,7 @@ class Page:
             box, height = axes.get_position(), 72 * self.bottom
             left, right = (72 * self.width * edge for edge in (box.x0, box.x1))
             edges = (left, height * (1 - box.y1), right, height * (1 - box.y0))
+            Tag(is_log=True).put_on(axes.xaxis, axes.yaxis)
             Tag(axes=(*edges, axes.get_xscale(), *axes.get_xlim(), axes.get_yscale(), *axes.get_ylim())).put_on(axes)
         self.alt = f"{self.title}. {self.note}. {words}."
         return self

@@ -32,7 +32,7 @@ from attn_zoo.report.figures.labels import (
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_number, percent
+from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_number, percent
 from attn_zoo.report.wording import MARKS, ceilings_words
 
 SMALLEST, LARGEST = 3.0, 8.5
@@ -100,7 +100,7 @@ def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> l
     axes.set_xlabel("useful FLOP per byte that must move")
     tops = [product, ceilings.sheet_flops_per_s or 0.0]
     values = [*rates, min(product, left * copy * 2), max(*tops, *rates)]
-    value_axis(axes, values, lambda value: f"{human_flops(value)}/s", 10, 1.6)
+    value_axis(axes, values, human_flop_rate, 10, 1.6)
     boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
     if ceilings.sheet_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
         boxes += _draw_ceiling(axes, ceilings.sheet_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)

@@ -32,7 +32,7 @@ from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import GUIDE, INK, MARK, MUTED, STRIP, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.growth_tables import round_length
-from attn_zoo.report.units import human_bytes, human_length, human_ms, interval_ms, ratio, shorten
+from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio, shorten
 from attn_zoo.report.wording import MARKS, held_words, outcome
 
 STRIP_ROW = 0.34
@@ -142,7 +142,7 @@ def _tip(point: Point, words: str) -> str:
 def _timed(point: Point) -> _Mark | None:
     if point.median_ms <= 0:
         return None
-    words = interval_ms(point.median_ms, point.low_ms, point.high_ms)
+    words = human_ms.interval(point.median_ms, point.low_ms, point.high_ms)
     if point.device_ms:
         words = f"{human_ms(point.device_ms)} on the GPU alone; single call {words}"
     elif point.is_waiting:
@@ -176,8 +176,9 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
         for one in (*panel.crossings, *panel.device_crossings)
         if one.is_fastest and one.label == curve.label and one.is_settled and one.result and one.result.length
     ]
+    is_any_device = any(one.quantity == "device" for _, one in settled)
     if settled:
-        words = f"crossover with {_baseline_name(panel)}" + (" (filled: of the GPU alone)" if has_device else "")
+        words = f"crossover with {_baseline_name(panel)}" + (" (filled: of the GPU alone)" if is_any_device else "")
         legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
     if any(curve.series.waiting for curve in curves):
         shade = {"marker": "s", "ms": 8, "alpha": 0.18, "mew": 0, "lw": 0}
@@ -486,7 +487,7 @@ def _draw_quartiles(axes: Axes, curve: _Curve) -> None:
     low, high = ([max(getattr(point.timing, end), 1e-12) for point in points] for end in ("q1_ms", "q3_ms"))
     lengths = [point.seq_len for point in points]
     band = axes.fill_between(lengths, low, high, color=curve.look.colour, alpha=0.15, lw=0, zorder=1.5)
-    Tag(of=curve.label).put_on(band)
+    Tag(of=curve.label, is_log=True).put_on(band)
 
 
 def _draw_crossing(axes: Axes, curve: _Curve, crossing: Crossing) -> None:
@@ -530,7 +531,7 @@ def _reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None
         start, end = axes.transData.transform(np.array([ends, heights]).T)
         if math.hypot(*(end - start)) < 110:  # too short for its words, and a line without words says nothing
             continue
-        axes.plot(ends, heights, color=GUIDE, lw=1.0, ls=MARK, zorder=0.6)
+        Tag(is_log=True).put_on(*axes.plot(ends, heights, color=GUIDE, lw=1.0, ls=MARK, zorder=0.6))
         middle = math.sqrt(ends[0] * ends[1])
         offset, va = ((0, -2), "top") if slope == 1 else ((0, 2), "bottom")
         annotate_along(axes, words, (middle, factor * middle**slope), offset, end - start, va=va, zorder=0.7)

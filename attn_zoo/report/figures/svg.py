@@ -40,6 +40,7 @@ class Tag:
         of: the curve that it belongs to and is hidden with.
         is_key: it names the curve: pressing it hides the curve.
         tips: what its marks say, one after the other.
+        is_log: it has a place on logarithmic axes only.
         axes: of axes that may be drawn linearly: left, top, right and bottom edge in points, then the scale, `"log"`
             or `"linear"`, and the limits across, then those upwards.
     """
@@ -47,11 +48,12 @@ class Tag:
     of: str = ""
     is_key: bool = False
     tips: tuple[str, ...] = ()
+    is_log: bool = False
     axes: tuple[float | str, ...] = ()
 
     def put_on(self, *artists: Artist) -> None:
         """Write the tag on artists: matplotlib carries an identifier through to its SVG, and this is one."""
-        for artist in artists if self.of or self.axes else ():
+        for artist in artists if self != NO_TAG else ():
             artist.set_gid(_TAG + json.dumps(asdict(self)))
 
 
@@ -209,6 +211,8 @@ def _simplify(part: Element) -> None:
 def _apply(tag: Mapping[str, Any], element: Element) -> None:
     if tag["of"]:
         element.set("data-key" if tag["is_key"] else "data-of", _xml_text(tag["of"]))
+    if tag["is_log"]:
+        element.set("data-log", "")
     if tag["axes"]:
         element.set("data-axes", " ".join(f"{each:g}" if isinstance(each, float) else each for each in tag["axes"]))
     for mark, words in zip(element.iter("use"), tag["tips"], strict=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -140,7 +141,7 @@ def _table(table: Table) -> dict[str, Any]:
         "rows": [
             [
                 _Cell(
-                    clean(column.show(row)) or MISSING,
+                    _unbroken(clean(column.show(row)) or MISSING),
                     _sort_value(column.sort(row) if column.sort else None),
                     column.align,
                 )
@@ -149,6 +150,11 @@ def _table(table: Table) -> dict[str, Any]:
             for row in table.rows
         ],
     }
+
+
+def _unbroken(text: str) -> str:
+    """Return `text` with its intervals on one line each."""
+    return re.sub(r"\[[^\[\]]{1,40}\]( \S)?", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
 def _sort_value(value: float | str | None) -> str:

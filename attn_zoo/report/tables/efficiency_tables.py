@@ -9,7 +9,7 @@ from attn_zoo.report.analysis.contradictions import flops_ratios
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column
-from attn_zoo.report.units import human_bandwidth, human_flops, human_length, human_ms, percent
+from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words, mark_words, marks_of
 
 
@@ -43,6 +43,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         for label in sorted(panel.efficiency)
         for point in panel.efficiency[label][-1 if is_brief else 0 :]
     ]
+    times = human_ms.fixed(row["time_ms"] for row in rows)
     has_mfu = any(row["mfu"] is not None for row in rows)
     note = (
         f"{_conventions(*panels)} Realised: the measured speed-up over the fastest exact kernel as a share of the one "
@@ -64,12 +65,12 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             number_column("length", "seq_len", human_length, priority=0),
             Column(
                 heading="time",
-                show=lambda row: f"{human_ms(row['time_ms'])} {row['marks']}".strip(),
+                show=lambda row: f"{times(row['time_ms'])} {row['marks']}".strip(),
                 sort=lambda row: row["time_ms"],
                 priority=1,
             ),
             number_column("FLOPs", "flops", human_flops, priority=5),
-            number_column("FLOP/s", "flops_per_s", lambda value: f"{human_flops(value)}/s", priority=1),
+            number_column("FLOP/s", "flops_per_s", human_flop_rate, priority=1),
             number_column("bytes/s", "bytes_per_s", human_bandwidth, priority=2),
             number_column("of the roof", "roof_frac", percent, priority=0),
             *([number_column("MFU", "mfu", percent, priority=2)] if has_mfu else []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,8 @@ from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
 MOST_LENGTHS = 5
 MOST_TASKS = 4
+NOT_TIMED = "not timed"
+"""Of a label of the run that belongs to another panel, or was trained only."""
 
 
 def front_table(analysis: Analysis) -> Table | None:
@@ -34,21 +37,24 @@ def front_table(analysis: Analysis) -> Table | None:
         return None
     series = {one.label: one for one in panel.series} if panel else {}
     shown = shown_doubts(panel.points) if panel else frozenset()
-    labels = sorted({*series, *(label for _, by_label in scores for label in by_label)})
-    rows = [_row(label, series.get(label), panel, lengths, scores, shown) for label in labels]
+    labels = sorted({*series, *(label for one in scores for label in one.texts)})
+    rows = [_row(label, series.get(label), panel, lengths, shown) for label in labels]
     columns = [
         text_column("variant", "variant", priority=0),
         *(_column(human_length(length), str(length), 0.1 * place) for place, length in enumerate(lengths)),
     ]
+    best = {"variant": "best"} | {one.title: one.best for one in scores}
     if panel is not None and lengths:
-        first = {"variant": "fastest"} | dict.fromkeys(rows[0].keys() - {"variant"}, "")
-        best = {str(one.seq_len): " or ".join(one.labels[:3]) for one in panel.winners if one.num_rivals > 1}
-        rows.insert(0, first | {name: text for name, text in best.items() if name in first})
-        if any(row["weights"] for row in rows):
-            columns.append(_column("weights that grow", "weights", 1.1))
-        if any(row["memory"] for row in rows):
+        fastest = {str(one.seq_len): " or ".join(one.labels[:3]) for one in panel.winners if one.num_rivals > 1}
+        best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
+        if peaks := _peaks(panel):
             columns.append(_column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
-    columns += [_column(title, f"score {title}", 0.6) for title, _ in scores]
+            best["memory"] = min(peaks, key=lambda label: peaks[label])
+    for one in scores:
+        columns.append(_column(one.title, one.title, 0.6))
+        for row in rows:
+            row[one.title] = one.texts.get(row["variant"], "not trained")
+    rows.insert(0, best)
     return Table(
         name="front",
         title="Who wins, by how much" if panel else "What it scores",
@@ -82,10 +88,9 @@ def _row(
     series: Series | None,
     panel: Panel | None,
     lengths: Sequence[int],
-    scores: Sequence[tuple[str, dict[str, str]]],
     shown: frozenset[str],
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"variant": label, "memory": "", "weights": weights_words(series) if series else ""}
+    row: dict[str, Any] = {"variant": label, "memory": NOT_TIMED}
     outcomes = {one.seq_len: one for one in series.outcomes} if series else {}
     exact = {point.seq_len: point for point in panel.baseline.points} if panel and panel.baseline else {}
     for length in lengths:
@@ -94,12 +99,20 @@ def _row(
             marks = marks_of(doubt for doubt in one.doubts if doubt in shown)
             row[str(length)] = f"{_speed(one, exact.get(length), series)} {marks}".strip()
         else:
-            row[str(length)] = ("" if series is None else NO_RECORD) if one is None else one.word
+            row[str(length)] = (NOT_TIMED if series is None else NO_RECORD) if one is None else one.word
     if panel is not None and series is not None:
-        last = outcomes.get(panel.lengths[-1])
-        peak = last.memory.peak_bytes if isinstance(last, Point) else None
-        row["memory"] = human_bytes(peak) if peak else "not measured" if isinstance(last, Point) else ""
-    return row | {f"score {title}": by_label.get(label, "") for title, by_label in scores}
+        peaks, last, weights = _peaks(panel), outcomes.get(panel.lengths[-1]), weights_words(series)
+        missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else last.word
+        row["memory"] = human_bytes.fixed(peaks.values())(peaks[label]) if label in peaks else missing
+        row["memory"] += f"; weights {weights}" if weights else ""
+    return row
+
+
+def _peaks(panel: Panel) -> dict[str, int]:
+    """Return the peak memory of each curve at the longest length."""
+    points = ((series.label, point) for series in panel.series for point in series.points)
+    longest = [(label, point) for label, point in points if point.seq_len == panel.lengths[-1]]
+    return {label: point.memory.peak_bytes for label, point in longest if point.memory.peak_bytes}
 
 
 def _speed(point: Point, exact: Point | None, series: Series | None) -> str:
@@ -109,27 +122,32 @@ def _speed(point: Point, exact: Point | None, series: Series | None) -> str:
     return f"{ratio(factor.value)} [{human_number(factor.low)}, {human_number(factor.high)}]"
 
 
-def _score_columns(analysis: Analysis) -> list[tuple[str, dict[str, str]]]:
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """A column: its title, what it says of each label, and whose score is the best."""
+
+    title: str
+    texts: dict[str, str]
+    best: str
+
+
+def _score_columns(analysis: Analysis) -> list[_Scores]:
     """Return a column for each task, or for each mean over tasks where there are many."""
-    if len(analysis.accuracy) > MOST_TASKS and analysis.overviews:
+    groups, columns = list(analysis.accuracy), []
+    if len(groups) > MOST_TASKS and analysis.overviews:
         groups = [group for each in analysis.overviews for group in each.common]
-        columns = [
-            (
-                f"mean of {len(each.common)} tasks",
-                {label: each.metric.show(mean) for label in each.labels if (mean := each.mean(label)) is not None},
-            )
-            for each in analysis.overviews
-        ]
-    else:
-        groups, columns = list(analysis.accuracy), []
+        for each in analysis.overviews:
+            means = {label: mean for label in each.labels if (mean := each.mean(label)) is not None}
+            texts = {label: each.metric.show(mean) for label, mean in means.items()}
+            best = min(means, key=lambda label: each.metric.order(means[label]), default="")
+            columns.append(_Scores(f"mean of {len(each.common)} tasks", texts, best))
     for group in groups[:MOST_TASKS]:
-        found = {
-            score.name: _score(score.mean, score.standing, group.metric)
+        texts = {
+            score.name: score.failed if score.mean is None else _score(score.mean, score.standing, group.metric)
             for score in group.ranked
-            if score.mean is not None
         }
-        if found:
-            columns.append((f"{group.heading}, {group.metric.words}", found))
+        if any(score.mean is not None for score in group.ranked):
+            columns.append(_Scores(f"{group.heading}, {group.metric.words}", texts, group.ranked[0].name))
     return columns
 
 

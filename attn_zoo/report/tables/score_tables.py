@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +24,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.units import capital, human_flops, human_ms
+from attn_zoo.report.units import capital, human_flops, human_s
 from attn_zoo.report.wording import failure_words
 
 
@@ -158,15 +159,20 @@ def _seeds(row: Row) -> str:
 
 
 def _cost_column(cost: Measurement) -> Column:
-    def show(row: Row) -> str:
-        if row[cost.name] is None:
-            return ""
-        extra = row["params"] if cost.name == "num_params" else ""
-        if cost.is_of_time and row["is_time_shared"]:
-            extra = "shared"
-        return cost.show(row[cost.name]) + (f" ({extra})" if extra else "")
+    plain = number_column(cost.heading, cost.name, cost.show, priority=cost.priority)
 
-    return Column(heading=cost.heading, show=show, sort=lambda row: row[cost.name], priority=cost.priority)
+    def noted(column: Column) -> Column:
+        def show(row: Row) -> str:
+            extra = row["params"] if cost.name == "num_params" else ""
+            if cost.is_of_time and row["is_time_shared"]:
+                extra = "shared"
+            text = column.show(row)
+            return f"{text} ({extra})" if text and extra else text
+
+        return replace(column, show=show, fit=None)
+
+    fit = plain.fit
+    return noted(plain) if fit is None else replace(plain, fit=lambda rows: noted(fit(rows)))
 
 
 def equal_cost_table(group: AccuracyGroup) -> Table | None:
@@ -182,7 +188,7 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
     headings = {
         "steps": lambda value: f"at {value:,.0f} steps",
         "flops": lambda value: f"at {human_flops(value)}",
-        "seconds": lambda value: f"at {human_ms(1e3 * value)}",
+        "seconds": lambda value: f"at {human_s(value)}",
     }
     columns: list[Column] = [
         number_column(headings[axis](limit), f"at_{axis}", group.metric.show, priority=0)
@@ -219,7 +225,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
     rows = []
     for key, trials in group.trials.items():
         for trial in trials:
-            validation = mean_with_interval([run.score.validation for run in trial.runs if run.score])
+            mean, *ends = mean_with_interval([run.score.validation for run in trial.runs if run.score])
             failed = [run.record.status for run in trial.runs if not run.score]
             tests = [run.score.value for run in trial.runs if run.score]
             rows.append(
@@ -227,7 +233,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
                     "variant": names[key],
                     "trial": trial.words,
                     "values": ", ".join(str(trial.values.get(name, "")) for name in group.setting.tuned),
-                    **interval_values("validation", *validation),
+                    **interval_values("validation", mean, *(group.metric.inside(end) for end in ends)),
                     "num_seeds": len(trial.scored),
                     "test": fmean(tests) if tests and trial.is_selected else None,
                     "failed": failure_words(failed, len(trial.runs)),
@@ -277,7 +283,7 @@ def pretraining_table(group: AccuracyGroup) -> Table | None:
         columns += [
             interval_column(f"self-pretrained{said}", f"after_{index}", metric.show, priority=0, show_end=metric.end),
             interval_column(f"gain, {metric.unit}", f"gain_{index}", metric.signed, priority=1),
-            number_column("more time", f"extra_s_{index}", lambda value: human_ms(1e3 * value), priority=2),
+            number_column("more time", f"extra_s_{index}", human_s, priority=2),
         ]
     learned = f" What was learned before: {others[0]}." if len(others) == 1 else ""
     return _about(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from attn_zoo.report.units import clean, human_ms, interval_ms, shorten
+from attn_zoo.report.units import Units, clean, human_ms, shorten
 from attn_zoo.report.wording import outcome
 
 Row = Mapping[str, Any]
@@ -37,6 +37,7 @@ class Column:
         sort: what to sort by; None means the text.
         align: numbers go right.
         priority: the column with the largest number is left out first where space is short; 0 never is.
+        fit: from all rows to the column that shows them, with one unit for all.
     """
 
     heading: str
@@ -45,6 +46,7 @@ class Column:
     sort: Callable[[Row], float | str | None] | None = None
     align: Literal["left", "right"] = "right"
     priority: float = 1
+    fit: Callable[[Sequence[Row]], Column] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +71,10 @@ class Table:
     fields_if_empty: tuple[str, ...] = ()
     is_view: bool = False
 
+    def __post_init__(self) -> None:
+        fitted = tuple(column.fit(self.rows) if column.fit else column for column in self.columns)
+        object.__setattr__(self, "columns", fitted)
+
     @property
     def fields(self) -> tuple[str, ...]:
         """Keys of the rows."""
@@ -85,13 +91,20 @@ def text_column(heading: str, key: str, priority: float = 1) -> Column:
 
 
 def number_column(heading: str, key: str, show: Callable[[float], str], priority: float = 1) -> Column:
-    """Return a column of one number; empty where it is None."""
-    return Column(
-        heading=heading,
-        show=lambda row: "" if row[key] is None else show(row[key]),
-        sort=lambda row: row[key],
-        priority=priority,
-    )
+    """Return a column of one number, with one unit for all that have units; empty where it is None."""
+
+    def column(show: Callable[[float], str]) -> Column:
+        return Column(
+            heading=heading,
+            show=lambda row: "" if row[key] is None else show(row[key]),
+            sort=lambda row: row[key],
+            priority=priority,
+        )
+
+    if isinstance(show, Units):
+        units = show
+        return replace(column(units), fit=lambda rows: column(units.fixed(row[key] for row in rows)))
+    return column(show)
 
 
 def interval_column(
@@ -128,6 +141,8 @@ def interval_values(key: str, value: float | None, low: float | None, high: floa
 def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
     """Return a column of a median time with its interval and the marks of `marks`, or of what became of the cell.
 
+    All times have one unit.
+
     Args:
         heading: above it.
         suffix: of the keys `median_ms`, `low_ms` and `high_ms`.
@@ -135,19 +150,22 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
     """
     median, low, high = (f"{name}_ms{suffix}" for name in ("median", "low", "high"))
 
-    def show(row: Row, is_brief: bool) -> str:
+    def show(row: Row, units: Units, is_brief: bool) -> str:
         if row[median] is None:
             return str(row.get("word") or outcome(row["status"]).word)
-        text = human_ms(row[median]) if is_brief else interval_ms(row[median], row[low], row[high])
+        text = units(row[median]) if is_brief else units.interval(row[median], row[low], row[high])
         return f"{text} {marks}" if (marks := row.get(f"marks{suffix}")) else text
 
-    return Column(
-        heading=heading,
-        show=partial(show, is_brief=False),
-        brief=partial(show, is_brief=True),
-        sort=lambda row: row[median],
-        priority=priority,
-    )
+    def column(units: Units) -> Column:
+        return Column(
+            heading=heading,
+            show=partial(show, units=units, is_brief=False),
+            brief=partial(show, units=units, is_brief=True),
+            sort=lambda row: row[median],
+            priority=priority,
+        )
+
+    return replace(column(human_ms), fit=lambda rows: column(human_ms.fixed(row[median] for row in rows)))
 
 
 def guard_frame(frame: pd.DataFrame) -> pd.DataFrame:

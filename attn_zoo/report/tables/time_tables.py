@@ -13,12 +13,12 @@ from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.measurements import CALLS, token_rates
 from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column
 from attn_zoo.report.units import (
+    Units,
     human_bytes,
     human_count,
     human_length,
     human_ms,
     human_number,
-    interval_ms,
     interval_rate,
     ratio,
 )
@@ -36,9 +36,14 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     lengths = panel.lengths
     ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
     shown = shown_doubts(panel.points)
-    texts = (partial(_time, shown=shown), partial(_brief_time, shown=shown)) if quantity == "time" else (_memory,) * 2
     columns = [text_column("variant", "variant", priority=0)]
     for length in lengths:
+        here = [point for point in panel.points if point.seq_len == length]
+        units = human_ms.fixed(point.median_ms for point in here)
+        sizes = human_bytes.fixed(point.memory.peak_bytes for point in here)
+        texts: Sequence[Callable[[Point], str]] = (partial(_memory, units=sizes),) * 2
+        if quantity == "time":
+            texts = (partial(_time, shown=shown, units=units), partial(_brief_time, shown=shown, units=units))
         show, brief = (partial(_at, length=str(length), show=text) for text in texts)
         sort = partial(_sort_at, length=str(length), quantity=quantity)
         priority = 1 + ranks[length] / (len(ranks) + 1)
@@ -116,13 +121,13 @@ def _sort_at(row: Row, length: str, quantity: Literal["time", "memory"]) -> floa
     return one.median_ms if quantity == "time" else one.memory.peak_bytes
 
 
-def _time(point: Point, shown: frozenset[str]) -> str:
-    text = interval_ms(point.median_ms, point.low_ms, point.high_ms) + _marks(point, shown)
-    return f"{text} ({human_ms(point.device_ms)})" if point.device_ms else text
+def _time(point: Point, shown: frozenset[str], units: Units) -> str:
+    text = units.interval(point.median_ms, point.low_ms, point.high_ms) + _marks(point, shown)
+    return f"{text} ({units(point.device_ms)})" if point.device_ms else text
 
 
-def _brief_time(point: Point, shown: frozenset[str]) -> str:
-    return human_ms(point.median_ms) + _marks(point, shown)
+def _brief_time(point: Point, shown: frozenset[str], units: Units) -> str:
+    return units(point.median_ms) + _marks(point, shown)
 
 
 def _marks(point: Point, shown: frozenset[str]) -> str:
@@ -130,8 +135,8 @@ def _marks(point: Point, shown: frozenset[str]) -> str:
     return f" {marks}" if marks else ""
 
 
-def _memory(point: Point) -> str:
-    return "not measured" if point.memory.peak_bytes is None else human_bytes(point.memory.peak_bytes)
+def _memory(point: Point, units: Units) -> str:
+    return "not measured" if point.memory.peak_bytes is None else units(point.memory.peak_bytes)
 
 
 _TIMES = ("median_ms", "low_ms", "high_ms", "q1_ms", "q3_ms")

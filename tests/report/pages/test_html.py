@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -11,11 +12,13 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.pages.html import build_page
+from attn_zoo.report.pages.write import write_analysis
 from attn_zoo.report.tables.all_tables import tables_by_question
 from tests.report.pages.browser import CHROMIUM, ask
 from tests.report.synthetic import accuracy, scaling, write_run
 
 EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
+HOSTILE = f'"]}}</title></svg></script>\u2028\u2029{EVIL}'
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine to show the page in")
 
@@ -44,11 +47,10 @@ def page(written):
 def evil_page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evil")
     reason = f"{EVIL} & 'quotes\" </style> {{{{ 7*7 }}}}"
-    records = [scaling(EVIL, 512), scaling("v", 512, status="error", reason=reason), accuracy(EVIL, 0, 0.3)]
-    analysis = analyse([write_run(folder / "run", records, name=EVIL)])
-    path = folder / "report.html"
-    path.write_text(build_page(analysis, tables_by_question(analysis), []), encoding="utf-8")
-    return path
+    records = [scaling(name, n) for name in (EVIL, HOSTILE, "full") for n in (512, 1024)]
+    records[0] = replace(records[0], kernels=(HOSTILE,))
+    records += [scaling("v", 512, status="error", reason=reason), accuracy(EVIL, 0, 0.3)]
+    return write_analysis(analyse([write_run(folder / "run", records, name=EVIL)]), folder)[0]
 
 
 def test_the_policy_allows_exactly_our_style_and_script(page):
@@ -202,6 +204,100 @@ def test_follows_the_colour_scheme_and_keeps_contrast(page, scheme, is_dark):
     for text in ("ink", "muted", "figure"):
         pair = sorted((light(answer["page"]), light(answer[text])))
         assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5
+
+
+@needs_chromium
+def test_marks_keys_and_scale_of_a_figure(page):
+    """Arrow keys walk along the marks, a name hides its curve, linear axes have values where they belong."""
+    script = """
+      const card = document.querySelector('.card'), tip = document.querySelector('.tip');
+      const type = (target, key) => target.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
+      const places = (label) => [...card.querySelectorAll(`[data-of="${label}"] use[data-tip]`)].map(
+        (mark) => [Number(mark.getAttribute('x')), Number(mark.getAttribute('y')), mark.dataset.tip]).slice(-3);
+      const isShown = (label) => [...card.querySelectorAll(`[data-of="${label}"]`)].some(
+        (part) => getComputedStyle(part).display !== 'none');
+      const hints = document.querySelectorAll('.card use > title').length;
+      type(card, 'ArrowRight'); const failed = tip.textContent;
+      type(card, 'ArrowRight'); const first = tip.textContent;
+      type(card, 'ArrowRight'); type(card, 'ArrowLeft'); const again = tip.textContent;
+      const box = card.querySelectorAll('use[data-tip]')[1].getBoundingClientRect();
+      type(card, 'Escape'); const isGone = tip.hidden;
+      card.dispatchEvent(new PointerEvent('pointermove', {clientX: box.x + 2, clientY: box.y + 2, bubbles: true}));
+      const pointed = tip.textContent;
+      const key = card.querySelector('[data-key="bigbird"]'); key.focus();
+      const hasFocus = document.activeElement === key;
+      type(key, 'Enter'); const hidden = [isShown('bigbird'), isShown('full'), key.getAttribute('aria-pressed')];
+      const before = places('full'), curve = card.querySelector('svg');
+      const button = card.nextElementSibling.querySelector('.scale'); button.click();
+      const linear = places('full'), still = isShown('bigbird');
+      const axes = [...card.querySelectorAll('[data-axes]')].at(-1).dataset.axes.split(' ');
+      const numbers = [...card.querySelectorAll('[data-axes] text')].filter(
+        (text) => text.getClientRects().length).map((text) => text.textContent);
+      button.click();
+      card.querySelector('[data-key="bigbird"]').dispatchEvent(new MouseEvent('click', {bubbles: true}));
+      return {hints, failed, first, again, isGone, pointed, hasFocus, hidden, before, linear, still, axes, numbers,
+              restored: JSON.stringify(places('full')) === JSON.stringify(before), shown: isShown('bigbird')};
+    """
+    answer = ask(page, script)
+    assert answer["hints"] == 0  # the browser's own would stand over ours
+    assert answer["first"] == answer["again"] == answer["pointed"]
+    assert re.fullmatch(r"bigbird, 512 tokens: [\d.]+ ms \[[\d.]+, [\d.]+\]; math", answer["first"])
+    assert answer["failed"] == "full, 4k tokens: needed 34.4 GB, 8.6 GB present"
+    assert answer["isGone"]
+    assert answer["hasFocus"]
+    assert answer["hidden"] == [False, True, "false"]
+    assert not answer["still"]
+    assert answer["restored"]
+    assert answer["shown"]
+    left, _, right, bottom, _, low, high, *_ = (float(part) if part != "log" else 0 for part in answer["axes"])
+    assert [tip for *_, tip in answer["linear"]] == [tip for *_, tip in answer["before"]]
+    for (x, y, tip), length in zip(answer["linear"], (512, 1024, 2048), strict=True):
+        assert x == pytest.approx(left + (right - left) * (length - low) / (high - low), abs=0.3), tip
+        assert y <= bottom
+    assert any(re.fullmatch(r"[\d.]+ ms", number) for number in answer["numbers"])
+    assert "slope 1 (linear)" not in answer["numbers"]
+
+
+@needs_chromium
+def test_rows_are_filtered_by_words_in_any_column_or_in_one(page):
+    script = """
+      document.querySelector('details#time').open = true;
+      const table = document.querySelector('#table-scaling').nextElementSibling.querySelector('table');
+      const [words, column] = table.previousElementSibling.querySelectorAll('input, select');
+      const count = () => [...table.tBodies[0].rows].filter((row) => row.getClientRects().length).length;
+      const ask = (text, index) => {
+        words.value = text; column.value = index; words.dispatchEvent(new Event('input')); return count(); };
+      const said = words.parentElement.querySelector('output');
+      return {all: ask('', -1), bigbird: ask('BigBird', -1), said: said.textContent, column: ask('bigbird', 0),
+              other: ask('bigbird', 2), none: ask('<b>', -1), back: ask('', 2), rows: table.tBodies[0].rows.length};
+    """
+    answer = ask(page, script)
+    assert answer["all"] == answer["back"] == answer["rows"]
+    assert answer["bigbird"] == answer["column"] == 4
+    assert answer["said"] == f"4 of {answer['rows']}"
+    assert answer["other"] == answer["none"] == 0
+
+
+@needs_chromium
+def test_hostile_names_in_figures_are_words(evil_page):
+    script = """
+      const card = document.querySelector('.card'), tip = document.querySelector('.tip');
+      const press = () => [...card.querySelectorAll('[data-key]')].map(
+        (key) => key.dispatchEvent(new MouseEvent('click', {bubbles: true})));
+      press(); document.querySelector('.scale').click(); press();
+      const tips = [...card.querySelectorAll('use[data-tip]')].map(() => {
+        card.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}));
+        return tip.textContent; });
+      return {title: document.title, images: document.querySelectorAll('img').length, tips,
+              scripts: document.querySelectorAll('script').length, children: tip.children.length,
+              of: [...new Set([...card.querySelectorAll('[data-of]')].map((part) => part.dataset.of))]};
+    """
+    answer = ask(evil_page, script)
+    assert answer["title"] != "owned"
+    assert (answer["images"], answer["children"], answer["scripts"]) == (0, 0, 2)  # ours and the probe
+    assert any(words.startswith('"]}</title></svg></script> <script>document.title') for words in answer["tips"])
+    assert any(f"; {HOSTILE[:6]}" in words for words in answer["tips"])
+    assert {EVIL, HOSTILE.replace("\u2028\u2029", " ")} <= set(answer["of"])
 
 
 @needs_chromium

@@ -10,7 +10,7 @@ import pytest
 
 from attn_zoo.folder import pack_cells
 from attn_zoo.report.pages.leaderboard import Entry, leaderboard_page, leaderboard_readme, read_machines
-from attn_zoo.report.units import interval_ms
+from attn_zoo.report.units import human_ms
 from tests.report.pages.browser import ask
 from tests.report.pages.test_html import EVIL, elements, needs_chromium
 from tests.report.synthetic import accuracy, scaling, write_run, zoo
@@ -51,7 +51,7 @@ def test_a_time_is_that_of_the_record_it_leads_to(machines, folder):
         entry = row(board, record.cell.variant)[heading]
         timing = record.timing
         assert timing is not None  # for the checker of types
-        assert entry.text.startswith(interval_ms(timing.median_ms, timing.low_ms, timing.high_ms))
+        assert entry.text.startswith(human_ms.interval(timing.median_ms, timing.low_ms, timing.high_ms))
         assert entry.href == f"box/first/cells/{record.cell.key}.json"
         assert (folder / entry.href).is_file()
 

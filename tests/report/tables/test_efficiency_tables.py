@@ -174,7 +174,7 @@ def test_graph_times_are_shown_apart_where_there_are_any(tmp_path):
     replayed = replace(record, timing=replace(record.timing, timer="cuda_event", graph_ms=0.0125))
     analysis = analysed(tmp_path / "b", [replayed])
     table = length_table(analysis.panels[0], "time")
-    assert table.texts()[0][1].endswith("(12.5 µs)")
+    assert table.texts()[0][1].endswith("(0.0125 ms)")
     assert "replayed from a CUDA graph, cache warm" in table.note
     long = measurement_table(analysis)
     assert "from a graph" in [column.heading for column in long.columns]
