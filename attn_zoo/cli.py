@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +41,9 @@ def main() -> None:
     """Run the command line; our own errors become one message and an exit code, without a stack trace."""
     from attn_zoo.console import err
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows Latin-1 only
     try:
         app()
     except AttnZooError as error:
@@ -176,7 +181,8 @@ def check(
     from attn_zoo.console import print_checks, print_json
 
     load_files(files)
-    results = api.check(name, _options(option), device=device, only=only or ())
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # whatever a variant prints
+        results = api.check(name, _options(option), device=device, only=only or ())
     if as_json:
         print_json([asdict(result) for result in results])
     else:

@@ -24,12 +24,29 @@ def report(
     folders: Folders,
     out: Annotated[Path | None, typer.Option(help="Where to write; by default into the (first) folder.")] = None,
     readme: Annotated[bool, typer.Option(help="Also write README.md into the folder.")] = False,
+    index: Annotated[
+        bool,
+        typer.Option("--index", help="Instead write index.html and README.md over the results folders in a folder."),
+    ] = False,
 ) -> None:
     """Write tables, figures and one self-contained report.html; print the tables."""
     from attn_zoo.console import out as console
     from attn_zoo.console import say
     from attn_zoo.report import print_report
 
+    if index:
+        from attn_zoo.report.pages.leaderboard import front_pages
+        from attn_zoo.whole_files import write_whole
+
+        pages = front_pages(Path(folders[0])) if len(folders) == 1 and out is None and not readme else {}
+        if not pages:
+            raise ConfigError(
+                "--index", [("", "expected one folder that has results folders in it, and no other option")]
+            )
+        for path, text in pages.items():
+            write_whole(path, text)
+            say(f"wrote {path}")
+        return
     loaded = api.load(folders)
     page = loaded.report(out, has_readme=readme)
     print_report(loaded.analysis, console)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from attn_zoo.metadata import big_o
 
@@ -22,8 +23,21 @@ if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 
-out = Console(highlight=False, soft_wrap=False)
-err = Console(stderr=True, highlight=False)
+
+def printable(text: str) -> str:
+    """Return text that cannot steer the terminal: names, reasons and data come from others."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+
+
+class _Console(Console):
+    """Prints no control characters but its own."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+out = _Console(highlight=False, soft_wrap=False)
+err = _Console(stderr=True, highlight=False)
 
 
 def say(text: str) -> None:

@@ -106,13 +106,10 @@ def update_results_index(folder: Path, *, check_only: bool = False) -> bool:
 
     A page that only looks otherwise is as true as before: reports of runs are not written anew for a colour either.
     """
-    from attn_zoo.report.pages.leaderboard import leaderboard_page, leaderboard_readme, read_machines
+    from attn_zoo.report.pages.leaderboard import front_pages
 
-    machines = read_machines(folder)
-    pages = {"README.md": leaderboard_readme(machines), "index.html": leaderboard_page(machines)}
     is_current = True
-    for name, text in pages.items():
-        path = folder / name
+    for path, text in front_pages(folder).items():
         is_current &= path.is_file() and _body(path.read_text(encoding="utf-8")) == _body(text)
         if not check_only:
             path.write_text(text, encoding="utf-8")

@@ -94,7 +94,9 @@ class Capabilities:
         is_permutation_invariant: without positions, the order of the keys does not matter.
         is_padding_invariant: appended padding does not matter, however long.
         has_carry: passes a value from layer to layer beside the hidden states (a mixer's `Mixed.carry`).
-        is_deterministic: same input and seed, same output, bit for bit on one machine.
+        is_deterministic: same input and seed, same output, bit for bit on one machine. False says that equal calls may
+            differ in the last bits, as where sums run in another order each time; checks then allow for rounding. It is
+            no licence to draw anew at each call: of what differs by more, nothing at a cell's own length is compared.
         is_simulated: computes dense scores and masks them, so its timings say nothing about the mechanism.
         dtypes: floating-point types it runs in.
         devices: device types it runs on.

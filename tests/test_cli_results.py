@@ -24,6 +24,20 @@ def folders(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("folders")
+def test_an_index_is_written_over_the_folders_in_a_folder(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "one", [scaling("full", 512), scaling("full", 1024)])
+    write_run(tmp_path / "runs" / "box" / "two", [scaling("full", 512)])
+    done = call("report", "runs", "--index")
+    assert done.code == 0
+    assert "wrote runs/index.html" in done.out
+    text = (tmp_path / "runs" / "README.md").read_text(encoding="utf-8")
+    assert "(one/README.md)" in text
+    assert "(box/two/README.md)" in text
+    assert call("report", "runs", "--index", "--readme").code == 2
+    assert "expected results folders in it" in call("report", "runs/one", "--index").err
+
+
 def test_a_run_beside_itself_passes_and_a_slower_one_fails_with_code_three(call):
     itself = call("compare", "before", "before", "--fail", "--fail-above", "0%")
     assert (itself.code, itself.err) == (0, "")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from typer.main import get_command
@@ -21,6 +22,7 @@ from tests.report.synthetic import write_run, zoo
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+REPORTS = sorted(ROOT.glob("results/*/*/report.html"))
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WRITTEN = [README, ROOT / "CONTRIBUTING.md", *PAGES]
 
@@ -42,6 +44,18 @@ def test_the_table_of_variants_tells_what_is_causal_only():
 
 def test_the_index_of_results_is_current():
     assert update_results_index(ROOT / "results", check_only=True), "run: make docs"
+
+
+def test_every_number_of_the_front_page_leads_somewhere():
+    targets = set(
+        re.findall(r'href="([^"#]+)(?:#([^"]*))?"', (ROOT / "results" / "index.html").read_text(encoding="utf-8"))
+    )
+    assert len(targets) > 200
+    names = {path: set(re.findall(r'id="([^"]+)"', path.read_text(encoding="utf-8"))) for path in REPORTS}
+    for target, anchor in targets:
+        path = ROOT / "results" / unquote(target)
+        assert path.is_file(), target
+        assert not anchor or anchor in names[path], f"{target}#{anchor}"
 
 
 def test_a_front_page_that_only_looks_otherwise_is_current_and_one_with_another_number_is_not(tmp_path):

@@ -61,10 +61,10 @@ class _Bound(nn.Module):
         self._refuse(Request(is_causal=self.build.is_causal, is_cross=self.build.is_cross, needs_decode=True))
         raise UnsupportedError("decode", f"{type(self).__name__} cannot decode step by step")
 
-    def _require_state(self, key_padding_mask: Tensor | None = None) -> None:
+    def _require_state(self, key_padding_mask: Tensor | None = None, context: Tensor | None = None) -> None:
         """Raise `UnsupportedError` unless this module keeps a state: the variant decodes, and it was built causal.
 
-        A mask is refused: all entries of a state stand at one position.
+        A mask is refused: all entries of a state stand at one position. So is a context: there is one sequence.
         """
         self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))
         name = type(self).__name__ if self.variant is None else self.variant.name
@@ -74,6 +74,9 @@ class _Bound(nn.Module):
         if key_padding_mask is not None:
             reason = "the entries of a state are all at one position; decode prompts of unlike length in batches apart"
             raise UnsupportedError("key_padding_mask", f"{name}: {reason}")
+        if context is not None:
+            reason = f"expected no context, as the module is built with is_cross=False; got {list(context.shape)}"
+            raise UnsupportedError("cross_attention", f"{name}: {reason}")
 
     def _remember(self, signature: Hashable) -> None:
         if len(self._checked) >= MAX_SIGNATURES:
@@ -322,7 +325,8 @@ class AbstractMixer(_Bound, ABC):
             dtype: of the hidden states to come; None means that of the parameters.
 
         Raises:
-            UnsupportedError: the variant cannot decode step by step, or not with padding.
+            UnsupportedError: the variant cannot decode step by step, or not with padding; a context was given to a
+                module that is built with is_cross=False.
         """
         self._refuse_decode()
 

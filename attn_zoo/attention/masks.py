@@ -72,17 +72,21 @@ def blank_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 
 def finite_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Zero NaN and infinities at padded positions of hidden states `[B, S, E]` that are projected as queries too.
+    """Zero what harms at padded positions of hidden states `[B, S, E]` that are projected as queries too.
 
-    The gradient of a weight sums over all tokens, and 0 * NaN = NaN. Anything finite stays, so that a padded query
-    gets what any other would; a finite number whose projection overflows is not found. On a CPU one sum, which only
-    reads, mostly shows that there is nothing to do.
+    The gradient of a weight sums over all tokens, and 0 * NaN = NaN. So NaN, infinities, and numbers above the root of
+    the largest one, whose products may overflow, become 0; all others stay, so that a padded query gets what any
+    other would. On a CPU one pass, which only reads, mostly shows that there is nothing to do.
     """
-    if key_padding_mask is None:
+    if key_padding_mask is None or not tokens.numel():
         return tokens
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and bool(tokens.detach().sum().isfinite()):
-        return tokens
-    return torch.where(key_padding_mask[..., None], tokens.nan_to_num(0.0, 0.0, 0.0), tokens)
+    most = torch.finfo(tokens.dtype).max ** 0.5
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        least, largest = torch.aminmax(tokens.detach())
+        if -most <= float(least) and float(largest) <= most:  # neither is so where a NaN is
+            return tokens
+    is_harmless = tokens.detach().abs() <= most  # NaN is not
+    return torch.where(is_harmless | ~key_padding_mask[..., None], tokens, 0.0)
 
 
 def harmless_padding(

@@ -123,8 +123,8 @@ class MultiHeadMixer(AbstractMixer):
         """
         dtype = self.key_proj.weight.dtype if dtype is None else dtype
         if not self.build.is_cross:
-            if key_padding_mask is not None:
-                self._require_state(key_padding_mask)
+            if key_padding_mask is not None or context is not None:
+                self._require_state(key_padding_mask, context)
             return MixerState(self.attention.init_state(batch_size, device=device, dtype=dtype))
         if context is None or context.shape[0] != batch_size:
             got = "none" if context is None else list(context.shape)

@@ -12,9 +12,9 @@ from torch import nn
 
 from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.conformance.lengths import across_blocks, fitting
-from attn_zoo.conformance.probes import probe_mixer
+from attn_zoo.conformance.probes import probe_autocast, probe_mixer
 from attn_zoo.conformance.runner import find_checks, run_one
-from attn_zoo.conformance.subject import Subject
+from attn_zoo.conformance.subject import MaskKind, Subject
 from attn_zoo.conformance.verdicts import Verdict, find, keep, subject_key
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Form
@@ -153,7 +153,8 @@ def gate_model(model: nn.Module, *, dtype: str, device: str, has_padding: bool) 
 
     Args:
         model: holds the mixers.
-        dtype: working type of the training.
+        dtype: working type of the training. Where the weights have another, it trains under autocast: the gate asks
+            in the type of the weights, and a call under autocast is compared with one without.
         device: of the training.
         has_padding: its batches are padded.
 
@@ -164,16 +165,18 @@ def gate_model(model: nn.Module, *, dtype: str, device: str, has_padding: bool) 
         GateError, MemoryError, torch.OutOfMemoryError, UnsupportedError: as `gate`.
     """
     held: dict[str, None] = {}
+    weights = next((str(weight.dtype).removeprefix("torch.") for weight in model.parameters()), dtype)
     for mixer in model.modules():
         if not isinstance(mixer, AbstractMixer) or mixer.variant is None:
             continue
         name, options, seq_len = mixer.variant.name, asdict(mixer.config), mixer.build.max_seq_len
+        mask: MaskKind = "end" if has_padding else "none"
         held |= dict.fromkeys(
             gate(
                 name,
                 options,
                 mixer.build,
-                dtype=dtype,
+                dtype=weights,
                 device=device,
                 seq_len=seq_len,
                 form="mixer",
@@ -186,10 +189,12 @@ def gate_model(model: nn.Module, *, dtype: str, device: str, has_padding: bool) 
             form="mixer",
             options=options,
             build=replace(mixer.build, dropout_p=0.0),
-            dtypes=(getattr(torch, dtype),),
+            dtypes=(getattr(torch, weights),),
             lengths=(seq_len,),
             device=device,
             is_training=True,
         )
-        held |= dict.fromkeys(probe_mixer(subject, seq_len, "end" if has_padding else "none"))
+        held |= dict.fromkeys(probe_mixer(subject, seq_len, mask))
+        if weights != dtype:
+            held |= dict.fromkeys(probe_autocast(subject, seq_len, mask))
     return tuple(held)

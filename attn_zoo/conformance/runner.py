@@ -27,6 +27,8 @@ from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES, Form
 from attn_zoo.registry import Variant, make_config, variants
 
+FEWEST_TOKENS = 64
+"""That `run_checks` may be limited to: among fewer, hardly anything is a block, a window or a long sequence."""
 _WIDEST_FIRST = ("float64", "float32", "bfloat16", "float16")
 # The strongest statement about any form decides: one broken form breaks the variant, one kept promise is a promise.
 _PRECEDENCE: tuple[Outcome, ...] = ("failed", "error", "passed", "refused", "not_applicable")
@@ -68,7 +70,8 @@ def run_checks(
         checks: names of checks; None means all.
         embed_dim: E of the builds.
         num_heads: H of the builds.
-        max_seq_len: longest sequence that is checked in full; probes of single promises use up to 1100 tokens.
+        max_seq_len: longest sequence that is checked in full, 64 at least; probes of single promises use up to 1100
+            tokens.
         seed: of the builds.
 
     Returns:
@@ -78,10 +81,13 @@ def run_checks(
         UnknownNameError: no such variant or check.
         ConfigError: an option is unknown, or impossible with these sizes.
         UnsupportedError: it does not run on this kind of device.
+        ValueError: max_seq_len is below 64.
 
     >>> [result.outcome for result in run_checks("full", checks=["shape_and_dtype", "causality"])]
     ['passed', 'passed']
     """
+    if max_seq_len < FEWEST_TOKENS:
+        raise ValueError(f"max_seq_len: expected at least {FEWEST_TOKENS}; got {max_seq_len}")
     variant = variants[name]
     selected = find_checks(checks)
     sets = variant.config.check_options() if options is None else (dict(options),)

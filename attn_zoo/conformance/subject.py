@@ -208,6 +208,11 @@ class Subject:
         return self.dtypes[0]
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """The shortest and the longest of `lengths`; in the gate the longest, which is nearest to the cell's own."""
+        return self.lengths[-1:] if self.is_fixed else tuple(dict.fromkeys((self.lengths[0], self.lengths[-1])))
+
+    @property
     def config(self) -> Any:
         """The options as an instance of the variant's config class."""
         return make_config(self.variant.config, self.options, self.variant.name)
@@ -294,6 +299,13 @@ class Subject:
         if key not in self._modules:
             self._modules[key] = self.make(build, seq_len=seq_len, dtype=dtype)
         return self._modules[key]
+
+    def in_float64(self, module: Module, build: BuildContext, *, seq_len: int = 0) -> Module:
+        """Return the module for `build` in float64, with the values of the parameters of `module`, however rounded."""
+        wide = self.module(build, seq_len=seq_len, dtype=torch.float64)
+        if wide is not module:
+            wide.load_state_dict(module.state_dict())
+        return wide
 
     def inputs(
         self,

@@ -6,7 +6,7 @@ import gc
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -235,6 +235,7 @@ def sample_in_turns(
     seed: int = 0,
     at: Callable[[int], object],
     failed: Callable[[int, BaseException], object],
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Take samples in rounds, so that whatever slows the machine for a while slows all members alike.
 
@@ -249,6 +250,7 @@ def sample_in_turns(
         seed: of the orders.
         at: told which member is about to be sampled.
         failed: told which member raised what. `KeyboardInterrupt` is passed on instead.
+        around: makes a context for the samples of one member; what it raises is that member's.
     """
     order, living = random.Random(seed), list(range(len(members)))
     with quiet_collector():
@@ -256,7 +258,8 @@ def sample_in_turns(
             for index in order.sample(living, len(living)):
                 at(index)
                 try:
-                    members[index].take(1 if len(members) > 1 else None)
+                    with around():
+                        members[index].take(1 if len(members) > 1 else None)
                 except KeyboardInterrupt:
                     raise
                 except BaseException as error:  # a callable may even call sys.exit

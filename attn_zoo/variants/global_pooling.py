@@ -176,8 +176,7 @@ class GlobalPooling(AbstractMixer):
         dtype: torch.dtype | None = None,
     ) -> PoolingState:
         """Return the sum over nothing."""
-        del context  # there is no cross-attention
-        self._require_state(key_padding_mask)
+        self._require_state(key_padding_mask, context)
         wide = torch.promote_types(dtype or self.value_proj.weight.dtype, torch.float32)
         return PoolingState(torch.zeros(batch_size, 1, self.out_proj.in_features, device=device, dtype=wide))
 

@@ -181,8 +181,7 @@ class Lstm(AbstractMixer):
         dtype: torch.dtype | None = None,
     ) -> LstmState:
         """Return the state before the first token: zeros."""
-        del context  # there is no cross-attention
-        self._require_state(key_padding_mask)
+        self._require_state(key_padding_mask, context)
         dtype = dtype or next(self.parameters()).dtype
         zeros = torch.zeros(batch_size, self.build.embed_dim, device=device, dtype=dtype)
         return LstmState(zeros, zeros.clone())
@@ -217,9 +216,9 @@ def _read_by_the_equations(lstm: nn.LSTM, hidden: Tensor, mask: Tensor | None) -
     """Return h after every position; a padded one leaves the state as it is."""
     of_token, of_state, bias, second_bias = lstm.all_weights[0]
     output = cell = hidden.new_zeros(hidden.shape[0], lstm.hidden_size)
-    outputs = []
+    outputs, from_tokens = [], hidden @ of_token.T + bias + second_bias
     for position in range(hidden.shape[1]):
-        gates = hidden[:, position] @ of_token.T + output @ of_state.T + bias + second_bias
+        gates = from_tokens[:, position] + output @ of_state.T
         write, forget, new, read = gates.chunk(4, dim=-1)
         next_cell = forget.sigmoid() * cell + write.sigmoid() * new.tanh()
         next_output = read.sigmoid() * next_cell.tanh()

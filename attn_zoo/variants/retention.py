@@ -228,8 +228,7 @@ class Retention(AbstractMixer):
         dtype: torch.dtype | None = None,
     ) -> RetentionState:
         """Return the sums over nothing."""
-        del context  # there is no cross-attention
-        self._require_state(key_padding_mask)
+        self._require_state(key_padding_mask, context)
         build, wide = self.build, torch.promote_types(dtype or self.out_proj.weight.dtype, torch.float32)
         sizes = (batch_size, build.num_heads, build.head_dim, build.head_dim * self.config.value_factor)
         return RetentionState(torch.zeros(sizes, device=device, dtype=wide))

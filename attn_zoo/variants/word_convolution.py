@@ -183,8 +183,7 @@ class WordConvolution(AbstractMixer):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return what lies before the first token: `(k - 1) d` zeros, `[B, (k - 1) d, E]`."""
-        del context  # there is no cross-attention
-        self._require_state(key_padding_mask)
+        self._require_state(key_padding_mask, context)
         dtype = dtype or self.conv.weight.dtype
         return torch.zeros(batch_size, self.span, self.build.embed_dim, device=device, dtype=dtype)
 

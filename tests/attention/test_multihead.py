@@ -105,7 +105,7 @@ def test_gradients_do_not_carry_garbage_from_padding(garbage):
         torch.testing.assert_close(spoilt_grad, clean)
 
 
-@pytest.mark.parametrize("garbage", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("garbage", [float("inf"), float("-inf"), float("nan"), 1e308, -1e200])
 @pytest.mark.parametrize("name", ["full", "linformer", "luna"])
 def test_padded_queries_carry_no_garbage_into_the_weights(name, garbage):
     build = BuildContext(embed_dim=E, num_heads=H, max_seq_len=16)
@@ -139,6 +139,13 @@ def test_decoding_in_a_models_own_dtype_needs_no_word_about_it():
     assert state_bytes(state) == 2 * B * E * 2
 
 
+@pytest.mark.parametrize("name", ["global_pooling", "lstm", "retention", "word_convolution"])
+def test_mixers_of_their_own_refuse_a_context_as_well(name):
+    mixer = build_mixer(name, BuildContext(embed_dim=E, num_heads=H, max_seq_len=16, is_causal=True))
+    with pytest.raises(UnsupportedError, match=f"{name}: expected no context"):
+        mixer.init_state(B, context=torch.zeros(B, 4, E))
+
+
 def test_steps_that_do_not_fit_are_refused():
     mixer = make(is_causal=True)
     with pytest.raises(ValueError, match=r"hidden: expected one new position \[B, 1, E\]; got \[2, 2, 12\]"):
@@ -148,5 +155,7 @@ def test_steps_that_do_not_fit_are_refused():
         cross.init_state(B)
     with pytest.raises(UnsupportedError, match="prompts of unlike length"):
         mixer.init_state(B, key_padding_mask=torch.zeros(B, 4, dtype=torch.bool))
+    with pytest.raises(UnsupportedError, match=r"full: expected no context, as .*is_cross=False; got \[2, 4, 12\]"):
+        mixer.init_state(B, context=torch.zeros(B, 4, E, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"got \[1, 4, 12\]"):
         cross.init_state(B, context=torch.zeros(1, 4, E, dtype=torch.float64))

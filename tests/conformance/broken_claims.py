@@ -133,6 +133,10 @@ class BackwardCostsSeven(Softmax):
     pass
 
 
+class CountsLessBeyond400(Softmax):
+    pass
+
+
 class ClaimsLessThanItsInputs(Softmax):
     pass
 
@@ -194,6 +198,10 @@ class MixerStateGrows(ProjectedSoftmax):
 
 def softmax_flops(shape: Shape) -> int:
     return 4 * shape.batch_size * shape.num_heads * shape.query_len * shape.key_len * shape.head_dim
+
+
+def fewer_flops_beyond_400(shape: Shape) -> int:
+    return softmax_flops(shape) * (10 if shape.query_len <= 400 else 9) // 10
 
 
 def mixer_softmax_flops(shape: Shape) -> int:
@@ -287,6 +295,7 @@ CLAIMS = (
         check="flops_count",
         complexity={"flops": lambda shape: softmax_flops(shape) // 2},
     ),
+    Broken(cls=CountsLessBeyond400, check="flops_count", complexity={"flops": fewer_flops_beyond_400}),
     Broken(
         cls=CountsNoProjections,
         check="flops_count",

@@ -49,6 +49,23 @@ class DropsShortSequencesOnly(Drops):
         return super().factors(weights) if weights.shape[-1] < 100 else torch.ones_like(weights)
 
 
+class DropsHalfTheRateBeyond256Tokens(Drops):
+    def factors(self, weights: Tensor) -> Tensor:
+        return dropout(torch.ones_like(weights), self.p if weights.shape[-1] <= 256 else self.p / 2)
+
+
+class DropsHalfTheRateIn16Bits(Drops):
+    def factors(self, weights: Tensor) -> Tensor:
+        return dropout(torch.ones_like(weights), self.p / 2 if weights.dtype == torch.bfloat16 else self.p)
+
+
+class DropsInOneHead(Drops):
+    def factors(self, weights: Tensor) -> Tensor:
+        factors = super().factors(weights)
+        factors[:, 1:] = 1
+        return factors
+
+
 class DropsLongSequencesInEvaluation(Softmax):
     def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
         is_on = self.training or scores.shape[-1] > 100
@@ -191,6 +208,9 @@ RATES = (
     Broken(cls=RescalesWithoutDropping, check=RATE, also=BOTH, capabilities=ON),
     Broken(cls=DropsShortSequencesOnly, check=RATE, capabilities=ON),
     Broken(cls=DropsLongSequencesInEvaluation, check=RATE, capabilities=ON),
+    Broken(cls=DropsHalfTheRateBeyond256Tokens, check=RATE, capabilities=ON),
+    Broken(cls=DropsHalfTheRateIn16Bits, check=RATE, capabilities={**ON, "dtypes": ("float64", "bfloat16")}),
+    Broken(cls=DropsInOneHead, check=RATE, capabilities=ON),
     Broken(cls=OneMaskForAllHeads, check=RATE, capabilities=ON),
     Broken(cls=OneMaskForAllEntries, check=RATE, also=BOTH, capabilities=ON),
     Broken(cls=OneMaskForAllQueries, check=RATE, capabilities=ON),

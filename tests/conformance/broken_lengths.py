@@ -12,6 +12,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.registry import VariantConfig
 from tests.conformance.broken import Broken, Softmax, dressed, last_row_zeroed
+from tests.conformance.broken_claims import DECODE, SoundDecode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +137,15 @@ class SoundButShort(Softmax):
             raise UnsupportedError("max_seq_len", f"its table has 600 positions; got {build.max_seq_len}")
 
 
+class ForgetsManyKeysOfFewQueries(SoundDecode):
+    """Wrong where there are more than 256 keys and another number of queries: under a causal mask, and across."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if query.shape[-2] != key.shape[-2] > 256:
+            value = torch.cat([torch.zeros_like(value[..., :8, :]), value[..., 8:, :]], dim=-2)
+        return super().attend(query, key, value, mask)
+
+
 class SoundWithKinks(Softmax):
     """Rectified scores have a kink, rounded ones jump: a finite difference across either says nothing. Itself sound."""
 
@@ -187,6 +197,7 @@ LENGTHS = (
     dressed(AlignsTopLeft, "cross_attention", is_known_bare=False, also=NUMBERS, capabilities=OFFSET),
     dressed(SeesOneMoreOfManyKeys, "causality", also=NUMBERS | {"cross_attention"}, capabilities=OFFSET),
     dressed(MeanBeforeTheFirstKey, "cross_attention", is_known_bare=False, also=NUMBERS, capabilities=OFFSET),
+    dressed(ForgetsManyKeysOfFewQueries, "cross_attention", capabilities={**OFFSET, **DECODE}),
     dressed(TakesOtherLengthsUndeclared, "cross_attention", capabilities=CAUSAL),
 )
 

@@ -11,11 +11,12 @@ from torch import Tensor
 import attn_zoo
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import gate, gate_model, probes
+from attn_zoo.conformance.subject import Subject
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.kinds.scaling import make_call_workload
 from attn_zoo.records import Cell
 from attn_zoo.registry import variants
-from tests.conformance.broken import Broken, Softmax, registered
+from tests.conformance.broken import Broken, Softmax, registered, written_out
 from tests.conformance.broken_modes import Lazy, WithReference
 
 LEN = 1500
@@ -175,6 +176,49 @@ def test_beyond_the_reference_a_long_output_is_held_to_a_short_one(monkeypatch):
         checked(name)
 
 
+class SpoilsRowsWhenLong(Softmax):
+    """Wrong in some rows, whatever else it is."""
+
+    every = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output = super().attend(query, key, value, mask)
+        if self.every and query.shape[-2] > FAR:
+            output[..., :: self.every, :] *= 2
+        return output
+
+
+class SpoilsRowsOfAChoice(SpoilsRowsWhenLong):
+    """The best 16 keys of each query, by scores that are as coarse as 16 bits make them."""
+
+    def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+        seen = scores if keep is None else scores.masked_fill(~keep, float("-inf"))
+        best = seen.topk(min(16, scores.shape[-1]), dim=-1).indices
+        return super().weights(scores, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True))
+
+
+@pytest.mark.parametrize(
+    ("cls", "dtype", "every"),
+    [
+        (SpoilsRowsWhenLong, "float32", 400),  # 2 rows of 700 in each head: a third of a per cent
+        (SpoilsRowsWhenLong, "bfloat16", 400),
+        (SpoilsRowsOfAChoice, "float32", 400),
+        (SpoilsRowsOfAChoice, "bfloat16", 1),
+    ],
+)
+def test_a_few_rows_that_no_rounding_explains_are_stopped(monkeypatch, cls, dtype, every):
+    monkeypatch.setattr(probes, "REFERENCE_PAIRS", 0)
+    promises = {"key_padding_mask": True, "is_padding_invariant": True, **HALF}
+    with registered(Broken(cls=cls, check="", capabilities=promises)) as name:
+        assert "own_prefix" in checked(name, dtype=dtype)
+    spoilt = type("Spoilt", (cls,), {"every": every})
+    with (
+        registered(Broken(cls=spoilt, check="", capabilities=promises)) as name,
+        pytest.raises(GateError, match="own_prefix"),
+    ):
+        checked(name, dtype=dtype)
+
+
 class ChoosesByTheData(Softmax):
     """The best 800 keys of each query: all of them at short lengths. Sound, though no slope is right everywhere."""
 
@@ -236,6 +280,66 @@ def test_repeats_leave_the_probes_to_the_first_process(monkeypatch):
         workload.check(output, is_repeat=False)
 
 
+class HasNoise(Softmax):
+    """Not the same bit for bit, as where sums run in another order each time."""
+
+    is_short_sighted = False
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output = super().attend(query, key, value, mask)
+        if self.is_short_sighted and query.shape[-2] > FAR:
+            output = value.mean(-2, keepdim=True).expand_as(value).clone()
+        return output * (1 + 1e-7 * torch.randn_like(output))
+
+
+@pytest.mark.parametrize("is_short_sighted", [False, True])
+def test_calls_that_differ_in_the_last_bits_are_compared(is_short_sighted):
+    cls = type("Noisy", (HasNoise,), {"is_short_sighted": is_short_sighted, "reference": written_out})
+    with registered(Broken(cls=cls, check="", capabilities={"is_deterministic": False})) as name:
+        if is_short_sighted:
+            with pytest.raises(GateError, match="own_reference"):
+                checked(name)
+        else:
+            assert "own_reference" in checked(name)
+
+
+class DropsOtherwiseWhenLong(Softmax):
+    """Drops weights in training; beyond `FAR` tokens as `far` says."""
+
+    far = ""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        rate, weights = self.build.dropout_p, self.weights(scores, self.keep(query, key, mask))
+        if not self.training or not rate:
+            return weights @ value
+        far = self.far if query.shape[-2] > FAR else ""
+        if far == "nothing":
+            return weights @ value
+        shape = [*weights.shape]
+        if far == "the same for all heads":
+            shape[1] = 1
+        rate = rate / 2 if far == "half as much" else rate
+        kept = (torch.rand(shape) >= rate).to(weights.dtype)
+        if far == "late rows not":
+            kept[..., FAR // 2 :, :] = 1 - rate
+        return (weights * kept) @ value / (1 if far == "without a factor" else 1 - rate)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "far", ["", "nothing", "half as much", "the same for all heads", "without a factor", "late rows not"]
+)
+def test_dropout_is_looked_at_where_it_is_timed(far, dtype):
+    cls = type("Drops", (DropsOtherwiseWhenLong,), {"far": far})
+    with registered(Broken(cls=cls, check="", capabilities={**HALF, "attention_dropout": True})) as name:
+        if far:
+            with pytest.raises(GateError, match="own_dropout"):
+                checked(name, dtype=dtype, dropout_p=0.1)
+        else:
+            assert "own_dropout" in checked(name, dtype=dtype, dropout_p=0.1)
+
+
 class TiresOut(Lazy):
     calls = 0
 
@@ -280,3 +384,50 @@ def test_a_cell_that_just_fits_is_probed_without_copies(monkeypatch):
         held = checked(name)
     assert "own_modes" in held
     assert not {"own_reach", "own_slope"} & set(held)
+
+
+def model_of(name: str, *, is_causal: bool = False) -> torch.nn.ModuleList:
+    build = BuildContext(embed_dim=16, num_heads=2, max_seq_len=200, is_causal=is_causal)
+    return torch.nn.ModuleList([attn_zoo.build_mixer(name, build)])
+
+
+class LazyUnderAutocast(Lazy):
+    def is_lazy(self, query: Tensor) -> bool:
+        return torch.is_autocast_enabled("cpu")
+
+
+class LazyUnderAutocastWithReference(WithReference):
+    def is_lazy(self, query: Tensor) -> bool:
+        return torch.is_autocast_enabled("cpu")
+
+
+class LosesAGradientUnderAutocast(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        is_cheating = torch.is_autocast_enabled("cpu")
+        return super().attend(query, key.detach() if is_cheating else key, value, mask)
+
+
+@pytest.mark.parametrize("cls", [LazyUnderAutocast, LazyUnderAutocastWithReference, LosesAGradientUnderAutocast])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_what_cheats_under_autocast_alone_does_not_train(cls, is_exact):
+    with registered(Broken(cls=cls, check="", capabilities={**HALF, "is_exact": is_exact})) as name:
+        assert "own_autocast" not in gate_model(model_of(name), dtype="float32", device="cpu", has_padding=False)
+        with pytest.raises(GateError, match="own_autocast"):
+            gate_model(model_of(name), dtype="bfloat16", device="cpu", has_padding=False)
+
+
+def test_what_is_sound_under_autocast_trains():
+    with registered(Broken(cls=Softmax, check="", capabilities=HALF)) as name:
+        assert "own_autocast" in gate_model(model_of(name), dtype="bfloat16", device="cpu", has_padding=False)
+
+
+@pytest.mark.parametrize("name", attn_zoo.list_variants())
+def test_sound_variants_are_the_same_under_autocast(name):
+    variant = variants[name]
+    for is_causal in [False] * variant.capabilities.bidirectional + [True] * bool(variant.capabilities.causal):
+        build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=200, is_causal=is_causal)
+        subject = Subject(
+            variant=variant, form="mixer", options={}, build=build, dtypes=(torch.float32,), lengths=(200,),
+            is_training=True,
+        )  # fmt: skip
+        assert probes.probe_autocast(subject, 200, "none") == ("own_autocast",)

@@ -55,6 +55,11 @@ class DoublesInTheThirdLayer(Softmax):
         return 2.0 * output if self.build.layer_index == 2 else output
 
 
+def test_fewer_tokens_than_any_block_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_seq_len: expected at least 64; got 63"):
+        run_checks("full", max_seq_len=63)
+
+
 def only(name: str, check: str) -> CheckResult:
     (result,) = run_checks(name, checks=[check])
     return result

@@ -182,9 +182,9 @@ class _Poison(TorchFunctionMode):
 
 def _uninitialised_memory(subject: Subject) -> Finding:
     for build in subject.contexts():
-        for length in subject.lengths[-2:]:
+        for length in subject.lengths[-1 if subject.is_fixed else -2 :]:
             module = subject.module(build, seq_len=length)
-            for inputs in subject.calls(build, length)[-1 if subject.is_fixed else 0 :]:
+            for inputs in subject.calls(build, length, batch_size=1)[-1 if subject.is_fixed else 0 :]:
                 clean = gradients(module, inputs)
                 with _Poison():
                     poisoned = gradients(module, inputs)

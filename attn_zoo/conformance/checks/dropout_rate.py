@@ -21,6 +21,7 @@ from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.subject import Module, Subject, call, gradients
 from attn_zoo.conformance.tolerance import largest, largest_error, same_shape_tolerance
+from attn_zoo.metadata import DropoutUnit, Form
 
 LENGTH, MANY_LENGTH = 256, 128
 """Of calls with few and with many copies."""
@@ -33,6 +34,10 @@ LIMIT = 6.0
 """In standard errors."""
 FEWEST = 40
 """Terms of a sum that is compared with the limit, which fewer than 36 equal ones cannot reach."""
+MOST_ROWS = 4096
+"""Queries of a cell's own call whose draws are looked at: the last."""
+RATE_STEP = 2.0**-8
+"""How far the rate of a cell may be from what was asked for: some kernels draw eight bits."""
 SPREAD_FACTOR = 2.0
 """How far the growth of the spread may be off: a mechanism need not be linear in what it drops."""
 
@@ -72,15 +77,15 @@ def _num_keys(inputs: Inputs) -> int:
     return max(1, inputs.tensors[-1].shape[-1] // 2)
 
 
-def _probe(subject: Subject, build: BuildContext, length: int) -> Inputs:
-    """Return one entry; in attention form its values are ones, each in the features of one key."""
-    inputs = subject.inputs(build, length, batch_size=1)
-    if subject.form == "mixer":
+def _probe(inputs: Inputs) -> Inputs:
+    """Return the first entry; in attention form its values are ones, each in the features of one key."""
+    inputs, length = inputs.entries(slice(0, 1)), inputs.key_len
+    if inputs.form == "mixer":
         return inputs
     query, key, value = inputs.tensors
-    # Near and far, and early enough for causal queries.
+    # Near and far, and early enough for causal queries; then the last ones, which the last queries see in any window.
     powers = [0, *(2**power for power in range((length - 1).bit_length()))]
-    keys, count = [*powers, *(set(range(length)) - set(powers))], _num_keys(inputs)
+    keys, count = list(dict.fromkeys([*powers, *range(length - 1, -1, -1)])), _num_keys(inputs)
     value = torch.zeros_like(value)
     for feature in range(min(2 * count, value.shape[-1])):
         value[:, :, keys[feature % count], feature] = 1.0
@@ -97,49 +102,94 @@ def _dropout_rate(subject: Subject) -> Finding:
         length = subject.fit(LENGTH)
         is_seen = _expect_sound_draws(subject, replace(context, max_seq_len=length), length)
         _expect_finite(subject, context)
+        if subject.form == "attention" and is_seen:
+            for build, span in list(subject.probes(context))[-1:]:
+                for dtype in subject.dtypes:
+                    module = subject.make(replace(build, dropout_p=RATES[0]), seq_len=span, dtype=dtype)
+                    inputs = subject.inputs(build, span, batch_size=1, dtype=dtype)
+                    expect_sound_draws(module, inputs, subject.capabilities.dropout_unit)
     return passed(f"seen in {'single draws' if is_seen else 'the spread of the output'} at {length} tokens")
 
 
 def _expect_sound_draws(subject: Subject, build: BuildContext, length: int) -> bool:
     """Check one direction; return whether single draws can be seen."""
-    few = [_draws(subject, build, _probe(subject, build, length), rate, COPIES) for rate in RATES]
+
+    def draw(probe: Inputs, rate: float, copies: int) -> _Draws:
+        plain = subject.make(replace(build, dropout_p=0.0), seq_len=probe.query_len).eval()
+        module = subject.make(replace(build, dropout_p=rate), seq_len=probe.query_len)
+        module.load_state_dict(plain.state_dict())
+        return _draws(plain, module, probe, subject.capabilities.dropout_unit, rate, copies)
+
+    probe, shorter = (_probe(subject.inputs(build, each, batch_size=1)) for each in (length, subject.fit(MANY_LENGTH)))
+    few = [draw(probe, rate, COPIES) for rate in RATES]
     levels = [_level(draws) for draws in few]
     is_seen = None not in levels
     by_query = is_seen and subject.capabilities.dropout_unit != "tokens"
-    many, probe = few[0], _probe(subject, build, subject.fit(MANY_LENGTH))
+    many = few[0]
     if not by_query:  # there are fewer draws, or sums of them that depend on each other
-        many = _draws(subject, build, probe, RATES[0], MANY_COPIES)
+        many = draw(shorter, RATES[0], MANY_COPIES)
     if is_seen:
         for draws in (many, few[1]):
             _expect_rate(draws, _level(draws) or 0.0, by_query=by_query)
     else:
-        _expect_growth([many, _draws(subject, build, probe, RATES[1], MANY_COPIES)])
-    _expect_independence(subject, many, is_seen=is_seen, by_query=by_query)
+        _expect_growth([many, draw(shorter, RATES[1], MANY_COPIES)])
+    _expect_independence(many, subject.capabilities.dropout_unit, subject.form, is_seen=is_seen, by_query=by_query)
     return is_seen
 
 
-def _draws(subject: Subject, build: BuildContext, probe: Inputs, rate: float, copies: int) -> _Draws:
+def expect_sound_draws(module: Module, inputs: Inputs, unit: DropoutUnit) -> bool:
+    """Check the draws of one sequence at the rate of a module; return whether single ones can be seen.
+
+    Args:
+        module: in attention form; left in training mode.
+        inputs: of a call.
+        unit: that is declared.
+
+    Raises:
+        Violation: something else is dropped than is declared.
+    """
+    draws = _draws(module.eval(), module, _probe(inputs), unit, module.build.dropout_p, 1)
+    level = _level(draws)
+    if level is None:
+        return False
+    expected, first, second = (each[..., -MOST_ROWS:, :] for each in (draws.expected, draws.first, draws.second))
+    draws = replace(draws, expected=expected, first=first, second=second)
+    by_query = unit != "tokens"
+    _expect_rate(draws, level, by_query=by_query, slack=RATE_STEP)
+    _expect_independence(draws, unit, inputs.form, is_seen=True, by_query=by_query)
+    return True
+
+
+def _draws(plain: Module, module: Module, probe: Inputs, unit: DropoutUnit, rate: float, copies: int) -> _Draws:
     """Draw twice at one rate.
+
+    Args:
+        plain: without dropout.
+        module: the same with it.
+        probe: of the calls.
+        unit: that is declared.
+        rate: of the module.
+        copies: of the probe in a call.
 
     Raises:
         Violation: nothing is dropped, or in evaluation too, or something else than is declared.
     """
-    unit, inputs = subject.capabilities.dropout_unit, probe.repeated(copies)
-    plain = subject.make(replace(build, dropout_p=0.0), seq_len=probe.query_len).eval()
-    module = subject.make(replace(build, dropout_p=rate), seq_len=probe.query_len)
-    module.load_state_dict(plain.state_dict())
+    inputs = probe.repeated(copies)
     words = f"{inputs.words()}, dropout_p={rate}"
     expected = _seeded(plain, probe, 0)
     tolerance = same_shape_tolerance(expected)
     if largest_error(_seeded(module.eval(), probe, 0), expected) > tolerance:
         raise Violation("dropout acts in evaluation", words)
+    nothing = replace(probe, tensors=(*probe.tensors[:2], torch.zeros_like(probe.tensors[-1])))
+    offset = _seeded(plain, nothing, 0) if probe.form == "attention" else None
     first, second = (_seeded(module.train(), inputs, seed) for seed in (1, 2))
-    if largest_error(first, expected.expand_as(first)) <= tolerance:
-        raise Violation("dropout does nothing in training", words)
-    if subject.form == "mixer":
+    for head in range(first.shape[1] if probe.form == "attention" else 1):
+        one = (first, expected) if probe.form == "mixer" else (first[:, head], expected[:, head])
+        if largest_error(one[0], one[1].expand_as(one[0])) <= same_shape_tolerance(one[1]):
+            raise Violation("dropout does nothing in training", f"{words}, head {head}")
+    if probe.form == "mixer":
         return _Draws(rate, expected[:, None].expand_as(first[:, None]), first[:, None], second[:, None], words)
-    nothing = replace(probe, tensors=(*probe.tensors[:2], torch.zeros_like(probe.tensors[2])))
-    if largest(offset := _seeded(plain, nothing, 0)):  # of tokens that the variant adds: the same seed, the same draws
+    if offset is not None and largest(offset):  # of tokens that the variant adds: the same seed, the same draws
         nothing = nothing.repeated(copies)
         expected = expected - offset
         first, second = first - _seeded(module, nothing, 1), second - _seeded(module, nothing, 2)
@@ -173,11 +223,12 @@ def _slack(tensor: Tensor) -> float:
     return max(1e-3, 64 * torch.finfo(tensor.dtype).eps)
 
 
-def _expect_rate(draws: _Draws, level: float, *, by_query: bool) -> None:
+def _expect_rate(draws: _Draws, level: float, *, by_query: bool, slack: float = 0.0) -> None:
     """Check the factor of what is kept, and the share of it."""
     wanted, kept = 1 / (1 - draws.rate), 1 - draws.rate
     is_kept = draws.ratio(draws.first).abs() > 0.5 * abs(level)
     share = float(is_kept[draws.is_visible].double().mean())
+    kept = min(max(share, kept - slack), kept + slack)
     if abs(_in_errors(torch.where(draws.is_visible, is_kept.double() - kept, 0.0), by_query=by_query)) > LIMIT:
         raise Violation("dropout drops another share than was asked for", f"{draws.words}: {1 - share:.4f}")
     if abs(level - wanted) > _slack(draws.expected) * wanted:
@@ -198,11 +249,11 @@ def _deviations(output: Tensor, draws: _Draws, *, is_seen: bool) -> Tensor:
     return draws.ratio(output) - 1 if is_seen else output[::2] - output[1::2]
 
 
-def _expect_independence(subject: Subject, draws: _Draws, *, is_seen: bool, by_query: bool) -> None:
+def _expect_independence(draws: _Draws, unit: DropoutUnit, form: Form, *, is_seen: bool, by_query: bool) -> None:
     """Check that calls, entries, heads, queries and keys have draws of their own, as far as is declared."""
-    if torch.equal(draws.first[1:], draws.first[:-1]):
+    if draws.first.shape[0] > 1 and torch.equal(draws.first[1:], draws.first[:-1]):
         raise Violation("dropout draws the same for all entries of the batch", draws.words)
-    unit, is_mixer = subject.capabilities.dropout_unit, subject.form == "mixer"
+    is_mixer = form == "mixer"
     axes = ["entries of the batch", "heads"]
     if unit in {"weights", "outputs"} or (unit == "summaries" and not is_mixer):
         axes.append("positions" if is_mixer else "queries")

@@ -49,9 +49,8 @@ def _matches_reference(subject: Subject) -> Finding:
         for dtype in subject.dtypes:
             is_first = dtype == subject.dtype
             for length in subject.lengths[-2:] if is_first else subject.lengths[-1:]:
-                truth_module = subject.make(build, seq_len=length, dtype=torch.float64)
                 module = subject.module(build, seq_len=length, dtype=dtype)
-                truth_module.load_state_dict(module.state_dict())  # the same values, however they were rounded
+                truth_module = subject.in_float64(module, build, seq_len=length)
                 calls = subject.calls(build, length, dtype=dtype)[:: 1 if is_first else 2]
                 if subject.is_fixed and subject.spans and length == subject.lengths[-1]:
                     calls = calls[-1:]  # padded where that is offered; without padding it is compared at a span
@@ -59,17 +58,15 @@ def _matches_reference(subject: Subject) -> Finding:
                     worst = max(worst, _expect_reference(module, truth_module, inputs))
         for probe, length in subject.probes(build):
             module = subject.module(probe, seq_len=length)
-            truth_module = subject.make(probe, seq_len=length, dtype=torch.float64)
-            truth_module.load_state_dict(module.state_dict())
+            truth_module = subject.in_float64(module, probe, seq_len=length)
             inputs = subject.inputs(probe, length, batch_size=1)
             if length <= SPANS[0] and not subject.is_fixed:
                 _expect_reference(module, truth_module, inputs)
                 continue
             _expect_probe(module, truth_module, inputs, has_slope=subject.is_fixed and length == subject.spans[-1])
         for inputs in offset_calls(subject, build):
-            module, truth_module = subject.module(build), subject.make(build, dtype=torch.float64)
-            truth_module.load_state_dict(module.state_dict())
-            _expect_reference(module, truth_module, inputs)
+            module = subject.module(build)
+            _expect_reference(module, subject.in_float64(module, build), inputs)
     return passed(worst[1])
 
 

@@ -61,7 +61,7 @@ def _is_inexact(subject: Subject, module: Module, inputs: Inputs) -> bool:
 def _shape_and_dtype(subject: Subject) -> Finding:
     for build in subject.contexts():
         for dtype in subject.dtypes:
-            for length in dict.fromkeys((subject.lengths[0], subject.lengths[-1])):
+            for length in sorted({subject.lengths[0], subject.lengths[-1]}):
                 module = subject.module(build, seq_len=length, dtype=dtype)
                 for inputs in subject.calls(build, length, dtype=dtype):
                     with torch.no_grad():
@@ -86,6 +86,7 @@ def _odd_lengths(subject: Subject) -> Finding:
     return passed(f"lengths {', '.join(map(str, lengths))}")
 
 
+FEW_QUERIES = 33
 SIZES = ((1, 6, 20), (2, 5, 8), (1, 3, 80))
 """Batch size, heads and features of a head, which a variant may refuse: no powers of two among the heads."""
 
@@ -169,6 +170,7 @@ def _cross_attention(subject: Subject) -> Finding:
             expect_equals_reference(subject.module(causal), inputs, "causal, aligned at the end")
             if _is_inexact(subject, subject.module(causal), inputs):
                 raise Violation("causal, aligned at the end: differs from exact attention", inputs.words())
+        _expect_few_of_many(subject, causal, "causal, aligned at the end")
         query_len, key_len = subject.lengths[0], subject.lengths[-1]
         if not capabilities.cross_attention and capabilities.variable_seq_len and query_len < key_len:
             ask = partial(call, subject.module(causal), subject.inputs(causal, query_len, key_len=key_len))
@@ -186,7 +188,44 @@ def _cross_attention(subject: Subject) -> Finding:
             expect_equals_reference(module, inputs, "cross-attention")
             if _is_inexact(subject, module, inputs):
                 raise Violation("cross-attention differs from exact attention", inputs.words())
+    _expect_few_of_many(subject, build, "cross-attention")
     return passed()
+
+
+def _expect_few_of_many(subject: Subject, build: BuildContext, what: str) -> None:
+    """Check a few queries, and many keys at the longest of the spans; and many queries of few keys.
+
+    Where steps are promised, one query at a time equals all at once, and what has no reference is held to itself: the
+    last queries alone give what they give among as many as there are keys, at a long length as at a short one.
+    """
+    if build.is_causal and not subject.has_causal_offset:
+        return
+    few, short = subject.fit(FEW_QUERIES), subject.lengths[-1]
+    for long_build, long in list(subject.probes(build))[-1:]:
+        module = subject.module(long_build)
+        for query_len, key_len in ((few, long), (long, few)) if not build.is_causal else ((few, long),):
+            inputs = subject.inputs(long_build, query_len, key_len=key_len, batch_size=1)
+            expect_equals_reference(module, inputs, what)
+            if _is_inexact(subject, module, inputs):
+                raise Violation(f"{what}: differs from exact attention", inputs.words())
+        if subject.capabilities.decode == "none" or few >= short:
+            continue
+        alone, far_alone = (
+            _off_among_many(subject, each, subject.module(each), few, length)
+            for each, length in ((build, short), (long_build, long))
+        )
+        if alone <= 1 < far_alone:
+            words = f"{few} queries of {long} keys give something else than among {long} queries"
+            raise Violation(f"{what}: {words}, as they do not among {short}", subject.form)
+
+
+@torch.no_grad()
+def _off_among_many(subject: Subject, build: BuildContext, module: Module, few: int, length: int) -> float:
+    """Return how far the last queries are off where they are alone, as a share of what rounding allows."""
+    inputs = subject.inputs(build, length, batch_size=1)
+    expected = call(module, inputs)[..., -few:, :]
+    output = call(module, replace(inputs, tensors=(inputs.tensors[0][..., -few:, :], *inputs.tensors[1:])))
+    return largest_error(output, expected) / rounding(expected, inputs.num_terms)
 
 
 def _grouped_query(subject: Subject) -> Finding:
@@ -348,9 +387,9 @@ def _expect_odd_strides(subject: Subject, build: BuildContext) -> None:
 
 def _inputs_unchanged(subject: Subject) -> Finding:
     for build in subject.contexts():
-        for length in subject.lengths[-2:]:
+        for length in subject.lengths[-1 if subject.is_fixed else -2 :]:
             module = subject.module(build, seq_len=length)
-            for inputs in subject.calls(build, length):
+            for inputs in subject.calls(build, length, batch_size=1):
                 named = dict(zip(inputs.names, inputs.tensors, strict=True))
                 if inputs.key_padding_mask is not None:
                     named["key_padding_mask"] = inputs.key_padding_mask

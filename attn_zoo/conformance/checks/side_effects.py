@@ -35,8 +35,8 @@ def _unchanged(what: str, words: str, *, may_draw: bool = False) -> Iterator[Non
 def _global_state(subject: Subject) -> Finding:
     with restored():
         for build in subject.contexts():
-            for length in dict.fromkeys((subject.lengths[-1], subject.lengths[0])):
-                inputs = subject.calls(build, length)[-1]
+            for length in subject.ends[::-1]:
+                inputs = subject.calls(build, length, batch_size=1)[-1]
                 words, draws = inputs.words(), not subject.capabilities.is_deterministic
                 with _unchanged("building", words, may_draw=True):  # parameters come from torch's generator
                     module = subject.make(build, seq_len=length)
@@ -57,9 +57,9 @@ def _storage(tensor: Tensor) -> int:
 
 def _own_output(subject: Subject) -> Finding:
     for build in subject.contexts():
-        for length in dict.fromkeys((subject.lengths[0], subject.lengths[-1])):
+        for length in subject.ends:
             module = subject.make(build, seq_len=length)
-            for inputs in subject.calls(build, length)[::2]:
+            for inputs in subject.calls(build, length, batch_size=1)[::2]:
                 for is_training in (False, True):
                     module.train(is_training)
                     with torch.set_grad_enabled(is_training):

@@ -17,6 +17,9 @@ BUSY_FRAC = 0.10
 SLOW_CLOCK_FRAC = 0.75
 """A GPU clock that falls below this part of what it was has changed during the timing."""
 
+SETTLING_S = 2.0
+"""How long a process that has ended may take to leave the GPU, before it counts as another one there."""
+
 SHORTEST_S = 0.2
 """Processor times move in steps of 10 ms: over less than this they say nothing."""
 
@@ -24,6 +27,11 @@ SHORTEST_S = 0.2
 def _busy_s() -> float:
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _num_others(device: str) -> int:
+    """Return how many processes use the device beside this one and the one that supervises it."""
+    return max((num_other_processes(device) or 0) - 1, 0)
 
 
 @dataclass
@@ -43,6 +51,10 @@ class Conditions:
     _all_s: float = 0.0
 
     def __enter__(self) -> Self:
+        for _ in range(20):
+            if _num_others(self.device) == 0:
+                break
+            time.sleep(SETTLING_S / 20)
         self._before = clocks(self.device)
         self._wall_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
         return self
@@ -65,7 +77,6 @@ class Conditions:
             # Up is a GPU that woke from idling, which warm-up is for; down is not.
             if after.sm_mhz < SLOW_CLOCK_FRAC * before.sm_mhz:
                 flags.append("clock_changed")
-        # The process that supervises this one may hold the device open too.
-        if (num_other_processes(self.device) or 0) > 1:
+        if _num_others(self.device) > 0:
             flags.append("other_gpu_process")
         return flags

@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from attn_zoo.conformance.global_state import settings_kept
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.conditions import Conditions
@@ -112,8 +113,6 @@ class Trial:
             UnsupportedError: it cannot do what the cell asks.
         """
         cell = self._cell
-        if cell.threads is not None:
-            torch.set_num_threads(cell.threads)
         with self.phase("build"):
             self._work = work = self._make_workload(cell, inputs)
         if not self._is_repeat:
@@ -256,6 +255,8 @@ def measure_bundle(
         tell: told the index of a cell whenever work on it begins.
         room_bytes: of memory that could be allocated at the start, for messages.
     """
+    if (threads := records[0].cell.threads) is not None:  # the same for all
+        torch.set_num_threads(threads)
     ledger = _Ledger(trials, tell)
     failures: dict[int, Record] = {}
     done: dict[int, Record] = {}
@@ -272,7 +273,8 @@ def measure_bundle(
         nonlocal is_usable
         ledger.at(index, has_phases=True)
         try:
-            step(index)
+            with settings_kept():
+                step(index)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a variant may even call sys.exit
@@ -298,6 +300,7 @@ def measure_bundle(
             seed=seed,
             at=lambda position: ledger.at(order[position]),
             failed=lambda position, error: failed(order[position], error),
+            around=settings_kept,
         )
         ledger.at(None)
     is_usable = is_usable and (len(living()) == len(order) or _tidy(trials[0].device))

@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
 from attn_zoo.conformance import check_output, gate
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.probes import FirstCall, probe
+from attn_zoo.conformance.probes import FirstCall, probe, probe_dropout
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
@@ -186,7 +186,7 @@ class CallWorkload(AbstractWorkload):
         )
         if not is_random and variant.capabilities_of(config_of(cell)).is_deterministic:
             self.kept[:] = [_some_rows(output)]
-        if is_repeat or is_random:
+        if is_repeat:
             return held
         kind = PASSES[_pass_of(cell)]
         inputs = Inputs(
@@ -208,7 +208,7 @@ class CallWorkload(AbstractWorkload):
             is_known="own_rows" in held,
             gradients={name: leaf.grad for name, leaf in named.items()} if kind.backwards else None,
         )
-        return (*held, *probe(first))
+        return (*held, *(probe_dropout(first) if is_random else probe(first)))
 
     def check_again(self) -> tuple[str, ...]:
         if not self.kept:

@@ -16,6 +16,7 @@ from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, suggest
 from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Group, Problem, StrictModel
 from attn_zoo.registry import make_config, variants
+from attn_zoo.whole_files import read_regular
 
 MAX_FILE_BYTES = 1_000_000
 
@@ -83,15 +84,13 @@ def load_matrix(path: Path | str) -> Matrix:
     try:
         if path.is_dir():
             raise ConfigError(str(path), [("", "expected a TOML file; this is a folder")])
-        content = path.read_bytes()
+        content = read_regular(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         nearby = sorted(item.name for item in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         near = suggestion(path.name, [*nearby, *shipped])
         raise ConfigError(str(path), [("", f"no such file{near}  (attn-zoo list matrices)")]) from None
     except OSError as error:
         raise ConfigError(str(path), [("", f"cannot be read: {error.strerror}")]) from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(source, [("", f"expected at most {MAX_FILE_BYTES:,} bytes; got {len(content):,}")])
     try:
         data = tomllib.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
