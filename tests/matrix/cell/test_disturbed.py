@@ -97,7 +97,7 @@ def test_a_process_on_the_gpu_that_left_meanwhile_is_seen(monkeypatch):
     now = Clocks(sm_mhz=1000.0, memory_mhz=1.0, temperature_c=1.0, power_w=1.0, throttles=())
     monkeypatch.setattr(conditions_module, "clocks", lambda _: now)
     monkeypatch.setattr(conditions_module, "SETTLING_S", 0.0)
-    count = {}
+    count: dict[str, int] = {}
     monkeypatch.setattr(conditions_module, "num_other_processes", lambda _: count["now"])
     for before, after, flags in ((2, 0, ("other_gpu_process",)), (0, 2, ("other_gpu_process",)), (1, 1, ())):
         count["now"] = before
