@@ -193,6 +193,7 @@ class Dispatcher:
         self._pins: dict[str, str] = {}  # environment by lane; absent where any will do
         self._stoppers: dict[str, Record] = {}
         self._num_lost: Counter[tuple[str, int]] = Counter()  # by key and repeat
+        self._num_memory: Counter[tuple[str, int]] = Counter()  # likewise, where memory was the reason
         self._checked: set[str] = set()  # keys of cells of which one repeat is here: others need take times only
         self._num_given_up = 0
         self._environments: dict[str, str] = {}  # digest by machine
@@ -491,7 +492,10 @@ class Dispatcher:
             except StoreError as error:
                 self._lose(handle, agent, f"it gave an answer that is no record ({error})")
                 return
-            self._take_record(agent, record, event)
+            if record.status == "cancelled":
+                self._lose(handle, agent, record.reason)
+            else:
+                self._take_record(agent, record, event)
         elif name == "started":
             place = event["key"], event["repeat"]
             agent.begun.add(place)
@@ -508,7 +512,7 @@ class Dispatcher:
                 self._note_lost(agent.open.values())  # it has no reason to leave any
             self._return(agent)
         else:
-            self._lose(handle, agent, event["reason"])
+            self._lose(handle, agent, event["reason"], was_memory=event.get("was_memory", False))
 
     def _take_ready(self, handle: Any, agent: _Agent, event: Event) -> None:
         self._failures[agent.machine.id] = 0
@@ -549,7 +553,7 @@ class Dispatcher:
         else:
             write_whole(path, event["content"])
 
-    def _lose(self, handle: Any, agent: _Agent, reason: str) -> None:
+    def _lose(self, handle: Any, agent: _Agent, reason: str, *, was_memory: bool = False) -> None:
         del self._agents[handle]
         self._cluster.end(handle)
         if not agent.environment:
@@ -561,7 +565,28 @@ class Dispatcher:
         lost = [agent.open[place] for place in agent.begun & agent.open.keys()]
         self._control.say(f"lost {agent.machine.name} with {len(lost)} cells under way: {reason}")
         self._note_lost(lost)
+        if was_memory and len(lost) == 1:
+            self._take_memory_loss(agent, lost[0])
         self._return(agent)
+
+    def _take_memory_loss(self, agent: _Agent, item: PlannedCell) -> None:
+        """Blame a cell whose machine ran out of memory whenever it ran; once may have been the doing of another."""
+        place = item.cell.key, item.repeat
+        self._num_memory[place] += 1
+        if self._num_memory[place] < MAX_LOST:
+            return
+        agent.open = {told: other for told, other in agent.open.items() if other is not item}
+        reason = f"the cluster ended its machine's agents for memory, {MAX_LOST} times of {MAX_LOST}"
+        record = Record(
+            cell=item.cell,
+            status="oom_host",
+            reason=reason,
+            environment=agent.environment,
+            isolation=item.isolation,
+            attempt=MAX_LOST,
+        )
+        self._note_stopper(record)
+        self._control.finished(beside(record, agent.place.jobs))
 
     def _note_lost(self, items: Iterable[PlannedCell]) -> None:
         self._num_lost.update((item.cell.key, item.repeat) for item in items)

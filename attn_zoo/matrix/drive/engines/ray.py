@@ -110,7 +110,8 @@ class _RayCluster(Cluster):
             event: Event = self._ray.get(reference, timeout=_ANSWER_S)
         except self._ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [""]
-            return {"event": "lost", "reason": f"{type(error).__name__}: {lines[-1] or lines[0]}"}
+            reason = f"{type(error).__name__}: {lines[-1] or lines[0]}"
+            return {"event": "lost", "reason": reason, "was_memory": "low on memory" in str(error)}
         return event
 
     def stop(self, agent: Any) -> None:
@@ -152,12 +153,11 @@ def _actor() -> type:
             if os.path.isdir(root):  # noqa: PTH112 - works from the source tree too, without an installed package
                 sys.path.insert(0, root)
 
-            started_with = psutil.Process().environ()
-            if "OMP_NUM_THREADS" not in started_with:
+            if "OMP_NUM_THREADS" not in psutil.Process().environ():  # as it was started
                 os.environ.pop("OMP_NUM_THREADS", None)
             from attn_zoo.matrix.drive.engines.node_agent import NodeAgent
 
-            self._agent = NodeAgent(*arguments, has_own_devices="CUDA_VISIBLE_DEVICES" in started_with)
+            self._agent = NodeAgent(*arguments)
 
         def hello(self) -> Event:
             return self._agent.hello()
