@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,7 +266,7 @@ def print_summary(summary: Summary) -> None:
         out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)
 
 
-def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequence[str], folder: Path) -> None:
+def print_standing(now: Standing, ceilings: Sequence[str], folder: Path) -> None:
     """Print what a results folder has, what failed with which reason, what is left, and what its machines could do."""
     counts = Counter(record.status for record in now.done)
     print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
@@ -278,9 +278,9 @@ def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequenc
         out.print(f"\n[bold]{status}[/bold]: {escape(reason)}")
         for cell in cells:
             out.print(f"  {escape(cell)}")
-    if problems:
+    if now.problems:
         out.print()
-        print_table("No records", ("file", "why"), sorted(problems.items()))
+        print_table("No records", ("file", "why"), sorted(now.problems.items()))
     if ceilings:
         out.print()
         print_table("Measured ceilings", ("",), [(text,) for text in ceilings])

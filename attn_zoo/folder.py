@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -396,12 +396,13 @@ def cell_files(folder: Path) -> list[Path]:
     return [path for path in sorted(cells.iterdir()) if path.name[0] != "."] if cells.is_dir() else []
 
 
-def scan_cells(folder: Path, *, is_strict: bool = True) -> Scan:
+def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], Record | None] = lambda _: None) -> Scan:
     """Read all records.
 
     Args:
         folder: results folder.
         is_strict: each must be the one its file is named after, and of no newer version.
+        find: returns what is known of a record, whose file is then not read.
 
     Raises:
         FolderError: a newer version of this package wrote a record, and `is_strict`.
@@ -410,7 +411,7 @@ def scan_cells(folder: Path, *, is_strict: bool = True) -> Scan:
     problems: dict[str, str] = {}
     for path in cell_files(folder):
         try:
-            records[path.stem] = read_record(path, path.stem if is_strict else "")
+            records[path.stem] = find(path) or read_record(path, path.stem if is_strict else "")
         except StoreError as error:
             if is_strict and isinstance(error, FolderError):
                 raise

@@ -219,6 +219,7 @@ class Standing:
         begun: repeats that cells of `left` have already, by key.
         has_plan: what was planned is known; otherwise nothing can be said of `left`.
         doubt: what is not known, one sentence; empty where the matrix could be planned anew.
+        problems: files that are no records, each with the reason.
     """
 
     done: tuple[Record, ...]
@@ -228,6 +229,7 @@ class Standing:
     begun: Mapping[str, int] = field(default_factory=dict)
     has_plan: bool = True
     doubt: str = ""
+    problems: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,7 @@ from attn_zoo.folder import (
     record_text,
     scan_cells,
 )
+from attn_zoo.matrix.store.index import Index
 from attn_zoo.matrix.store.lock import hold_lock, move_aside
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
 from attn_zoo.whole_files import refuse_links, write_whole
@@ -183,13 +184,16 @@ class Store:
             raise FolderError(f"{self.folder}: {info.problems[0]}")
         return info
 
-    def scan(self) -> Scan:
+    def scan(self, planned: Iterable[Cell] = ()) -> Scan:
         """Read all records; files that are none are reported and left where they are.
+
+        Args:
+            planned: cells of which only the outcome is asked for: their records may lack numbers, timings above all.
 
         Raises:
             StoreError: a newer version of this package wrote a record.
         """
-        return scan_cells(self.folder)
+        return scan_cells(self.folder, find=Index(self.folder, planned).find)
 
     def records(self) -> list[Record]:
         """Return all records, sorted by key."""
@@ -204,9 +208,11 @@ class Store:
         allow_mixed_env: bool = False,
         shard: tuple[int, int] | None = None,
         claims: Mapping[str, dict[str, Any]] | None = None,
-        planned: Iterable[Cell] = (),
+        planned: Sequence[Cell] = (),
     ) -> Iterator[Scan]:
         """Hold the folder for one run: create or resume it, put what is no record into quarantine, yield the records.
+
+        Of a large folder, those of planned cells may lack their numbers: see `scan`.
 
         Shards hold locks of their own and share the folder: their cells differ.
 
@@ -236,7 +242,9 @@ class Store:
                 for pattern in (".run.json-*.tmp", ".ceilings.json-*.tmp", "cells/.*.tmp", "parts/.*.tmp"):
                     for path in self.folder.glob(pattern):
                         path.unlink(missing_ok=True)
-            scan = self.scan()
+            index = Index(self.folder, planned)
+            scan = scan_cells(self.folder, find=index.find)
+            index.update(scan.records, self._cells)
             for name, reason in scan.problems.items():
                 self._quarantine(name, reason)
             yield scan

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.folder import record_text
+from attn_zoo.folder import read_record, record_text
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import SCHEMA_VERSION, Cell, Record
 from attn_zoo.whole_files import write_whole
@@ -396,3 +396,56 @@ def test_write_whole_replaces(tmp_path):
     write_whole(tmp_path / "a", "2")
     assert (tmp_path / "a").read_text() == "2"
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.fixture
+def indexed(tmp_path, monkeypatch):
+    """A folder with an index, and a list of the files that were read."""
+    monkeypatch.setattr("attn_zoo.matrix.store.index.LEAST_RECORDS", 2)
+    store, cells = Store(tmp_path / "run"), [record(length).cell for length in (16, 32, 64)]
+    with store.writing(MATRIX, environment(), planned=cells):
+        for cell in cells:
+            store.write(Record(cell=cell, status="error", reason=f"length {cell.seq_len}", exit_code=3))
+    with store.writing(MATRIX, environment(), planned=cells):
+        pass
+    read: list[str] = []
+
+    def noting(path, key=""):
+        read.append(path.stem)
+        return read_record(path, key)
+
+    monkeypatch.setattr("attn_zoo.folder.read_record", noting)
+    return store, cells, read
+
+
+def test_what_an_index_knows_is_not_read(indexed):
+    store, cells, read = indexed
+    scan = store.scan(cells)
+    assert read == []
+    found = {key: (one.cell, one.status, one.reason) for key, one in scan.records.items()}
+    assert found == {cell.key: (cell, "error", f"length {cell.seq_len}") for cell in cells}
+    assert {one.exit_code for one in store.records()} == {3}, "whoever asks for the numbers gets them"
+    assert len(read) == 3
+
+
+def test_what_changed_since_the_index_was_made_is_read(indexed):
+    store, cells, read = indexed
+    changed, gone, _ = (store.folder / "cells" / f"{cell.key}.json" for cell in cells)
+    content = changed.read_bytes()
+    times = changed.stat()
+    changed.write_bytes(content.replace(b"length 16", b"length 61"))
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    gone.unlink()
+    scan = store.scan(cells)
+    assert read == [changed.stem]
+    assert list(scan.problems) == [changed.name]
+    assert list(scan.records) == [cells[2].key]
+
+
+@pytest.mark.parametrize("spoil", [lambda text: text[:-5], lambda text: text.replace("error", "okays"), lambda _: "[]"])
+def test_an_index_that_is_damaged_is_none(indexed, spoil):
+    store, cells, read = indexed
+    path = store.folder / ".index"
+    path.write_text(spoil(path.read_text()))
+    assert [one.status for one in store.scan(cells).records.values()] == ["error"] * 3
+    assert len(read) == 3
