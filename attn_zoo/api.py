@@ -134,6 +134,7 @@ def run(
     address: str = "local",
     data_dir: str | Path | None = None,
     allow_mixed_env: bool = False,
+    allow_cells: int | None = None,
     track: str | None = None,
     progress: bool = True,
 ) -> Run:
@@ -156,6 +157,7 @@ def run(
         address: of the Ray cluster.
         data_dir: where tasks find local data.
         allow_mixed_env: go on in a folder measured in another environment.
+        allow_cells: a matrix of more is refused; by default of more than 20 000.
         track: where the curves of trainings go while they train: `"tensorboard:FOLDER"`, `"wandb:PROJECT"` or
             `"trackio:PROJECT"`, on this machine's processes; the records have them in any case.
         progress: say on the standard error stream what happens.
@@ -177,6 +179,7 @@ def run(
         shard=shard,
         data_dir=data_dir,
         is_remote=engine != "local",
+        allow_cells=allow_cells,
     )
     if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
         raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
@@ -306,6 +309,7 @@ def plan(
     data_dir: str | Path | None = None,
     is_remote: bool = False,
     should_probe: bool = False,
+    allow_cells: int | None = None,
 ) -> Plan:
     """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors as in `run`.
 
@@ -318,12 +322,17 @@ def plan(
         data_dir: likewise.
         is_remote: the cells will run on other machines.
         should_probe: ask constructors too what they refuse, in a process of its own.
+        allow_cells: as in `run`.
     """
     from attn_zoo.matrix.plan.expand import make_plan
-    from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix
+    from attn_zoo.matrix.plan.schema import MAX_CELLS, load_matrix, parse_matrix
 
     names = [each if isinstance(each, str) else _name_of(each) for each in _listed(variants)]
-    read = parse_matrix(matrix, "matrix") if isinstance(matrix, Mapping) else load_matrix(matrix)
+    most = MAX_CELLS if allow_cells is None else allow_cells
+    if isinstance(matrix, Mapping):
+        read = parse_matrix(matrix, "matrix", allow_cells=most)
+    else:
+        read = load_matrix(matrix, allow_cells=most)
     return make_plan(
         read,
         device=None if device is None else _device(device, is_remote),
@@ -419,15 +428,18 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
     from attn_zoo.matrix.store.store import Store
 
     store = Store(folder)
-    info, records = store.info(), list(store.scan().records.values())
+    info = store.info()
     try:
-        return standing(_stored_plan(store.folder, data_dir).cells, records, store.repeats.count())
+        cells, doubt, has_plan = _stored_plan(store.folder, data_dir).cells, "", True
     except ConfigError as error:
-        planned = [record.cell for record in records] if info.planned is None else info.planned
-        unseen = "what changed since" if info.planned is not None else "what is left, and what changed since,"
-        found = standing([PlannedCell(cell=cell) for cell in planned], records, store.repeats.count())
+        known = info.planned
+        has_plan = known is not None
+        unseen = "what changed since" if has_plan else "what is left, and what changed since,"
         doubt = f"{unseen} is not known: {error.problems[0][1]}"
-        return replace(found, has_plan=info.planned is not None, doubt=doubt)
+        cells = tuple(PlannedCell(cell=cell) for cell in known or (record.cell for record in store.records()))
+    scan = store.scan([item.cell for item in cells])
+    found = standing(cells, list(scan.records.values()), store.repeats.count())
+    return replace(found, has_plan=has_plan, doubt=doubt, problems=scan.problems)
 
 
 def check(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +41,9 @@ def main() -> None:
     """Run the command line; our own errors become one message and an exit code, without a stack trace."""
     from attn_zoo.console import err
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows Latin-1 only
     try:
         app()
     except AttnZooError as error:
@@ -176,7 +181,8 @@ def check(
     from attn_zoo.console import print_checks, print_json
 
     load_files(files)
-    results = api.check(name, _options(option), device=device, only=only or ())
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # whatever a variant prints
+        results = api.check(name, _options(option), device=device, only=only or ())
     if as_json:
         print_json([asdict(result) for result in results])
     else:
@@ -203,6 +209,9 @@ def _options(pairs: list[str] | None) -> dict[str, Any]:
 OnlyCells = Annotated[list[str] | None, typer.Option("--only", help="Keep cells whose id matches, such as 'full/*'.")]
 Add = Annotated[list[str] | None, typer.Option("--add", help="Add this variant to every group; may be repeated.")]
 Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Trainings at once; timings always run alone.")]
+AllowCells = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Take a matrix of more than 20 000 cells, up to N.")
+]
 ShardOption = Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts only.")]
 
 
@@ -215,6 +224,7 @@ def plan(
     device: Device = None,
     shard: ShardOption = None,
     data_dir: DataDir = None,
+    allow_cells: AllowCells = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the cells of a matrix: what will run, what is refused and why, and rough estimates. Runs nothing."""
@@ -229,6 +239,7 @@ def plan(
         shard=shard,
         data_dir=data_dir,
         should_probe=True,
+        allow_cells=allow_cells,
     )
     if as_json:
         print_json([{"id": item.cell.id, "key": item.cell.key, "refusal": item.refusal} for item in planned.cells])
@@ -252,6 +263,7 @@ def run(
     address: Annotated[str, typer.Option(help="Of the Ray cluster.")] = "local",
     data_dir: DataDir = None,
     allow_mixed_env: MixedEnv = False,
+    allow_cells: AllowCells = None,
     track: Annotated[
         str | None,
         typer.Option(metavar="TRACKER:PLACE", help="Send curves of trainings to tensorboard, wandb or trackio too."),
@@ -274,6 +286,7 @@ def run(
             address=address,
             data_dir=data_dir,
             allow_mixed_env=allow_mixed_env,
+            allow_cells=allow_cells,
             track=track,
         )
     )
@@ -303,7 +316,7 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
         ceilings = [one.to_dict() for one in store.ceilings()]
         print_json({"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": ceilings})
     else:
-        print_standing(now, store.scan().problems, [ceilings_text(one) for one in store.ceilings()], folder)
+        print_standing(now, [ceilings_text(one) for one in store.ceilings()], folder)
 
 
 @app.command()

@@ -54,11 +54,6 @@ def _sources(task: str | None, level: str | None) -> dict[str, Source]:
     return sources
 
 
-def _printable(text: str) -> str:
-    """Return text that cannot steer the terminal: data come from outside."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
-
-
 @data.command("list")
 def list_command(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tasks, their levels, and whether their data are here. Touches no network and makes no data."""
@@ -100,7 +95,7 @@ def show(
         sizes = f"{len(example.tokens)} tokens"
         if example.other_tokens is not None:
             sizes += f" and {len(example.other_tokens)}"
-        say(f"\n{index}: {_printable(made.show(example))}")
+        say(f"\n{index}: {made.show(example)}")
         say(f"   ({', '.join(filter(None, [sizes, groups]))})")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from attn_zoo.metadata import big_o
 
@@ -22,8 +23,21 @@ if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
 
-out = Console(highlight=False, soft_wrap=False)
-err = Console(stderr=True, highlight=False)
+
+def printable(text: str) -> str:
+    """Return text that cannot steer the terminal: names, reasons and data come from others."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+
+
+class _Console(Console):
+    """Prints no control characters but its own."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+out = _Console(highlight=False, soft_wrap=False)
+err = _Console(stderr=True, highlight=False)
 
 
 def say(text: str) -> None:
@@ -252,7 +266,7 @@ def print_summary(summary: Summary) -> None:
         out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)
 
 
-def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequence[str], folder: Path) -> None:
+def print_standing(now: Standing, ceilings: Sequence[str], folder: Path) -> None:
     """Print what a results folder has, what failed with which reason, what is left, and what its machines could do."""
     counts = Counter(record.status for record in now.done)
     print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
@@ -264,9 +278,9 @@ def print_standing(now: Standing, problems: Mapping[str, str], ceilings: Sequenc
         out.print(f"\n[bold]{status}[/bold]: {escape(reason)}")
         for cell in cells:
             out.print(f"  {escape(cell)}")
-    if problems:
+    if now.problems:
         out.print()
-        print_table("No records", ("file", "why"), sorted(problems.items()))
+        print_table("No records", ("file", "why"), sorted(now.problems.items()))
     if ceilings:
         out.print()
         print_table("Measured ceilings", ("",), [(text,) for text in ceilings])

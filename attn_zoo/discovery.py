@@ -1,7 +1,7 @@
 """Find and import variants and tasks: modules of this package, entry points of other packages, plain files.
 
 A provider that raises or exits is reported and passed over. One that hangs cannot be stopped inside this process, so
-other packages' modules are first imported in a child process with a time limit.
+other packages' modules are first imported in a child process with a time limit, once for all processes of a run.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import json
+import math
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -38,6 +42,12 @@ class LoadFailure:
 _TRIAL = "ATTN_ZOO_IMPORT_TRIAL"
 """Set in the child process that tries an import, so that a module which itself asks for the variants starts no more."""
 
+_TRIED = "ATTN_ZOO_TRIED_IMPORTS"
+"""Set in child processes: what this one found out about providers, so that one which hangs does so once for all."""
+
+_tried: dict[str, str] = {}
+"""Why a provider must not be imported, by its module; empty where it may be."""
+
 _END_OF_TRIAL = "attn_zoo: the import returned or raised"
 
 
@@ -51,7 +61,7 @@ def _reason(error: BaseException) -> str:
 
 def _guarded(provider: str, load: Callable[[], object], guard: Guard) -> list[LoadFailure]:
     try:
-        with guard():
+        with guard(), redirect_stdout(sys.stderr):  # what a provider prints is not what was asked for
             load()
     except KeyboardInterrupt:
         raise
@@ -66,30 +76,55 @@ def _probe(argument: str, code: str, timeout_s: float) -> str | None:
     An exception is no reason: it can be caught here too. A hang, a crash or an exit without an exception would take
     this process with it.
     """
-    trial = f"import sys\ntry:\n    {code}\nexcept BaseException:\n    pass\nprint({_END_OF_TRIAL!r}, flush=True)"
-    try:
-        done = subprocess.run(
+    trial = f"""
+import signal, sys
+signal.alarm({math.ceil(timeout_s) + 5})  # should whoever waits be killed
+try:
+    {code}
+except BaseException:
+    pass
+print({_END_OF_TRIAL!r}, flush=True)
+"""
+    # A file, as a pipe may be held open by whatever the import starts.
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(
             [sys.executable, "-c", trial, argument],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
             env={**os.environ, _TRIAL: "1"},
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return f"did not finish importing within {timeout_s:g} s"
-    if _END_OF_TRIAL.encode() in done.stdout:
-        return None
-    if done.returncode < 0:
-        return f"import killed by signal {-done.returncode}"
-    return f"ended the process at import, with exit code {done.returncode}"
+        try:
+            code_of_exit = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"did not finish importing within {timeout_s:g} s"
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        if _END_OF_TRIAL.encode() in output.read():
+            return None
+    if code_of_exit < 0:
+        return f"import killed by signal {-code_of_exit}"
+    return f"ended the process at import, with exit code {code_of_exit}"
+
+
+def tried_imports() -> dict[str, str]:
+    """Return variables for the environment of child processes that ask for the variants too."""
+    return {_TRIED: json.dumps(_tried)}
 
 
 def _load_entry_point(entry: EntryPoint, guard: Guard, timeout_s: float) -> list[LoadFailure]:
     provider = f"{entry.dist.name} ({entry.value})" if entry.dist else entry.value
-    hang = _probe(entry.value.partition(":")[0], "import importlib; importlib.import_module(sys.argv[1])", timeout_s)
-    if hang:
-        return [LoadFailure(provider=provider, reason=hang)]
+    module = entry.value.partition(":")[0]
+    found = json.loads(os.environ.get(_TRIED, "{}")).get(module)
+    if found is None:
+        found = _probe(module, "import importlib; importlib.import_module(sys.argv[1])", timeout_s)
+    _tried[module] = found or ""
+    if _tried[module]:
+        return [LoadFailure(provider=provider, reason=_tried[module])]
     return _guarded(provider, entry.load, guard)
 
 
@@ -152,7 +187,7 @@ def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with guard():
+        with guard(), redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]

@@ -7,13 +7,18 @@ one record each; `attn_zoo.matrix.store.store` writes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attn_zoo.errors import ConfigError, FolderError, StoreError
-from attn_zoo.records import COMMIT_FIELDS, SCHEMA_VERSION, Ceilings, Cell, Environment, Record
+from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record, checksum
+from attn_zoo.whole_files import read_regular
+
+MAX_BYTES = 2**28
+"""Of a file of ours. The largest records hold the answers to all items of a test set, some megabytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +52,7 @@ class RunInfo:
         created: UTC time, ISO 8601.
         version: of attn_zoo that created it.
         matrices: every matrix that was run into the folder, resolved, oldest first.
-        environments: by digest.
+        environments: by the digest that records name.
         claims: by variant, as stored; see `Claim`.
         planned: cells that the runs into the folder were to make; None where the folder does not say.
         stopped: why the last of these runs ended early, in words; empty where it did not, or was killed.
@@ -63,6 +68,13 @@ class RunInfo:
     planned: tuple[Cell, ...] | None = None
     stopped: str = ""
     problems: tuple[str, ...] = ()
+
+    def names_of(self, digest: str) -> frozenset[str]:
+        """Return the digests that records name and that mean this environment today.
+
+        Folders of older versions have one for each host, however alike they are.
+        """
+        return frozenset({digest, *(name for name, one in self.environments.items() if one.digest == digest)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,33 +144,42 @@ def read_run(folder: str | Path) -> Run:
         ceilings = read_ceilings(folder)
     except StoreError as error:
         warnings.append(f"{folder.name}/ceilings.json was skipped: {error}")
-    records, begun = {}, []
-    for path in cell_files(folder):
-        try:
-            records[path.stem] = read_record(path)
-        except StoreError as error:
-            warnings.append(f"{folder.name}/cells/{path.name} was skipped: {error}")
+    # Keys of old records may be made otherwise today, and newer ones are no reason to show nothing.
+    scan = scan_cells(folder, is_strict=False)
+    warnings += [f"{folder.name}/cells/{name} was skipped: {problem}" for name, problem in scan.problems.items()]
+    begun = []
     for path in sorted((folder / "parts").glob("[!.]*-*.json")):
-        if path.stem.partition("-")[0] in records:
+        if path.stem.partition("-")[0] in scan.records:
             continue
         try:
             begun.append(read_record(path))
         except StoreError as error:
             warnings.append(f"{folder.name}/parts/{path.name} was skipped: {error}")
     names = dict.fromkeys(str(matrix["name"]) for matrix in info.matrices if matrix.get("name"))
+    today = {name: one.digest for name, one in info.environments.items()}
     return Run(
         name=" + ".join(names) or folder.resolve().name,
         matrices=info.matrices,
-        environments=info.environments,
+        environments={one.digest: one for one in info.environments.values()},
         claims=claims,
-        ceilings=ceilings,
-        records=tuple(records.values()),
-        begun=tuple(begun),
+        ceilings=tuple(_renamed(ceilings, today)),
+        records=tuple(_renamed(scan.records.values(), today)),
+        begun=tuple(_renamed(begun, today)),
         planned=None if info.planned is None else len(info.planned),
-        left=tuple(cell for cell in info.planned or () if cell.key not in records),
+        left=tuple(cell for cell in info.planned or () if cell.key not in scan.records),
         stopped=info.stopped,
         warnings=tuple(warnings),
     )
+
+
+_Named = TypeVar("_Named", Record, Ceilings)
+
+
+def _renamed(entries: Iterable[_Named], today: Mapping[str, str]) -> Iterator[_Named]:
+    """Yield records or ceilings with the digest that their environment has today."""
+    for one in entries:
+        name = today.get(one.environment, one.environment)
+        yield one if name == one.environment else replace(one, environment=name)
 
 
 def _claim(entry: Mapping[str, Any]) -> Claim:
@@ -205,8 +226,8 @@ def read_info(folder: Path) -> RunInfo:
                 problems.append(f"run.json: environment {digest} was skipped: {error}")
         return RunInfo(
             schema=data["schema"],
-            created=data["created"],
-            version=data["version"],
+            created=str(data["created"]),
+            version=str(data["version"]),
             matrices=tuple(matrix for matrix in data["matrices"] if isinstance(matrix, dict)),
             environments=environments,
             claims=dict(data.get("claims") or {}),
@@ -274,9 +295,30 @@ def _not_a_results_folder(folder: Path) -> str:
     return f"not a results folder: it has no run.json{hint}"
 
 
+_LONG_INTEGER = re.compile(rb"[0-9]{19}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _integer(digits: str) -> int:
+    value = int(digits)
+    if abs(value) >= 2**63:
+        raise ValueError(f"an integer of 64 bits cannot hold {digits[:25]}")
+    return value
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
 def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file: whatever it holds, tables and UTF-8 files can hold too."""
     try:
-        data = json.loads(path.read_bytes())
+        content = read_regular(path, MAX_BYTES)
+        # Asking for each integer, and writing all text, takes longer than reading it: only where there is a sign.
+        parse_int = _integer if _LONG_INTEGER.search(content) else None
+        data = json.loads(content, parse_int=parse_int, parse_constant=_no_number)
+        if _SURROGATE.search(content):
+            json.dumps(data, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"not readable as JSON ({type(error).__name__}: {error})") from None
     if not isinstance(data, dict):
@@ -310,8 +352,24 @@ def read_ceilings(folder: Path) -> tuple[Ceilings, ...]:
     return tuple(Ceilings.from_dict(entry if isinstance(entry, dict) else {}, str(path)) for entry in entries)
 
 
+def record_text(record: Record) -> str:
+    """Return what `read_record` reads: the record with a checksum, so that a bit that flips on a disk is noticed.
+
+    Raises:
+        StoreError: a number is not finite, or text is not Unicode.
+    """
+    try:
+        data = json.loads(record.to_json())
+        text = json.dumps({**data, "checksum": checksum(data)}, sort_keys=True, indent=1)
+        if _SURROGATE.search(text.encode()):
+            json.dumps(data, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise StoreError(f"{record.cell.id}: cannot be stored ({error})") from None
+    return text
+
+
 def read_record(path: Path, key: str = "") -> Record:
-    """Return the record in a file.
+    """Return the record in a file. Those of older versions have no checksum.
 
     Args:
         path: of the file.
@@ -338,30 +396,35 @@ def cell_files(folder: Path) -> list[Path]:
     return [path for path in sorted(cells.iterdir()) if path.name[0] != "."] if cells.is_dir() else []
 
 
-def scan_cells(folder: Path) -> Scan:
-    """Read all records, each of which must be the one its file is named after.
+def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], Record | None] = lambda _: None) -> Scan:
+    """Read all records.
+
+    Args:
+        folder: results folder.
+        is_strict: each must be the one its file is named after, and of no newer version.
+        find: returns what is known of a record, whose file is then not read.
 
     Raises:
-        FolderError: a newer version of this package wrote a record.
+        FolderError: a newer version of this package wrote a record, and `is_strict`.
     """
     records: dict[str, Record] = {}
     problems: dict[str, str] = {}
     for path in cell_files(folder):
         try:
-            records[path.stem] = read_record(path, path.stem)
-        except FolderError:
-            raise
+            records[path.stem] = find(path) or read_record(path, path.stem if is_strict else "")
         except StoreError as error:
+            if is_strict and isinstance(error, FolderError):
+                raise
             problems[path.name] = str(error)
     return Scan(records=records, problems=problems)
 
 
 def differences(old: Environment, new: Environment) -> list[str]:
     """Return what differs between two environments, for people; at most a few items."""
-    before, after = old.to_dict(), new.to_dict()
+    before, after = old.deciding(), new.deciding()
     texts = []
     for name in before:
-        if before[name] == after[name] or name in COMMIT_FIELDS:
+        if before[name] == after[name]:
             continue
         if isinstance(before[name], dict):
             keys = sorted({*before[name], *after[name]})

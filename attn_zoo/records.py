@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from attn_zoo.errors import StoreError
 
@@ -33,8 +33,11 @@ self-pretraining; 3, the digest of a variant covers all of this package that tra
 STEP_VERSION = 100 * PROTOCOL_VERSION + TRAINING_VERSION
 """Of training steps that are timed, which depend on both."""
 
-COMMIT_FIELDS = frozenset({"commit", "is_dirty", "earlier_commits"})
-"""Fields of an environment that say with which sources: no reason not to compare, as sources are in the keys."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""Of bytes, operations, parameters, steps: what no table or file of 64-bit numbers could hold is no count."""
+
+Size = Annotated[int, Field(ge=1, lt=2**63)]
+Rate = Annotated[float, Field(gt=0)]
 
 MEASURED_PHASES = frozenset({"timing", "memory", "energy", "training"})
 """Of `Record.phases`, those in which the harness measures; the others are what it adds."""
@@ -52,8 +55,8 @@ Status = Literal[
     "error",
     "cancelled",
 ]
-"""What became of a cell. `cancelled` is reserved: a cell that is stopped leaves no record, and the next run takes it
-up."""
+"""What became of a cell. `cancelled` is never stored: a cell that is stopped, or ended by a disk that is full, has no
+record, and the next run takes it up."""
 STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
 
 ANSWERS = frozenset({"ok", "unsupported"})
@@ -121,6 +124,12 @@ def _validator(cls: type) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
+def checksum(data: Mapping[str, Any]) -> str:
+    """Return 16 hexadecimal digits that change with any value of plain data."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 class Json:
     """To and from JSON, strictly: unknown or missing fields and non-finite numbers are refused."""
 
@@ -130,6 +139,10 @@ class Json:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields by name, not copied: ten times as fast as `to_dict`."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
 
     def to_json(self) -> str:
         """Return one JSON text with sorted keys.
@@ -144,19 +157,25 @@ class Json:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "") -> Self:
-        """Return the validated object.
+        """Return the validated object; where `data` also has their `checksum`, it must fit.
 
         Raises:
-            StoreError: `data` does not have the fields and types of this class.
+            StoreError: `data` does not have the fields and types of this class, or was changed.
         """
+        values = dict(data)
+        noted = values.pop("checksum", None)
         try:
-            return _validator(cls).validate_python(dict(data))  # type: ignore[arg-type, no-any-return]
+            if noted is not None and noted != checksum(values):
+                raise StoreError(f"{source or cls.__name__}: its checksum does not fit: a value was changed")
+            return _validator(cls).validate_python(values)  # type: ignore[arg-type, no-any-return]
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             path = ".".join(str(part) for part in first["loc"])
             raise StoreError(
                 f"{source or cls.__name__}: {path}: {first['msg']} ({error.error_count()} problems)"
             ) from None
+        except (TypeError, ValueError) as error:  # what JSON cannot hold has no checksum
+            raise StoreError(f"{source or cls.__name__}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +201,7 @@ class Timing(Json):
         graph_ms: on a GPU, of the same call replayed from a CUDA graph, cache warm: median over samples of many
             replays. Older records have it only where a single call took less than 0.1 ms.
         graph_reason: why there is no such time although there should be one.
+        num_discarded: samples that were taken again, because something else disturbed the machine meanwhile.
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
 
@@ -192,15 +212,21 @@ class Timing(Json):
     low_ms: float
     high_ms: float
     first_ms: float
-    num_warmup: int
-    inner_loops: int
+    num_warmup: Count
+    inner_loops: Size
     timer: str
     process_cpu_ms: float | None = None
-    process_sizes: tuple[int, ...] = ()
+    process_sizes: tuple[Size, ...] = ()
     host_ms: float | None = None
     graph_ms: float | None = None
     graph_reason: str = ""
+    num_discarded: int = 0
     flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.process_sizes and sum(self.process_sizes) != len(self.samples_ms):
+            sizes = " + ".join(map(str, self.process_sizes))
+            raise ValueError(f"expected {sizes} samples, those of all processes; got {len(self.samples_ms)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,13 +244,13 @@ class Memory(Json):
         process_bytes: high water of the process above its state before the call, on CPU.
     """
 
-    peak_bytes: int | None = None
-    extra_bytes: int | None = None
-    saved_bytes: int | None = None
-    input_bytes: int | None = None
-    output_bytes: int | None = None
-    reserved_bytes: int | None = None
-    process_bytes: int | None = None
+    peak_bytes: Count | None = None
+    extra_bytes: Count | None = None
+    saved_bytes: Count | None = None
+    input_bytes: Count | None = None
+    output_bytes: Count | None = None
+    reserved_bytes: Count | None = None
+    process_bytes: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,13 +290,13 @@ class Score(Json):
     metric: str
     value: float
     validation: float
-    num_examples: int
+    num_examples: Count
     chance: float
     floors: dict[str, float] = field(default_factory=dict)
     references: dict[str, float] = field(default_factory=dict)
-    best_step: int
-    num_steps: int
-    num_params: int
+    best_step: Count
+    num_steps: Count
+    num_params: Count
     train_flops: float | None = None
     train_s: float
     compile_s: float | None = None
@@ -280,7 +306,7 @@ class Score(Json):
     correct: str = ""
     breakdown: tuple[dict[str, float], ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: int | None = None
+    peak_bytes: Count | None = None
     padding_frac: float | None = None
     pretrain: str = ""
     pretrain_s: float | None = None
@@ -317,10 +343,10 @@ class Ceilings(Json):
     device: str
     dtype: str
     threads: int | None = None
-    matmul_flops_per_s: float
-    copy_bytes_per_s: float
-    peak_flops_per_s: float | None = None
-    peak_bytes_per_s: float | None = None
+    matmul_flops_per_s: Rate
+    copy_bytes_per_s: Rate
+    peak_flops_per_s: Rate | None = None
+    peak_bytes_per_s: Rate | None = None
     is_tf32: bool | None = None
     environment: str = ""
     measured: str = ""
@@ -407,15 +433,15 @@ class Cell(Json):
     variant_digest: str = ""
     dtype: str = "float32"
     device: str = "cpu"
-    batch_size: int | None = None
+    batch_size: Size | None = None
     seed: int = 0
-    threads: int | None = None
+    threads: Size | None = None
     scope: Literal["attention", "mixer", "model"] | None = None
     pass_: PassName | None = None
-    seq_len: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    seq_len: Size | None = None
+    num_heads: Size | None = None
+    num_kv_heads: Size | None = None
+    head_dim: Size | None = None
     is_causal: bool = False
     has_padding: bool = False
     dropout_p: float = 0.0
@@ -435,7 +461,7 @@ class Cell(Json):
     @property
     def key(self) -> str:
         """First 20 hexadecimal digits of the SHA-256 of all fields: the name of the cell's record."""
-        data = asdict(self)
+        data = self.values()
         for name in ("grid", "together"):  # newer than the first results, whose keys must stay what they are
             if not data[name]:
                 del data[name]
@@ -486,7 +512,7 @@ class Cell(Json):
     @property
     def curve(self) -> str:
         """Equal for cells that differ in length only."""
-        data = asdict(self)
+        data = self.values()
         del data["seq_len"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -496,7 +522,7 @@ class Environment(Json):
     """The machine and software of a run. Nothing here identifies a person: the host name is hashed.
 
     Args:
-        host: first 12 hexadecimal digits of the SHA-256 of the host name.
+        host: first 12 hexadecimal digits of the SHA-256 of the host name; of several alike, the one that ran last.
         platform: operating system, release and machine.
         cpu: model name.
         num_cores: usable by this process.
@@ -527,11 +553,22 @@ class Environment(Json):
     earlier_commits: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
+    def deciding(self) -> dict[str, Any]:
+        """Return what decides how long anything takes here: all but the host, the commits and which of its GPUs it is.
+
+        Sources are in the keys of cells. Alike hosts report memory that differs by what their firmware keeps.
+        """
+        data = asdict(self)
+        for name in ("host", "commit", "is_dirty", "earlier_commits"):
+            del data[name]
+        data["memory_bytes"] = round(self.memory_bytes, -9)
+        data["variables"].pop("CUDA_VISIBLE_DEVICES", None)
+        return data
+
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits, equal for environments whose results may be compared (commits do not count)."""
-        data = {name: value for name, value in asdict(self).items() if name not in COMMIT_FIELDS}
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+        """12 hexadecimal digits, equal for environments whose results may be compared."""
+        return hashlib.sha256(json.dumps(self.deciding(), sort_keys=True).encode()).hexdigest()[:12]
 
     def following(self, before: Environment) -> Environment:
         """Return this environment with the commits of `before`, of the same digest, so that none is forgotten."""
@@ -548,6 +585,7 @@ class Record(Json):
         status: named outcome.
         reason: one sentence for every status but `ok`.
         environment: digest of the environment, described in `run.json`.
+        host: that ran it, hashed as in `Environment`; empty for cells that never started, and in older records.
         started: UTC time, ISO 8601.
         duration_s: of the whole cell, set-up included.
         isolation: `"cell"`: a process of its own; `"lane"`: one that may have run other cells of this variant before;
@@ -583,6 +621,7 @@ class Record(Json):
     status: Status
     reason: str = ""
     environment: str = ""
+    host: str = ""
     started: str = ""
     duration_s: float = 0.0
     isolation: Literal["cell", "lane", "interleaved"] = "cell"
@@ -592,16 +631,16 @@ class Record(Json):
     kernels: tuple[str, ...] = ()
     is_simulated: bool = False
     gate: tuple[str, ...] = ()
-    flops: int | None = None
-    projection_flops: int | None = None
-    min_bytes: int | None = None
+    flops: Count | None = None
+    projection_flops: Count | None = None
+    min_bytes: Count | None = None
     backward_ratio: float | None = None
     time_exponent: float | None = None
     memory_exponent: float | None = None
-    counted_flops: int | None = None
+    counted_flops: Count | None = None
     energy_joules: float | None = None
     clocks_mhz: tuple[float, ...] = ()
-    num_params: int | None = None
+    num_params: Count | None = None
     num_jobs: int = 1
     timing: Timing | None = None
     memory: Memory | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,6 +18,40 @@ from attn_zoo.errors import FolderError, StoreError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Error numbers of a full disk."""
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a file; a pipe or a device, which may have no end, is refused without waiting for it.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than `most_bytes`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "expected a regular file; it is a folder, a pipe or a device")
+    with os.fdopen(descriptor, "rb") as file:
+        if found.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"expected at most {most_bytes:,} bytes; it has {found.st_size:,}")
+        return file.read(most_bytes + 1)
+
+
+def refuse_links(folder: Path, depth: int = 1) -> None:
+    """Raise `FolderError` if a folder in one that we write into is a symbolic link, which may lead anywhere.
+
+    Links to files do no harm: writing whole files replaces them.
+
+    Args:
+        folder: need not exist; may itself be a link, which its owner chose.
+        depth: how many levels of folders in it to look into as well.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink() and entry.is_dir():
+                raise FolderError(f"{entry.path}: is a symbolic link, and nothing is written through one")
+            if depth and entry.is_dir():
+                refuse_links(Path(entry.path), depth - 1)
 
 
 def _must_be_new(path: Path) -> None:

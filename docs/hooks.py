@@ -140,7 +140,7 @@ def measurements(name: str) -> Iterator[str]:
                     continue
                 shown.add(board.is_timed)
                 page = f"[{run.name}](../results/{run.where}/report.html)"
-                yield from (f"**{machine.words}**, {page}: {board.title.lower()}", "")
+                yield from (f"**{machine.words}** ({machine.name}), {page}: {board.title.lower()}", "")
                 yield from _table(board.headings, ([_entry(entry) for entry in row] for row in rows))
                 yield from ("", '??? note "What was measured, and how to read it"', "", f"    {_text(board.note)}", "")
     yield from ("[All machines and mechanisms](../results/index.html).", "")
@@ -175,6 +175,8 @@ def formula(line: str) -> str:
 
     >>> formula("out_i = sum_j phi(q_i)^T v_j,  j <= i")
     'out<sub>i</sub> = Σ<sub>j</sub> φ(q<sub>i</sub>)<sup>T</sup> v<sub>j</sub>,  j ≤ i'
+    >>> formula("S_{n-1} + x_(t - d), 2^(-5-h), W_i^Q, a < b")
+    'S<sub>n-1</sub> + x<sub>t - d</sub>, 2<sup>-5-h</sup>, W<sub>i</sub><sup>Q</sup>, a &lt; b'
     """
     for plain, sign in _SIGNS.items():
         line = line.replace(plain, sign)

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metadata": {"errors"},
     "whole_files": {"errors"},
     "records": {"errors"},
-    "folder": {"errors", "records"},
+    "folder": WORDS | {"records"},
     "bundle": {"errors", "whole_files"},
     "statistics": {"errors", "records"},
     "discovery": WORDS,

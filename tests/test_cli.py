@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ import pytest
 import attn_zoo
 from attn_zoo import cli
 from attn_zoo.registry import variants
+from tests.report.synthetic import scaling, write_run
+from tests.test_discovery import VARIANT
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -280,6 +284,43 @@ def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path,
     compared = call("compare", "one", "two")
     assert compared.code == 0
     assert " of 6 cells agree" in compared.out
+
+
+@pytest.mark.parametrize("command", [["list", "--json"], ["show", "loud", "--json"], ["check", "loud", "--json"]])
+@pytest.mark.usefixtures("forget")
+def test_what_a_variant_prints_does_not_break_json(call, tmp_path, command):
+    path = tmp_path / "loud.py"
+    path.write_text("print('[')\n" + VARIANT.format(name="loud"))
+    only = ["--only", "shape_and_dtype"] if command[0] == "check" else []
+    answer = call(*command, *only, "--variant-file", str(path))
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)
+    assert "[" in answer.err
+
+
+HOSTILE = "\x1b[31mred\x9b\u202e"
+
+
+def test_nothing_in_a_results_folder_steers_the_terminal(call, tmp_path):
+    record = replace(scaling("full", 512), status="error", reason=HOSTILE, timing=None)
+    labelled = replace(scaling("full", 1024), cell=replace(scaling("full", 1024).cell, label=HOSTILE))
+    folder = write_run(tmp_path / "run", [record, labelled, scaling("full", 2048)], name=HOSTILE)
+    (folder / "cells" / f"{HOSTILE}.json").write_text("{")
+    for command in (["status", folder], ["report", folder], ["compare", folder, folder]):
+        answer = call(*map(str, command))
+        assert answer.code == 0, answer.err
+        assert not {"\x1b", "\x9b", "\u202e"} & set(answer.out + answer.err)
+    page = (folder / "report.html").read_text()
+    assert "\x1b" not in page
+
+
+@pytest.mark.parametrize("command", [["list"], ["list", "tasks"], ["show", "full"], ["--help"]])
+def test_a_terminal_that_knows_latin_1_only_is_served(command):
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    line = [sys.executable, "-m", "attn_zoo", *command]
+    done = subprocess.run(line, env=environment, capture_output=True, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert done.stdout.decode("latin-1")
 
 
 def test_a_broken_matrix_is_reported_whole_and_nothing_is_written(call, tmp_path, monkeypatch):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
-from attn_zoo.discovery import discover
+from attn_zoo.discovery import discover, tried_imports
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import all_or_nothing, tasks, variants
 
@@ -119,6 +120,30 @@ def test_a_package_that_hangs_is_given_up(site):
     assert failure.provider == "zoo_plugin_hangs (zoo_plugin_hangs)"
     assert failure.reason == "did not finish importing within 1 s"
     assert "full" in variants
+
+
+def test_a_package_that_hangs_does_so_once_for_all_processes(site, monkeypatch):
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    site(zoo_plugin_hangs=f"{child}\nwhile True: pass", zoo_plugin_good=TASK.format(name="plugin_good"))
+    (first,) = discover("attn_zoo.variants", all_or_nothing, timeout_s=4)
+    for name, value in tried_imports().items():
+        monkeypatch.setenv(name, value)
+    tasks.remove("plugin_good")
+    del sys.modules["zoo_plugin_good"]
+    began = time.monotonic()
+    (again,) = discover("attn_zoo.variants", all_or_nothing, timeout_s=60)
+    assert time.monotonic() - began < 2, "nothing is tried again"
+    assert again == first
+    assert "plugin_good" in tasks
+
+
+def test_what_a_package_prints_is_not_what_was_asked_for(site, tmp_path, capsys):
+    site(zoo_plugin_prints="print('{')\n" + VARIANT.format(name="plugin_good"))
+    assert discover("attn_zoo.variants", all_or_nothing) == []
+    (tmp_path / "mine.py").write_text("print('[')\n" + VARIANT.format(name="from_file"))
+    load_file(tmp_path / "mine.py")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "{\n[\n")
 
 
 def test_a_package_that_waits_for_input_does_not_wait(site):

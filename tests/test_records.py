@@ -26,6 +26,7 @@ json_values = st.recursive(
 )
 options = st.dictionaries(words, json_values, max_size=3)
 counts = st.none() | st.integers(0, 2**62)
+sizes = st.none() | st.integers(1, 2**62)
 
 cells = st.builds(
     Cell,
@@ -33,8 +34,8 @@ cells = st.builds(
     variant=words,
     label=words,
     options=options,
-    batch_size=counts,
-    seq_len=counts,
+    batch_size=sizes,
+    seq_len=sizes,
     pass_=st.sampled_from([None, "infer", "fwd", "bwd", "fwd_bwd"]),
     scope=st.sampled_from([None, "attention", "mixer"]),
     is_causal=st.booleans(),
@@ -217,10 +218,23 @@ def test_ids_are_readable():
     assert accuracy.id == "full/accuracy/listops/short/cpu-small/seed2"
 
 
-def test_an_environments_digest_forgets_the_commit_only():
-    environment = Environment(host="h", platform="p", cpu="c", num_cores=2, memory_bytes=1, threads=2)
-    assert replace(environment, commit="abc", is_dirty=True).digest == environment.digest
-    assert replace(environment, threads=1).digest != environment.digest
+def test_an_environments_digest_is_of_what_decides_a_time():
+    environment = Environment(
+        host="h", platform="p", cpu="c", num_cores=2, memory_bytes=2**34, threads=2, variables={"OMP_NUM_THREADS": "2"}
+    )
+    another_node = replace(environment, host="g", memory_bytes=2**34 - 300_000, commit="abc", is_dirty=True)
+    assert another_node.digest == environment.digest
+    second_card = replace(environment, variables={"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "1"})
+    assert second_card.digest == environment.digest
+    for change in (
+        {"threads": 1},
+        {"cpu": "d"},
+        {"gpu": "g"},
+        {"memory_bytes": 2**35},
+        {"versions": {"torch": "2"}},
+        {"variables": {"OMP_NUM_THREADS": "1"}},
+    ):
+        assert replace(environment, **change).digest != environment.digest, change
 
 
 def test_statuses_are_those_of_the_type():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import html
+import importlib.util
 import logging
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -55,6 +58,20 @@ def test_measurements_stand_on_the_pages_and_lead_to_records(site):
     records = re.findall(r'href="(\.\./results/[^"]+/cells/[0-9a-f]+\.json)"', page.read_text(encoding="utf-8"))
     assert len(records) > 10
     assert all((page.parent / record).is_file() for record in records)
+
+
+def test_equations_are_set(site):
+    assert doctest.testmod(hooks()) == (0, 2)
+    assert "softmax(Q K<sup>T</sup> / √(D)) V" in (site / "variants" / "full.html").read_text(encoding="utf-8")
+
+
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_references_are_made_from_the_code(site):

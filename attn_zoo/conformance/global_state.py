@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn_zoo.errors import GateError
+
 TORCH_GENERATOR = "torch's random generator"
 
 
@@ -152,16 +154,16 @@ State = dict[str, Any]
 """Values by the name of the setting."""
 
 
-def read_state() -> State:
-    """Return what the process is set to now."""
-    return {setting.name: setting.read() for setting in _SETTINGS}
+def read_state(*, has_generators: bool = True) -> State:
+    """Return what the process is set to now; `has_generators`, random generators too, which take longest to read."""
+    return {setting.name: setting.read() for setting in _SETTINGS if has_generators or setting.is_shown}
 
 
 def changes(before: State) -> dict[str, str]:
     """Return what is set differently now, by name: how, such as `"1 to 4"`; empty where a value says nothing."""
     found = {}
     for setting in _SETTINGS:
-        if (value := setting.read()) != before[setting.name]:
+        if setting.name in before and (value := setting.read()) != before[setting.name]:
             found[setting.name] = f"{_show(before[setting.name])} to {_show(value)}" if setting.is_shown else ""
     return found
 
@@ -178,6 +180,35 @@ def restored() -> Iterator[None]:
     try:
         yield
     finally:
-        for setting in _SETTINGS:
-            if setting.read() != before[setting.name]:
-                setting.write(before[setting.name])
+        _put_back(before)
+
+
+def _put_back(before: State) -> None:
+    for setting in _SETTINGS:
+        if setting.name in before and setting.read() != before[setting.name]:
+            setting.write(before[setting.name])
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Put back what the block changes of the settings, and raise `GateError` for it; random draws are no settings.
+
+    For calls that are timed: at their length nothing has been checked before. Takes a tenth of a millisecond.
+    """
+    before, cause = read_state(has_generators=False), None
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        _put_back(before)
+        raise
+    except Exception as error:  # perhaps because of the change
+        cause = error
+    except BaseException:
+        _put_back(before)
+        raise
+    changed = changes(before)
+    _put_back(before)
+    for name, how in changed.items():
+        raise GateError("global_state", f"a call changes {name}: {how}") from cause
+    if cause is not None:
+        raise cause

@@ -144,12 +144,17 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def hashed_host() -> str:
+    """Return what stands for the name of this machine in records."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
+
+
 def capture_environment() -> Environment:
     """Describe this machine and the software in this process. Takes a fraction of a second; call it once for a run."""
     commit, is_dirty = _commit(Path(__file__).resolve().parent.parent)
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
     return Environment(
-        host=hashlib.sha256(platform.node().encode()).hexdigest()[:12],
+        host=hashed_host(),
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu_name(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.records import COMMIT_FIELDS, Environment, Record
+from attn_zoo.records import Environment, Record
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import (
@@ -542,8 +542,8 @@ def _environment_differences(a: Results, b: Results) -> str:
     first, second = _first_known(used_a, a.environments), _first_known(used_b, b.environments)
     if first is None or second is None:
         return "not described in run.json"
-    own, other = first.to_dict(), second.to_dict()
-    return ", ".join(name for name in own if own[name] != other[name] and name not in COMMIT_FIELDS)
+    own, other = first.deciding(), second.deciding()
+    return ", ".join(name for name in own if own[name] != other[name])
 
 
 def _first_known(used: set[str], known: Mapping[str, Environment]) -> Environment | None:

@@ -3,8 +3,10 @@
 import ctypes
 import os
 import signal
+import stat
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,6 +32,16 @@ def register(name: str, capabilities: Capabilities | None = None):
         ),
         reference=Reference(title="Misbehaviour", authors="Tests", year=2026, url="https://example.org"),
     )
+
+
+def leave_behind() -> None:
+    """Start a process that is no child of ours and not in our session."""
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(120)
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 class Plain(AbstractAttention):
@@ -71,13 +83,14 @@ class Abort(Plain):
 
 @register("fake_hang")
 class Hang(Plain):
-    """Ignores the polite signal, leaves a child behind, and sleeps."""
+    """Ignores the polite signal, leaves two processes behind, one of them in a session of its own, and sleeps."""
 
     def misbehave(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
             time.sleep(120)
             os._exit(0)
+        leave_behind()
         time.sleep(120)
 
 
@@ -162,6 +175,91 @@ class Loud(Plain):
         sys.stdout.write('{"event": "done", "record": {}}\n')
         os.write(1, b"not json\n")
         assert sys.stdin.read() == ""
+
+
+@register("fake_half_character")
+class HalfCharacter(Plain):
+    """Raises text that no file can hold, as a name of a file that is no Unicode has it."""
+
+    def misbehave(self) -> None:
+        raise ValueError("\udcff")
+
+
+@register("fake_scribbler")
+class Scribbler(Plain):
+    """Writes to every pipe that the process has, one of which is for the answers."""
+
+    def misbehave(self) -> None:
+        for descriptor in range(3, 64):
+            with suppress(OSError):
+                if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, b'{"event": "done", "records": [], "verdicts": {}}\n\xff\n')
+
+
+@register("fake_lost")
+class Lost(Plain):
+    """Says that it is at a cell that there is not."""
+
+    def misbehave(self) -> None:
+        os.pwrite(int(sys.argv[2]), b"\xff\xff\xff\xff", 0)
+
+
+class Meddler(Plain):
+    """Changes what the process has one of, from the third long call on: warmed up, it meddles with its neighbours."""
+
+    num_calls = 0
+
+    def misbehave(self) -> None:
+        self.num_calls += 1
+        if self.num_calls > 2:
+            self.meddle()
+
+    def meddle(self) -> None:
+        """Do nothing."""
+
+
+@register("fake_threads")
+class Threads(Meddler):
+    """Takes more threads than the cell says."""
+
+    def meddle(self) -> None:
+        torch.set_num_threads(2)
+
+
+@register("fake_no_grad")
+class NoGrad(Meddler):
+    """Switches gradients off for whoever comes next."""
+
+    def meddle(self) -> None:
+        torch.set_grad_enabled(False)
+
+
+@register("fake_double")
+class Double(Meddler):
+    """Changes the default dtype."""
+
+    def meddle(self) -> None:
+        torch.set_default_dtype(torch.float64)
+
+
+@register("fake_chatty")
+class Chatty(Plain):
+    """Prints 8 MiB in each call."""
+
+    def misbehave(self) -> None:
+        sys.stdout.write(("x" * 1023 + "\n") * 2**13)
+
+
+@register("fake_daemon")
+class Daemon(Plain):
+    """Leaves a process behind, in a session of its own, that nobody asked for."""
+
+    num_calls = 0
+
+    def misbehave(self) -> None:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            leave_behind()
 
 
 @register("fake_picky")

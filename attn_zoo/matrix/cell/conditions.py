@@ -17,6 +17,9 @@ BUSY_FRAC = 0.10
 SLOW_CLOCK_FRAC = 0.75
 """A GPU clock that falls below this part of what it was has changed during the timing."""
 
+SETTLING_S = 2.0
+"""How long a process that has ended may take to leave the GPU, before it counts as another one there."""
+
 SHORTEST_S = 0.2
 """Processor times move in steps of 10 ms: over less than this they say nothing."""
 
@@ -26,29 +29,49 @@ def _busy_s() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
+def _num_others(device: str) -> int:
+    """Return how many processes use the device beside this one and the one that supervises it."""
+    return max((num_other_processes(device) or 0) - 1, 0)
+
+
 @dataclass
 class Conditions:
     """Watches the block it surrounds. Costs a few reads before and after, nothing in between.
 
     Args:
         device: `"cpu"` or `"cuda"`.
+
+    Attributes:
+        clocks_mhz: of the GPU before and after.
+        flags: what was found; see `attn_zoo.report.wording.FLAG_MARKS`.
     """
 
     device: str
     clocks_mhz: tuple[float, ...] = ()
     flags: tuple[str, ...] = ()
     _before: Clocks | None = field(default=None, repr=False)
-    _wall_s: float = 0.0
+    _others: int = 0
+    _start_s: float = 0.0
     _own_s: float = 0.0
     _all_s: float = 0.0
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether something disturbed the block that a later one may be spared; a throttled GPU stays hot."""
+        return bool(set(self.flags) - {"throttled"})
+
     def __enter__(self) -> Self:
+        for _ in range(20):
+            self._others = _num_others(self.device)
+            if self._others == 0:
+                break
+            time.sleep(SETTLING_S / 20)
         self._before = clocks(self.device)
-        self._wall_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
+        self._start_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        wall_s = time.monotonic() - self._wall_s
+        wall_s = time.monotonic() - self._start_s
         others_s = (_busy_s() - self._all_s) - (time.process_time() - self._own_s)
         after = clocks(self.device)
         flags = []
@@ -65,7 +88,6 @@ class Conditions:
             # Up is a GPU that woke from idling, which warm-up is for; down is not.
             if after.sm_mhz < SLOW_CLOCK_FRAC * before.sm_mhz:
                 flags.append("clock_changed")
-        # The process that supervises this one may hold the device open too.
-        if (num_other_processes(self.device) or 0) > 1:
+        if max(self._others, _num_others(self.device)) > 0:
             flags.append("other_gpu_process")
         return flags

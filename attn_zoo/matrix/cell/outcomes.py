@@ -18,8 +18,13 @@ _DEVICE_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STAT
 _TRACE_LINES, _TRACE_CHARS = 14, 4000
 
 
+def _text(error: object) -> str:
+    """Return the message, of which others make files: what is no Unicode, as in names of files, is written out."""
+    return str(error).encode("utf-8", "backslashreplace").decode()
+
+
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    lines = _text(error).strip().splitlines()
     return lines[0] if lines else "(no message)"
 
 
@@ -36,9 +41,9 @@ def _host_reason(error: BaseException, room_bytes: int | None) -> str:
 
 def outcome_of(error: BaseException, room_bytes: int | None = None) -> tuple[Status, str]:
     """Return (status, reason) for what ended a cell; `room_bytes` could be allocated when it began, if known."""
-    text = str(error)
+    text = _text(error)
     if isinstance(error, UnsupportedError):
-        return "unsupported", error.reason
+        return "unsupported", _text(error.reason)
     if isinstance(error, GateError):
         return "gate_failed", text
     if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
@@ -53,7 +58,7 @@ def outcome_of(error: BaseException, room_bytes: int | None = None) -> tuple[Sta
 
 def short_trace(error: BaseException) -> str:
     """Return the end of the traceback, where the cause is."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
+    lines = _text("".join(traceback.format_exception(error))).splitlines()
     return "\n".join(lines[-_TRACE_LINES:])[-_TRACE_CHARS:]
 
 

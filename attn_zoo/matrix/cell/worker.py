@@ -11,6 +11,7 @@ import os
 import sys
 from typing import IO
 
+from attn_zoo.matrix.cell.log import be_patient, log_to
 from attn_zoo.matrix.limits import be_first_to_die, die_with_parent
 
 
@@ -25,22 +26,13 @@ def _private_streams() -> tuple[IO[str], IO[str]]:
     return orders, answers
 
 
-def _log_to(path: str) -> None:
-    """Send everything printed from here on, by C code too, to the end of the file."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-
-
 def main() -> None:
     """Answer orders until the supervisor closes the pipe, or a failure makes this process unfit for another cell."""
     die_with_parent(int(sys.argv[1]))
     place = int(sys.argv[2])
     be_first_to_die()
     orders, answers = _private_streams()
+    be_patient()
     # Before "ready", so that no cell pays for it: torch, and what is registered in this package and installed ones.
     from attn_zoo.conformance.verdicts import known, learn
     from attn_zoo.matrix.cell.run_order import answer
@@ -52,7 +44,7 @@ def main() -> None:
     print(json.dumps({"event": "ready"}), file=answers, flush=True)
     for line in orders:
         order = WorkOrder.from_dict(json.loads(line), "order")
-        _log_to(order.log)
+        log_to(order.log)
         learn(order.verdicts)
         # Written, not sent: a message would wake the supervisor while something is timed.
         records = answer(order, lambda index: os.pwrite(place, index.to_bytes(4, "little"), 0))

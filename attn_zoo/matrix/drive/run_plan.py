@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -73,6 +73,7 @@ class Session(Control):
             if not kind_of(record.cell).is_timed:  # that of a timed one sums its repeats
                 self._forecast_of(record.cell).add(record)
         self._kill_at: float | None = None
+        self._summed = self._sum_again = self._sum_s = 0.0
         self._environments: set[str] = set()
         self.stopped: str | None = None
         self.new: list[Record] = []
@@ -119,11 +120,22 @@ class Session(Control):
         return False
 
     def started(self, item: PlannedCell) -> None:
-        left_s = 0.0
-        for key, waiting in self._waiting.items():
-            num_left = waiting.separate_repeats - len(self._repeats[key])
-            left_s += num_left * self.forecast_s(waiting) / (1 if kind_of(waiting.cell).is_timed else self._jobs)
-        self._progress.started(item, left_s)
+        self._progress.started(item, self._left_s())
+
+    def _left_s(self) -> float:
+        """Return the seconds that all which waits will take.
+
+        It is added up anew only when a hundred times as long has passed as that takes: thousands may wait.
+        """
+        now = time.monotonic()
+        if now >= self._sum_again:
+            self._summed, self._sum_s = now, 0.0
+            for key, waiting in self._waiting.items():
+                num_left = waiting.separate_repeats - len(self._repeats[key])
+                jobs = 1 if kind_of(waiting.cell).is_timed else self._jobs
+                self._sum_s += num_left * self.forecast_s(waiting) / jobs
+            self._sum_again = now + 100 * (time.monotonic() - now)
+        return max(self._sum_s - (now - self._summed), 0.0)
 
     def should_stop(self) -> bool:
         self._progress.tick()
@@ -140,7 +152,12 @@ class Session(Control):
 
         The last repeat makes all of them the cell's record. One that fails is the cell's record, whatever the others
         said: a crash now and then is a result too.
+
+        Raises:
+            StoreError: the record cannot be stored, or its cell ended because its checkpoint could not be.
         """
+        if record.status == "cancelled":
+            raise StoreError(record.reason)
         key = record.cell.key
         if key not in self._waiting:
             return  # another repeat failed elsewhere meanwhile: that is the cell's result
@@ -202,6 +219,7 @@ class Standing:
         begun: repeats that cells of `left` have already, by key.
         has_plan: what was planned is known; otherwise nothing can be said of `left`.
         doubt: what is not known, one sentence; empty where the matrix could be planned anew.
+        problems: files that are no records, each with the reason.
     """
 
     done: tuple[Record, ...]
@@ -211,6 +229,7 @@ class Standing:
     begun: Mapping[str, int] = field(default_factory=dict)
     has_plan: bool = True
     doubt: str = ""
+    problems: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,12 +266,12 @@ def standing(
 ) -> Standing:
     """Compare planned cells with the records of a folder, and the number of repeats of cells not done, by key."""
     by_key = {record.cell.key: record for record in records}
-    planned = {item.cell.key for item in cells}
-    ids = {item.cell.id for item in cells}
+    planned = {item.cell.key: item for item in cells}
     outside = [record for key, record in by_key.items() if key not in planned]
+    ids = {item.cell.id for item in cells} if outside else set()
     return Standing(
-        done=tuple(by_key[item.cell.key] for item in cells if item.cell.key in by_key),
-        left=tuple(item for item in cells if item.cell.key not in by_key),
+        done=tuple(by_key[key] for key in planned if key in by_key),
+        left=tuple(item for key, item in planned.items() if key not in by_key),
         stale=tuple(record for record in outside if record.cell.id in ids),
         other=tuple(record for record in outside if record.cell.id not in ids),
         begun={key: count for key, count in (repeats or {}).items() if key in planned and key not in by_key},
@@ -344,7 +363,8 @@ def run(
                 del records[key]
         left = standing(plan.cells, list(records.values())).left
         limit_s = None if time_limit_min is None else time_limit_min * 60
-        repeats = _repeats(store, plan, records, None if engine.is_remote else environment.digest)
+        here = None if engine.is_remote else store.info().names_of(environment.digest)
+        repeats = _repeats(store, plan, records, here)
         session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, repeats)
         settings = Settings(
             logs=store.logs,
@@ -394,7 +414,7 @@ def _known_ceilings(store: Store) -> frozenset[tuple[str, str, str, int | None]]
 
 
 def _repeats(
-    store: Store, plan: Plan, records: Mapping[str, Record], environment: str | None
+    store: Store, plan: Plan, records: Mapping[str, Record], environments: Collection[str] | None
 ) -> dict[str, list[Record]]:
     """Return the repeats that cells without a record have, by key; tidy away what a killed run left of the others."""
     usable: dict[str, list[Record]] = {}
@@ -404,7 +424,7 @@ def _repeats(
         if key not in begun:
             continue
         if key not in records:
-            usable[key] = store.repeats.take(key, environment, most=item.separate_repeats - 1)
+            usable[key] = store.repeats.take(key, environments, most=item.separate_repeats - 1)
         elif records[key].status == "ok":
             store.repeats.drop(key)
         else:

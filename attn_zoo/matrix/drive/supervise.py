@@ -18,6 +18,7 @@ from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.measure.environment import hashed_host
 from attn_zoo.records import STOPPERS, Ceilings, Environment, Record, Status
 from attn_zoo.statistics import pool_records
 
@@ -87,7 +88,7 @@ def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, p
 
     The pool may serve other lanes before and after.
     """
-    known = list(prior)
+    known, host = list(prior), hashed_host()
     ended: set[str] = set()  # cells that failed: they are not repeated
     bundles = [list(group) for _, group in itertools.groupby(items, key=lambda item: item.bundle)]
     try:
@@ -109,7 +110,8 @@ def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, p
             records = run_bundle(todo, pool, has_next=index + 1 < len(bundles))
             if records is None:
                 return
-            for record in records:
+            for measured in records:
+                record = replace(measured, host=host)
                 known.append(record)
                 control.finished(record)
                 if record.status != "ok":
@@ -216,10 +218,12 @@ def _is_stopped(ended: Ended, pool: WorkerPool) -> bool:
 
 
 def _is_foreign(ended: Ended) -> bool:
-    return ended.why == "exit" and -ended.exit_code in _FOREIGN and not ended.was_memory
+    return ended.why == "exit" and not ended.fault and -ended.exit_code in _FOREIGN and not ended.was_memory
 
 
 def _classify(ended: Ended, timeout_s: float, attempt: int) -> tuple[Status, str]:
+    if ended.fault:
+        return "error", f"the process was ended: {ended.fault}"
     if ended.why == "timeout":
         limit = f"its limit of {timeout_s:g} s" if ended.was_ready else f"{START_TIMEOUT_S:g} s of starting up"
         return "timeout", f"stopped after {limit}"

@@ -8,12 +8,15 @@ a process loads; on a GPU, which that does not disturb, the next one loads meanw
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
+from uuid import uuid4
 
+from attn_zoo.matrix.drive.engines.descendants import Keeper
 from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import available_bytes, num_cores
@@ -78,6 +81,8 @@ class WorkerPool:
         self._waiting: list[WorkerProcess] = []
         self._share_s = 0.0  # of each process that started at last, in the time that they took together
         self._verdicts: dict[str, Any] = {}
+        self._mark = uuid4().hex
+        self._end_keeper = weakref.finalize(self, Keeper(self._mark).close)
 
     def __enter__(self) -> Self:
         return self
@@ -196,7 +201,7 @@ class WorkerPool:
 
     def _start(self, item: PlannedCell, threads: int | None, count: int) -> None:
         for _ in range(count):  # one by one: those that were started are ended, whatever happens to the next
-            self._waiting.append(WorkerProcess(self.log(item), threads))
+            self._waiting.append(WorkerProcess(self.log(item), threads, self._mark))
 
     def end_lane(self) -> None:
         """End the process that the lane kept: the next lane's must not have run anything of this one."""
@@ -209,6 +214,7 @@ class WorkerPool:
         self.end_lane()
         while self._waiting:
             self._waiting.pop().close()
+        self._end_keeper()
 
 
 def _sharing(item: PlannedCell) -> object:

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import nn
 
 from attn_zoo.conformance import gate_model
-from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
+from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError, UnsupportedError, suggestion
 from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.cell.tracking import tracked
 from attn_zoo.matrix.kinds.kind import (
@@ -164,6 +164,8 @@ class Accuracy(AbstractKind):
             record = _train(record, order)
         except KeyboardInterrupt:
             raise
+        except StoreError as error:  # a full disk says nothing about the cell, which goes on from its last checkpoint
+            record = replace(record, status="cancelled", reason=str(error))
         except BaseException as error:  # a variant may even call sys.exit
             record = failure_record(record, error, room_bytes)
         seconds = time.monotonic() - begin
@@ -173,7 +175,9 @@ class Accuracy(AbstractKind):
 def _train(record: Record, order: WorkOrder) -> Record:
     from attn_zoo.training import run_training  # loads the backbone: only where it trains
 
-    cell = record.cell
+    cell, data_dir = record.cell, Path(order.data_dir) if order.data_dir else None
+    if cell.data_digest and tasks[str(cell.task)].digest(str(cell.level), data_dir=data_dir) != cell.data_digest:
+        raise ConfigError(str(cell.task), [("", "its data were changed while the matrix ran; run again")])
     if cell.threads is not None:
         torch.set_num_threads(cell.threads)
     checks: dict[str, None] = {}
@@ -185,7 +189,7 @@ def _train(record: Record, order: WorkOrder) -> Record:
     with tracked(cell) as log:
         result = run_training(
             cell,
-            data_dir=Path(order.data_dir) if order.data_dir else None,
+            data_dir=data_dir,
             checkpoint_dir=Path(order.checkpoint_dir) if order.checkpoint_dir else None,
             weights_path=Path(order.weights_dir) / f"{cell.key}.safetensors" if order.weights_dir else None,
             before_training=check,
@@ -219,13 +223,19 @@ class _Known:
 
 
 def _known_of(task: str, level: str, data_dir: Path | None) -> _Known:
-    """Return what can be known; hashes the files that the task reads, so ask once."""
+    """Return what can be known; hashes the files that the task reads, so ask once.
+
+    Raises:
+        ConfigError: the files are here, and are not what they should be.
+    """
     spec = None
     try:
         spec = tasks[task](level, data_dir=data_dir).spec
         return _Known(tasks[task].digest(level, data_dir=data_dir), spec)
     except (UnsupportedError, ConfigError) as error:
         source = tasks[task].source(level)
+        if isinstance(error, ConfigError) and source is not None and source.found(data_dir) is not None:
+            raise
         reason = source and source.why_missing(data_dir)  # without the folders of this machine: it goes into a record
         return _Known(spec=spec, missing=("data", reason or str(error)))
 

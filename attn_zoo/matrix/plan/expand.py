@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,7 +64,8 @@ def make_plan(
         matrix: from `load_matrix`.
         device: instead of the matrix's own.
         only: patterns with `*` and `?` over cell ids (`"linformer/*"`); a cell is kept if one matches.
-        shard: (I, N): keep the I-th of N parts. Lanes stay whole.
+        shard: (I, N): keep the I-th of N parts, alike in their numbers of cells of each length. What is timed in turns
+            at one length stays together.
         add_variants: registered names added to every group.
         data_dir: where tasks find local data.
         is_remote: workers run on other machines, so that a missing GPU here is no refusal.
@@ -86,7 +88,7 @@ def make_plan(
         index, count = shard
         if not 1 <= index <= count:
             raise ConfigError("shard", [("", f"expected I/N with 1 <= I <= N; got {index}/{count}")])
-        ordered = ordered[index - 1 :: count]
+        ordered = _dealt(ordered, index, count)
     cells = _counted_once([item for lane in ordered for item in lane])
     if only:
         kept = [item for item in cells if any(fnmatchcase(item.cell.id, pattern) for pattern in only)]
@@ -98,6 +100,25 @@ def make_plan(
     if should_probe:
         cells = probe(cells, variant_files)
     return Plan(matrix=matrix, cells=tuple(cells), device=device or auto, shard=shard, variant_files=variant_files)
+
+
+def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> list[list[PlannedCell]]:
+    """Return what one of several shards has of each lane: the longest are dealt out first, to who has fewest tokens.
+
+    Decided by the cells alone: shards are planned on machines that estimate times differently.
+    """
+
+    def piece(item: PlannedCell) -> tuple[str, int | None]:
+        return item.cell.together or item.cell.curve, item.cell.seq_len
+
+    pieces = dict.fromkeys(piece(item) for lane in lanes for item in lane)
+    hands, mine = [(0, number) for number in range(1, count + 1)], set()
+    for each in sorted(pieces, key=lambda each: -(each[1] or 1)):
+        tokens, number = heapq.heappop(hands)
+        heapq.heappush(hands, (tokens + (each[1] or 1), number))
+        if number == index:
+            mine.add(each)
+    return [[item for item in lane if piece(item) in mine] for lane in lanes]
 
 
 def plain_files(cells: Iterable[PlannedCell]) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from attn_zoo.records import Cell, Json
@@ -64,7 +64,7 @@ class PlannedCell(Json):
             return self.cell.together
         if self.isolation == "cell":
             return self.cell.curve
-        data = {name: value for name, value in asdict(self.cell).items() if name not in {"seq_len", "pass_"}}
+        data = {name: value for name, value in self.cell.values().items() if name not in {"seq_len", "pass_"}}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]
 
     @property

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import attn_zoo
+from attn_zoo.discovery import tried_imports
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.kinds.all_kinds import kind_of
+from attn_zoo.matrix.limits import die_with_parent
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Cell
 from attn_zoo.registry import load_file
@@ -33,18 +38,27 @@ def probe(
     request = json.dumps({"cells": asked, "variant_files": list(variant_files)})
     root = str(Path(attn_zoo.__path__[0]).parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "attn_zoo.matrix.plan.probe"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    try:
-        answers, _ = child.communicate(request.encode(), timeout_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        answers, _ = child.communicate()
+    with tempfile.TemporaryFile() as asked_file, tempfile.TemporaryFile() as answers_file:
+        asked_file.write(request.encode())
+        asked_file.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "attn_zoo.matrix.plan.probe", str(os.getpid())],
+            stdin=asked_file,
+            stdout=answers_file,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **tried_imports(), "PYTHONPATH": path},
+            start_new_session=True,
+        )
+        try:
+            child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass  # what it has answered by now counts
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        answers_file.seek(0)
+        answers = answers_file.read()
     refusals: dict[str, tuple[str, str]] = {}
     for line in answers.decode("utf-8", "replace").splitlines():
         try:
@@ -62,6 +76,7 @@ def probe(
 
 def main() -> None:
     """Build every module on the device that has no memory; print one JSON line for each refusal."""
+    die_with_parent(int(sys.argv[1]))
     request = json.load(sys.stdin)
     for path in request["variant_files"]:
         load_file(path, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, suggest
 from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Group, Problem, StrictModel
 from attn_zoo.registry import make_config, variants
+from attn_zoo.whole_files import read_regular
 
 MAX_FILE_BYTES = 1_000_000
 
@@ -66,11 +68,12 @@ def shipped_matrices() -> dict[str, Path]:
     return {path.stem: path for place in places for path in sorted(place.glob("*.toml"))}
 
 
-def load_matrix(path: Path | str) -> Matrix:
+def load_matrix(path: Path | str, *, allow_cells: int = MAX_CELLS) -> Matrix:
     """Return the matrix that a TOML file describes, checked down to the options of every variant.
 
     Args:
         path: of the file, or the name of a shipped matrix. Variants of `--variant-file` must be loaded before.
+        allow_cells: a matrix of more is refused.
 
     Raises:
         ConfigError: the file cannot be read or says something impossible; all problems at once.
@@ -83,15 +86,13 @@ def load_matrix(path: Path | str) -> Matrix:
     try:
         if path.is_dir():
             raise ConfigError(str(path), [("", "expected a TOML file; this is a folder")])
-        content = path.read_bytes()
+        content = read_regular(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         nearby = sorted(item.name for item in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         near = suggestion(path.name, [*nearby, *shipped])
         raise ConfigError(str(path), [("", f"no such file{near}  (attn-zoo list matrices)")]) from None
     except OSError as error:
         raise ConfigError(str(path), [("", f"cannot be read: {error.strerror}")]) from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(source, [("", f"expected at most {MAX_FILE_BYTES:,} bytes; got {len(content):,}")])
     try:
         data = tomllib.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -101,11 +102,11 @@ def load_matrix(path: Path | str) -> Matrix:
         raise ConfigError(source, [("", f"not valid TOML: {error or 'nested too deeply'}")]) from None
     except ValueError as error:  # an integer of thousands of digits
         raise ConfigError(source, [("", f"not valid TOML: {error}")]) from None
-    return parse_matrix(data, source)
+    return parse_matrix(data, source, allow_cells=allow_cells)
 
 
-def parse_matrix(data: Mapping[str, Any], source: str) -> Matrix:
-    """Return the matrix that plain data describe; `source` starts the message. Raises as `load_matrix`."""
+def parse_matrix(data: Mapping[str, Any], source: str, *, allow_cells: int = MAX_CELLS) -> Matrix:
+    """Return the matrix that plain data describe; `source` starts the message. The rest is as in `load_matrix`."""
     defaults, problems = _defaults(data.get("defaults", {}))
     resolved: dict[str, Any] = {key: value for key, value in data.items() if key != "defaults"}
     resolved["source"] = source
@@ -130,16 +131,19 @@ def parse_matrix(data: Mapping[str, Any], source: str) -> Matrix:
     for kind in KINDS:
         problems += [item for item in plain_problems(data.get(kind.name), kind.name) if item[0] not in told]
     if matrix is not None:
-        problems += _whole_problems(matrix)
+        problems += _whole_problems(matrix, allow_cells)
     if problems or matrix is None:
         raise ConfigError(source, list(dict.fromkeys(problems)))
     return matrix
 
 
 def restore_matrix(stored: Mapping[str, Any]) -> Matrix:
-    """Return a matrix as `run.json` keeps it: resolved, with the file it came from. Raises as `load_matrix`."""
+    """Return a matrix as `run.json` keeps it: resolved, with the file it came from. Raises as `load_matrix`.
+
+    However many cells it has, somebody allowed them.
+    """
     data = {key: value for key, value in stored.items() if key != "source"}
-    return parse_matrix(data, str(stored.get("source") or "run.json"))
+    return parse_matrix(data, str(stored.get("source") or "run.json"), allow_cells=sys.maxsize)
 
 
 def _defaults(raw: Any) -> tuple[dict[str, Any], list[Problem]]:
@@ -216,16 +220,17 @@ def _option_problems(name: str, options: Any, path: str) -> list[Problem]:
     return []
 
 
-def _whole_problems(matrix: Matrix) -> list[Problem]:
+def _whole_problems(matrix: Matrix, allow_cells: int) -> list[Problem]:
     """Check what no single key can: something to do, not too much of it, labels with one meaning."""
     problems: list[Problem] = []
     groups = list(matrix.groups())
     if not groups:
         kinds = ", ".join(f"[[{kind.name}]]" for kind in KINDS)
         problems.append(("", f"expected at least one group ({kinds}); got none"))
-    if matrix.num_cells > MAX_CELLS:
+    if matrix.num_cells > allow_cells:
         where, _, worst = max(groups, key=lambda item: item[2].num_cells)
-        text = f"expected at most {MAX_CELLS:,} cells in all; this group alone has {worst.num_cells:,}"
+        found = f"this group alone has {worst.num_cells:,}"
+        text = f"expected at most {allow_cells:,} cells in all; {found}  (--allow-cells {matrix.num_cells} takes them)"
         problems.append((where, text))
     meaning: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
     for where, _, group in groups:

@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -42,23 +42,41 @@ def hold_lock(
         wait: until it is free, instead of raising.
 
     Raises:
-        StoreError: somebody else holds it; the message says who and since when.
+        StoreError: somebody else holds it, or runs another number of shards; the message says who and since when.
     """
     if shard is None:
         with _flock(folder / name, fcntl.LOCK_EX, wait):
             yield
         return
-    with (
-        _flock(folder / name, fcntl.LOCK_SH, wait),
-        _flock(folder / f"{name}-{shard[0]}-of-{shard[1]}", fcntl.LOCK_EX, wait),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(_flock(folder / name, fcntl.LOCK_SH, wait))
+        own = folder / f"{name}-of-{shard[1]}"
+        stack.enter_context(_flock(own, fcntl.LOCK_SH, wait))
+        with _flock(folder / f"{name}-shards", fcntl.LOCK_EX, wait=True):  # one at a time: looking means locking
+            for other in sorted(folder.glob(f"{name}-of-*")):
+                if other != own and _is_held(other):
+                    count = other.name.rpartition("-")[2]
+                    text = (
+                        f"shards of {count} are running here, and of {shard[1]} would measure some of their cells too"
+                    )
+                    raise FolderError(f"{folder}: {text}")
+        stack.enter_context(_flock(folder / f"{name}-{shard[0]}-of-{shard[1]}", fcntl.LOCK_EX, wait))
         yield
+
+
+def _is_held(path: Path) -> bool:
+    """Tell whether somebody holds a lock, without keeping it."""
+    try:
+        with _flock(path, fcntl.LOCK_EX, False):
+            return False
+    except FolderError:
+        return True
 
 
 @contextmanager
 def _flock(path: Path, kind: int, wait: bool) -> Iterator[None]:
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
     try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,10 +25,21 @@ from typing import Any
 
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.folder import RunInfo, Scan, differences, pack_cells, read_ceilings, read_info, read_record, scan_cells
+from attn_zoo.folder import (
+    RunInfo,
+    Scan,
+    differences,
+    pack_cells,
+    read_ceilings,
+    read_info,
+    read_record,
+    record_text,
+    scan_cells,
+)
+from attn_zoo.matrix.store.index import Index
 from attn_zoo.matrix.store.lock import hold_lock, move_aside
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
-from attn_zoo.whole_files import write_whole
+from attn_zoo.whole_files import refuse_links, write_whole
 
 
 def _write_new(path: Path, record: Record, what: str) -> None:
@@ -36,7 +47,7 @@ def _write_new(path: Path, record: Record, what: str) -> None:
     if path.exists():
         raise StoreError(f"{path}: there is {what} already; nothing is overwritten")
     try:
-        write_whole(path, record.to_json())
+        write_whole(path, record_text(record))
     except FolderError as error:
         raise StoreError(str(error)) from None
 
@@ -58,12 +69,12 @@ class Repeats:
         """Return how many repeats each cell has that has any, by key; without reading them."""
         return dict(Counter(path.name.partition("-")[0] for path in self._folder.glob("[!.]*-*.json")))
 
-    def take(self, key: str, environment: str | None, most: int) -> list[Record]:
+    def take(self, key: str, environments: Collection[str] | None, most: int) -> list[Record]:
         """Return the repeats of a cell that a run can go on from, and move its others to `replaced`.
 
         Args:
             key: of the cell.
-            environment: digest of the one that the next repeat will be measured in: repeats of another do not count;
+            environments: digests that mean the one the next repeat will be measured in: repeats of others do not count;
                 None where it follows the first repeat, to a machine like that one's.
             most: repeats that can be used.
 
@@ -78,8 +89,8 @@ class Repeats:
                 if isinstance(error, FolderError):
                     raise
                 break  # absent, or damaged: what comes after it is of no use
-            environment = record.environment if environment is None else environment
-            if record.environment != environment or record.status != "ok":
+            environments = {record.environment} if environments is None else environments
+            if record.environment not in environments or record.status != "ok":
                 break
             usable.append(record)
         self.retire(key, beyond=len(usable))
@@ -173,13 +184,16 @@ class Store:
             raise FolderError(f"{self.folder}: {info.problems[0]}")
         return info
 
-    def scan(self) -> Scan:
+    def scan(self, planned: Iterable[Cell] = ()) -> Scan:
         """Read all records; files that are none are reported and left where they are.
+
+        Args:
+            planned: cells of which only the outcome is asked for: their records may lack numbers, timings above all.
 
         Raises:
             StoreError: a newer version of this package wrote a record.
         """
-        return scan_cells(self.folder)
+        return scan_cells(self.folder, find=Index(self.folder, planned).find)
 
     def records(self) -> list[Record]:
         """Return all records, sorted by key."""
@@ -194,9 +208,11 @@ class Store:
         allow_mixed_env: bool = False,
         shard: tuple[int, int] | None = None,
         claims: Mapping[str, dict[str, Any]] | None = None,
-        planned: Iterable[Cell] = (),
+        planned: Sequence[Cell] = (),
     ) -> Iterator[Scan]:
         """Hold the folder for one run: create or resume it, put what is no record into quarantine, yield the records.
+
+        Of a large folder, those of planned cells may lack their numbers: see `scan`.
 
         Shards hold locks of their own and share the folder: their cells differ.
 
@@ -213,6 +229,7 @@ class Store:
             StoreError: no results folder, not writable, another run is at it, or another environment.
         """
         self.check()
+        refuse_links(self.folder)
         try:
             for folder in (self.folder, self._cells, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -222,9 +239,12 @@ class Store:
             with hold_lock(self.folder, None, name=".lock-info", wait=True):
                 self._enter(matrix, environment, allow_mixed_env, claims or {}, tuple(planned))
             if shard is None:  # nobody else writes, so these were left by a killed run
-                for path in (*self._cells.glob(".*.tmp"), *self.folder.glob("parts/.*.tmp")):
-                    path.unlink(missing_ok=True)
-            scan = self.scan()
+                for pattern in (".run.json-*.tmp", ".ceilings.json-*.tmp", "cells/.*.tmp", "parts/.*.tmp"):
+                    for path in self.folder.glob(pattern):
+                        path.unlink(missing_ok=True)
+            index = Index(self.folder, planned)
+            scan = scan_cells(self.folder, find=index.find)
+            index.update(scan.records, self._cells)
             for name, reason in scan.problems.items():
                 self._quarantine(name, reason)
             yield scan
@@ -242,7 +262,8 @@ class Store:
         """Note matrix, environment and plan in `run.json`."""
         if self.exists:
             info = self.info()
-            if info.environments and environment.digest not in info.environments and not allow_mixed_env:
+            known = {one.digest for one in info.environments.values()}
+            if known and environment.digest not in known and not allow_mixed_env:
                 differing = differences(list(info.environments.values())[-1], environment)
                 raise FolderError(
                     f"{self.folder}: measured in another environment ({'; '.join(differing)}). Numbers from two "

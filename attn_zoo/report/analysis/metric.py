@@ -36,6 +36,10 @@ class Metric:
         """The least and the largest score there can be."""
         return (0.0, math.inf) if self.is_lower_better else (0.0, 1.0)
 
+    def inside(self, value: float | None) -> float | None:
+        """Return the end of an interval, not beyond what a score can be: a t-interval of few seeds knows no bounds."""
+        return None if value is None else min(max(value, self.bounds[0]), self.bounds[1])
+
     @property
     def words(self) -> str:
         """Return the name for people."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,9 +100,13 @@ def read_results(dirs: Iterable[str | Path] | str | Path) -> Results:
         for cell in run.left
         if cell.key not in known
     ]
+    usual = {id(run): _usual_environment(run) for run in runs}
     every = [
         Observation(
-            record=_with_current_summary(record), run=run.name, environment=_environment_of(record, run), label=label
+            record=_with_current_summary(record),
+            run=run.name,
+            environment=record.environment or usual[id(run)],
+            label=label,
         )
         for (run, record), label in zip(pairs, _distinct_labels([record.cell for _, record in pairs]), strict=True)
     ]
@@ -126,12 +131,10 @@ def _with_current_summary(record: Record) -> Record:
     return replace(record, timing=replace(timing, **time_summary(timing.samples_ms, timing.process_sizes)))
 
 
-def _environment_of(record: Record, run: Run) -> str:
-    """Return the record's environment; a cell that never started has none and belongs to the run's most common one."""
-    if record.environment:
-        return record.environment
-    used = [other.environment for other in run.records if other.environment]
-    return max(sorted(set(used)), key=used.count) if used else next(iter(run.environments), "")
+def _usual_environment(run: Run) -> str:
+    """Return the most common one of a run: cells that never started have none, and belong to it."""
+    used = Counter(record.environment for record in run.records if record.environment)
+    return max(sorted(used), key=used.__getitem__, default=next(iter(run.environments), ""))
 
 
 def _distinct_labels(cells: Sequence[Cell]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -14,11 +15,12 @@ from attn_zoo.report.analysis.breakdown import Part, axes_of, parts, values_of
 from attn_zoo.report.analysis.floor import FAR
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
-from attn_zoo.report.figures.axes import draw_curve, draw_mark, score_axis, set_ticks
+from attn_zoo.report.figures.axes import draw_curve, draw_interval, draw_mark, score_axis, set_ticks
 from attn_zoo.report.figures.heat import BAR_ROOM, Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import BLACK, DASHED, SOLID, WHITE, Looks, plain
+from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.units import human_length, human_number
 
 LOGARITHMIC_FROM = 8
@@ -85,10 +87,14 @@ def _draw_curves(
     for score, curve in curves:
         look = looks[score.label]
         points = [(part.place[0], part.mean) for part in curve]
-        draw_curve(panel, points, look, DASHED if score.start else SOLID)
+        tips = tuple(f"{score.name}, {_words(axes[0])} {_number(x)}: {metric.show(y)}" for x, y in points)
+        tag = Tag(of=score.name, tips=tips)
+        draw_curve(panel, points, look, DASHED if score.start else SOLID, tag=tag)
         for part in curve:
             if part.low is not None and part.high is not None:
-                panel.plot([part.place[0]] * 2, [part.low, part.high], color=look.colour, lw=1.2, alpha=0.7, zorder=2)
+                ends, own = (part.low, part.high), Tag(of=score.name)
+                style: dict[str, Any] = {"color": look.colour, "lw": 1.2, "alpha": 0.7, "zorder": 2}
+                draw_interval(panel, part.place[0], ends, metric.bounds, tag=own, **style)
     _property_axis(panel, values_of(group, axes, 0), _words(axes[0]))
     score_axis(panel.yaxis, metric, f"{metric.axis} on test")
     draw_end_labels(panel, labels)

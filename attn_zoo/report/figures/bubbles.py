@@ -13,10 +13,11 @@ from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import draw_mark, log_axis, name_mark, score_axis
+from attn_zoo.report.figures.axes import draw_interval, draw_mark, log_axis, name_mark, score_axis
 from attn_zoo.report.figures.labels import Box, PointName, box_of, covered, draw_point_names, mark_boxes
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
+from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.units import human_bytes, human_number
 
 HEIGHT = 4.3
@@ -120,7 +121,7 @@ def _draw(
     bars = _interval_boxes(axes, bubbles)
     taken = bars + _draw_floors(axes, near, mark_boxes(axes, names) + bars, metric)
     for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
-        _draw_bubble(axes, bubble, bubble.radius(most))
+        _draw_bubble(axes, bubble, bubble.radius(most), _alt(bubble, metric), metric.bounds)
     inside = axes.get_window_extent()
     frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 + (8 if has_peaks else 26), inside.y1 + 8)
     draw_point_names(axes, names, frame, taken)
@@ -181,14 +182,15 @@ def _interval_boxes(axes: Axes, bubbles: Sequence[_Bubble]) -> list[Box]:
     return boxes
 
 
-def _draw_bubble(axes: Axes, bubble: _Bubble, radius: float) -> None:
+def _draw_bubble(axes: Axes, bubble: _Bubble, radius: float, tip: str, possible: tuple[float, float]) -> None:
     colour, at = bubble.look.colour, ([bubble.speed], [bubble.value])
     if bubble.ends is not None:
-        axes.plot([bubble.speed] * 2, bubble.ends, color=colour, lw=1.2, alpha=0.8, zorder=2)
+        own = Tag(of=bubble.name)
+        draw_interval(axes, bubble.speed, bubble.ends, possible, tag=own, color=colour, lw=1.2, alpha=0.8, zorder=2)
     face = colour if bubble.is_filled else "white"
     axes.scatter(*at, s=(2 * radius) ** 2, facecolors=face, alpha=0.45, edgecolors="none", zorder=2.5)
     axes.scatter(*at, s=(2 * radius) ** 2, facecolors="none", edgecolors=colour, lw=1.4, zorder=3)
-    axes.plot(*at, marker=".", ms=3, color=colour, zorder=3.5)
+    Tag(of=bubble.name, tips=(tip,)).put_on(*axes.plot(*at, marker=".", ms=3, color=colour, zorder=3.5))
 
 
 def _draw_size_legend(page: Page, most: float, left: float, top: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -13,6 +14,7 @@ from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain
+from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.units import human_flops, human_number
 
 UNITS: Mapping[Axis, tuple[tuple[float, str], ...]] = {
@@ -39,15 +41,15 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
     if lost:
         note += f"; runs without a curve: {', '.join(lost)}"
     page = Page(f"Learning curves: {group.title}", note)
-    page.legend([_legend_entry(score, looks) for score in scores])
+    page.legend([_legend_entry(score, looks) for score in scores], keys=[score.name for score in scores])
     panels = page.panels(len(axes_of) + has_loss, height=2.2, columns=2, left=0.78, right=0.2, above=0.1)
     if has_loss:
         first, *panels = panels
-        _draw_curves(first, scores, looks, "train_loss", "steps")
+        _draw_curves(first, scores, looks, "train_loss", "steps", lambda value: f"training loss {value:.3f}")
         first.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
         first.set_ylabel("training loss")
     for panel, axis in zip(panels, axes_of, strict=True):
-        _draw_curves(panel, scores, looks, "validation", axis)
+        _draw_curves(panel, scores, looks, "validation", axis, group.metric.show)
         _draw_best_floor(panel, group)
         score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
     return page.describe("; ".join(_alt(score, group) for score in scores))
@@ -60,17 +62,22 @@ def _legend_entry(score: LabelScore, looks: Looks) -> Line2D:
     return Line2D([], [], color=look.colour, ls=line, lw=1.9, label=plain(score.name, 30), **mark)  # type: ignore[arg-type]
 
 
-def _draw_curves(panel: Axes, scores: Sequence[LabelScore], looks: Looks, what: What, axis: Axis) -> None:
+def _draw_curves(
+    panel: Axes, scores: Sequence[LabelScore], looks: Looks, what: What, axis: Axis, show: Callable[[float], str]
+) -> None:
     curves = [(score, curve) for score in scores if (curve := mean_curve(score, what, axis))]
     longest = max(curve[-1][0] for _, curve in curves)
     factor, words = [unit for unit in UNITS[axis] if longest >= 2 * unit[0] or unit is UNITS[axis][0]][-1]
     for score, curve in curves:
-        look = looks[score.label]
+        look, own, lines = looks[score.label], Tag(of=score.name), []
         for points in seed_curves(score, what, axis):
-            panel.plot([x / factor for x, _ in points], [y for _, y in points], color=look.colour, lw=0.7, alpha=0.4)
+            seed = [x / factor for x, _ in points], [y for _, y in points]
+            lines += panel.plot(*seed, color=look.colour, lw=0.7, alpha=0.4)
         x, y = [place / factor for place, _ in curve], [value for _, value in curve]
-        panel.plot(x, y, color=look.colour, lw=1.9, ls=DASHED if score.start else SOLID, zorder=3)
-        panel.plot(x[-1:], y[-1:], marker=look.marker, ms=5, mfc="white", mec=look.colour, mew=1.4, lw=0, zorder=4)
+        lines += panel.plot(x, y, color=look.colour, lw=1.9, ls=DASHED if score.start else SOLID, zorder=3)
+        own.put_on(*lines)
+        end = panel.plot(x[-1:], y[-1:], marker=look.marker, ms=5, mfc="white", mec=look.colour, mew=1.4, zorder=4)
+        replace(own, tips=(f"{score.name}: {show(y[-1])} at the end",)).put_on(*end)
     panel.set_xlim(left=0)
     panel.set_xlabel(words)
     panel.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))

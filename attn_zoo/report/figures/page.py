@@ -114,13 +114,15 @@ class Page:
             panels.append(self.axes(left + column * (width + gap), top, width, height))
         return panels
 
-    def legend(self, entries: Sequence[Line2D], *, left: float = 0.1, colour: str = INK) -> None:
-        """Draw a legend below what stands already; nothing for no entries."""
+    def legend(
+        self, entries: Sequence[Line2D], *, left: float = 0.1, colour: str = INK, keys: Sequence[str] = ()
+    ) -> None:
+        """Draw a legend below what stands already; nothing for no entries. Pressing one of `keys` hides its curve."""
         if not entries:
             return
         longest = max(len(str(entry.get_label())) for entry in entries)
         columns = max(1, min(len(entries), math.floor((self.width - 0.6) / (0.5 + 0.075 * longest))))
-        self.figure.legend(
+        legend = self.figure.legend(
             handles=list(entries),
             loc="upper left",
             bbox_to_anchor=(0, 1),
@@ -133,6 +135,8 @@ class Page:
             labelspacing=0.35,
             labelcolor=colour,
         )
+        for key, words in zip(keys, legend.get_texts(), strict=False):
+            Tag(of=key, is_key=True).put_on(words)
         self._grow(self.bottom + 0.185 * math.ceil(len(entries) / columns) + 0.1)
 
     def may_be_linear(self, axes: Axes) -> None:

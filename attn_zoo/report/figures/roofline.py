@@ -135,14 +135,16 @@ def _along(start: Any, end: Any, radius: float) -> list[Box]:
 def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: Sequence[int]) -> list[Box]:
     """Draw a line through the lengths, and a mark for each that grows with it; return boxes around all that."""
     points = [(row.flops_per_byte, row.flops_per_s) for row in series]
-    axes.plot(*zip(*points, strict=True), color=look.colour, ls=look.line, lw=1.1, alpha=0.7, zorder=2.5)
+    line = axes.plot(*zip(*points, strict=True), color=look.colour, ls=look.line, lw=1.1, alpha=0.7, zorder=2.5)
+    Tag(of=series[0].label).put_on(*line)
     boxes = []
     pixels = axes.transData.transform(points)
     for row, (x, y), pixel in zip(series, points, pixels, strict=True):
         size = _mark_size(row.seq_len, lengths)
         face, edge = ("white", look.colour) if row.doubt else (look.colour, "white")
         width, alpha = (1.1 if row.doubt else 0.6), (0.35 if row.is_waiting else 1.0)
-        axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=width, alpha=alpha, zorder=3)
+        mark = axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=width, alpha=alpha, zorder=3)
+        Tag(of=row.label, tips=(_alt(row.label, row),)).put_on(*mark)
         boxes.append(square(float(pixel[0]), float(pixel[1]), 0.7 * size))
     return boxes + [box for start, end in pairwise(pixels) for box in _along(start, end, 2)]
 
@@ -161,5 +163,5 @@ def _draw_bytes(axes: Axes, rows: Rows, looks: Looks, ceilings: Ceilings) -> Non
     for label, series in rows.items():
         look = looks[label]
         points = [(row.seq_len, row.bytes_per_s) for row in series]
-        tips = tuple(f"{_alt(label, row)}" for row in series)
+        tips = tuple(_alt(label, row) for row in series)
         draw_curve(axes, points, look, look.line, tag=Tag(of=label, tips=tips))

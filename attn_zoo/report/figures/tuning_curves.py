@@ -10,6 +10,7 @@ from attn_zoo.report.figures.axes import draw_curve, name_mark, score_axis, set_
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Looks, plain
+from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.wording import outcome
 
 RATE = "base_lr"
@@ -43,7 +44,9 @@ def draw_tuning(group: AccuracyGroup, looks: Looks) -> Page | None:
     axes.set_xscale("log")
     for key, curve in curves.items():
         look = looks[key[0]]
-        draw_curve(axes, _scored(curve), look, DASHED if key[1] else SOLID)
+        points = _scored(curve)
+        tips = tuple(f"{names[key]}, rate {rate:g}: {metric.show(value)}" for rate, value in points)
+        draw_curve(axes, points, look, DASHED if key[1] else SOLID, tag=Tag(of=names[key], tips=tips))
         for rate, trial in curve.items():
             if trial.is_selected and trial.validation is not None:
                 axes.plot([rate], [trial.validation], marker="o", ms=12, mfc="none", mec=look.colour, mew=1.5)

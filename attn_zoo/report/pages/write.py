@@ -18,7 +18,7 @@ from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
 from attn_zoo.report.units import clean
-from attn_zoo.whole_files import write_whole
+from attn_zoo.whole_files import refuse_links, write_whole
 
 
 def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
@@ -46,6 +46,7 @@ def write_results_readme(folder: str | Path) -> Path:
 def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = False) -> list[Path]:
     """Write the report of results that were analysed already, with a `README.md` last if asked; see `write_report`."""
     out = Path(out)
+    refuse_links(out)
     by_question = tables_by_question(analysis)
     tables = [table for tables in by_question.values() for table in tables]
     pictures = [(picture, render(picture.figure, "svg")) for picture in make_pictures(analysis)]

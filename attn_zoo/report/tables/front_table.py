@@ -139,7 +139,7 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
         for each in analysis.overviews:
             means = {label: mean for label in each.labels if (mean := each.mean(label)) is not None}
             texts = {label: each.metric.show(mean) for label, mean in means.items()}
-            best = min(means, key=lambda label: each.metric.order(means[label]), default="")
+            best = min(means, key=lambda label: each.metric.order(means[label]), default="none")
             columns.append(_Scores(f"mean of {len(each.common)} tasks", texts, best))
     for group in groups[:MOST_TASKS]:
         texts = {
@@ -147,7 +147,8 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
             for score in group.ranked
         }
         if any(score.mean is not None for score in group.ranked):
-            columns.append(_Scores(f"{group.heading}, {group.metric.words}", texts, group.ranked[0].name))
+            best = f"{group.ranked[0].name} (by mean)"
+            columns.append(_Scores(f"{group.heading}, {group.metric.words}", texts, best))
     return columns
 
 
@@ -161,8 +162,8 @@ def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str
     if panel is not None:
         if panel.baseline is not None:
             said.append(
-                f"Speed-up over {panel.baseline.label}, the fastest exact one, with its 95 % interval; in its own row "
-                "the median time."
+                f"Speed-up over {panel.baseline.label}, the fastest exact one; in its own row the median time. In "
+                "brackets: 95 % interval."
             )
         said += [doubt_words(point.num_processes for point in panel.points), mark_words(shown), host_words(panel)]
         said.append(f"{capital(panel.title)}; {panel.subtitle}.")

@@ -225,7 +225,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
     rows = []
     for key, trials in group.trials.items():
         for trial in trials:
-            validation = mean_with_interval([run.score.validation for run in trial.runs if run.score])
+            mean, *ends = mean_with_interval([run.score.validation for run in trial.runs if run.score])
             failed = [run.record.status for run in trial.runs if not run.score]
             tests = [run.score.value for run in trial.runs if run.score]
             rows.append(
@@ -233,7 +233,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
                     "variant": names[key],
                     "trial": trial.words,
                     "values": ", ".join(str(trial.values.get(name, "")) for name in group.setting.tuned),
-                    **interval_values("validation", *validation),
+                    **interval_values("validation", mean, *(group.metric.inside(end) for end in ends)),
                     "num_seeds": len(trial.scored),
                     "test": fmean(tests) if tests and trial.is_selected else None,
                     "failed": failure_words(failed, len(trial.runs)),

@@ -252,11 +252,25 @@ def to_terminal(table: Table, console: Console) -> None:
     for row in texts:
         out.add_row(*(escape(row[index]) for index in kept))
     console.print(out, highlight=False)
-    hidden = len(table.columns) - len(kept)
-    left_out = f"Columns left out here: {hidden}; the files have them." if hidden else ""
-    below = " ".join(part for part in (clean(table.note), left_out) if part)
+    hidden = [column.heading for index, column in enumerate(table.columns) if index not in kept]
+    below = _caption(clean(table.note), hidden, has_intervals=any("[" in row[index] for row in texts for index in kept))
     if below:
         console.print(f"[dim]{escape(below)}[/dim]", highlight=False)
+
+
+def _caption(note: str, hidden: Sequence[str], *, has_intervals: bool) -> str:
+    """Return what a note says of the columns that are shown, and which ones are not."""
+    said = []
+    for sentence in re.split(r"(?<=\.) (?=[A-Z])", note):
+        is_hidden = any(sentence.lower().startswith(f"{heading.lower()}:") for heading in hidden)
+        if not is_hidden and (has_intervals or not _OF_INTERVALS.search(sentence)):
+            said.append(sentence)
+    if hidden:
+        said.append(f"Left out here, in the files: {', '.join(hidden)}.")
+    return " ".join(filter(None, said))
+
+
+_OF_INTERVALS = re.compile(r"\binterval\b|[Ii]n brackets")
 
 
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:

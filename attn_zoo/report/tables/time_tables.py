@@ -69,7 +69,7 @@ def _how_to_read(panel: Panel, quantity: Literal["time", "memory"], shown: froze
     if quantity == "memory":
         return (f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included.",)
     return (
-        "Median, with the 95 % interval of the median in brackets.",
+        "Median time. In brackets: its 95 % interval.",
         doubt_words(point.num_processes for point in panel.points),
         mark_words(shown),
         host_words(panel),

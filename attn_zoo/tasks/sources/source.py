@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attn_zoo.errors import AttnZooError, ConfigError
+from attn_zoo.tasks.sources.manifest import MANIFEST, read_manifest
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from attn_zoo.whole_files import whole_file
 
@@ -138,9 +139,11 @@ class Source:
         """Return a hash of the content of all files.
 
         Raises:
-            ConfigError: a file is missing or cannot be read, or is another one of them: two splits hold the same bytes,
-                or one what was published as the other.
+            ConfigError: a file is missing or cannot be read, or is not what the manifest beside it says, or is another
+                one of them: two splits hold the same bytes, or one what was published as the other.
         """
+        at = self.found(data_dir)
+        recorded = (read_manifest(at) if at else None) or {}
         content = hashlib.sha256()
         owner = {digest: key for key, digest in self.sha256.items()}
         for key, path in sorted(self.locate(data_dir).items()):
@@ -148,6 +151,11 @@ class Source:
                 digest = file_sha256(path)
             except OSError as error:
                 raise ConfigError(self.name, [(str(path), f"cannot be read: {error.strerror}")]) from None
+            entry = recorded.get(self.files[key])
+            if entry is not None and entry.sha256 != digest:
+                way = "fetch or restore it, or delete the manifest and record what is there (data verify --record)"
+                text = f"was changed since {MANIFEST} beside it was written: {way}"
+                raise ConfigError(self.name, [(str(path), text)])
             other = owner.setdefault(digest, key) if key in _SPLITS else owner.get(digest, key)
             if other != key:
                 is_published = self.sha256.get(other) == digest

@@ -25,16 +25,23 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # a user without a home, as in some containers: there is no place to keep anything
+        return Path(os.devnull)
+
+
 def cache_dir() -> Path:
-    """Return the folder for caches; it need not exist."""
+    """Return the folder for caches; it need not exist, and may be one that cannot."""
     if given := os.environ.get("ATTN_ZOO_CACHE"):
         return Path(given)
     if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = _home() / "Library" / "Caches"
     elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache")
     return base / "attn_zoo"
 
 

@@ -109,6 +109,30 @@ def test_a_missing_xformers_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("1 / 0", "cannot be imported (ZeroDivisionError: division by zero)"),
+        ("raise OSError('libcudart.so.12: no such file')", "cannot be imported (OSError: libcudart.so.12"),
+        ("", "has no memory_efficient_attention"),
+        ("def memory_efficient_attention(*_): raise TypeError('unexpected')", "failed on cpu"),
+    ],
+    ids=["raises", "library missing", "hollow", "refuses oddly"],
+)
+def test_a_half_broken_xformers_is_a_reason(content, words, tmp_path, monkeypatch):
+    (tmp_path / "xformers").mkdir()
+    (tmp_path / "xformers" / "__init__.py").touch()
+    (tmp_path / "xformers" / "ops.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("xformers", "xformers.ops"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    xformers._probe.cache_clear()
+    assert words in str(xformers.why_not(draw(4)[0], needs_grad=False))
+    xformers._probe.cache_clear()
+    for name in ("xformers", "xformers.ops"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [({"dropout_p": 0.1}, "no dropout"), ({}, "no backward"), ({"query": draw(8, dtype=torch.float64)[0]}, "float64")],
 )

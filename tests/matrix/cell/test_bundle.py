@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attn_zoo.conformance.global_state import changes, read_state
 from attn_zoo.matrix.cell.trial import Trial
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.store.store import Store
@@ -176,3 +177,22 @@ def test_peers_on_the_gpu_are_timed_in_turns(tmp_path):
         assert len(record.timing.process_sizes) == 2
         assert record.memory is not None
     assert torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("fake_threads", "the number of threads: 1 to 2"),
+        ("fake_no_grad", "the mode of gradients: True to False"),
+        ("fake_double", "the default dtype: float32 to float64"),
+    ],
+)
+@pytest.mark.parametrize("others", [["full", "fake_ok"], []], ids=["in turns", "alone"])
+def test_a_member_that_changes_the_process_fails_and_its_neighbours_do_not_notice(name, what, others):
+    before = read_state(has_generators=False) | {"the number of threads": 1}
+    found = run_cells_in_turns(cells([name, *others], passes=["fwd_bwd"]), budget_s=0.02, bundle="b")
+    assert changes(before) == {}
+    guilty, *rest = found
+    assert (guilty.status, guilty.reason) == ("gate_failed", f"global_state: a call changes {what}")
+    assert guilty.timing is None
+    assert [record.status for record in rest] == ["ok"] * len(others)

@@ -18,6 +18,7 @@ from attn_zoo.matrix.cell.trial import _refuse_impossible
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.matrix.kinds.scaling import make_call_workload, normal, padding_of
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
+from attn_zoo.measure.energy import Clocks
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
 from tests.matrix.conftest import run_cell, run_cells_in_turns, tiny_plan
@@ -167,6 +168,7 @@ def test_an_accuracy_cell_is_a_training(monkeypatch, tmp_path):
         "data_dir": tmp_path,
         "checkpoint_dir": tmp_path / "c",
         "weights_path": weights,
+        "after_evaluation": None,
     }
     assert (record.status, record.reason, record.num_params) == ("diverged", "loss is nan at step 3", 7)
     assert record.kernels == ("sdpa.math",)
@@ -286,3 +288,16 @@ def test_a_worker_that_times_calls_loads_neither_the_trainer_nor_triton():
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_has_just_ended_on_the_gpu_is_waited_for_and_what_stays_is_a_flag(monkeypatch):
+    steady = Clocks(sm_mhz=1000.0, memory_mhz=None, temperature_c=None, power_w=None, throttles=())
+    place = "attn_zoo.matrix.cell.conditions"
+    monkeypatch.setattr(f"{place}.clocks", lambda _: steady)
+    monkeypatch.setattr(f"{place}.SETTLING_S", 0.2)
+    for counts, flags in (([3, 2, 1, 1], ()), ([2], ("other_gpu_process",))):
+        left = iter(counts)
+        monkeypatch.setattr(f"{place}.num_other_processes", lambda _, left=left, last=counts[-1]: next(left, last))
+        with Conditions("cuda") as watched:
+            pass
+        assert [flag for flag in watched.flags if flag != "loaded_host"] == list(flags)

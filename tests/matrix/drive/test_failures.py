@@ -27,6 +27,10 @@ NAMES = [
     "fake_killed",
     "fake_bug",
     "fake_nan",
+    "fake_half_character",
+    "fake_scribbler",
+    "fake_lost",
+    "fake_daemon",
     "fake_picky",
     "fake_loud",
 ]
@@ -40,6 +44,10 @@ STATUS = {
     "fake_device_memory": ("oom_device", "Tried to allocate 20.00 GiB", None),
     "fake_killed": ("crashed", "SIGKILL (2 attempts)", -signal.SIGKILL),
     "fake_bug": ("error", "KeyError", None),
+    "fake_half_character": ("error", "ValueError: \\udcff", None),
+    "fake_scribbler": ("error", "something wrote on the pipe of its answers", -signal.SIGTERM),
+    "fake_lost": ("ok", "", None),
+    "fake_daemon": ("ok", "", None),
     "fake_nan": ("gate_failed", "not finite", None),
     "fake_picky": ("unsupported", "at most 800 tokens", None),
     "fake_loud": ("ok", "", None),
@@ -110,6 +118,15 @@ def test_killed_cells_are_tried_twice_and_others_once(outcome):
     attempts = {item.cell.variant: item.attempt for item in store.records() if item.cell.seq_len == 1024}
     assert attempts.pop("fake_killed") == 2
     assert set(attempts.values()) == {1}
+
+
+def test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_zoo.matrix.drive.engines.process.resident_bytes", lambda _: 2**60)
+    store = Store(tmp_path / "run")
+    run(tiny_plan(["fake_killed"], seq_len=[1024], timeout_s=120), store)
+    (record,) = store.records()
+    assert (record.status, record.attempt) == ("oom_host", 1)
+    assert record.host
 
 
 def test_nothing_is_left_running(outcome):

@@ -161,3 +161,19 @@ def test_a_second_runner_is_refused_and_the_first_not_disturbed(tmp_path, start_
     assert "(exit code 2)" in errors
     assert first.end()[0] == 0
     assert len(records_on_disk(folder)) == len(LENGTHS)
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Return what carries the command line of a worker of this runner: forked processes do, wherever they went."""
+    sign = f"attn_zoo.matrix.cell.worker {pid}"
+    return [each for each in psutil.process_iter(["cmdline"]) if sign in " ".join(each.info["cmdline"] or [])]
+
+
+def test_what_left_the_session_of_a_worker_does_not_outlive_a_killed_runner(tmp_path, start_runner):
+    folder = tmp_path / "run"
+    runner = start_runner(folder, "fake_hang", (16, 900))
+    wait_for(lambda: len(workers_of(runner.pid)) >= 3)
+    runner.process.kill()
+    runner.end()
+    wait_for(lambda: all(is_gone(each) for each in workers_of(runner.pid)), 10)
+    assert len(records_on_disk(folder)) == 1

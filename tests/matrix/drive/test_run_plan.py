@@ -9,9 +9,10 @@ import pytest
 
 from attn_zoo.errors import StoreError
 from attn_zoo.folder import read_run
-from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, make_progress, span
-from attn_zoo.matrix.drive.run_plan import run, standing
+from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, Progress, make_progress, span
+from attn_zoo.matrix.drive.run_plan import Session, run, standing
 from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Memory, Record, Score, Timing
 from tests.matrix.conftest import environment, make_matrix, tiny_plan
@@ -282,3 +283,23 @@ class TestProgress:
 def test_a_matrix_of_refusals_only_needs_no_engine(tmp_path):
     plan = make_plan(make_matrix(["fake_modest"], is_causal=True))
     assert run(plan, Store(tmp_path / "run"), engine=FakeEngine()).counts == {"unsupported": 2}
+
+
+def test_what_the_driver_does_for_a_cell_does_not_grow_with_the_cells_that_wait(tmp_path, monkeypatch):
+    (first,) = tiny_plan(["fake_ok"], seq_len=[16]).cells
+    items = [replace(first, cell=replace(first.cell, seed=seed)) for seed in range(3000)]
+    asked: list[PlannedCell] = []
+
+    def forecast_s(_session: Session, item: PlannedCell) -> float:
+        asked.append(item)
+        return 1.0
+
+    monkeypatch.setattr(Session, "forecast_s", forecast_s)
+    told: list[float] = []
+    progress = Progress()
+    monkeypatch.setattr(progress, "started", lambda _, eta_s: told.append(eta_s))
+    session = Session(Store(tmp_path / "run"), progress, None, items, [], 1, {})
+    for item in items[:200]:
+        session.started(item)
+    assert len(asked) <= 3 * len(items), "not once for each cell that begins"
+    assert told == pytest.approx([3000.0] * 200, rel=0.05)

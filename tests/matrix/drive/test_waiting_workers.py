@@ -26,7 +26,7 @@ class Watched(WorkerProcess):
     loading: list[int]
     waiting: list[int]
 
-    def __init__(self, log, threads):
+    def __init__(self, log, threads, mark=""):
         super().__init__(log, threads)
         self.seen = psutil.Process(self._process.pid)
         Watched.made.append(self)

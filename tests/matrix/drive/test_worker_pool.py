@@ -20,7 +20,7 @@ class FakeProcess:
     status: Status = "ok"
     is_dying = False
 
-    def __init__(self, log, threads):
+    def __init__(self, log, threads, mark=""):
         self.log, self.threads, self.waited_s = log, threads, 0.25
         self.orders, self.is_closed, self.is_waiting = [], False, True
         self.verdicts: dict[str, str] = {}

@@ -172,9 +172,25 @@ def test_what_is_timed_in_turns_is_one_lane_and_each_length_one_bundle():
         assert {item.cell.together for item in lane} == {lane[0].lane}
         assert {item.repeats for item in lane} == {3}
     for shard in (1, 2):
-        cells = tiny_plan(["full", "fake_ok"], isolation="interleaved", passes=["fwd", "bwd"], seq_len=[64, 16]).matrix
-        part = make_plan(cells, shard=(shard, 2)).cells
-        assert len({item.lane for item in part}) == 1, "a shard tears nothing apart"
+        part = make_plan(plan.matrix, shard=(shard, 2)).cells
+        bundles = [list(items) for _, items in itertools.groupby(part, key=lambda item: item.bundle)]
+        assert sorted(bundle[0].cell.seq_len or 0 for bundle in bundles) == [16, 64], "shards have alike work"
+        assert [len(bundle) for bundle in bundles] == [2, 2], "and tear apart nothing that is timed in turns"
+
+
+def test_shards_have_alike_work():
+    matrix = make_matrix(
+        ["full", "fake_ok", "linformer"], seq_len=[16, 32, 64, 128], passes=["fwd", "bwd"], isolation="lane"
+    )
+    shards = [make_plan(matrix, shard=(index, 4)).cells for index in range(1, 5)]
+    longest = [sum(item.cell.seq_len == 128 for item in shard) for shard in shards]
+    assert max(longest) - min(longest) <= 1
+    tokens = [sum(item.cell.seq_len or 0 for item in shard) for shard in shards]
+    assert max(tokens) - min(tokens) <= 16
+    for shard in shards:
+        for _, items in itertools.groupby(shard, key=lambda item: item.cell.curve):
+            lengths = [item.cell.seq_len or 0 for item in items]
+            assert lengths == sorted(lengths)
 
 
 def test_another_peer_or_number_of_processes_is_another_cell_and_alone_is_the_old_one():

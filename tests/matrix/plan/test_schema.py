@@ -160,7 +160,17 @@ def test_a_thousand_million_cells_are_refused_before_they_are_made(tmp_path):
     lengths = ", ".join(str(number) for number in range(1, 1001))
     seeds = ", ".join(str(number) for number in range(1000))
     text = GOOD.replace("[16, 32]", f"[{lengths}]") + f"seeds = [{seeds}]\n"
-    assert "scaling[0]: expected at most 20,000 cells in all; this group alone has" in problems_of(text, tmp_path)
+    said = problems_of(text, tmp_path)
+    assert "scaling[0]: expected at most 20,000 cells in all; this group alone has 2,000,000" in said
+    assert "--allow-cells 2000000 takes them" in said
+
+
+def test_more_cells_are_taken_where_that_is_said(tmp_path):
+    (tmp_path / "a.toml").write_text(GOOD)
+    count = load_matrix(tmp_path / "a.toml").num_cells
+    with pytest.raises(ConfigError, match=rf"at most {count - 1:,} cells in all.*--allow-cells {count} takes them"):
+        load_matrix(tmp_path / "a.toml", allow_cells=count - 1)
+    assert load_matrix(tmp_path / "a.toml", allow_cells=count).num_cells == count
 
 
 def test_one_label_means_one_thing(tmp_path):

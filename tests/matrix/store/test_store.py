@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attn_zoo.errors import FolderError, StoreError
+from attn_zoo.folder import read_record, record_text
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import SCHEMA_VERSION, Cell, Record
 from attn_zoo.whole_files import write_whole
@@ -47,6 +48,21 @@ def test_what_is_written_is_read_again(store):
     assert list(info.environments) == [environment().digest]
     assert info.schema == SCHEMA_VERSION
     assert not list(store.folder.rglob("*.tmp"))
+
+
+def test_names_of_any_length_and_letters_are_no_names_of_files(store):
+    cells = [
+        Cell(kind="scaling", variant="full", label="\U0001f600" * 5000),
+        Cell(kind="scaling", variant="full", label="../../etc/passwd\0\n"),
+        *(Cell(kind="scaling", variant="full", label=label, options={"x": "y" * 10_000}) for label in ("a", "A")),
+    ]
+    with store.writing(MATRIX, environment(), planned=cells):
+        for cell in cells:
+            store.write(Record(cell=cell, status="ok"))
+    assert [one.cell for one in store.records() if one.cell.label] == sorted(cells, key=lambda cell: cell.key)
+    names = [path.stem for path in (store.folder / "cells").iterdir()]
+    assert all(len(name) == 20 and name.isalnum() and name.islower() for name in names if not name.isdecimal())
+    assert len({name.casefold() for name in names}) == len(names) == 6
 
 
 def test_making_the_object_and_looking_at_nothing_writes_nothing(tmp_path):
@@ -133,12 +149,56 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(store):
 
 
 def test_left_overs_of_a_killed_write_are_removed_by_the_next_run(store):
-    left_over = store.folder / "cells" / ".abc.json-123.tmp"
-    left_over.write_text("{")
+    left_overs = [
+        store.folder / name for name in ("cells/.abc.json-123.tmp", ".run.json-1.tmp", ".ceilings.json-2.tmp")
+    ]
+    for path in left_overs:
+        path.write_text("{")
     assert len(store.records()) == 2
     with store.writing(MATRIX, environment()) as scan:
         assert scan.problems == {}
-    assert not left_over.exists()
+    assert not any(path.exists() for path in left_overs)
+
+
+@pytest.mark.parametrize("name", ["cells", "logs", "quarantine", "parts", "replaced", "checkpoints", "checkpoints/key"])
+def test_nothing_is_written_through_a_link(name, tmp_path):
+    outside, store = tmp_path / "outside", Store(tmp_path / "run")
+    outside.mkdir()
+    with store.writing(MATRIX, environment()):
+        pass
+    link = store.folder / name
+    if link.is_dir():
+        link.rmdir()
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(outside)
+    with pytest.raises(FolderError, match=rf"{name}: is a symbolic link"):
+        store.writing(MATRIX, environment()).__enter__()
+    assert list(outside.iterdir()) == []
+
+
+def test_a_lock_that_is_a_link_is_not_written(store, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (store.folder / ".lock").unlink()
+    (store.folder / ".lock").symlink_to(precious)
+    with pytest.raises(FolderError, match=r"\.lock: cannot be written"):
+        store.writing(MATRIX, environment()).__enter__()
+    assert precious.read_text() == "mine"
+
+
+def test_a_results_folder_may_itself_be_a_link(store, tmp_path):
+    (tmp_path / "link").symlink_to(store.folder)
+    with Store(tmp_path / "link").writing(MATRIX, environment()) as scan:
+        assert len(scan.records) == 2
+
+
+def test_shards_of_unlike_counts_do_not_run_at_once(store):
+    first, second = (store.writing(MATRIX, environment(), shard=(index, 2)) for index in (1, 2))
+    refusal = pytest.raises(FolderError, match="shards of 2 are running here, and of 3 would measure some")
+    with first, second, refusal:
+        store.writing(MATRIX, environment(), shard=(3, 3)).__enter__()
+    with store.writing(MATRIX, environment(), shard=(3, 3)):
+        pass
 
 
 def spoil_truncate(path):
@@ -201,7 +261,7 @@ def test_what_is_no_record_goes_to_quarantine_with_its_reason(spoil, store):
 @given(data=st.data())
 def test_no_damage_to_a_record_makes_reading_fail_or_lie(data, store):
     path = store.folder / "cells" / f"{record(16).cell.key}.json"
-    good = record(16).to_json().encode()
+    good = record_text(record(16)).encode()
     position = data.draw(st.integers(0, len(good) - 1))
     path.write_bytes(good[:position] + bytes([data.draw(st.integers(0, 255))]) + good[position + 1 :])
     try:
@@ -211,7 +271,7 @@ def test_no_damage_to_a_record_makes_reading_fail_or_lie(data, store):
     else:
         message = "newer"
     assert "newer" in message, "only a byte of the schema may do that"
-    assert found is None or found.cell == record(16).cell
+    assert found is None or found == record(16)
 
 
 def test_newer_schemas_are_refused_with_advice(store):
@@ -336,3 +396,56 @@ def test_write_whole_replaces(tmp_path):
     write_whole(tmp_path / "a", "2")
     assert (tmp_path / "a").read_text() == "2"
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.fixture
+def indexed(tmp_path, monkeypatch):
+    """A folder with an index, and a list of the files that were read."""
+    monkeypatch.setattr("attn_zoo.matrix.store.index.LEAST_RECORDS", 2)
+    store, cells = Store(tmp_path / "run"), [record(length).cell for length in (16, 32, 64)]
+    with store.writing(MATRIX, environment(), planned=cells):
+        for cell in cells:
+            store.write(Record(cell=cell, status="error", reason=f"length {cell.seq_len}", exit_code=3))
+    with store.writing(MATRIX, environment(), planned=cells):
+        pass
+    read: list[str] = []
+
+    def noting(path, key=""):
+        read.append(path.stem)
+        return read_record(path, key)
+
+    monkeypatch.setattr("attn_zoo.folder.read_record", noting)
+    return store, cells, read
+
+
+def test_what_an_index_knows_is_not_read(indexed):
+    store, cells, read = indexed
+    scan = store.scan(cells)
+    assert read == []
+    found = {key: (one.cell, one.status, one.reason) for key, one in scan.records.items()}
+    assert found == {cell.key: (cell, "error", f"length {cell.seq_len}") for cell in cells}
+    assert {one.exit_code for one in store.records()} == {3}, "whoever asks for the numbers gets them"
+    assert len(read) == 3
+
+
+def test_what_changed_since_the_index_was_made_is_read(indexed):
+    store, cells, read = indexed
+    changed, gone, _ = (store.folder / "cells" / f"{cell.key}.json" for cell in cells)
+    content = changed.read_bytes()
+    times = changed.stat()
+    changed.write_bytes(content.replace(b"length 16", b"length 61"))
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    gone.unlink()
+    scan = store.scan(cells)
+    assert read == [changed.stem]
+    assert list(scan.problems) == [changed.name]
+    assert list(scan.records) == [cells[2].key]
+
+
+@pytest.mark.parametrize("spoil", [lambda text: text[:-5], lambda text: text.replace("error", "okays"), lambda _: "[]"])
+def test_an_index_that_is_damaged_is_none(indexed, spoil):
+    store, cells, read = indexed
+    path = store.folder / ".index"
+    path.write_text(spoil(path.read_text()))
+    assert [one.status for one in store.scan(cells).records.values()] == ["error"] * 3
+    assert len(read) == 3

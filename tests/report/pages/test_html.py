@@ -126,6 +126,23 @@ def test_no_sideways_scrolling_at_four_hundred_percent(page):
 
 
 @needs_chromium
+@pytest.mark.parametrize(("width", "is_print"), [(1120, False), (700, True)])
+def test_no_table_is_cut(page, width, is_print):
+    """On paper, which cannot be scrolled, no table is; on a usual screen that on top is not."""
+    script = """
+      for (const part of document.querySelectorAll('details')) part.open = true;
+      const rules = [...document.styleSheets[0].cssRules];
+      if (IS_PRINT) for (const rule of rules) if (rule.media?.mediaText === 'print') rule.media.mediaText = 'all';
+      return {ends: [...document.querySelectorAll(IS_PRINT ? 'table' : '.front table')].map((table) => [
+        table.getBoundingClientRect().right, table.parentElement.getBoundingClientRect().right])};
+    """
+    answer = ask(page, script.replace("IS_PRINT", str(is_print).lower()), width=width)["ends"]
+    assert len(answer) >= (8 if is_print else 1)
+    for right, end in answer:
+        assert right <= end + 1
+
+
+@needs_chromium
 @pytest.mark.parametrize("width", [390, 1280])
 def test_figures_are_drawn_in_the_page(page, width):
     """Its policy lets them: colours are there, every reference has a target, and words are as large as on paper."""

@@ -15,6 +15,15 @@ def group(tmp_path, records):
     return found, {score.label: score for score in found.scores}
 
 
+def test_no_interval_goes_beyond_what_a_score_can_be(tmp_path):
+    """Two seeds, 10 % and 90 %, span -458 % to 558 % by Student's t; still, the score is not above chance."""
+    _, scores = group(tmp_path, [accuracy("full", 0, 0.1), accuracy("full", 1, 0.9)])
+    score = scores["full"]
+    assert (score.mean, score.low, score.high) == (0.5, 0.0, 1.0)
+    assert score.standing is not None
+    assert score.standing.verdict == "not above"
+
+
 def test_mean_and_t_interval(tmp_path):
     _, scores = group(tmp_path, [accuracy("full", seed, value) for seed, value in enumerate((0.30, 0.32, 0.34))])
     full = scores["full"]

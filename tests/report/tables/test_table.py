@@ -10,7 +10,18 @@ from rich.console import Console
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.tables.all_tables import make_tables
-from attn_zoo.report.tables.table import guard_frame, to_csv, to_latex, to_markdown, to_terminal
+from attn_zoo.report.tables.table import (
+    Table,
+    guard_frame,
+    number_column,
+    text_column,
+    time_column,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_terminal,
+)
+from attn_zoo.report.units import human_bytes
 from tests.report.synthetic import scaling, trained, write_run, zoo
 
 NASTY = [
@@ -45,7 +56,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_row_wraps(nasty_tables, width
         text = printed(table, width)
         assert max(len(line) for line in text.splitlines()) <= width
         assert "\x1b" not in text
-        body = text.split(table.note[:10] if table.note else "Columns left out")[0]
+        body = text.split(table.note[:10] if table.note else "Left out here")[0]
         assert len(body.splitlines()) == 3 + len(table.rows)
 
 
@@ -113,3 +124,25 @@ def test_status_table_groups_lengths_and_says_why(tmp_path):
     found = {row["variant"]: (row["status"], row["lengths"], row["reason"]) for row in table.rows}
     assert found["v"] == ("unsupported", "512 to 4k (4)", "no causal form")
     assert found["full"][0] == "oom_host"
+
+
+def test_the_caption_says_what_the_terminal_shows():
+    note = "Median time. In brackets: its 95 % interval. Saved: kept for backward. Of a machine."
+    rows = ({"variant": "full", "median_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0, "saved": 7.0},)
+    saved = number_column("saved", "saved", str)
+    columns = (text_column("variant", "variant", 0), time_column("time", priority=0), saved)
+    table = Table(name="t", title="T", note=note, columns=columns, rows=rows)
+    wide, narrow = (" ".join(printed(table, width).split()) for width in (80, 16))
+    assert note in wide
+    assert "[4, 6]" in wide
+    assert "Median time. Of a machine. Left out here, in the files: saved." in narrow
+    assert "[" not in narrow
+
+
+def test_a_column_has_one_unit():
+    ends = ("median_ms", "low_ms", "high_ms")
+    times = [dict.fromkeys(ends, value) | {"bytes": 2.0**30 * value} for value in (0.1, 1.0, 5720.0)]
+    columns = (time_column("time"), number_column("memory", "bytes", human_bytes))
+    shown = Table(name="t", title="T", note="", columns=columns, rows=tuple(times)).texts()
+    assert [row[0] for row in shown] == ["0.1 ms [0.1, 0.1]", "1 ms [1, 1]", "5720 ms [5720, 5720]"]
+    assert [row[1].split()[1] for row in shown] == ["GiB"] * 3

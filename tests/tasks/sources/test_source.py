@@ -11,6 +11,7 @@ import pytest
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.tasks.sources import source as source_module
+from attn_zoo.tasks.sources.manifest import describe, write_manifest
 from attn_zoo.tasks.sources.source import Source, fetched_dir, file_sha256
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 
@@ -197,3 +198,15 @@ def test_only_the_last_state_of_a_file_is_kept(big, settled):
     big.write_bytes(bytes(2**20 + 1))
     file_sha256(big)
     assert (cache_dir() / "file-hashes.json").read_text().count("big.bin") == 1
+
+
+def test_files_that_changed_since_they_were_recorded_are_refused(tmp_path):
+    folder = fill(tmp_path / "toy")
+    entries = {name: describe(folder / name, "local") for name in FILES.values()}
+    write_manifest(folder, entries)
+    known = source().digest(tmp_path)
+    (folder / "a.tsv").write_text("y")
+    with pytest.raises(ConfigError, match=r"a\.tsv: was changed since manifest\.json beside it was written"):
+        source().digest(tmp_path)
+    (folder / "manifest.json").unlink()
+    assert source().digest(tmp_path) != known

@@ -146,6 +146,7 @@ class _Agent:
     pieces: list[tuple[_Chain, list[PlannedCell]]] = field(default_factory=list)
     open: dict[tuple[str, int], PlannedCell] = field(default_factory=dict)  # by key and the repeat that it was told
     begun: set[tuple[str, int]] = field(default_factory=set)  # likewise
+    ceilings: set[tuple[str, str, str, int | None]] = field(default_factory=set)  # that it is to measure
     is_stopping: bool = False
 
     @property
@@ -193,6 +194,7 @@ class Dispatcher:
         self._pins: dict[str, str] = {}  # environment by lane; absent where any will do
         self._stoppers: dict[str, Record] = {}
         self._num_lost: Counter[tuple[str, int]] = Counter()  # by key and repeat
+        self._num_memory: Counter[tuple[str, int]] = Counter()  # likewise, where memory was the reason
         self._checked: set[str] = set()  # keys of cells of which one repeat is here: others need take times only
         self._num_given_up = 0
         self._environments: dict[str, str] = {}  # digest by machine
@@ -456,7 +458,8 @@ class Dispatcher:
         curves = dict.fromkeys(item.cell.curve for item in items) if self._stoppers else {}
         known = [subject for subject in self._ceilings if subject[0] == agent.environment]
         if agent.place.is_timed:
-            self._ceilings |= {(agent.environment, *subject) for subject in subjects_of(items)}
+            agent.ceilings = {(agent.environment, *subject) for subject in subjects_of(items)} - self._ceilings
+            self._ceilings |= agent.ceilings
         checkpoints: dict[str, dict[str, bytes]] = {}
         if self._settings.checkpoints and not agent.place.is_timed:
             for item in items:
@@ -491,7 +494,10 @@ class Dispatcher:
             except StoreError as error:
                 self._lose(handle, agent, f"it gave an answer that is no record ({error})")
                 return
-            self._take_record(agent, record, event)
+            if record.status == "cancelled":
+                self._lose(handle, agent, record.reason)
+            else:
+                self._take_record(agent, record, event)
         elif name == "started":
             place = event["key"], event["repeat"]
             agent.begun.add(place)
@@ -500,6 +506,7 @@ class Dispatcher:
         elif name == "checkpoint":
             self._take_checkpoint(event)
         elif name == "ceilings":
+            agent.ceilings = set()
             self._control.measured([Ceilings.from_dict(data, "ceilings") for data in event["ceilings"]])
         elif name == "ready":
             self._take_ready(handle, agent, event)
@@ -508,7 +515,7 @@ class Dispatcher:
                 self._note_lost(agent.open.values())  # it has no reason to leave any
             self._return(agent)
         else:
-            self._lose(handle, agent, event["reason"])
+            self._lose(handle, agent, event["reason"], was_memory=event.get("was_memory", False))
 
     def _take_ready(self, handle: Any, agent: _Agent, event: Event) -> None:
         self._failures[agent.machine.id] = 0
@@ -549,7 +556,7 @@ class Dispatcher:
         else:
             write_whole(path, event["content"])
 
-    def _lose(self, handle: Any, agent: _Agent, reason: str) -> None:
+    def _lose(self, handle: Any, agent: _Agent, reason: str, *, was_memory: bool = False) -> None:
         del self._agents[handle]
         self._cluster.end(handle)
         if not agent.environment:
@@ -558,10 +565,32 @@ class Dispatcher:
                 self._leave_out(agent.machine, reason)
             return
         self._lost_at[agent.machine.id] = self._clock()
+        self._ceilings -= agent.ceilings  # another will
         lost = [agent.open[place] for place in agent.begun & agent.open.keys()]
         self._control.say(f"lost {agent.machine.name} with {len(lost)} cells under way: {reason}")
         self._note_lost(lost)
+        if was_memory and len(lost) == 1:
+            self._take_memory_loss(agent, lost[0])
         self._return(agent)
+
+    def _take_memory_loss(self, agent: _Agent, item: PlannedCell) -> None:
+        """Blame a cell whose machine ran out of memory whenever it ran; once may have been the doing of another."""
+        place = item.cell.key, item.repeat
+        self._num_memory[place] += 1
+        if self._num_memory[place] < MAX_LOST:
+            return
+        agent.open = {told: other for told, other in agent.open.items() if other is not item}
+        reason = f"the cluster ended its machine's agents for memory, {MAX_LOST} times of {MAX_LOST}"
+        record = Record(
+            cell=item.cell,
+            status="oom_host",
+            reason=reason,
+            environment=agent.environment,
+            isolation=item.isolation,
+            attempt=MAX_LOST,
+        )
+        self._note_stopper(record)
+        self._control.finished(beside(record, agent.place.jobs))
 
     def _note_lost(self, items: Iterable[PlannedCell]) -> None:
         self._num_lost.update((item.cell.key, item.repeat) for item in items)

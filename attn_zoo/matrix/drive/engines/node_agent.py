@@ -22,7 +22,7 @@ from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.records import Environment, Record
+from attn_zoo.records import Record
 
 MAX_LOG_BYTES = 2**20
 """Of the log of a cell, from its end."""
@@ -116,7 +116,6 @@ class NodeAgent:
         data_dir: where tasks find local data, on this node.
         room: how many such agents the node holds at once: they share its processors.
         package: digest of the driver's sources.
-        has_own_devices: the node's own settings, not the cluster, say which GPUs there are.
     """
 
     def __init__(
@@ -126,10 +125,8 @@ class NodeAgent:
         data_dir: str | None,
         room: int,
         package: str,
-        *,
-        has_own_devices: bool = True,
     ) -> None:
-        self._room, self._package, self._has_own_devices = room, package, has_own_devices
+        self._room, self._package = room, package
         self._folder = tempfile.TemporaryDirectory(prefix="attn-zoo-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
         for name, text in files.items():
@@ -154,7 +151,9 @@ class NodeAgent:
         if package_digest() != self._package:
             problem = f"it has other sources of attn-zoo (version {attn_zoo.__version__}) than the driver"
             return {"event": "ready", "problem": problem}
-        environment = self._environment()
+        from attn_zoo.measure.environment import capture_environment
+
+        environment = capture_environment()
         threads = None
         if self._room > 1:
             threads = min(max(1, num_cores() // self._room), environment.threads)
@@ -162,16 +161,6 @@ class NodeAgent:
         # One thread for all turns: the kernel ends a worker when the thread that started it ends.
         threading.Thread(target=self._serve, daemon=True).start()
         return {"event": "ready", "problem": "", "environment": environment.to_dict()}
-
-    def _environment(self) -> Environment:
-        from attn_zoo.measure.environment import capture_environment
-
-        environment = capture_environment()
-        if self._has_own_devices:
-            return environment
-        # Which of its equal cards a process was given is no property of a machine.
-        variables = {name: value for name, value in environment.variables.items() if name != "CUDA_VISIBLE_DEVICES"}
-        return replace(environment, variables=variables)
 
     def work(self, turn: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Run lanes; yield an event for all that happens, at once."""

@@ -15,9 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import attn_zoo
+from attn_zoo.discovery import tried_imports
 from attn_zoo.errors import StoreError
+from attn_zoo.matrix.cell.log import keep_short, open_log
+from attn_zoo.matrix.drive.engines.descendants import VARIABLE, end_marked
 from attn_zoo.matrix.limits import available_bytes, num_oom_kills, resident_bytes
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure.environment import MEASURING_VARIABLES
@@ -25,6 +29,8 @@ from attn_zoo.records import Record
 
 START_TIMEOUT_S = 120.0
 TERM_GRACE_S = 2.0
+MAX_ANSWER_BYTES = 2**28
+"""More is no answer of ours."""
 _TICK_S = 0.2
 
 
@@ -35,6 +41,7 @@ class Ended:
     Args:
         why: by itself, at the time limit, or because the run was stopped.
         exit_code: negative for a signal.
+        fault: what was wrong with what it said, in words; empty where nothing was.
         was_memory: the kernel's out-of-memory killer, as far as can be told.
         was_ready: it had come as far as waiting for requests.
         at: index of the cell that it was working on.
@@ -45,11 +52,12 @@ class Ended:
     was_memory: bool = False
     was_ready: bool = True
     at: int = 0
+    fault: str = ""
 
 
 def spawn_environment(threads: int | None) -> dict[str, str]:
     """Return the environment of processes that measure; None threads leaves OpenMP's and MKL's default."""
-    environment = {**MEASURING_VARIABLES, **os.environ}
+    environment = {**MEASURING_VARIABLES, **os.environ, **tried_imports()}
     # Works from the source tree too, without an installed package.
     root = str(Path(attn_zoo.__path__[0]).parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
@@ -65,6 +73,7 @@ class WorkerProcess:
     Args:
         log: file for what it prints before its first cell.
         threads: for OpenMP and MKL, which read it at start; None leaves their default.
+        mark: that its own mark begins with; see `descendants`.
 
     Attributes:
         threads: likewise.
@@ -72,23 +81,27 @@ class WorkerProcess:
         verdicts: of the gate, as far as the process knew them when it last answered.
     """
 
-    def __init__(self, log: Path, threads: int | None) -> None:
+    def __init__(self, log: Path, threads: int | None, mark: str = "") -> None:
+        self._mark = f"{mark}-{uuid4().hex}"
         self.threads, self.waited_s = threads, 0.0
         self.verdicts: dict[str, Any] = {}
         # The worker writes here which cell it is at. A file outlives it, and nobody is woken by a write.
         self._place = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         place = self._place.fileno()
         module = "attn_zoo.matrix.cell.worker"
-        with log.open("ab") as stderr:
+        stderr = open_log(log)
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-m", module, str(os.getpid()), str(place)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=spawn_environment(threads),
+                env={**spawn_environment(threads), VARIABLE: self._mark},
                 pass_fds=(place,),
                 start_new_session=True,
             )
+        finally:
+            os.close(stderr)
         self._buffer = b""
         self._is_ready = False
         self._spawned = time.monotonic()
@@ -124,14 +137,15 @@ class WorkerProcess:
         self.waited_s = 0.0
         while True:
             message = self._next_message(_TICK_S)
+            keep_short(order.log)
             self._peak = max(self._peak, resident_bytes(self._process.pid))
-            now, at = time.monotonic(), self._at
+            now, at = time.monotonic(), self._at(order)
             if self._is_ready:
                 left_s[at] -= now - seen
             seen = now
             if message is not None:
-                if message["event"] == "done":
-                    return self._records(message)
+                if message.get("event") != "ready":
+                    return self._records(message, order)
                 self._is_ready = True
                 self.waited_s = now - asked
             elif should_stop():
@@ -140,21 +154,28 @@ class WorkerProcess:
                 return Ended("timeout", self.kill(), was_ready=self._is_ready, at=at)
             elif self._process.poll() is not None:
                 while (last := self._next_message(0.0)) is not None:  # written just before it ended
-                    if last["event"] == "done":
-                        return self._records(last)
-                at, was_memory = self._at, self._was_memory()
+                    if last.get("event") != "ready":
+                        return self._records(last, order)
+                at, was_memory = self._at(order), self._was_memory()
                 return Ended("exit", self.kill(), was_memory=was_memory, was_ready=self._is_ready, at=at)
 
-    @property
-    def _at(self) -> int:
-        return int.from_bytes(os.pread(self._place.fileno(), 4, 0), "little")
+    def _at(self, order: WorkOrder) -> int:
+        """Return the index of the cell that it says it is at; a variant may have written anything there."""
+        return min(int.from_bytes(os.pread(self._place.fileno(), 4, 0), "little"), len(order.cells) - 1)
 
-    def _records(self, answer: dict[str, Any]) -> list[Record] | Ended:
-        self.verdicts = answer["verdicts"]
+    def _records(self, answer: dict[str, Any], order: WorkOrder) -> list[Record] | Ended:
+        """Return the records of an answer; one that makes no sense was written by a variant, not by the worker."""
         try:
-            return [Record.from_dict(item, "worker") for item in answer["records"]]
-        except StoreError:
-            return Ended("exit", self.kill())
+            records = [Record.from_dict(item, "worker") for item in answer["records"]]
+            found, asked = [record.cell.key for record in records], {cell.key for cell in order.cells}
+            is_whole = set(found) == asked or not any(record.status == "ok" for record in records)
+            if found and len(found) == len(set(found)) and asked.issuperset(found) and is_whole:
+                self.verdicts = dict(answer["verdicts"])
+                return records
+        except (StoreError, LookupError, TypeError, ValueError):
+            pass
+        at = self._at(order)
+        return Ended("exit", self.kill(), at=at, fault="something wrote on the pipe of its answers")
 
     def _was_memory(self) -> bool:
         """Tell whether a SIGKILL was the kernel's: it counted one, or the process had taken half of what was free."""
@@ -176,21 +197,28 @@ class WorkerProcess:
                     self._process.wait(max(wait_s, 0.01))
                 return None
             self._buffer += chunk
+            if len(self._buffer) > MAX_ANSWER_BYTES:
+                self._buffer = b"{}\n"
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        try:
+            # Text that no file can hold, from whatever a variant named or raised, must not stop the driver.
+            message = json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            message = None
+        return message if isinstance(message, dict) else {}
 
     def _signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
     def kill(self) -> int:
-        """End the process and every child in its session: TERM, a little time, KILL. Return the exit code."""
+        """End the process and all that came of it: TERM, a little time, KILL. Return the exit code."""
         if self._process.poll() is None:
             self._signal_group(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(TERM_GRACE_S)
         self._signal_group(signal.SIGKILL)  # also for children that outlived it
+        end_marked(self._mark)
         code = self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._place):
             if stream is not None:

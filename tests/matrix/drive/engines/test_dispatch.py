@@ -155,22 +155,51 @@ def test_a_lost_machine_loses_only_what_was_under_way():
     assert [text.split(":")[0] for text in driver.said] == [f"lost machine {n} with 1 cells under way" for n in (1, 2)]
 
 
-def test_a_cell_that_is_lost_twice_is_left_for_another_run():
+class Treacherous(SimulatedCluster):
+    """Whoever begins one of the cells is lost."""
+
+    fatal: frozenset[str] = frozenset()
+    was_memory = False
+
+    def _note(self, agent, event):
+        super()._note(agent, event)
+        if event["event"] == "started" and event["key"] in self.fatal:
+            self._events = [other for other in self._events if other[2] != agent]
+            self._say(agent, self.now + 1, {"event": "lost", "reason": "planted", "was_memory": self.was_memory})
+
+
+@pytest.mark.parametrize("was_memory", [False, True])
+def test_a_cell_that_is_lost_twice_is_left_for_another_run_but_where_memory_was_the_reason(was_memory):
     plan = tiny_plan(["fake_ok"], seq_len=[16, 32, 64])
     middle = plan.cells[1].cell.key
-
-    class Treacherous(SimulatedCluster):
-        def _note(self, agent, event):
-            super()._note(agent, event)
-            if event["event"] == "started" and event["key"] == middle:
-                self._events = [other for other in self._events if other[2] != agent]
-                self._say(agent, self.now + 1, {"event": "lost", "reason": "planted"})
-
     cluster = Treacherous(machines(1))
+    cluster.fatal, cluster.was_memory = frozenset([middle]), was_memory
     driver = dispatch(plan.cells, cluster)
-    assert keys(driver.records) == sorted(item.cell.key for item in plan.cells if item.cell.key != middle)
     assert sum(key == middle for key, *_ in cluster.began) == 2
-    assert driver.said[-1].startswith("1 cells were lost 2 times with their machine and have no record; the same")
+    status = {record.cell.seq_len: record.status for record in driver.records}
+    assert status == {16: "ok", 64: "ok", **({32: "oom_host"} if was_memory else {})}
+    last = "1 cells were lost 2 times with their machine and have no record; the same command runs them again"
+    assert (driver.said[-1] == last) == (not was_memory)
+
+
+def test_ceilings_are_measured_once_and_by_another_where_who_measures_is_lost():
+    told = []
+
+    class Watched(Treacherous):
+        def give(self, agent, turn):
+            told.append([tuple(subject) for subject in turn["ceilings"]])
+            super().give(agent, turn)
+
+    plan = tiny_plan(["fake_ok"], seq_len=[16, 64], threads=2)
+    subject = (ENVIRONMENT.digest, "cpu", "float32", 2)
+    cluster = Watched(machines(2))
+    dispatch(plan.cells, cluster)
+    assert told == [[], [subject]]
+    told.clear()
+    cluster = Watched(machines(1))
+    cluster.fatal = frozenset([plan.cells[0].cell.key])
+    dispatch(plan.cells, cluster)
+    assert told[:2] == [[], []]
 
 
 def test_interrupted_nothing_new_begins_and_what_runs_ends():
