@@ -201,6 +201,7 @@ class Timing(Json):
         graph_ms: on a GPU, of the same call replayed from a CUDA graph, cache warm: median over samples of many
             replays. Older records have it only where a single call took less than 0.1 ms.
         graph_reason: why there is no such time although there should be one.
+        num_discarded: samples that were taken again, because something else disturbed the machine meanwhile.
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
 
@@ -219,6 +220,7 @@ class Timing(Json):
     host_ms: float | None = None
     graph_ms: float | None = None
     graph_reason: str = ""
+    num_discarded: int = 0
     flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

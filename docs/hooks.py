@@ -140,7 +140,7 @@ def measurements(name: str) -> Iterator[str]:
                     continue
                 shown.add(board.is_timed)
                 page = f"[{run.name}](../results/{run.where}/report.html)"
-                yield from (f"**{machine.words}**, {page}: {board.title.lower()}", "")
+                yield from (f"**{machine.words}** ({machine.name}), {page}: {board.title.lower()}", "")
                 yield from _table(board.headings, ([_entry(entry) for entry in row] for row in rows))
                 yield from ("", '??? note "What was measured, and how to read it"', "", f"    {_text(board.note)}", "")
     yield from ("[All machines and mechanisms](../results/index.html).", "")

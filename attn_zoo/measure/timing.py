@@ -136,6 +136,7 @@ class Sampling:
         self._min_samples, self._range = min_samples, (min_samples, max_samples)
         self._flags: list[str] = []
         self._samples: list[Sample] = []
+        self._num_discarded = 0
         self._first_s, self._num_warmup, self._loops = 0.0, 0, 1
         self._expected_s = math.inf
 
@@ -167,11 +168,17 @@ class Sampling:
         self._num_warmup = 1 + len(warm_s) + num_calibrating
         self._expected_s = call_s * self._loops
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the samples took together."""
+        return sum(sample.wall_s for sample in self._samples)
+
     def _num_next(self) -> int:
         """Return how many samples may be taken next: none once the budget is spent and there are enough."""
         minimum, maximum = self._range
-        spent = sum(sample.wall_s for sample in self._samples)
-        num_affordable = math.floor((self._budget_s - spent) / self._expected_s + 1e-6)  # sums of times are rounded
+        num_affordable = math.floor(
+            (self._budget_s - self.spent_s) / self._expected_s + 1e-6
+        )  # sums of times are rounded
         taken = len(self._samples)
         return min(self._watch.batch_size, maximum - taken, max(num_affordable, minimum - taken))
 
@@ -186,8 +193,13 @@ class Sampling:
         if count < 1:
             return
         self._samples += self._watch.take(self._call, self._setup, count=count, loops=self._loops)
-        self._expected_s = max(sum(sample.wall_s for sample in self._samples) / len(self._samples), 1e-9)
+        self._expected_s = max(self.spent_s / len(self._samples), 1e-9)
         gc.collect()
+
+    def discard(self) -> None:
+        """Throw the samples away, because something else disturbed them: the next ones take their place."""
+        self._num_discarded += len(self._samples)
+        self._samples.clear()
 
     def run(self) -> Timing:
         """Take all samples by themselves, from the first call on."""
@@ -225,6 +237,7 @@ class Sampling:
             inner_loops=self._loops,
             timer=self._watch.name,
             process_cpu_ms=processor_ms,
+            num_discarded=self._num_discarded,
             flags=tuple(flags),
         )
 

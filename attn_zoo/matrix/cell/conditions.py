@@ -40,27 +40,38 @@ class Conditions:
 
     Args:
         device: `"cpu"` or `"cuda"`.
+
+    Attributes:
+        clocks_mhz: of the GPU before and after.
+        flags: what was found; see `attn_zoo.report.wording.FLAG_MARKS`.
     """
 
     device: str
     clocks_mhz: tuple[float, ...] = ()
     flags: tuple[str, ...] = ()
     _before: Clocks | None = field(default=None, repr=False)
-    _wall_s: float = 0.0
+    _others: int = 0
+    _start_s: float = 0.0
     _own_s: float = 0.0
     _all_s: float = 0.0
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether something disturbed the block that a later one may be spared; a throttled GPU stays hot."""
+        return bool(set(self.flags) - {"throttled"})
+
     def __enter__(self) -> Self:
         for _ in range(20):
-            if _num_others(self.device) == 0:
+            self._others = _num_others(self.device)
+            if self._others == 0:
                 break
             time.sleep(SETTLING_S / 20)
         self._before = clocks(self.device)
-        self._wall_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
+        self._start_s, self._own_s, self._all_s = time.monotonic(), time.process_time(), _busy_s()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        wall_s = time.monotonic() - self._wall_s
+        wall_s = time.monotonic() - self._start_s
         others_s = (_busy_s() - self._all_s) - (time.process_time() - self._own_s)
         after = clocks(self.device)
         flags = []
@@ -77,6 +88,6 @@ class Conditions:
             # Up is a GPU that woke from idling, which warm-up is for; down is not.
             if after.sm_mhz < SLOW_CLOCK_FRAC * before.sm_mhz:
                 flags.append("clock_changed")
-        if _num_others(self.device) > 0:
+        if max(self._others, _num_others(self.device)) > 0:
             flags.append("other_gpu_process")
         return flags

@@ -39,6 +39,13 @@ ONCE_MORE_BELOW_MS = 2_000.0
 """The output is checked again and FLOPs are counted, by one more forward each, where that is cheap."""
 
 
+RETAKES = 2
+"""How often disturbed samples are thrown away and taken again; the last ones stay, flagged."""
+
+RETAKEN_S = (0.1, 5.0)
+"""Seconds of samples that are taken again: fewer are over before a neighbour is gone, more are too dear."""
+
+
 class Trial:
     """One timed cell on its way to a record: `prepare`, then samples of `sampling`, then `finish`.
 
@@ -294,15 +301,22 @@ def measure_bundle(
         if is_usable:
             guarded(prepare, index)
     order = living() if is_usable else []
-    with Conditions(trials[0].device) as conditions:
-        sample_in_turns(
-            [trials[index].sampling for index in order],
-            seed=seed,
-            at=lambda position: ledger.at(order[position]),
-            failed=lambda position, error: failed(order[position], error),
-            around=settings_kept,
-        )
-        ledger.at(None)
+    for retakes_left in range(RETAKES, -1, -1):
+        with Conditions(trials[0].device) as conditions:
+            sample_in_turns(
+                [trials[index].sampling for index in order],
+                seed=seed,
+                at=lambda position: ledger.at(order[position]),
+                failed=lambda position, error: failed(order[position], error),
+                around=settings_kept,
+            )
+            ledger.at(None)
+        seconds = sum(trials[index].sampling.spent_s for index in order)
+        is_worth_it = RETAKEN_S[0] <= seconds <= RETAKEN_S[1] and len(living()) == len(order)
+        if not (retakes_left and conditions.may_pass and is_worth_it):
+            break
+        for index in order:
+            trials[index].sampling.discard()
     is_usable = is_usable and (len(living()) == len(order) or _tidy(trials[0].device))
 
     def finish(index: int) -> None:

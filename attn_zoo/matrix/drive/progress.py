@@ -38,7 +38,9 @@ def describe(record: Record) -> str:
             interval = f"{timing.low_ms:.4g} to {timing.high_ms:.4g}"
             text = f"{timing.median_ms:.4g} ms ({interval} by {len(timing.process_sizes)} processes)"
         peak = record.memory.peak_bytes if record.memory else None
-        return f"{text}, peak {peak / 2**20:.4g} MiB" if peak is not None else text
+        text += f", peak {peak / 2**20:.4g} MiB" if peak is not None else ""
+        doubts = ", ".join(flag.replace("_", " ") for flag in timing.flags)
+        return f"{text}, doubtful: {doubts}" if doubts else text
     if record.score is not None:
         return f"{record.score.metric} {record.score.value:.3f} (guessing: {record.score.chance:.3f})"
     return "ok"

@@ -136,7 +136,7 @@ def draw_interval(
     tag: Tag = NO_TAG,
     **style: Any,
 ) -> None:
-    """Draw a bar between two ends; an end that is no possible value is cut there, which an arrow head says.
+    """Draw a bar between two ends; one that reaches the last possible value is cut there, which an arrow head says.
 
     Args:
         axes: to draw on.
@@ -151,9 +151,9 @@ def draw_interval(
     cut = (max(ends[0], least), min(ends[1], most))
     parts = [(cut, style)]
     arrow = {"lw": 0, "ms": 5, "clip_on": False, "mew": 0}
-    if ends[0] < least:
+    if ends[0] <= least < ends[1]:
         parts.append(((least, least), style | arrow | {"marker": "<" if is_flat else "v"}))
-    if ends[1] > most:
+    if ends[0] < most <= ends[1]:
         parts.append(((most, most), style | arrow | {"marker": ">" if is_flat else "^"}))
     for along, look in parts:
         across = (at, at)

@@ -36,8 +36,8 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
     )
     if far:
         note += f"; off the scale: {', '.join(f'{name} {metric.show(value)}' for name, value in far.items())}"
-    if any(not metric.bounds[0] <= end <= metric.bounds[1] for row in rows for end in row.ends or ()):
-        note += "; arrow: an interval that reaches beyond what can be scored"
+    if any(row.ends and row.ends[0] < row.ends[1] and set(row.ends) & set(metric.bounds) for row in rows):
+        note += "; arrow: an interval cut where scores end"
     floor_rows = FLOOR_ROW * len(marks) + (0.12 if marks else 0)
     page = Page(f"{metric.title}: {group.title}", note)
     axes = row_axes(page, rows, below=floor_rows)

@@ -168,6 +168,7 @@ def test_an_accuracy_cell_is_a_training(monkeypatch, tmp_path):
         "data_dir": tmp_path,
         "checkpoint_dir": tmp_path / "c",
         "weights_path": weights,
+        "after_evaluation": None,
     }
     assert (record.status, record.reason, record.num_params) == ("diverged", "loss is nan at step 3", 7)
     assert record.kernels == ("sdpa.math",)

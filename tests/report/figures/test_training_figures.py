@@ -146,6 +146,6 @@ def test_axes_of_accuracy_stay_within_what_can_be_scored(tmp_path):
                 if "accuracy" in label:
                     assert (low, high) == pytest.approx((max(0.0, low), min(1.0, high))), picture.name
     scores = pictures(tmp_path / "again", records)[0].figure
-    assert "arrow: an interval that reaches beyond what can be scored" in " ".join(words(scores).split())
+    assert "arrow: an interval cut where scores end" in " ".join(words(scores).split())
     heads = [line.get_marker() for line in scores.axes[0].get_lines() if line.get_marker() in {"<", ">"}]
     assert {"<", ">"} <= set(heads)
