@@ -38,6 +38,7 @@ def test_an_index_is_written_over_the_folders_in_a_folder(call, tmp_path, monkey
     assert "expected results folders in it" in call("report", "runs/one", "--index").err
 
 
+@pytest.mark.usefixtures("folders")
 def test_a_run_beside_itself_passes_and_a_slower_one_fails_with_code_three(call):
     itself = call("compare", "before", "before", "--fail", "--fail-above", "0%")
     assert (itself.code, itself.err) == (0, "")
