@@ -146,6 +146,7 @@ class _Agent:
     pieces: list[tuple[_Chain, list[PlannedCell]]] = field(default_factory=list)
     open: dict[tuple[str, int], PlannedCell] = field(default_factory=dict)  # by key and the repeat that it was told
     begun: set[tuple[str, int]] = field(default_factory=set)  # likewise
+    ceilings: set[tuple[str, str, str, int | None]] = field(default_factory=set)  # that it is to measure
     is_stopping: bool = False
 
     @property
@@ -457,7 +458,8 @@ class Dispatcher:
         curves = dict.fromkeys(item.cell.curve for item in items) if self._stoppers else {}
         known = [subject for subject in self._ceilings if subject[0] == agent.environment]
         if agent.place.is_timed:
-            self._ceilings |= {(agent.environment, *subject) for subject in subjects_of(items)}
+            agent.ceilings = {(agent.environment, *subject) for subject in subjects_of(items)} - self._ceilings
+            self._ceilings |= agent.ceilings
         checkpoints: dict[str, dict[str, bytes]] = {}
         if self._settings.checkpoints and not agent.place.is_timed:
             for item in items:
@@ -504,6 +506,7 @@ class Dispatcher:
         elif name == "checkpoint":
             self._take_checkpoint(event)
         elif name == "ceilings":
+            agent.ceilings = set()
             self._control.measured([Ceilings.from_dict(data, "ceilings") for data in event["ceilings"]])
         elif name == "ready":
             self._take_ready(handle, agent, event)
@@ -562,6 +565,7 @@ class Dispatcher:
                 self._leave_out(agent.machine, reason)
             return
         self._lost_at[agent.machine.id] = self._clock()
+        self._ceilings -= agent.ceilings  # another will
         lost = [agent.open[place] for place in agent.begun & agent.open.keys()]
         self._control.say(f"lost {agent.machine.name} with {len(lost)} cells under way: {reason}")
         self._note_lost(lost)

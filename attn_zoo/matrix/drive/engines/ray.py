@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class _RayCluster(Cluster):
         self._actor = ray.remote(_actor())
         self._hellos: dict[Any, Any] = {}  # agents by the reference of their answer
         self._streams: list[tuple[Any, Any]] = []  # generator of answers, agent
-        self._farewells: list[Any] = []
+        self._farewells: dict[Any, Any] = {}  # agents that are to end, likewise
         files, loaded = _sources(settings.variant_files)
         data_dir = str(settings.data_dir.resolve()) if settings.data_dir else None
         self._arguments = (str(Path(attn_zoo.__path__[0]).parent), ray.put(files), loaded, data_dir)
@@ -87,6 +86,7 @@ class _RayCluster(Cluster):
         self._streams.append((agent.work.options(num_returns="streaming").remote(turn), agent))
 
     def events(self, wait_s: float) -> Iterator[tuple[Any, Event]]:
+        self.close(0)
         waiting = [*self._hellos, *(stream for stream, _ in self._streams)]
         if not waiting:
             time.sleep(wait_s)
@@ -121,16 +121,18 @@ class _RayCluster(Cluster):
         is_ready = agent not in self._hellos.values()
         self._hellos = {reference: other for reference, other in self._hellos.items() if other is not agent}
         self._streams = [(stream, other) for stream, other in self._streams if other is not agent]
-        with suppress(self._ray.exceptions.RayError):
-            if is_ready:
-                self._farewells.append(agent.leave.remote())
-            else:
-                self._ray.kill(agent)
+        if is_ready:
+            self._farewells[agent.close.remote()] = agent
+        else:
+            self._ray.kill(agent)
 
-    def close(self) -> None:
-        """Give agents that were ended the time to tidy up."""
+    def close(self, wait_s: float = _LEAVE_S) -> None:
+        """End agents that have tidied up, or had the time to."""
         if self._farewells:
-            self._ray.wait(self._farewells, num_returns=len(self._farewells), timeout=_LEAVE_S)
+            leaving = list(self._farewells)
+            done = self._ray.wait(leaving, num_returns=len(leaving), timeout=wait_s)[0]
+            for reference in done if wait_s == 0 else leaving:
+                self._ray.kill(self._farewells.pop(reference))
 
     def wish(self, shares: Sequence[tuple[float, float]]) -> None:
         from ray.autoscaler.sdk import request_resources
@@ -168,9 +170,8 @@ def _actor() -> type:
         def stop(self) -> None:
             self._agent.stop()
 
-        def leave(self) -> None:
+        def close(self) -> None:
             self._agent.close()
-            os._exit(0)  # its workers end with it
 
     return Agent
 

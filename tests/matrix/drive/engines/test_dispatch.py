@@ -182,6 +182,26 @@ def test_a_cell_that_is_lost_twice_is_left_for_another_run_but_where_memory_was_
     assert (driver.said[-1] == last) == (not was_memory)
 
 
+def test_ceilings_are_measured_once_and_by_another_where_who_measures_is_lost():
+    told = []
+
+    class Watched(Treacherous):
+        def give(self, agent, turn):
+            told.append([tuple(subject) for subject in turn["ceilings"]])
+            super().give(agent, turn)
+
+    plan = tiny_plan(["fake_ok"], seq_len=[16, 64], threads=2)
+    subject = (ENVIRONMENT.digest, "cpu", "float32", 2)
+    cluster = Watched(machines(2))
+    dispatch(plan.cells, cluster)
+    assert told == [[], [subject]]
+    told.clear()
+    cluster = Watched(machines(1))
+    cluster.fatal = frozenset([plan.cells[0].cell.key])
+    dispatch(plan.cells, cluster)
+    assert told[:2] == [[], []]
+
+
 def test_interrupted_nothing_new_begins_and_what_runs_ends():
     cells = many_cells(600)
     driver = Driver()

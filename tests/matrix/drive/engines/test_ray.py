@@ -25,7 +25,7 @@ from attn_zoo.matrix.drive.supervise import Control
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.training.checkpoint import read_tensors
-from tests.matrix.conftest import TINY_TRAINING, prepare_process, tiny_plan, training_plan
+from tests.matrix.conftest import TINY_TRAINING, prepare_process, run_cell, tiny_plan, training_plan
 from tests.processes import start_process
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
@@ -121,7 +121,7 @@ def outcomes(store):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # from Ray's own threads and sockets
 def test_a_node_that_is_lost_in_the_middle_of_a_lane_changes_no_record(tmp_path, cluster, second):
-    plan = tiny_plan(["fake_segfault", "fake_bug", "fake_slow"], seq_len=[16, 24, 900], isolation="lane")
+    plan = tiny_plan(["fake_segfault", "fake_slow"], seq_len=[16, 900], isolation="lane")
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
     run(plan, here)
     lines = Lines()
@@ -136,16 +136,14 @@ def test_a_node_that_is_lost_in_the_middle_of_a_lane_changes_no_record(tmp_path,
     assert {item.environment for item in records} <= set(environments)
     for digest in {item.environment for item in records}:
         assert "OMP_NUM_THREADS" not in environments[digest].variables, "Ray's own, which changes times"
-    assert {one.subject[0] for one in there.ceilings()} <= {item.environment for item in records}
-    assert there.ceilings(), "nodes have ceilings too"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_training_goes_on_elsewhere_when_its_node_is_lost(tmp_path, cluster, second):
-    overrides = {**TINY_TRAINING, "num_steps": 60, "eval_every": 3}
+    overrides = {**TINY_TRAINING, "num_steps": 50, "eval_every": 3}
     plan = training_plan(["fake_train_told"], seeds=[0, 1], overrides=overrides)
-    here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
+    there = Store(tmp_path / "there")
     keys = [item.cell.key for item in plan.cells]
 
     def is_well_under_way():
@@ -153,13 +151,13 @@ def test_a_training_goes_on_elsewhere_when_its_node_is_lost(tmp_path, cluster, s
 
     with Killer(cluster, second, is_well_under_way):
         summary = run(plan, there, engine=RayEngine(cluster.address))
-    run(plan, here)
     assert summary.left == ()
-    values = [{item.cell.key: item.score and item.score.value for item in each.records()} for each in (here, there)]
-    assert None not in values[0].values()
-    assert values[0] == values[1]
     (again,) = [item for item in there.records() if item.attempt == 2]
-    assert there.log(again.cell.key).read_text().count("step") <= 60 - 12, "it did not begin anew"
+    assert there.log(again.cell.key).read_text().count("step") <= 50 - 12, "it did not begin anew"
+    whole = run_cell(again.cell)
+    assert again.score is not None
+    assert whole.score is not None
+    assert (again.score.value, again.score.curve) == (whole.score.value, whole.score.curve)
     assert not list(there.checkpoints.glob("*/*")), "they end with their training"
 
 
@@ -177,7 +175,7 @@ def run_on(address: str, folder: Path) -> int:
 
 
 def slow_plan():
-    return tiny_plan(["fake_slow"], seq_len=[16, 24, 32, 40, 900, 1000], isolation="lane")
+    return tiny_plan(["fake_slow"], seq_len=[16, 24, 32, 900, 1000], isolation="lane")
 
 
 @pytest.mark.slow
@@ -207,6 +205,7 @@ def test_a_run_goes_on_after_its_driver_was_killed_or_interrupted(tmp_path, clus
     found = {path.name: path.read_bytes() for path in cells.glob("*.json")}
     assert {name: found[name] for name in known} == known, "a stored record was changed"
     assert {record.status for record in store.records()} == {"ok"}
+    assert {one.environment for one in store.ceilings()} == {record.environment for record in store.records()}
 
 
 def test_an_address_that_does_not_answer_is_said_soon(tmp_path):
