@@ -139,6 +139,12 @@ def _commands(group: Any, prefix: str = "") -> Iterator[str]:
             yield from _commands(command, f"{prefix}{name} ")
 
 
+def test_the_python_reference_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE) + re.findall(r"\w+", text.partition("members:")[2])
+    assert set(attn_zoo.__all__) <= set(named)
+
+
 MODULES = [info.name for info in pkgutil.walk_packages(attn_zoo.__path__, "attn_zoo.") if "__main__" not in info.name]
 
 
