@@ -314,7 +314,7 @@ def test_nothing_in_a_results_folder_steers_the_terminal(call, tmp_path):
     assert "\x1b" not in page
 
 
-@pytest.mark.parametrize("command", [["list"], ["list", "tasks"], ["show", "full"], ["--help"]])
+@pytest.mark.parametrize("command", [["list", "tasks"], ["show", "full"]])
 def test_a_terminal_that_knows_latin_1_only_is_served(command):
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     line = [sys.executable, "-m", "attn_zoo", *command]

@@ -89,7 +89,7 @@ def _no_memory(subject: Subject) -> Finding:
     for build in subject.contexts():
         length = subject.lengths[0 if subject.is_fixed else -1]  # some thirty calls, before each timing
         module = subject.make(build, seq_len=length)
-        for inputs in subject.calls(build, length)[::2]:
+        for inputs in subject.calls(build, length, batch_size=1 if subject.is_fixed else 2)[::2]:
             fresh = subject.make(build, seq_len=length)
             with torch.no_grad():
                 expected = call(fresh, inputs).clone()
@@ -121,13 +121,14 @@ def _others(subject: Subject, build: BuildContext, module: Module, inputs: Input
         unmasked = replace(inputs, key_padding_mask=None)
         with torch.no_grad():
             has_effect = not torch.equal(call(module, unmasked), expected)
-        others.append(_Other("another mask", replace(inputs, key_padding_mask=mask.flip(0)), is_telling=has_effect))
+        others.append(_Other("another mask", replace(inputs, key_padding_mask=mask.flip(0, 1)), is_telling=has_effect))
         others.append(_Other("no mask", unmasked))
     elif "scattered" in subject.masks(key_len):
         mask = padding_mask(inputs.batch_size, key_len, "scattered", subject.device)
         others.append(_Other("a mask", replace(inputs, key_padding_mask=mask)))
-    one = subject.inputs(build, inputs.query_len, key_len=key_len, batch_size=1, seed=5)
-    others.append(_Other("another batch", one))
+    size = 3 - inputs.batch_size
+    batch = subject.inputs(build, inputs.query_len, key_len=key_len, batch_size=size, seed=5)
+    others.append(_Other("another batch", batch))
     if subject.capabilities.variable_seq_len:
         shorter = subject.lengths[max(len(subject.lengths) - 2, 0)]
         others.append(_Other("another length", subject.inputs(build, shorter, seed=6)))

@@ -180,14 +180,14 @@ def test_peers_on_the_gpu_are_timed_in_turns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "what", "others"),
     [
-        ("fake_threads", "the number of threads: 1 to 2"),
-        ("fake_no_grad", "the mode of gradients: True to False"),
-        ("fake_double", "the default dtype: float32 to float64"),
+        ("fake_threads", "the number of threads: 1 to 2", ["full", "fake_ok"]),
+        ("fake_threads", "the number of threads: 1 to 2", []),
+        ("fake_no_grad", "the mode of gradients: True to False", ["full"]),
+        ("fake_double", "the default dtype: float32 to float64", ["full"]),
     ],
 )
-@pytest.mark.parametrize("others", [["full", "fake_ok"], []], ids=["in turns", "alone"])
 def test_a_member_that_changes_the_process_fails_and_its_neighbours_do_not_notice(name, what, others):
     before = read_state(has_generators=False) | {"the number of threads": 1}
     found = run_cells_in_turns(cells([name, *others], passes=["fwd_bwd"]), budget_s=0.02, bundle="b")
