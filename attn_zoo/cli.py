@@ -208,7 +208,9 @@ def _options(pairs: list[str] | None) -> dict[str, Any]:
 
 OnlyCells = Annotated[list[str] | None, typer.Option("--only", help="Keep cells whose id matches, such as 'full/*'.")]
 Add = Annotated[list[str] | None, typer.Option("--add", help="Add this variant to every group; may be repeated.")]
-Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Trainings at once; timings always run alone.")]
+Jobs = Annotated[
+    int, typer.Option("--jobs", "-j", help="Trainings at once, on Ray on each GPU or node; timings run alone.")
+]
 AllowCells = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Take a matrix of more than 20 000 cells, up to N.")
 ]
@@ -260,7 +262,9 @@ def run(
     retry: Annotated[list[str] | None, typer.Option(help="Run cells with this status again; may be repeated.")] = None,
     jobs: Jobs = 1,
     engine: Annotated[str, typer.Option(help="local or ray")] = "local",
-    address: Annotated[str, typer.Option(help="Of the Ray cluster.")] = "local",
+    address: Annotated[
+        str, typer.Option(help="Of the Ray cluster: HOST:PORT of its head node; local starts one here.")
+    ] = "local",
     data_dir: DataDir = None,
     allow_mixed_env: MixedEnv = False,
     allow_cells: AllowCells = None,
