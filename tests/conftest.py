@@ -1,12 +1,54 @@
-"""What all tests share: how long a random example may take says something about the machine, not about the code."""
+"""What all tests share. How long a random example may take says something about the machine, not about the code."""
+
+from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+from attn_zoo import cli
 
 # Examples that failed are kept in the checkout, where that can be written.
 _place: dict[str, Any] = {} if os.access(Path.cwd(), os.W_OK) else {"database": None}
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], **_place)
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Call = Callable[..., Answer]
+
+
+@pytest.fixture
+def call(capsys, monkeypatch) -> Call:
+    """Run `attn-zoo ARGUMENTS` in this process."""
+
+    def run(*arguments: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["attn-zoo", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return run

@@ -21,6 +21,8 @@ from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
 MOST_LENGTHS = 5
 MOST_TASKS = 4
+LEVEL = 1.005
+"""Peaks that differ by less are written alike."""
 NOT_TIMED = "not timed"
 """Of a label of the run that belongs to another panel, or was trained only."""
 
@@ -49,7 +51,8 @@ def front_table(analysis: Analysis) -> Table | None:
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
         if peaks := _peaks(panel):
             columns.append(_column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
-            best["memory"] = min(peaks, key=lambda label: peaks[label])
+            least = min(peaks.values())
+            best["memory"] = " or ".join([label for label, peak in peaks.items() if peak <= LEVEL * least][:3])
     for one in scores:
         columns.append(_column(one.title, one.title, 0.6))
         for row in rows:

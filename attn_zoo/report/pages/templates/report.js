@@ -191,6 +191,7 @@ for (const card of document.querySelectorAll(".card")) {
     title.parentElement.dataset.tip = title.textContent; // the browser's own words would stand over ours
     title.remove();
   }
+  if (logarithmic.querySelector("[data-key]")) logarithmic.setAttribute("role", "group"); // it is more than an image now
   for (const key of logarithmic.querySelectorAll("[data-key]")) {
     key.setAttribute("role", "button");
     key.setAttribute("tabindex", "0");
