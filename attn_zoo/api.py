@@ -39,7 +39,7 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
     """Return the results of one or more folders, compared with each other.
 
     Args:
-        folders: results folders, bundles, exports, or lists of them.
+        folders: results folders, packed runs, exports, or lists of them.
 
     Raises:
         ConfigError: there is none, or one holds no results.
@@ -65,7 +65,7 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), li
     """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
 
     Args:
-        a: results folder, bundle, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
+        a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
         b: likewise.
         allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
         limit: share by which b may be worse; by default a tenth.
@@ -81,7 +81,7 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), li
 
 
 def verify(source: str | Path) -> list[Fault]:
-    """Return what a reviewer would find wrong with a results folder or bundle; nothing where nothing is.
+    """Return what a reviewer would find wrong with a results folder or packed run; nothing where nothing is.
 
     Raises:
         ConfigError: there is no results folder, or a newer version of this package wrote it.
@@ -106,8 +106,8 @@ def history(
 
 
 def share(folder: str | Path, path: str | Path | None = None) -> Path:
-    """Bundle the records of a results folder into one file; see `attn_zoo.bundle.share`."""
-    from attn_zoo.bundle import share as share_folder
+    """Pack the records of a results folder into one file; see `attn_zoo.packed_run.share`."""
+    from attn_zoo.packed_run import share as share_folder
 
     return share_folder(folder, path)
 

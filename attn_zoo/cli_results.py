@@ -15,7 +15,7 @@ results = typer.Typer()
 
 Folders = Annotated[
     list[Path],
-    typer.Argument(help="Results folders of one or more runs; bundles and exports too.", show_default=False),
+    typer.Argument(help="Results folders of one or more runs; packed runs and exports too.", show_default=False),
 ]
 
 
@@ -57,7 +57,7 @@ def report(
 Source = Annotated[
     str,
     typer.Argument(
-        help="Results folder, bundle, export, REV:FOLDER in git, or JSON of pytest-benchmark.", show_default=False
+        help="Results folder, packed run, export, REV:FOLDER in git, or JSON of pytest-benchmark.", show_default=False
     ),
 ]
 
@@ -161,7 +161,7 @@ def share(
     folder: Annotated[Path, typer.Argument(help="Results folder.", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="File to write, .zip; by default the folder's name, here.")] = None,
 ) -> None:
-    """Bundle a run into one file that report, compare, export, verify and merge open; without logs and weights."""
+    """Pack a run into one file that report, compare, export, verify and merge open; without logs and weights."""
     from attn_zoo.console import say
     from attn_zoo.report.units import human_bytes
 
@@ -171,7 +171,9 @@ def share(
 
 @results.command()
 def merge(
-    sources: Annotated[list[Path], typer.Argument(help="Results folders or bundles of shards.", show_default=False)],
+    sources: Annotated[
+        list[Path], typer.Argument(help="Results folders or packed runs of shards.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="Results folder to make.", show_default=False)],
 ) -> None:
     """Make one results folder of the shards of one plan; refuse unlike plans and cells that were measured twice."""

@@ -141,7 +141,7 @@ class Run:
         """Write tables, figures and one self-contained page; return the path of the page.
 
         Args:
-            path: folder to write into; by default the (first) results folder, or one here of the name of a bundle.
+            path: folder to write into; by default the (first) results folder, or one here of the name of a packed run.
             has_readme: also write a README.md, which describes the results folder itself.
 
         Raises:

@@ -283,7 +283,7 @@ def _not_a_results_folder(folder: Path) -> str:
         return "not a results folder: no such directory"
     if not folder.is_dir():
         return (
-            "expected a results folder, a bundle (.zip), an export (.csv, .jsonl, .parquet) or JSON of "
+            "expected a results folder, a packed run (.zip), an export (.csv, .jsonl, .parquet) or JSON of "
             "pytest-benchmark; got a file"
         )
     runs = [

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole_files": {"errors"},
     "records": {"errors"},
     "folder": WORDS | {"records"},
-    "bundle": {"errors", "whole_files"},
+    "packed_run": {"errors", "whole_files"},
     "statistics": {"errors", "records"},
     "discovery": WORDS,
     "typed_code": WORDS,
@@ -44,8 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conformance": WORDS | {"registry", "attention", "kernels", "measure"},
     "matrix": WORDS
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
-    | {"conformance", "folder", "bundle", ""},
-    "report": WORDS | {"records", "folder", "bundle", "statistics", ""},
+    | {"conformance", "folder", "packed_run", ""},
+    "report": WORDS | {"records", "folder", "packed_run", "statistics", ""},
     "maps": WORDS | {"records", "registry", "attention", "model", "tasks", "training", "report"},  # looks of figures
 }
 # The shell on top: imports what it likes.

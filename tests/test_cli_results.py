@@ -38,6 +38,7 @@ def test_an_index_is_written_over_the_folders_in_a_folder(call, tmp_path, monkey
     assert "expected results folders in it" in call("report", "runs/one", "--index").err
 
 
+@pytest.mark.usefixtures("folders")
 def test_a_run_beside_itself_passes_and_a_slower_one_fails_with_code_three(call):
     itself = call("compare", "before", "before", "--fail", "--fail-above", "0%")
     assert (itself.code, itself.err) == (0, "")
@@ -100,7 +101,7 @@ def test_the_older_option_for_other_environments_still_works(call, tmp_path, mon
 
 
 @pytest.mark.usefixtures("folders")
-def test_a_bundle_is_opened_by_every_command_that_reads(call, tmp_path):
+def test_a_packed_run_is_opened_by_every_command_that_reads(call, tmp_path):
     said = call("share", "before")
     assert said.code == 0
     assert said.out.startswith("wrote before.zip (")
@@ -110,7 +111,7 @@ def test_a_bundle_is_opened_by_every_command_that_reads(call, tmp_path):
         ("export", "before.zip", "--out", "all.csv"),
     ):
         assert call(*arguments).code == 0, arguments
-    assert (tmp_path / "before" / "report.html").is_file(), "beside the bundle, in a folder of its name"
+    assert (tmp_path / "before" / "report.html").is_file(), "beside the packed run, in a folder of its name"
     readme = call("report", "before.zip", "--readme")
     assert (readme.code, "expected one results folder" in readme.err) == (2, True)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from attn_zoo.bundle import Commit, commits
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.packed_run import Commit, commits
 from attn_zoo.report.analysis.observations import read_results
 from attn_zoo.report.compare import TimedCell, timed_cells
 from attn_zoo.report.figures.axes import draw_curve, set_ticks, value_axis

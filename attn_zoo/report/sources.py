@@ -1,4 +1,4 @@
-"""Whatever holds results, read as a run: a folder, a bundle, a commit, an export, or what pytest-benchmark wrote."""
+"""Whatever holds results, read as a run: a folder, a packed run, a commit, an export, or pytest-benchmark's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from attn_zoo.bundle import opened
 from attn_zoo.errors import ConfigError, StoreError, UnsupportedError
 from attn_zoo.folder import Run, read_run
+from attn_zoo.packed_run import opened
 from attn_zoo.records import Cell, Environment, Record, Timing
 from attn_zoo.report.flat_records import record_of
 from attn_zoo.report.tables.table import unguarded
@@ -28,8 +28,8 @@ def read_source(source: str | Path) -> Run:
     """Read results from wherever they are; parts that cannot be read become warnings.
 
     Args:
-        source: results folder; bundle; `REV:FOLDER` of the git repository here; export as CSV, JSON Lines or Parquet;
-            JSON of pytest-benchmark, or a folder of such files, each of which is a process.
+        source: results folder; packed run; `REV:FOLDER` of the git repository here; export as CSV, JSON Lines or
+            Parquet; JSON of pytest-benchmark, or a folder of such files, each of which is a process.
 
     Raises:
         ConfigError: it is none of these, or cannot be read.

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from attn_zoo.bundle import opened
 from attn_zoo.errors import ConfigError, StoreError
 from attn_zoo.folder import RunInfo, Scan, read_ceilings, read_info, scan_cells
+from attn_zoo.packed_run import opened
 from attn_zoo.records import PASSES, Timing
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import PARAMS_TOLERANCE, AccuracyGroup, LabelScore, make_accuracy_groups
@@ -53,7 +53,7 @@ class _Subject:
 
 
 def verify(source: str | Path) -> list[Fault]:
-    """Return what is wrong with a results folder or bundle, in the order of `CHECKS`; nothing where nothing is.
+    """Return what is wrong with a results folder or packed run, in the order of `CHECKS`; nothing where nothing is.
 
     Raises:
         ConfigError: there is no results folder, or a newer version of this package wrote it.

@@ -109,10 +109,10 @@ def test_a_damaged_row_is_skipped_with_a_warning(records, tmp_path):
     assert "row 2" in run.warnings[1]
 
 
-def benchmark(path, seconds, commit="c0", node="n", start="2026-01-01T00:00:00"):
+def benchmark(path, seconds, commit="c0", cpu="CPU", start="2026-01-01T00:00:00"):
     entry = {"name": "test_x[16]", "fullname": "b.py::test_x[16]", "extra_info": {"seq_len": 16, "device": "cpu"}}
     entry["stats"] = {"data": [seconds * (1 + 0.01 * (index % 3)) for index in range(9)], "iterations": 4}
-    machine = {"node": node, "system": "Linux", "cpu": {"brand_raw": "CPU", "count": 2}, "python_version": "3.12"}
+    machine = {"node": "n", "system": "Linux", "cpu": {"brand_raw": cpu, "count": 2}, "python_version": "3.12"}
     data = {"machine_info": machine, "commit_info": {"id": commit}, "datetime": start, "benchmarks": [entry]}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(data))
@@ -136,6 +136,6 @@ def test_benchmarks_of_older_commits_and_other_machines_stay_apart(tmp_path):
         benchmark(tmp_path / "a" / f"{index}.json", 0.1, commit="c2", start="2026-01-02T00:00:00")
     found = compare(tmp_path / "a", tmp_path / "a").times.iloc[0]
     assert (found["num_processes_a"], found["median_ms_a"]) == (2, pytest.approx(101.0))
-    benchmark(tmp_path / "b.json", 0.1, node="other")
-    with pytest.raises(ConfigError, match="differ in environment"):
+    benchmark(tmp_path / "b.json", 0.1, cpu="other")
+    with pytest.raises(ConfigError, match=r"differ in environment \(cpu\)"):
         compare(tmp_path / "a", tmp_path / "b.json")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attn_zoo.bundle import share
 from attn_zoo.errors import ConfigError
 from attn_zoo.folder import pack_cells
+from attn_zoo.packed_run import share
 from attn_zoo.records import SCHEMA_VERSION, Record
 from attn_zoo.report.verify import CHECKS, Fault, verify
 from tests.report.synthetic import accuracy, costed, roof, scaling, tuned, write_run

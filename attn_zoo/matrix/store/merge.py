@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from attn_zoo.bundle import opened
 from attn_zoo.errors import ConfigError
 from attn_zoo.folder import RunInfo
 from attn_zoo.matrix.store.store import Store
+from attn_zoo.packed_run import opened
 from attn_zoo.records import Environment, Record
 from attn_zoo.whole_files import whole_folder
 
@@ -27,7 +27,7 @@ def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
     Repeats of cells that are not complete are left behind.
 
     Args:
-        sources: results folders or bundles, one for each shard.
+        sources: results folders or packed runs, one for each shard.
         out: folder to make.
 
     Raises:

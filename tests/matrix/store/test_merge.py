@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from attn_zoo.bundle import share
 from attn_zoo.errors import ConfigError, FolderError
 from attn_zoo.folder import pack_cells, read_info, read_run
 from attn_zoo.matrix.store.merge import merge
 from attn_zoo.matrix.store.store import Store
+from attn_zoo.packed_run import share
 from tests.report.synthetic import MACHINE, roof, scaling, write_run
 
 OTHER = replace(MACHINE, cpu="Other CPU")
@@ -41,7 +41,7 @@ def test_shards_become_the_run_that_one_machine_would_have_made(tmp_path):
     assert Store(merged).scan().problems == {}
 
 
-def test_bundles_merge_and_what_both_have_is_kept_once(tmp_path):
+def test_packed_runs_merge_and_what_both_have_is_kept_once(tmp_path):
     first, second = shard(tmp_path / "1", [512, 1024]), shard(tmp_path / "2", [1024, 2048])
     merged = merge([share(first, tmp_path / "1.zip"), second], tmp_path / "all")
     assert len(read_run(merged).records) == 3

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,15 @@ class _Reporter(Control):
 
     def _ship_checkpoints(self) -> None:
         """Send what was saved since the last time; None for what is gone."""
-        found = {path: path.stat().st_mtime_ns for path in self._checkpoints.glob("*/[!.]*.safetensors")}
+        found: dict[Path, int] = {}
+        for path in self._checkpoints.glob("*/[!.]*.safetensors"):
+            with suppress(FileNotFoundError):  # its training ends at this moment
+                found[path] = path.stat().st_mtime_ns
         for path in {**found, **self._shipped}:
             if found.get(path) != self._shipped.get(path):
-                content = path.read_bytes() if path in found else None
+                content = None
+                with suppress(FileNotFoundError):
+                    content = path.read_bytes()
                 self._events.put(
                     {"event": "checkpoint", "key": path.parent.name, "name": path.name, "content": content}
                 )

@@ -9,10 +9,10 @@ import zipfile
 
 import pytest
 
-from attn_zoo import bundle
-from attn_zoo.bundle import opened, share
+from attn_zoo import packed_run
 from attn_zoo.errors import ConfigError, FolderError
 from attn_zoo.folder import read_run
+from attn_zoo.packed_run import opened, share
 from tests.report.synthetic import accuracy, roof, scaling, write_run
 
 
@@ -27,7 +27,7 @@ def folder(tmp_path):
     return made
 
 
-def test_a_bundle_has_all_that_is_read_and_nothing_else(folder, tmp_path):
+def test_a_packed_run_has_all_that_is_read_and_nothing_else(folder, tmp_path):
     path = share(folder, tmp_path / "run.zip")
     with opened(path) as inside:
         assert read_run(inside) == read_run(folder)
@@ -43,7 +43,7 @@ def test_the_same_records_give_the_same_bytes(folder, tmp_path):
     assert share(other, tmp_path / "a.zip").read_bytes() == first
 
 
-def test_links_are_not_bundled(folder, tmp_path):
+def test_links_are_not_packed(folder, tmp_path):
     outside = tmp_path / "outside.json"
     outside.write_text("{}")
     (folder / "cells" / "aaaa.json").symlink_to(outside)
@@ -57,7 +57,7 @@ def test_a_folder_zipped_by_hand_opens_too(folder, tmp_path):
         assert read_run(inside) == read_run(folder)
 
 
-def test_what_is_no_results_folder_is_not_bundled(tmp_path, folder):
+def test_what_is_no_results_folder_is_not_packed(tmp_path, folder):
     with pytest.raises(FolderError, match=r"it has no run\.json"):
         share(tmp_path, tmp_path / "x.zip")
     with pytest.raises(FolderError, match=r"ends in \.zip"):
@@ -100,31 +100,31 @@ def test_a_hostile_archive_is_refused_and_writes_nothing(tmp_path, entries, word
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "MAX_FILE_BYTES", 2**22)
+    monkeypatch.setattr(packed_run, "MAX_FILE_BYTES", 2**22)
     path = tmp_path / "bomb.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
         made.writestr("run.json", "{}")
-        made.writestr("cells/a.json", b"0" * (bundle.MAX_FILE_BYTES + 1))
-        made.writestr("logs/a.log", b"0" * (bundle.MAX_FILE_BYTES + 1))  # is not read at all
+        made.writestr("cells/a.json", b"0" * (packed_run.MAX_FILE_BYTES + 1))
+        made.writestr("logs/a.log", b"0" * (packed_run.MAX_FILE_BYTES + 1))  # is not read at all
     assert path.stat().st_size < 2**20
     with pytest.raises(ConfigError, match="larger than a record can be"), opened(path):
         pass
     many = archive(tmp_path / "many.zip", [HEAD, *((f"cells/{index}.json", "{}", PLAIN) for index in range(5))])
-    monkeypatch.setattr(bundle, "MAX_FILES", 5)
+    monkeypatch.setattr(packed_run, "MAX_FILES", 5)
     with pytest.raises(ConfigError, match="holds 6 files"), opened(many):
         pass
-    monkeypatch.setattr(bundle, "MAX_FILES", 6)
-    monkeypatch.setattr(bundle, "MAX_BYTES", 7)
+    monkeypatch.setattr(packed_run, "MAX_FILES", 6)
+    monkeypatch.setattr(packed_run, "MAX_BYTES", 7)
     with pytest.raises(ConfigError, match="all of it too large"), opened(many):
         pass
 
 
-def test_a_damaged_bundle_says_so(folder, tmp_path):
+def test_a_damaged_packed_run_says_so(folder, tmp_path):
     path = share(folder, tmp_path / "run.zip")
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], b"", b"x" * 100, content[:200] + b"\0" * 50 + content[250:]):
         path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match="damaged, or no bundle"), opened(path):
+        with pytest.raises(ConfigError, match="damaged, or no packed run"), opened(path):
             pass
 
 

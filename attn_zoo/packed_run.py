@@ -1,7 +1,7 @@
 """A results folder from elsewhere: one file that holds a run, or what a commit of a git repository holds.
 
 Both are zip archives underneath, and nothing in one is trusted: what a reader of a results folder reads is written to a
-temporary folder, within limits of size and number, and nothing else. `share` makes a bundle, `opened` opens one.
+temporary folder, within limits of size and number, and nothing else. `share` packs a run, `opened` opens it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUFFIX = ".zip"
 MAX_FILES = 1_000_000
 MAX_FILE_BYTES = 64 * 2**20
 MAX_BYTES = 4 * 2**30
-"""Of everything in a bundle, unpacked: a run of 100 000 cells takes about a quarter."""
+"""Of everything in a packed run, unpacked: a run of 100 000 cells takes about a quarter."""
 
 _READ = re.compile(r"(run|ceilings)\.json|(cells|parts)/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,150}\.json")
 """What a reader of a results folder reads: not logs, weights, or sources."""
@@ -33,7 +33,7 @@ _GIT_TIMEOUT_S = 120
 
 
 def share(folder: str | Path, path: str | Path | None = None) -> Path:
-    """Bundle the records of a results folder into one file; return its path. The same records give the same bytes.
+    """Pack the records of a results folder into one file; return its path. The same records give the same bytes.
 
     Args:
         folder: results folder.
@@ -64,24 +64,24 @@ def share(folder: str | Path, path: str | Path | None = None) -> Path:
 
 @contextmanager
 def opened(source: str | Path) -> Iterator[Path]:
-    """Yield a results folder: that one, or a temporary one with the records of a bundle or of a commit.
+    """Yield a results folder: that one, or a temporary one with the records of a packed run or of a commit.
 
     Args:
         source: folder; file that `share` made, or another zip archive of a results folder; `REV:FOLDER` of the git
             repository here.
 
     Raises:
-        ConfigError: a bundle that is damaged, too large, or not what it pretends to be; no such commit or folder.
+        ConfigError: a packed run that is damaged, too large, or not what it pretends to be; no such commit or folder.
     """
     path = Path(source)
     revision, colon, inner = str(source).partition(":")
-    is_bundle = path.is_file() and path.suffix == SUFFIX
-    if not is_bundle and (path.exists() or not (colon and revision and inner)):
+    is_packed = path.is_file() and path.suffix == SUFFIX
+    if not is_packed and (path.exists() or not (colon and revision and inner)):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="attn-zoo-") as room:
-        folder = Path(room) / (re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if is_bundle else str(source))[-80:] or "run")
-        if is_bundle:
+        folder = Path(room) / (re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if is_packed else str(source))[-80:] or "run")
+        if is_packed:
             _unpack(path, folder, str(source))
         else:
             archive = Path(room) / f"archive{SUFFIX}"
@@ -109,7 +109,7 @@ def _unpack(path: Path, folder: Path, source: str) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise _refusal(source, f"damaged, or no bundle: {error}") from None
+        raise _refusal(source, f"damaged, or no packed run: {error}") from None
 
 
 def _checked_names(entries: Sequence[zipfile.ZipInfo], source: str) -> list[str | None]:
