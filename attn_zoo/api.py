@@ -43,6 +43,7 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
 
     Raises:
         ConfigError: there is none, or one holds no results.
+        StoreError: there is no such folder.
     """
     from attn_zoo.folder import read_info
     from attn_zoo.report.sources import read_source
@@ -54,7 +55,7 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
         raise ConfigError("load", [("", "expected at least one results folder; got none")])
     for path in paths:
         # What holds no results is a mistake of this call, not of a later one.
-        if (path / "run.json").is_file():
+        if (path / "run.json").is_file() or not (path.exists() or ":" in str(path)):  # REV:FOLDER is one of git's
             read_info(path)
         else:
             read_source(path)

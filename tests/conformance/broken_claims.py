@@ -339,6 +339,7 @@ CLAIMS = (
     Broken(
         cls=ClaimsLinearByAFormulaThatEnds,
         check="claimed_growth",
+        also=frozenset({"flops_count"}),
         complexity={"time_exponent": 1, "flops": lambda shape: softmax_flops(shape) * 512 // max(shape.key_len, 512)},
     ),
     Broken(cls=ClaimsLinearMemory, check="claimed_growth", complexity={"memory_exponent": 1}),

@@ -88,7 +88,7 @@ def test_samples_of_several_processes_are_kept_apart(tmp_path):
 
 def test_a_member_that_hangs_is_timed_out_alone_and_its_longer_lengths_are_not_tried(tmp_path):
     store = Store(tmp_path / "run")
-    plan = tiny_plan(["fake_ok", "fake_hang"], isolation="interleaved", seq_len=[900, 1000], timeout_s=3)
+    plan = tiny_plan(["fake_ok", "fake_hang"], isolation="interleaved", seq_len=[900, 1000], timeout_s=6)
     run(plan, store)
     found = {(record.cell.label, record.cell.seq_len): record for record in store.records()}
     assert {found["fake_ok", length].status for length in (900, 1000)} == {"ok"}

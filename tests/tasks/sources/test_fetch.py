@@ -315,13 +315,14 @@ def test_a_source_nobody_can_fetch_says_what_to_do(site, tmp_path):
         fetch(source_of(site, urls={}), data_dir=tmp_path)
 
 
-def test_no_other_file_of_the_package_can_use_the_network():
+def test_nothing_else_of_the_package_can_use_the_network():
     root = Path(fetch_module.__file__).parents[2]
     network = re.compile(
         r"^\s*(?:import|from) (?:urllib\.request|http\.client|socket|requests|httpx|huggingface_hub)\b", re.MULTILINE
     )
     users = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if network.search(path.read_text())}
-    assert users == {"tasks/sources/fetch.py"}
+    # A cluster is reached at the address that its user names.
+    assert users == {"tasks/sources/fetch.py", "matrix/drive/engines/ray.py"}
 
 
 # The hub
