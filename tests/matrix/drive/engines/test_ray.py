@@ -169,8 +169,12 @@ def steps_of(store, key) -> int:
     return 0
 
 
-def run_on(address: str, folder: Path, threads: int) -> int:
-    """What a driver does that is killed; a driver with other threads would be another environment."""
+def run_on(address: str, folder: Path, threads: int, variables: dict[str, str]) -> int:
+    """What a driver does that is killed; a driver with other threads would be another environment.
+
+    The server that forks it may be older than the variables of the cluster.
+    """
+    os.environ.update(variables)
     prepare_process()
     torch.set_num_threads(threads)
     return run(slow_plan(), Store(folder), engine=RayEngine(address)).exit_code
@@ -185,7 +189,9 @@ def slow_plan():
 def test_a_run_goes_on_after_its_driver_was_killed_or_interrupted(tmp_path, cluster):
     store = Store(tmp_path / "run")
     cells = tmp_path / "run" / "cells"
-    driver = start_process(run_on, cluster.address, store.folder, torch.get_num_threads(), errors=tmp_path / "errors")
+    variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    threads = torch.get_num_threads()
+    driver = start_process(run_on, cluster.address, store.folder, threads, variables, errors=tmp_path / "errors")
     wait_for(lambda: list(cells.glob("*.json")))
     left = workers_of(cluster.head_node)
     driver.kill()
