@@ -174,6 +174,7 @@ def run_on(address: str, folder: Path, threads: int, variables: dict[str, str]) 
 
     The server that forks it may be older than the variables of the cluster.
     """
+    os.environ.clear()
     os.environ.update(variables)
     prepare_process()
     torch.set_num_threads(threads)
@@ -189,9 +190,8 @@ def slow_plan():
 def test_a_run_goes_on_after_its_driver_was_killed_or_interrupted(tmp_path, cluster):
     store = Store(tmp_path / "run")
     cells = tmp_path / "run" / "cells"
-    variables = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    threads = torch.get_num_threads()
-    driver = start_process(run_on, cluster.address, store.folder, threads, variables, errors=tmp_path / "errors")
+    same = torch.get_num_threads(), dict(os.environ)
+    driver = start_process(run_on, cluster.address, store.folder, *same, errors=tmp_path / "errors")
     wait_for(lambda: list(cells.glob("*.json")))
     left = workers_of(cluster.head_node)
     driver.kill()
