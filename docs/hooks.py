@@ -42,7 +42,7 @@ def own_variants() -> list[Variant]:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the pages of variants."""
-    section = next(entry["Variants"] for entry in config.nav if isinstance(entry, dict) and "Variants" in entry)
+    section = next(entry["Variants"] for entry in config.nav or [] if isinstance(entry, dict) and "Variants" in entry)
     section += [f"variants/{variant.name}.md" for variant in own_variants()]
     return config
 
