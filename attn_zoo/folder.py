@@ -7,6 +7,7 @@ one record each; `attn_zoo.matrix.store.store` writes them.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -393,7 +394,8 @@ def read_record(path: Path, key: str = "") -> Record:
 def cell_files(folder: Path) -> list[Path]:
     """Return the files of `cells`, sorted; hidden ones are being written, perhaps by another shard."""
     cells = folder / "cells"
-    return [path for path in sorted(cells.iterdir()) if path.name[0] != "."] if cells.is_dir() else []
+    names = sorted(name for name in os.listdir(cells) if name[0] != ".") if cells.is_dir() else []
+    return [cells / name for name in names]
 
 
 def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], Record | None] = lambda _: None) -> Scan:
