@@ -270,7 +270,7 @@ def _measure(
     from attn_zoo.matrix.store.store import Store
     from attn_zoo.records import STATUSES
 
-    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "attn_zoo.matrix.cell.worker":
+    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "").startswith("attn_zoo.matrix.cell."):
         text = "loading a variant's source starts a run: define the class outside of the function that calls run"
         raise ConfigError("run", [("", text)])
     for status in _listed(retry):

@@ -8,7 +8,7 @@ positions: a token id never says what is padding.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Batch:
         num_positions: tokens and padding.
         other_tokens: int64 `[B, L']`: second input, or target as the decoder reads it.
         other_padding_mask: of those.
+        weight: share of the items that this is of a larger batch, whose numbers the two above are; None for a whole one.
     """
 
     tokens: Tensor
@@ -44,6 +45,14 @@ class Batch:
     num_positions: int
     other_tokens: Tensor | None = None
     other_padding_mask: Tensor | None = None
+    weight: Tensor | None = None
+
+    def part(self, index: int, count: int) -> Batch:
+        """Return every `count`-th example, from `index` on, padded as all are."""
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        kept = {name: value[index::count] for name, value in own.items() if isinstance(value, Tensor)}
+        num_items = (self.labels != IGNORED_LABEL).sum().clamp(min=1)
+        return replace(self, **kept, weight=(kept["labels"] != IGNORED_LABEL).sum().double() / num_items)
 
     @property
     def shapes(self) -> tuple[torch.Size | None, ...]:
