@@ -19,6 +19,7 @@ from typing import Any
 
 import attn_zoo
 from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.matrix.cell.tracking import VARIABLE
 from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
 from attn_zoo.matrix.drive.engines.node_agent import package_digest
 from attn_zoo.matrix.drive.supervise import Control, Lane
@@ -52,6 +53,8 @@ class _RayCluster(Cluster):
         data_dir = str(settings.data_dir.resolve()) if settings.data_dir else None
         self._arguments = (str(Path(attn_zoo.__path__[0]).parent), ray.put(files), loaded, data_dir)
         self._package = package_digest()
+        tracker = os.environ.get(VARIABLE)
+        self._runtime = {"env_vars": {VARIABLE: tracker}} if tracker else None
 
     def machines(self) -> list[Machine]:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
@@ -77,6 +80,7 @@ class _RayCluster(Cluster):
             max_concurrency=2,  # it can be asked to stop while it works
             max_restarts=0,
             max_task_retries=0,  # the dispatcher knows what is left to do
+            runtime_env=self._runtime,
             scheduling_strategy=NodeAffinitySchedulingStrategy(machine.id, soft=False),
         ).remote(*self._arguments, place.room(machine), self._package)
         self._hellos[agent.hello.remote()] = agent
