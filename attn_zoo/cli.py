@@ -215,9 +215,7 @@ AllowCells = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Take a matrix of more than 20 000 cells, up to N.")
 ]
 EngineOption = Annotated[str, typer.Option("--engine", help="local or ray")]
-Address = Annotated[
-    str, typer.Option(help="Of the Ray cluster: HOST:PORT of its head node; local starts one here.")
-]
+Address = Annotated[str, typer.Option(help="Of the Ray cluster: HOST:PORT of its head node; local starts one here.")]
 Track = Annotated[
     str | None,
     typer.Option(metavar="TRACKER:PLACE", help="Send curves of trainings to tensorboard, wandb or trackio too."),

@@ -257,9 +257,7 @@ def test_cells_run_again_on_a_cluster_and_its_nodes_send_curves(tmp_path, cluste
         store.write(Record(cell=cell, status="timeout"))
     sent.mkdir()
     monkeypatch.syspath_prepend(str(tracker))
-    done = api.run_again(
-        store.folder, engine="ray", address=cluster.address, track=f"wandb:{sent}", progress=False
-    )
+    done = api.run_again(store.folder, engine="ray", address=cluster.address, track=f"wandb:{sent}", progress=False)
     assert done.summary is not None
     assert (done.summary.new, done.summary.exit_code) == (1, 0)
     (record,) = store.records()
