@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import attn_zoo
+from attn_zoo.discovery import tried_imports
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.cell.tracking import VARIABLE
 from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
@@ -53,8 +54,10 @@ class _RayCluster(Cluster):
         data_dir = str(settings.data_dir.resolve()) if settings.data_dir else None
         self._arguments = (str(Path(attn_zoo.__path__[0]).parent), ray.put(files), loaded, data_dir)
         self._package = package_digest()
-        tracker = os.environ.get(VARIABLE)
-        self._runtime = {"env_vars": {VARIABLE: tracker}} if tracker else None
+        told = tried_imports()
+        if VARIABLE in os.environ:
+            told[VARIABLE] = os.environ[VARIABLE]
+        self._runtime = {"env_vars": told} if told else None
 
     def machines(self) -> list[Machine]:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
