@@ -129,7 +129,8 @@ def _summaries(what: str) -> list[tuple[str, str]]:
         return [(one.name, one.summary) for one in CHECKS]
     from attn_zoo.errors import UnknownNameError
 
-    raise UnknownNameError("list", what, ["variants", *_LISTS])
+    known = ["variants", *_LISTS]
+    raise UnknownNameError("list", what, known, see=f"there are {', '.join(known)}")
 
 
 @app.command()
