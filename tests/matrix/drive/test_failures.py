@@ -12,7 +12,7 @@ import pytest
 from attn_zoo import discovery
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.engines.ray import RayEngine
-from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.drive.run_plan import Engine, run
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
@@ -99,7 +99,8 @@ def outcome(request, tmp_path_factory):
     packages are installed that misbehave when they are imported.
     """
     folder = tmp_path_factory.mktemp("failures")
-    names, engine = NAMES, LocalEngine()
+    names: list[str] = NAMES
+    engine: Engine = LocalEngine()
     if request.param == "ray":
         pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
         names, engine = ON_RAY, RayEngine(num_cpus=1)
