@@ -247,11 +247,15 @@ def run_again(
         UnknownNameError: no such status, engine or tracker.
         UnsupportedError: the engine or the tracker is not installed.
     """
+    from attn_zoo.matrix.plan.expand import require_devices
     from attn_zoo.records import ANSWERS, STATUSES
 
     wanted = _listed(statuses) or [status for status in STATUSES if status not in ANSWERS]
+    planned = _stored_plan(Path(folder), data_dir, is_remote=engine != "local")
+    if engine == "local":
+        require_devices(planned.cells)
     return _measure(
-        _stored_plan(Path(folder), data_dir, is_remote=engine != "local"),
+        planned,
         Path(folder),
         _engine(engine, address, jobs),
         retry=wanted,
@@ -335,7 +339,7 @@ def plan(
         should_probe: ask constructors too what they refuse, in a process of its own.
         allow_cells: as in `run`.
     """
-    from attn_zoo.matrix.plan.expand import make_plan
+    from attn_zoo.matrix.plan.expand import make_plan, require_devices
     from attn_zoo.matrix.plan.schema import MAX_CELLS, load_matrix, parse_matrix
 
     names = [each if isinstance(each, str) else _name_of(each) for each in _listed(variants)]
@@ -344,7 +348,7 @@ def plan(
         read = parse_matrix(matrix, "matrix", allow_cells=most)
     else:
         read = load_matrix(matrix, allow_cells=most)
-    return make_plan(
+    planned = make_plan(
         read,
         device=None if device is None else _device(device, is_remote),
         only=_listed(only),
@@ -354,6 +358,9 @@ def plan(
         is_remote=is_remote,
         should_probe=should_probe,
     )
+    if not is_remote:
+        require_devices(planned.cells)
+    return planned
 
 
 def _listed(given: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from attn_zoo.errors import ConfigError
 from attn_zoo.records import Cell
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
-from attn_zoo.training import Progress, TrainingResult, run_training
+from attn_zoo.training import Progress, run_training
 from attn_zoo.training.batches import Batch
 from attn_zoo.training.checkpoint import read_tensors
 from tests.processes import start_process
@@ -34,7 +34,7 @@ CELLS = {
     "causally-pretrained": cell(**PRETRAIN | {"pretrain": "causal"}, **SHORT),
     "seq2seq": cell("seq2seq", eval_batch_size=120, **SHORT),
 }
-"""In float64, where sums in another order agree to many digits."""
+DROPPING = cell("pair", **DROPOUT, **SHORT)
 
 
 def train(rank: int, cells: dict[str, tuple[dict[str, Any], int]], folder: Path, kill_at: int | None) -> None:
@@ -79,9 +79,10 @@ def together(folder: Path, cells: dict[str, Cell], kill_at: int | None = None) -
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cells, trained by two ranks."""
+    """All cells, trained by two ranks in float64, where sums in another order agree to many digits."""
     folder = tmp_path_factory.mktemp("ranks")
-    codes = together(folder, {name: replace(each, dtype="float64") for name, each in CELLS.items()})
+    cells = {name: replace(each, dtype="float64") for name, each in CELLS.items()}
+    codes = together(folder, {**cells, "dropping": DROPPING})
     assert codes == [0, 0], "".join(path.read_text() for path in folder.glob("errors-*"))
     return folder
 
@@ -100,6 +101,38 @@ def test_two_ranks_train_what_one_process_trains(folder, tmp_path, name):
     for field in ("best_step", "num_examples", "correct", "padding_frac", "floors", "breakdown"):
         assert two["score"][field] == json.loads(json.dumps(getattr(one.score, field))), field
     for field in ("value", "validation", "train_flops", "pretrain_flops"):
-        assert two["score"][field] == pytest.approx(getattr(one.score, field), rel=1e-9), field
+        assert (two["score"][field] or 0) == pytest.approx(getattr(one.score, field) or 0, rel=1e-9), field
     assert (other["status"], other["score"]) == ("ok", None), "the first rank gives the score"
     assert list((folder / "checkpoints").iterdir()) == []
+
+
+def test_ranks_that_were_killed_go_on_with_the_same_numbers_exactly(folder, tmp_path):
+    killed = together(tmp_path, {"dropping": DROPPING}, kill_at=9)
+    assert killed[1] == -signal.SIGKILL
+    assert killed[0] == 1, "it does not wait for the other"
+    assert "LostRankError" in (tmp_path / "errors-0").read_text()
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert together(tmp_path, {"dropping": DROPPING}) == [0, 0]
+    (_, again), (_, whole) = (read_tensors(each / "dropping.safetensors") for each in (tmp_path, folder))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    two, known = (json.loads((each / "dropping-0.json").read_text())["score"] for each in (tmp_path, folder))
+    assert two["curve"] == known["curve"]
+    one = json.loads((folder / "unequal-parts-0.json").read_text())["score"]
+    assert two["train_flops"] == known["train_flops"] != one["train_flops"]
+
+
+def test_the_parts_of_a_batch_are_the_batch_and_weigh_what_they_hold():
+    labels = torch.tensor([[1, IGNORED_LABEL], [IGNORED_LABEL, IGNORED_LABEL], [2, 3]])
+    whole = Batch(torch.arange(6).view(3, 2), None, labels, 5, 6)
+    parts = [whole.part(rank, 2) for rank in range(2)]
+    assert torch.equal(parts[0].tokens, whole.tokens[[0, 2]])
+    assert torch.equal(parts[1].labels, labels[1:2])
+    assert [float(part.weight) for part in parts if part.weight is not None] == [1.0, 0.0]
+    assert all((part.num_tokens, part.num_positions) == (5, 6) for part in parts)
+
+
+def test_a_process_alone_does_not_pass_for_several(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with toy_task(), pytest.raises(ConfigError, match="one of 2 processes that torchrun started together"):
+        run_training(replace(CELLS["unequal-parts"], data_parallel=2))

@@ -35,6 +35,7 @@ class Setting:
     dtype: str
     device: str
     threads: int | None
+    data_parallel: int
     protocol_version: int
     data_digest: str
 
@@ -109,6 +110,7 @@ def _setting(cell: Cell) -> Setting:
         dtype=cell.dtype,
         device=cell.device,
         threads=cell.threads,
+        data_parallel=cell.data_parallel,
         protocol_version=cell.protocol_version,
         data_digest=cell.data_digest,
     )
