@@ -88,9 +88,7 @@ class Trainer(Updater):
         )
 
 
-def make_trainer(
-    cell: Cell, spec: TaskSpec, protocol: Protocol, ranks: Ranks = ALONE
-) -> tuple[Trainer, ModelConfig]:
+def make_trainer(cell: Cell, spec: TaskSpec, protocol: Protocol, ranks: Ranks = ALONE) -> tuple[Trainer, ModelConfig]:
     """Return a trainer of a new model around the cell's variant, and what the model was made of.
 
     Raises:

@@ -66,10 +66,10 @@ class Ranks:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
         flat = self._summed(torch.cat([*(gradient.flatten() for gradient in gradients), loss.reshape(1)]))
-        *parts, total = flat.split([*(one.numel() for one in trained), 1])
+        *parts, total = torch.split(flat, [*(one.numel() for one in trained), 1])
         for parameter, part in zip(trained, parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
-        return total[0].to(loss.dtype)
+        return total.view(()).to(loss.dtype)
 
     def follow_first(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors by those of the first rank."""
@@ -108,7 +108,7 @@ class Ranks:
         sizes = self._summed(sizes)
         number = torch.uint8 if dtype == torch.bool else dtype
         whole = torch.zeros(int(sizes.sum()), dtype=number)
-        for place, piece in zip(whole.split(sizes.tolist())[mine], pieces, strict=True):
+        for place, piece in zip(torch.split(whole, sizes.tolist())[mine], pieces, strict=True):
             place.copy_(piece)
         return self._summed(whole).to("cpu", dtype)  # nothing but zeros is added: the values are exact
 

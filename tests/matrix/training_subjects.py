@@ -203,15 +203,6 @@ class RankKilled(Plain):
             time.sleep(300)
 
 
-@register("fake_train_rank_error")
-class RankError(Plain):
-    """Fails on its second rank only."""
-
-    def misbehave(self) -> None:
-        if os.environ.get("RANK") == "1":
-            raise KeyError("of rank 1 alone")
-
-
 @register("fake_train_one_way", causal=False, cross_attention=False)
 class OneWay(Plain):
     """Declares that it is bidirectional only."""

@@ -1,7 +1,7 @@
 """A cell that several processes train together: `torchrun` starts them from the worker, one for each device.
 
 When a rank dies, `torchrun` ends the others. The cell ends as that rank did: with the record that it left; or, if it
-was killed or crashed, the worker ends in the same way, so that whoever supervises it sees what it would have seen of one
+was killed or crashed, the worker ends in the same way, so that its supervisor sees what it would have seen of one
 process, and tries again what was killed from outside. Each rank dies with the worker.
 
 Worker and ranks share an unnamed file, which nobody has to tidy up: the order is its first line, answers follow as they

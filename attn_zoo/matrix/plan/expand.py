@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Entry, Group, Member
+from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.probe import probe
 from attn_zoo.matrix.plan.schema import Matrix

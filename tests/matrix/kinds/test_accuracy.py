@@ -13,7 +13,6 @@ from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix, restore_matri
 from attn_zoo.records import Record, Score
 from tests.matrix.conftest import TINY_TRAINING, run_cell, training_plan
 
-
 RANKS = {"data_parallel": 2}
 
 

@@ -353,7 +353,8 @@ class Dispatcher:
             return
         places = {place for (place, _), count in self._waiting.items() if count}
         devices = sorted(
-            place.device if place.num_devices == 1 else f"{place.num_devices} {place.device} devices" for place in places
+            place.device if place.num_devices == 1 else f"{place.num_devices} {place.device} devices"
+            for place in places
         )
         need = f"no machine of the cluster offers {' or '.join(devices)} for what is left"
         if not self._has_said_wait:
