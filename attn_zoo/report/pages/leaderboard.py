@@ -234,8 +234,8 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         for length in lengths:
             one = outcomes.get(length)
             if isinstance(one, Point):
-                marks = marks_of(doubt for doubt in one.doubts if doubt in shown)
-                text = f"{human_ms.interval(one.median_ms, one.low_ms, one.high_ms)} {marks}".strip()
+                time = human_ms.interval(one.median_ms, one.low_ms, one.high_ms)
+                text = f"{time} {marks_of(one.doubts, shown)}".strip()
                 if one.device_ms is not None and one.is_waiting:
                     text += f", GPU alone {human_number(one.device_ms)} ms"
                 is_best = series.label in best.get(length, ())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
@@ -13,7 +12,7 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.analysis.winners import times_faster
-from attn_zoo.report.tables.table import Column, Row, Table, text_column
+from attn_zoo.report.tables.table import Column, Table, text_column, without_interval
 from attn_zoo.report.tables.time_tables import by_importance, host_words, shown_doubts, weights_words
 from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, human_number, ratio
 from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
@@ -76,14 +75,7 @@ def _lengths(panel: Panel) -> list[int]:
 
 
 def _column(heading: str, key: str, priority: float) -> Column:
-    brief = partial(_brief, key=key)
-    return Column(heading=heading, show=lambda row: str(row[key]), brief=brief, priority=priority)
-
-
-def _brief(row: Row, key: str) -> str:
-    """Return a cell without its interval, marks kept."""
-    before, _, after = str(row[key]).partition(" [")
-    return before + after.partition("]")[2]
+    return Column(heading=heading, show=lambda row: str(row[key]), brief=without_interval, priority=priority)
 
 
 def _row(
@@ -99,8 +91,8 @@ def _row(
     for length in lengths:
         one = outcomes.get(length)
         if isinstance(one, Point):
-            marks = marks_of(doubt for doubt in one.doubts if doubt in shown)
-            row[str(length)] = f"{_speed(one, exact.get(length), series)} {marks}".strip()
+            speed = _speed(one, exact.get(length), series)
+            row[str(length)] = f"{speed} {marks_of(one.doubts, shown)}".strip()
         else:
             row[str(length)] = (NOT_TIMED if series is None else NO_RECORD) if one is None else one.word
     if panel is not None and series is not None:

@@ -11,7 +11,7 @@ from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.measurements import CALLS, token_rates
-from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column
+from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column, without_interval
 from attn_zoo.report.units import (
     Units,
     human_bytes,
@@ -22,7 +22,7 @@ from attn_zoo.report.units import (
     interval_rate,
     ratio,
 )
-from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, mark_words, marks_of
+from attn_zoo.report.wording import NO_RECORD, doubt_words, held_words, mark_words, marks_of
 from attn_zoo.statistics import time_ratio
 
 _GRAPHS = "In parentheses: the same call replayed from a CUDA graph, cache warm: the time of the GPU alone."
@@ -39,15 +39,14 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     columns = [text_column("variant", "variant", priority=0)]
     for length in lengths:
         here = [point for point in panel.points if point.seq_len == length]
-        units = human_ms.fixed(point.median_ms for point in here)
-        sizes = human_bytes.fixed(point.memory.peak_bytes for point in here)
-        texts: Sequence[Callable[[Point], str]] = (partial(_memory, units=sizes),) * 2
         if quantity == "time":
-            texts = (partial(_time, shown=shown, units=units), partial(_brief_time, shown=shown, units=units))
-        show, brief = (partial(_at, length=str(length), show=text) for text in texts)
+            text = partial(_time, shown=shown, units=human_ms.fixed(point.median_ms for point in here))
+        else:
+            text = partial(_memory, units=human_bytes.fixed(point.memory.peak_bytes for point in here))
+        show = partial(_at, length=str(length), show=text)
         sort = partial(_sort_at, length=str(length), quantity=quantity)
         priority = 1 + ranks[length] / (len(ranks) + 1)
-        columns.append(Column(heading=human_length(length), show=show, brief=brief, sort=sort, priority=priority))
+        columns.append(Column(heading=human_length(length), show=show, brief=_brief, sort=sort, priority=priority))
     weights = {series.label: weights_words(series) for series in panel.series}
     if any(weights.values()):
         columns.append(text_column("weights that grow", "weights", priority=2.5))
@@ -122,17 +121,14 @@ def _sort_at(row: Row, length: str, quantity: Literal["time", "memory"]) -> floa
 
 
 def _time(point: Point, shown: frozenset[str], units: Units) -> str:
-    text = units.interval(point.median_ms, point.low_ms, point.high_ms) + _marks(point, shown)
-    return f"{text} ({units(point.device_ms)})" if point.device_ms else text
+    marks = marks_of(point.doubts, shown)
+    alone = f"({units(point.device_ms)})" if point.device_ms else ""
+    return " ".join(filter(None, (units.interval(point.median_ms, point.low_ms, point.high_ms), marks, alone)))
 
 
-def _brief_time(point: Point, shown: frozenset[str], units: Units) -> str:
-    return units(point.median_ms) + _marks(point, shown)
-
-
-def _marks(point: Point, shown: frozenset[str]) -> str:
-    marks = marks_of(doubt for doubt in point.doubts if doubt in shown)
-    return f" {marks}" if marks else ""
+def _brief(text: str) -> str:
+    """Return a time without its interval and that of the GPU alone."""
+    return without_interval(text).partition(" (")[0]
 
 
 def _memory(point: Point, units: Units) -> str:
@@ -169,7 +165,7 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
         "flops": point.record.flops,
         "kernel": point.kernel,
         "flags": point.flags,
-        "marks": marks_of(doubt for doubt in point.doubts if doubt in shown),
+        "marks": marks_of(point.doubts, shown),
         "is_waiting": point.is_waiting,
         "is_compiled": point.is_compiled,
     }
@@ -204,8 +200,8 @@ def measurement_table(analysis: Analysis) -> Table:
         note=(
             f"Median with 95 % interval. {doubt_words(row['num_processes'] for row in rows if row['num_processes'])} "
             f"Extra memory: peak without inputs, output and gradients of the inputs{steps}. Saved: "
-            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} {_marked(rows)} "
-            f"{analysis.caveats}"
+            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} "
+            f"{mark_words(shown)} {analysis.caveats}"
         ).strip(),
         columns=(
             text_column("variant", "variant", priority=0),
@@ -222,11 +218,6 @@ def measurement_table(analysis: Analysis) -> Table:
         rows=tuple(rows),
         fields_if_empty=("variant", "pass", "seq_len", "status", "median_ms"),
     )
-
-
-def _marked(rows: Iterable[Row]) -> str:
-    marks = {mark for row in rows for mark in row["marks"] or ""}
-    return mark_words(doubt for doubt, (mark, *_) in MARKS.items() if mark in marks)
 
 
 def step_table(analysis: Analysis) -> Table | None:
@@ -249,7 +240,7 @@ def step_table(analysis: Analysis) -> Table | None:
         title="Training steps",
         note=(
             "A step: forward, loss, backward, clipping and update. Median time, and tokens per second without padding "
-            f"(k: 1000), each with its 95 % interval. {doubt} {_marked(rows)} Peak memory: weights, gradients, "
+            f"(k: 1000), each with its 95 % interval. {doubt} {mark_words(shown)} Peak memory: weights, gradients, "
             "averages and data included. Saved: what autograd keeps from forward to backward, weights and data "
             f"included. First step: compilation included, of which a cache may have spared a part. {subtitles}"
         ),
@@ -262,7 +253,7 @@ def step_table(analysis: Analysis) -> Table | None:
             Column(
                 heading="tokens/s",
                 show=_rate,
-                brief=lambda row: _rate(row).partition(" [")[0],
+                brief=without_interval,
                 sort=lambda row: row["tokens_per_s"],
                 priority=0,
             ),
@@ -294,8 +285,8 @@ def turns_table(analysis: Analysis) -> Table | None:
         title="Timed in turns",
         note=(
             f"Each group was timed in one process, in rounds of one call each{again}. Beside the fastest: median over "
-            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. {_marked(rows)} "
-            f"{analysis.caveats}"
+            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. "
+            f"{mark_words(shown)} {analysis.caveats}"
         ).strip(),
         columns=(
             text_column("pass", "pass", priority=0),
@@ -305,7 +296,7 @@ def turns_table(analysis: Analysis) -> Table | None:
             Column(
                 heading="beside the fastest",
                 show=_ratio,
-                brief=lambda row: _ratio(row).partition(" [")[0],
+                brief=lambda text: text.partition(" [")[0],
                 sort=lambda row: float(row["ratio"]),
                 priority=0,
             ),
@@ -356,7 +347,7 @@ def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
                     "num_rounds": compared.num_pairs,
                     "num_processes": max(1, len(timing.process_sizes)),
                     "kernel": " + ".join(turn.record.kernels),
-                    "marks": marks_of(doubt for doubt in Point(turn.record).doubts if doubt in shown),
+                    "marks": marks_of(Point(turn.record).doubts, shown),
                     "bundle": bundle,
                 }
             )
