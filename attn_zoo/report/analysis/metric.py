@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attn_zoo.records import LOWER_IS_BETTER
+from attn_zoo.report.units import capital
 
 MINUS = "\u2212"
 
@@ -48,8 +49,7 @@ class Metric:
     @property
     def title(self) -> str:
         """Return the name at the start of a line, and its direction where it is not the usual one."""
-        words = self.words[:1].upper() + self.words[1:]
-        return f"{words} (lower is better)" if self.is_lower_better else words
+        return capital(self.axis)
 
     @property
     def axis(self) -> str:

@@ -20,7 +20,7 @@ from attn_zoo.report.analysis.training_runs import (
     unequal_trials,
 )
 from attn_zoo.report.measurements import COSTS
-from attn_zoo.report.units import slug
+from attn_zoo.report.units import slug, unique_name
 from attn_zoo.report.wording import failure_words
 from attn_zoo.statistics import mean_interval, paired_difference
 
@@ -195,12 +195,10 @@ class AccuracyGroup:
 def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
     """Return one group for each task, level, protocol and data set, in a stable order."""
     groups = []
-    taken: dict[str, int] = {}
+    names: set[str] = set()
     for setting, runs in group_training_runs(results):
         name = slug(setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "")
-        taken[name] = taken.get(name, 0) + 1
-        suffix = f"-{taken[name]}" if taken[name] > 1 else ""
-        groups.append(_group(setting, runs, results, name + suffix))
+        groups.append(_group(setting, runs, results, unique_name(name, names)))
     return groups
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from attn_zoo.folder import Claim
 from attn_zoo.records import Memory, Record, Timing
@@ -78,11 +79,6 @@ class Point:
         return max(1, len(self.timing.process_sizes))
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether it is a training step through `torch.compile`."""
-        return self.record.cell.overrides.get("compile") is True
-
-    @property
     def kernel(self) -> str:
         """Paths that ran."""
         return " + ".join(self.record.kernels)
@@ -118,18 +114,8 @@ class Failure:
         """What a table says of it."""
         return missing_word(self.record)
 
-    @property
-    def status(self) -> str:
-        """What became of it."""
-        return self.record.status
 
-    @property
-    def reason(self) -> str:
-        """Why, in one sentence."""
-        return self.record.reason
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Series:
     """One curve: a label over lengths, ascending."""
 
@@ -150,10 +136,11 @@ class Series:
         """Measured lengths in tokens."""
         return [point.seq_len for point in self.points]
 
-    @property
-    def outcomes(self) -> list[Point | Failure]:
+    @cached_property
+    def outcomes(self) -> dict[int, Point | Failure]:
         """What became of every length, shortest first."""
-        return sorted((*self.points, *self.failures), key=lambda one: one.seq_len)
+        every = sorted((*self.points, *self.failures), key=lambda one: one.seq_len)
+        return {one.seq_len: one for one in every}
 
     @property
     def is_exact(self) -> bool:

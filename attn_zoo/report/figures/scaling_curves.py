@@ -233,7 +233,7 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
     """Return the factor over the fastest exact kernel at each length; None without a baseline or another curve."""
     if panel.baseline is None:
         return None
-    exact = {point.seq_len: point for point in panel.baseline.points}
+    exact = panel.exact
 
     def mark(point: Point) -> _Mark | None:
         other = exact.get(point.seq_len)
@@ -294,7 +294,7 @@ def _draw(panel: Panel, looks: Looks, curves: Sequence[_Curve], chart: _Chart) -
     words = [_alt(curve, chart.show, chart.grown.get(curve.label)) for curve in curves]
     for series in failed:
         at = ", ".join(human_length(failure.seq_len) for failure in series.failures)
-        words.append(f"{series.label}: {outcome(series.failures[0].status).legend} at {at}")
+        words.append(f"{series.label}: {outcome(series.failures[0].record.status).legend} at {at}")
     return page.describe("; ".join(words))
 
 
@@ -388,7 +388,7 @@ def _draw_dots(
     drawn = {curve.label for curve in curves}
     for series in panel.series:
         if series.failures and series.label not in drawn:
-            words = outcome(series.failures[-1].status).brief
+            words = outcome(series.failures[-1].record.status).brief
             look = looks[series.label]
             rows.append(DotRow(name=series.label, label=series.label, look=look, words=words, tip=words))
     page = Page(f"{chart.title}: {panel.title}", f"{note}; bars: 95 % intervals" if _has_ends(curves) else note)
@@ -446,16 +446,14 @@ def _growth_words(grown: Growth) -> str:
 
 def _wins(panel: Panel, curve: _Curve) -> list[str]:
     """Return from where a curve is the faster one, of the GPU alone and as calls."""
-    device = [one for one in panel.device_crossings if one.is_fastest and one.label == curve.label]
-    calls = [one for one in panel.crossings if one.is_fastest and one.label == curve.label]
-    said = [f"{words} (GPU alone)" for one in device if (words := _crossing_words(one))]
-    where = " (calls)" if said else ""
-    return said + [f"{words}{where}" for one in calls if (words := _crossing_words(one))]
+    alone = _crossing_words(panel.crossing(curve.label, is_device=True))
+    calls = _crossing_words(panel.crossing(curve.label))
+    return [f"{alone} (GPU alone)", calls and f"{calls} (calls)"] if alone else [calls]
 
 
-def _crossing_words(crossing: Crossing) -> str:
-    result = crossing.result
-    if result is None or len(result.lengths) == 1:
+def _crossing_words(crossing: Crossing | None) -> str:
+    result = crossing.result if crossing else None
+    if crossing is None or result is None or len(result.lengths) == 1:
         return ""  # at one length nothing crosses
     if not crossing.is_settled:
         return "crossover not settled"
@@ -539,7 +537,7 @@ def _reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None
 
 def _failed_words(series: Series) -> tuple[str, str]:
     """Return a name, and what happened instead of a measurement."""
-    brief = dict.fromkeys(outcome(failure.status).brief for failure in series.failures)
+    brief = dict.fromkeys(outcome(failure.record.status).brief for failure in series.failures)
     return plain(series.label, 20), shorten(", ".join(brief), 34)
 
 
@@ -555,9 +553,9 @@ def _draw_strip(axes: Axes, failed: Sequence[Series], looks: Looks, below: Axes)
     for row, series in enumerate(failed):
         colour = looks[series.label].colour
         for failure in series.failures:
-            marker = outcome(failure.status).marker
+            marker = outcome(failure.record.status).marker
             mark = axes.plot([failure.seq_len], [row], marker=marker, color=colour, ms=6.5, mew=1.8, clip_on=False)
-            tip = f"{series.label}, {human_length(failure.seq_len)} tokens: {failure.reason or failure.word}"
+            tip = f"{series.label}, {human_length(failure.seq_len)} tokens: {failure.record.reason or failure.word}"
             Tag(of=series.label, tips=(shorten(tip, 200),)).put_on(*mark)
         for words, up in zip(_failed_words(series), (5, -5), strict=True):
             annotate(axes, words, (1, row), (72 * GAP, up), is_share=True, fontsize=STRIP_FONT, color=colour)

@@ -100,8 +100,7 @@ def _level(labels: Sequence[str]) -> str:
 def _by_how_much(panel: Panel, winner: Winner) -> str:
     length = winner.seq_len
     points = {series.label: point for series in panel.series for point in series.points if point.seq_len == length}
-    exact = {point.seq_len: point for point in (panel.baseline.points if panel.baseline else ())}.get(length)
-    best = points[winner.labels[0]]
+    exact, best = panel.exact.get(length), points[winner.labels[0]]
     if exact is None or exact.record.cell.key == best.record.cell.key:
         return ""
     factor = times_faster(exact, best)
@@ -119,7 +118,8 @@ def completeness(analysis: Analysis) -> str:
                 f"{series.label} {panel.title} at {human_length(length)}"
                 for panel in analysis.panels
                 for series in panel.series
-                for length in sorted(set(panel.lengths) - {one.seq_len for one in series.outcomes})
+                for length in panel.lengths
+                if length not in series.outcomes
             )
             beside = f"; no record, where others of the panel have one: {gaps}" if gaps else ""
             said.append(f"{where}{len(run.records)} cells; how many were planned is not known{beside}.")

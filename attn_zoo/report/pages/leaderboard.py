@@ -229,10 +229,9 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         return f"{where}/{record}" if (folder / record).is_file() else f"{where}/report.html"
 
     def row(series: Series) -> tuple[Entry, ...]:
-        outcomes = {one.seq_len: one for one in series.outcomes}
         entries = [Entry(text=clean(series.label))]
         for length in lengths:
-            one = outcomes.get(length)
+            one = series.outcomes.get(length)
             if isinstance(one, Point):
                 time = human_ms.interval(one.median_ms, one.low_ms, one.high_ms)
                 text = f"{time} {marks_of(one.doubts, shown)}".strip()
@@ -267,20 +266,18 @@ _BEST = "Bold: the fastest of its length, and all that the intervals do not tell
 
 def _cheaper(panel: Panel, series: Series) -> str:
     """Return where a variant gets cheaper than exact attention; of one length that was timed in turns, by how much."""
-    assert panel.baseline is not None
     if series.is_exact or series.is_simulated:
         return "exact" if series.is_exact else "not judged"
-    exact = {point.seq_len: point for point in panel.baseline.points}
-    common = [point for point in series.points if point.seq_len in exact]
+    common = [point for point in series.points if point.seq_len in panel.exact]
     if panel.turns and len(common) == 1:
-        factor = times_faster(exact[common[0].seq_len], common[0])
+        factor = times_faster(panel.exact[common[0].seq_len], common[0])
         ends = f"[{human_number(factor.low)}, {human_number(factor.high)}]"
         return f"{ratio(factor.value)} {ends} as fast at {human_length(common[0].seq_len)}"
     crossing = panel.crossing(series.label)
     if crossing is None:
         return MISSING
-    alone = [one for one in panel.device_crossings if one.is_fastest and one.label == series.label]
-    return "; ".join([crossing_text(crossing), *(f"the GPU alone {crossing_text(one)}" for one in alone)])
+    alone = panel.crossing(series.label, is_device=True)
+    return crossing_text(crossing) + (f"; the GPU alone {crossing_text(alone)}" if alone else "")
 
 
 def _memory(series: Series, link: Callable[[Point], str]) -> Entry:

@@ -86,8 +86,7 @@ def _row(
     shown: frozenset[str],
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"variant": label, "memory": NOT_TIMED}
-    outcomes = {one.seq_len: one for one in series.outcomes} if series else {}
-    exact = {point.seq_len: point for point in panel.baseline.points} if panel and panel.baseline else {}
+    outcomes, exact = series.outcomes if series else {}, panel.exact if panel else {}
     for length in lengths:
         one = outcomes.get(length)
         if isinstance(one, Point):

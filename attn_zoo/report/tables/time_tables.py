@@ -19,7 +19,7 @@ from attn_zoo.report.units import (
     human_length,
     human_ms,
     human_number,
-    interval_rate,
+    human_rate,
     ratio,
 )
 from attn_zoo.report.wording import NO_RECORD, doubt_words, held_words, mark_words, marks_of
@@ -56,8 +56,8 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
         note=" ".join(filter(None, (*_how_to_read(panel, quantity, shown), f"{panel.subtitle}."))),
         columns=tuple(columns),
         rows=tuple(
-            {"variant": series.label, "weights": weights[series.label], **dict.fromkeys(map(str, lengths))}
-            | {str(one.seq_len): one for one in series.outcomes}
+            {"variant": series.label, "weights": weights[series.label]}
+            | {str(length): series.outcomes.get(length) for length in lengths}
             for series in panel.series
         ),
         is_view=True,
@@ -151,7 +151,8 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
     extra = ("num_processes", "num_params", "flops", "kernel", "flags", "marks", "is_waiting", "is_compiled")
     if isinstance(point, Failure):
         names = (*_TIMES, *_RATES, *(each.name for each in CALLS), *extra)
-        return row | {"status": point.status, "word": point.word, "reason": point.reason, **dict.fromkeys(names)}
+        record = point.record
+        return row | {"status": record.status, "word": point.word, "reason": record.reason, **dict.fromkeys(names)}
     rates = token_rates(point.record)
     return row | {
         "status": "ok",
@@ -167,12 +168,12 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
         "flags": point.flags,
         "marks": marks_of(point.doubts, shown),
         "is_waiting": point.is_waiting,
-        "is_compiled": point.is_compiled,
+        "is_compiled": point.record.cell.overrides.get("compile") is True,
     }
 
 
 def _rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    return [_row(panel, series, point, shown) for series in panel.series for point in series.outcomes]
+    return [_row(panel, series, point, shown) for series in panel.series for point in series.outcomes.values()]
 
 
 def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) -> list[Column]:
@@ -186,10 +187,9 @@ def measurement_table(analysis: Analysis) -> Table:
     rows = []
     shown = shown_doubts(point for panel in analysis.panels for point in panel.points)
     for panel in analysis.panels:
-        exact = {point.seq_len: point.median_ms for point in (panel.baseline.points if panel.baseline else ())}
         for row in _rows(panel, shown):
-            is_comparable = row["seq_len"] in exact and bool(row["median_ms"])
-            rows.append(row | {"speed_up": exact[row["seq_len"]] / row["median_ms"] if is_comparable else None})
+            exact = panel.exact.get(row["seq_len"])
+            rows.append(row | {"speed_up": exact.median_ms / row["median_ms"] if exact and row["median_ms"] else None})
     has_graphs = any(row["graph_ms"] for row in rows)
     graphs = " From a graph: the same call replayed from a CUDA graph, cache warm." if has_graphs else ""
     is_step = any(row["tokens_per_s"] for row in rows)
@@ -268,7 +268,7 @@ def _mode(row: Row) -> str:
 
 
 def _rate(row: Row) -> str:
-    return "" if row["tokens_per_s"] is None else interval_rate(*(row[name] for name in _RATES))
+    return "" if row["tokens_per_s"] is None else human_rate.interval(*(row[name] for name in _RATES))
 
 
 def turns_table(analysis: Analysis) -> Table | None:
