@@ -139,8 +139,8 @@ class Series:
     @cached_property
     def outcomes(self) -> dict[int, Point | Failure]:
         """What became of every length, shortest first."""
-        every = sorted((*self.points, *self.failures), key=lambda one: one.seq_len)
-        return {one.seq_len: one for one in every}
+        every: list[Point | Failure] = [*self.points, *self.failures]
+        return {one.seq_len: one for one in sorted(every, key=lambda one: one.seq_len)}
 
     @property
     def is_exact(self) -> bool:

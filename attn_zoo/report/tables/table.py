@@ -172,6 +172,12 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
     return replace(column(human_ms), fit=lambda rows: column(human_ms.fixed(row[median] for row in rows)))
 
 
+def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a frame as plain data; what is missing is None."""
+    rows = frame.astype(object).where(frame.notna(), None).to_dict(orient="records")
+    return [{str(name): value for name, value in row.items()} for row in rows]
+
+
 def guard_frame(frame: pd.DataFrame) -> pd.DataFrame:
     """Return `frame` with text that a spreadsheet would run as a formula made harmless by a leading quote."""
     return frame.map(_guard)
