@@ -185,7 +185,7 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
     """Compare the run in b with the reference in a; whatever the version of the variants' sources.
 
     Args:
-        a: results folder, packed run, export, `REV:folder` of a git repository, or JSON of pytest-benchmark.
+        a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
         b: likewise.
         allow: of `ALLOWED`.
         limit: see `Comparison`.

@@ -15,7 +15,7 @@ from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner, times_faster
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.time_tables import weights_words
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio, some
 from attn_zoo.report.wording import MARKS, outcome
 
 EXPLANATION = (
@@ -91,10 +91,7 @@ def _span(lengths: Sequence[str]) -> str:
 
 
 def _level(labels: Sequence[str]) -> str:
-    if len(labels) == 1:
-        return labels[0]
-    more = f" and {len(labels) - FEW} more" if len(labels) > FEW else ""
-    return f"{' or '.join(labels[:FEW])}{more} (level)"
+    return labels[0] if len(labels) == 1 else f"{some(labels, FEW, ' or ')} (level)"
 
 
 def _by_how_much(panel: Panel, winner: Winner) -> str:
@@ -134,9 +131,7 @@ def completeness(analysis: Analysis) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - FEW} more" if len(every) > FEW else ""
-    return ", ".join(every[:FEW]) + more
+    return some(list(names), FEW)
 
 
 def findings(analysis: Analysis) -> list[str]:
