@@ -134,6 +134,11 @@ def ratio(value: float) -> str:
     return f"{human_number(value)}{TIMES}"
 
 
+def ratio_interval(value: float, low: float, high: float) -> str:
+    """Return a factor with its interval."""
+    return f"{ratio(value)} [{human_number(low)}, {human_number(high)}]"
+
+
 def capital(text: str) -> str:
     """Return `text` as the beginning of a sentence.
 

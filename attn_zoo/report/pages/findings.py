@@ -312,7 +312,7 @@ def _differences(group: AccuracyGroup) -> str:
 def _settled(group: AccuracyGroup, score: LabelScore) -> str:
     assert score.difference is not None
     gain = group.metric.gain(score.difference.mean, 0.0)
-    size = f"{group.metric.size(gain)} {group.metric.unit}"
+    size = f"{group.metric.end(abs(gain))} {group.metric.unit}"
     return f"{score.name} {'better' if gain > 0 else 'worse'} by {size} ({score.difference.num_paired} seeds)"
 
 

@@ -19,9 +19,9 @@ from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING, escape_markdown
-from attn_zoo.report.tables.time_tables import host_words, shown_doubts, weights_words
-from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio
-from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
+from attn_zoo.report.tables.time_tables import shown_doubts, time_caveats, weights_words
+from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio_interval
+from attn_zoo.report.wording import NO_RECORD, marks_of
 
 MOST_LENGTHS = 6
 FORWARD = ("infer", "fwd")
@@ -247,7 +247,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         return (*entries, _memory(series, link))
 
     rows = [series for series in panel.series if series.outcomes]
-    caveats = [doubt_words(point.num_processes for point in panel.points), mark_words(shown), host_words(panel)]
+    caveats = time_caveats(panel, shown)
     if any(series.is_simulated for series in rows):
         caveats.append("Simulated ones compute dense scores underneath, and are not judged.")
     return Board(
@@ -271,8 +271,7 @@ def _cheaper(panel: Panel, series: Series) -> str:
     common = [point for point in series.points if point.seq_len in panel.exact]
     if panel.turns and len(common) == 1:
         factor = times_faster(panel.exact[common[0].seq_len], common[0])
-        ends = f"[{human_number(factor.low)}, {human_number(factor.high)}]"
-        return f"{ratio(factor.value)} {ends} as fast at {human_length(common[0].seq_len)}"
+        return f"{ratio_interval(factor.value, factor.low, factor.high)} as fast at {human_length(common[0].seq_len)}"
     crossing = panel.crossing(series.label)
     if crossing is None:
         return MISSING

@@ -13,9 +13,9 @@ from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.analysis.winners import times_faster
 from attn_zoo.report.tables.table import Column, Table, text_column, without_interval
-from attn_zoo.report.tables.time_tables import by_importance, host_words, shown_doubts, weights_words
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, human_number, ratio
-from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
+from attn_zoo.report.tables.time_tables import by_importance, shown_doubts, time_caveats, weights_words
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval
+from attn_zoo.report.wording import NO_RECORD, marks_of
 
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
 MOST_LENGTHS = 5
@@ -113,7 +113,7 @@ def _speed(point: Point, exact: Point | None, series: Series | None) -> str:
     if exact is None or series is None or series.is_exact:
         return human_ms(point.median_ms)
     factor = times_faster(exact, point)
-    return f"{ratio(factor.value)} [{human_number(factor.low)}, {human_number(factor.high)}]"
+    return ratio_interval(factor.value, factor.low, factor.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str
                 f"Speed-up over {panel.baseline.label}, the fastest exact one; in its own row the median time. In "
                 "brackets: 95 % interval."
             )
-        said += [doubt_words(point.num_processes for point in panel.points), mark_words(shown), host_words(panel)]
+        said += time_caveats(panel, shown)
         said.append(f"{capital(panel.title)}; {panel.subtitle}.")
     if analysis.accuracy:
         said.append("Scores: mean over seeds on test; floor: the best of chance and trivial models.")

@@ -7,23 +7,31 @@ from functools import partial
 from typing import Any, Literal
 
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series
+from attn_zoo.report.analysis.winners import times_faster
 from attn_zoo.report.measurements import CALLS, token_rates
-from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column, without_interval
+from attn_zoo.report.tables.table import (
+    Column,
+    Row,
+    Table,
+    interval_values,
+    number_column,
+    text_column,
+    time_column,
+    without_interval,
+)
 from attn_zoo.report.units import (
     Units,
     human_bytes,
     human_count,
     human_length,
     human_ms,
-    human_number,
     human_rate,
     ratio,
+    ratio_interval,
 )
 from attn_zoo.report.wording import NO_RECORD, doubt_words, held_words, mark_words, marks_of
-from attn_zoo.statistics import time_ratio
 
 _GRAPHS = "In parentheses: the same call replayed from a CUDA graph, cache warm: the time of the GPU alone."
 
@@ -69,17 +77,17 @@ def _how_to_read(panel: Panel, quantity: Literal["time", "memory"], shown: froze
         return (f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included.",)
     return (
         "Median time. In brackets: its 95 % interval.",
-        doubt_words(point.num_processes for point in panel.points),
-        mark_words(shown),
-        host_words(panel),
+        *time_caveats(panel, shown),
         _GRAPHS if any(point.device_ms for point in panel.points) else "",
     )
 
 
-def host_words(panel: Panel) -> str:
-    """Return how we know that calls wait for the host, where nobody measured the time of the GPU alone."""
-    is_inferred = any(point.is_waiting and point.device_ms is None for point in panel.points)
-    return "That they wait is inferred from times that hardly grow: the GPU alone was not timed." if is_inferred else ""
+def time_caveats(panel: Panel, shown: frozenset[str]) -> list[str]:
+    """Return what intervals of times know, what the marks that are shown mean, and how we know of waiting calls."""
+    caveats = [doubt_words(point.num_processes for point in panel.points), mark_words(shown)]
+    if any(point.is_waiting and point.device_ms is None for point in panel.points):
+        caveats.append("That they wait is inferred from times that hardly grow: the GPU alone was not timed.")
+    return caveats
 
 
 def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
@@ -308,46 +316,32 @@ def turns_table(analysis: Analysis) -> Table | None:
 
 
 def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    bundles: dict[tuple[int, str], list[Observation]] = {}
+    bundles: dict[tuple[int, str], list[tuple[Point, str]]] = {}
     for turn in panel.turns:
-        bundles.setdefault((turn.cell.seq_len or 0, turn.record.bundle), []).append(turn)
+        bundles.setdefault((turn.cell.seq_len or 0, turn.record.bundle), []).append((Point(turn.record), turn.label))
     rows = []
     for (seq_len, bundle), members in sorted(bundles.items()):
-        timed = sorted(
-            ((each.record.timing, each) for each in members if each.record.timing is not None),
-            key=lambda pair: (pair[0].median_ms, pair[1].label),
-        )
-        fastest, fastest_label = timed[0][0], timed[0][1].label
-        ratios = [
-            time_ratio(
-                timing.samples_ms,
-                fastest.samples_ms,
-                is_paired=True,
-                sizes_a=timing.process_sizes,
-                sizes_b=fastest.process_sizes,
-            )
-            for timing, _ in timed
-        ]
+        members.sort(key=lambda member: (member[0].median_ms, member[1]))
+        fastest, fastest_label = members[0]
+        ratios = [times_faster(point, fastest) for point, _ in members]
         num_level = sum(compared.low <= 1.0 for compared in ratios)
-        for (timing, turn), compared in zip(timed, ratios, strict=True):
+        for (point, label), compared in zip(members, ratios, strict=True):
             rows.append(
                 {
                     "pass": panel.title,
                     "settings": panel.subtitle,
                     "seq_len": seq_len,
-                    "variant": turn.label,
-                    "median_ms": timing.median_ms,
-                    "low_ms": timing.low_ms,
-                    "high_ms": timing.high_ms,
+                    "variant": label,
+                    "median_ms": point.median_ms,
+                    "low_ms": point.low_ms,
+                    "high_ms": point.high_ms,
                     "fastest": fastest_label,
-                    "ratio": compared.value,
-                    "ratio_low": compared.low,
-                    "ratio_high": compared.high,
+                    **interval_values("ratio", compared.value, compared.low, compared.high),
                     "is_level": compared.low <= 1.0 and num_level > 1,
                     "num_rounds": compared.num_pairs,
-                    "num_processes": max(1, len(timing.process_sizes)),
-                    "kernel": " + ".join(turn.record.kernels),
-                    "marks": marks_of(Point(turn.record).doubts, shown),
+                    "num_processes": point.num_processes,
+                    "kernel": point.kernel,
+                    "marks": marks_of(point.doubts, shown),
                     "bundle": bundle,
                 }
             )
@@ -358,4 +352,4 @@ def _ratio(row: Row) -> str:
     level = ", level" if row["is_level"] else ""
     if row["variant"] == row["fastest"]:
         return f"fastest{level}"
-    return f"{ratio(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]{level}"
+    return f"{ratio_interval(row['ratio'], row['ratio_low'], row['ratio_high'])}{level}"
