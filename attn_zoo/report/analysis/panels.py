@@ -11,6 +11,7 @@ from attn_zoo.metadata import ROUTING_SEES_FUTURE
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series
 from attn_zoo.report.analysis.winners import Winner, winners
@@ -98,10 +99,9 @@ def _setting(one: Observation) -> dict[str, Any]:
 
 def make_panels(results: Results) -> list[Panel]:
     """Return the panels of all that was to be timed, in a stable order."""
-    groups: dict[tuple[Any, ...], list[Observation]] = {}
-    for one in (*results.observations, *results.left):
-        if not one.is_training and one.cell.seq_len is not None:
-            groups.setdefault(tuple(_setting(one).values()), []).append(one)
+    every = (*results.observations, *results.left)
+    timed = (one for one in every if not one.is_training and one.cell.seq_len is not None)
+    groups = grouped(timed, lambda one: tuple(_setting(one).values()))
     passes = list(PASS_TITLES)
 
     def order(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -121,9 +121,7 @@ def make_panels(results: Results) -> list[Panel]:
 def _panel(
     setting: Mapping[str, Any], members: Sequence[Observation], name: str, results: Results, varying: set[str]
 ) -> Panel:
-    by_label: dict[str, list[Observation]] = {}
-    for one in members:
-        by_label.setdefault(one.label, []).append(one)
+    by_label = grouped(members, lambda one: one.label)
     series = [make_series(label, by_label[label], setting["scope"], results) for label in sorted(by_label)]
     baseline = fastest_exact(series)
     ceilings = results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads")))

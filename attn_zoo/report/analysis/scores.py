@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error, with_chance
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Results
 from attn_zoo.report.analysis.training_runs import (
@@ -224,9 +225,7 @@ def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name: str) -> AccuracyGroup:
     scores = [run.score for run in runs if run.score]
     metric = Metric(scores[0].metric if scores else "score")
-    members: dict[tuple[str, str], list[TrainingRun]] = {}
-    for run in runs:
-        members.setdefault((run.label, run.start), []).append(run)
+    members = grouped(runs, lambda run: (run.label, run.start))
     trials = {key: make_trials(own, metric) for key, own in sorted(members.items())}
     chosen = {key: next(trial for trial in own if trial.is_selected) for key, own in trials.items()}
     baseline = _baseline(chosen, results)

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from attn_zoo.folder import Claim
 from attn_zoo.records import Memory, Record, Timing
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.wording import FLAG_MARKS, MARKS, missing_word
@@ -173,9 +174,7 @@ def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
 
 def make_series(label: str, members: Sequence[Observation], scope: str | None, results: Results) -> Series:
     """Return the curve of one label within one panel."""
-    by_length: dict[int, list[Observation]] = {}
-    for one in members:
-        by_length.setdefault(one.cell.seq_len or 0, []).append(one)
+    by_length = grouped(members, lambda one: one.cell.seq_len or 0)
     points, failures = [], []
     for _, same in sorted(by_length.items()):
         timed = [one.record for one in same if one.is_timed]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.units import slug, unique_name
@@ -106,11 +107,9 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
 
 
 def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGroup]]:
-    by_how: dict[str, list[AccuracyGroup]] = {}
-    for group in groups:
-        # A mean has no meaning over bits of different data, whose scales differ.
-        if any(score.mean is not None for score in group.scores) and not group.metric.is_lower_better:
-            by_how.setdefault(_how(group), []).append(group)
+    scored = (group for group in groups if any(score.mean is not None for score in group.scores))
+    # A mean has no meaning over bits of different data, whose scales differ.
+    by_how = grouped((group for group in scored if not group.metric.is_lower_better), _how)
     split: dict[str, list[AccuracyGroup]] = {}
     for how, members in by_how.items():
         is_repeated = len({group.title for group in members}) < len(members)

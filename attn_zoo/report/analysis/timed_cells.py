@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_zoo.records import Cell
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point
 from attn_zoo.report.wording import PANEL_FIELDS
@@ -25,12 +26,9 @@ def timed_cells(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], Ob
 
     Of a variant whose source changed meanwhile, the latest counts.
     """
-    by_key: dict[tuple[Any, ...], list[Observation]] = {}
-    for one in results.observations:
-        if not one.is_training:
-            by_key.setdefault(_identity(one, allowed), []).append(one)
+    timed = (one for one in results.observations if not one.is_training)
     found = {}
-    for key, every in by_key.items():
+    for key, every in grouped(timed, lambda one: _identity(one, allowed)).items():
         able = [one for one in every if one.is_timed] or every
         last = max(able, key=lambda one: one.record.started)
         same = [one for one in able if _version(one) == _version(last)]

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from attn_zoo.records import Cell, Record, Score
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results
 
@@ -82,10 +83,7 @@ def group_training_runs(results: Results) -> list[tuple[Setting, list[TrainingRu
     """Return all training runs, by setting in a stable order; of a cell that occurs twice, the last."""
     every = (*results.observations, *results.left)
     last = {one.cell.key: one for one in every if one.is_training}
-    by_setting: dict[Setting, list[Observation]] = {}
-    for one in every:
-        if last.get(one.cell.key) is one:
-            by_setting.setdefault(_setting(one.cell), []).append(one)
+    by_setting = grouped((one for one in every if last.get(one.cell.key) is one), lambda one: _setting(one.cell))
     order = sorted(by_setting, key=lambda setting: tuple(str(getattr(setting, name)) for name in setting.__slots__))
     return [(setting, _runs(by_setting[setting])) for setting in order]
 
@@ -192,13 +190,11 @@ def make_trials(runs: Sequence[TrainingRun], metric: Metric) -> tuple[Trial, ...
 
     A trial of which a seed failed does not win over one of which none did, because its mean leaves out its failure.
     """
-    by_values: dict[str, list[TrainingRun]] = {}
-    for run in runs:
-        by_values.setdefault(run.trial, []).append(run)
     trials = [
-        Trial(values=values, runs=tuple(by_values[text]))
-        for text, values in sorted(((text, json.loads(text)) for text in by_values), key=lambda item: _order(item[1]))
+        Trial(values=json.loads(text), runs=tuple(members))
+        for text, members in grouped(runs, lambda run: run.trial).items()
     ]
+    trials.sort(key=lambda trial: _order(trial.values))
     most = max(len(trial.scored) for trial in trials)
     able = [trial for trial in trials if len(trial.scored) == most]
     best = min(able, key=lambda trial: metric.order(trial.validation))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -24,7 +24,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.units import capital, human_flops, human_s
+from attn_zoo.report.units import Units, capital, human_flops, human_s
 from attn_zoo.report.wording import failure_words
 
 
@@ -146,7 +146,7 @@ def cost_table(group: AccuracyGroup) -> Table:
         columns=(
             text_column("variant", "name", priority=0),
             number_column(group.metric.words, "score", group.metric.show, priority=0),
-            *(_cost_column(cost) for cost in COSTS if any(row[cost.name] is not None for row in rows)),
+            *(_cost_column(cost, rows) for cost in COSTS if any(row[cost.name] is not None for row in rows)),
         ),
         rows=rows,
     )
@@ -158,21 +158,17 @@ def _seeds(row: Row) -> str:
     return f"{row['num_seeds']}" + (f" of {row['num_runs']}" if row["num_runs"] > row["num_seeds"] else "")
 
 
-def _cost_column(cost: Measurement) -> Column:
-    plain = number_column(cost.heading, cost.name, cost.show, priority=cost.priority)
+def _cost_column(cost: Measurement, rows: Sequence[Row]) -> Column:
+    show = cost.show.fixed(row[cost.name] for row in rows) if isinstance(cost.show, Units) else cost.show
 
-    def noted(column: Column) -> Column:
-        def show(row: Row) -> str:
-            extra = row["params"] if cost.name == "num_params" else ""
-            if cost.is_of_time and row["is_time_shared"]:
-                extra = "shared"
-            text = column.show(row)
-            return f"{text} ({extra})" if text and extra else text
+    def noted(row: Row) -> str:
+        extra = row["params"] if cost.name == "num_params" else ""
+        if cost.is_of_time and row["is_time_shared"]:
+            extra = "shared"
+        text = "" if row[cost.name] is None else show(row[cost.name])
+        return f"{text} ({extra})" if text and extra else text
 
-        return replace(column, show=show, fit=None)
-
-    fit = plain.fit
-    return noted(plain) if fit is None else replace(plain, fit=lambda rows: noted(fit(rows)))
+    return replace(number_column(cost.heading, cost.name, show, priority=cost.priority), show=noted, fit=None)
 
 
 def equal_cost_table(group: AccuracyGroup) -> Table | None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.analysis.winners import times_faster
@@ -316,12 +317,12 @@ def turns_table(analysis: Analysis) -> Table | None:
 
 
 def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    bundles: dict[tuple[int, str], list[tuple[Point, str]]] = {}
-    for turn in panel.turns:
-        bundles.setdefault((turn.cell.seq_len or 0, turn.record.bundle), []).append((Point(turn.record), turn.label))
+    bundles = grouped(panel.turns, lambda turn: (turn.cell.seq_len or 0, turn.record.bundle))
     rows = []
-    for (seq_len, bundle), members in sorted(bundles.items()):
-        members.sort(key=lambda member: (member[0].median_ms, member[1]))
+    for (seq_len, bundle), turns in sorted(bundles.items()):
+        members = sorted(
+            ((Point(turn.record), turn.label) for turn in turns), key=lambda pair: (pair[0].median_ms, pair[1])
+        )
         fastest, fastest_label = members[0]
         ratios = [times_faster(point, fastest) for point, _ in members]
         num_level = sum(compared.low <= 1.0 for compared in ratios)
