@@ -74,6 +74,13 @@ class Panel:
         """The fastest exact point of each length."""
         return {point.seq_len: point for point in (self.baseline.points if self.baseline else ())}
 
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Peak memory of each curve at the longest length, by label."""
+        points = ((series.label, point) for series in self.series for point in series.points)
+        longest = [(label, point) for label, point in points if point.seq_len == self.lengths[-1]]
+        return {label: point.memory.peak_bytes for label, point in longest if point.memory.peak_bytes}
+
     def crossing(self, label: str, *, is_device: bool = False) -> Crossing | None:
         """Return where `label` gets faster than the fastest exact series, if both were measured.
 

@@ -246,14 +246,12 @@ def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name
         references=_means([score.references for score in scores]),
         scores=tuple(
             _label_score(
-                key,
+                names[key],
                 chosen[key],
                 chosen.get((baseline, key[1])),
+                num_trials=len(trials[key]),
                 metric=metric,
                 marks=with_chance(floors, chance),
-                name=names[key],
-                num_trials=len(trials[key]),
-                is_baseline=key[0] == baseline,
             )
             for key in trials
         ),
@@ -282,15 +280,13 @@ def _baseline(chosen: Mapping[tuple[str, str], Trial], results: Results) -> str:
 
 
 def _label_score(
-    key: tuple[str, str],
+    name: str,
     trial: Trial,
     baseline: Trial | None,
     *,
+    num_trials: int,
     metric: Metric,
     marks: Mapping[str, float],
-    name: str,
-    num_trials: int,
-    is_baseline: bool,
 ) -> LabelScore:
     """Return the score of a label and start from its selected trial, beside that of the baseline with this start."""
     scores = [run.score for run in trial.runs if run.score]
@@ -302,8 +298,8 @@ def _label_score(
         for own in (trial, baseline)
     )
     return LabelScore(
-        label=key[0],
-        start=key[1],
+        label=trial.runs[0].label,
+        start=trial.runs[0].start,
         name=name,
         runs=trial.runs,
         trial=trial.words,
@@ -313,7 +309,7 @@ def _label_score(
         high=metric.inside(high),
         size_error=error,
         standing=None if mean is None else judge(mean, margin(low, high, error), marks, metric),
-        difference=pair(trial.runs, baseline.runs) if baseline and not is_baseline else None,
+        difference=pair(trial.runs, baseline.runs) if baseline and baseline is not trial else None,
         params_excess=params / other_params - 1.0 if params and other_params else None,
         costs={cost.name: cost.pooled(run.record for run in trial.scored) for cost in COSTS},
     )

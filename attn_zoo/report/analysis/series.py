@@ -132,11 +132,6 @@ class Series:
         """Lengths at which a call waits for the host that launches it, so that its time is not the mechanism's."""
         return frozenset(point.seq_len for point in self.points if point.is_waiting)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Measured lengths in tokens."""
-        return [point.seq_len for point in self.points]
-
     @cached_property
     def outcomes(self) -> dict[int, Point | Failure]:
         """What became of every length, shortest first."""

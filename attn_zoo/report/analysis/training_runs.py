@@ -46,37 +46,26 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingRun:
+class TrainingRun(Observation):
     """One training run.
 
     Args:
-        record: as stored.
-        label: of the mechanism.
-        environment: digest of the machine.
         start: what the weights were before training: empty for random ones, else what was learned before.
         trial: values of the tuned settings, as JSON; `{}` where nothing was tuned.
     """
 
-    record: Record
-    label: str
-    environment: str
     start: str
     trial: str
 
     @property
     def seed(self) -> int:
         """Of initialisation and data order."""
-        return self.record.cell.seed
+        return self.cell.seed
 
     @property
     def score(self) -> Score | None:
         """What it scored, or None where it did not finish."""
         return self.record.score if self.record.status == "ok" else None
-
-    @property
-    def value(self) -> float | None:
-        """Score on test."""
-        return None if self.score is None else self.score.value
 
 
 def group_training_runs(results: Results) -> list[tuple[Setting, list[TrainingRun]]]:
@@ -116,8 +105,9 @@ def _runs(members: Sequence[Observation]) -> list[TrainingRun]:
     runs = [
         TrainingRun(
             record=one.record,
-            label=one.label,
+            run=one.run,
             environment=one.environment,
+            label=one.label,
             start=start,
             trial=json.dumps(_parts(one.cell)[0], sort_keys=True),
         )

@@ -13,10 +13,7 @@ from matplotlib.lines import Line2D
 from attn_zoo.report.analysis.fits import Crossing, Growth
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point
-from attn_zoo.report.figures.axes import (
-    annotate_along,
-    draw_interval,
-)
+from attn_zoo.report.figures.axes import annotate_along, draw_interval
 from attn_zoo.report.figures.curve_chart import Chart, Curve, Mark, curves_of, draw_chart
 from attn_zoo.report.figures.labels import EndLabel
 from attn_zoo.report.figures.page import Page

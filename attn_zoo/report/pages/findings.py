@@ -175,18 +175,11 @@ def _crossing_line(panel: Panel) -> str:
 
 
 def _memory_line(panel: Panel) -> str:
-    longest = panel.lengths[-1]
-    peaks = {
-        series.label: point.memory.peak_bytes
-        for series in panel.series
-        for point in series.points
-        if point.seq_len == longest and point.memory.peak_bytes
-    }
-    if not peaks:
+    ranked = [f"{label} {human_bytes(peak)}" for label, peak in sorted(panel.peaks.items(), key=lambda item: item[1])]
+    if not ranked:
         return ""
-    ranked = [f"{label} {human_bytes(peak)}" for label, peak in sorted(peaks.items(), key=lambda item: item[1])]
     exact = "; exact attention's is linear too: fused kernels store no scores" if _has_linear_memory(panel) else ""
-    return f"Peak memory at {human_length(longest)}: {_listed(ranked)}{exact}."
+    return f"Peak memory at {human_length(panel.lengths[-1])}: {_listed(ranked)}{exact}."
 
 
 def _weights_line(panel: Panel) -> str:
@@ -238,7 +231,7 @@ def panel_findings(analysis: Analysis) -> list[str]:
 
 def _panel(panel: Panel) -> str:
     said = [_winners(panel)]
-    longest = [series.points[-1] for series in panel.series if series.lengths[-1:] == [panel.lengths[-1]]]
+    longest = (point for point in panel.points if point.seq_len == panel.lengths[-1])
     rates = [point for point in longest if point.tokens_per_s is not None]
     if rates:
         best = max(rates, key=lambda point: point.tokens_per_s or 0.0)

@@ -135,10 +135,7 @@ def front_pages(folder: Path) -> dict[Path, str]:
         ConfigError: as `read_machines`.
     """
     machines = read_machines(folder)
-    return {
-        folder / "README.md": leaderboard_readme(machines),
-        folder / "index.html": leaderboard_page(machines),
-    }
+    return {folder / "README.md": leaderboard_readme(machines), folder / "index.html": leaderboard_page(machines)}
 
 
 def leaderboard_page(machines: Sequence[Machine]) -> str:

@@ -48,7 +48,7 @@ def front_table(analysis: Analysis) -> Table | None:
     if panel is not None and lengths:
         fastest = {str(one.seq_len): " or ".join(one.labels[:3]) for one in panel.winners if one.num_rivals > 1}
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
-        if peaks := _peaks(panel):
+        if peaks := panel.peaks:
             columns.append(_column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
             least = min(peaks.values())
             best["memory"] = " or ".join([label for label, peak in peaks.items() if peak <= LEVEL * least][:3])
@@ -95,18 +95,11 @@ def _row(
         else:
             row[str(length)] = (NOT_TIMED if series is None else NO_RECORD) if one is None else one.word
     if panel is not None and series is not None:
-        peaks, last, weights = _peaks(panel), outcomes.get(panel.lengths[-1]), weights_words(series)
+        peaks, last, weights = panel.peaks, outcomes.get(panel.lengths[-1]), weights_words(series)
         missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else last.word
         row["memory"] = human_bytes.fixed(peaks.values())(peaks[label]) if label in peaks else missing
         row["memory"] += f"; weights {weights}" if weights else ""
     return row
-
-
-def _peaks(panel: Panel) -> dict[str, int]:
-    """Return the peak memory of each curve at the longest length."""
-    points = ((series.label, point) for series in panel.series for point in series.points)
-    longest = [(label, point) for label, point in points if point.seq_len == panel.lengths[-1]]
-    return {label: point.memory.peak_bytes for label, point in longest if point.memory.peak_bytes}
 
 
 def _speed(point: Point, exact: Point | None, series: Series | None) -> str:
