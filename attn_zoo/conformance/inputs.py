@@ -87,6 +87,15 @@ class Inputs:
         """Return copies that ask for gradients."""
         return self.map(lambda tensor: tensor.detach().clone().requires_grad_())
 
+    def under(self, mask: Tensor | None) -> Inputs:
+        """Return the inputs under another mask, or none."""
+        return replace(self, key_padding_mask=mask)
+
+    def unpadded(self) -> Inputs:
+        """Return the inputs under a mask that hides nothing."""
+        shape, device = (self.batch_size, self.key_len), self.tensors[0].device
+        return self.under(torch.zeros(shape, dtype=torch.bool, device=device))
+
     def entries(self, index: Tensor | slice) -> Inputs:
         """Return some entries of the batch."""
         mask = None if self.key_padding_mask is None else self.key_padding_mask[index]
@@ -124,6 +133,11 @@ def random_tensor(shape: Sequence[int], seed: int, dtype: torch.dtype, device: s
     """Return standard normal values: the same ones in every dtype and on every device, up to rounding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def random_like(tensor: Tensor, seed: int) -> Tensor:
+    """Return `random_tensor` of the shape, type and device of another."""
+    return random_tensor(tensor.shape, seed, tensor.dtype, str(tensor.device))
 
 
 def make_inputs(

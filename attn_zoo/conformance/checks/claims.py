@@ -11,7 +11,7 @@ import torch
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed, refused
-from attn_zoo.conformance.subject import Subject, call
+from attn_zoo.conformance.subject import Subject, call, infer
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.kernels.trace import recording
@@ -52,8 +52,7 @@ def _nos(subject: Subject) -> Iterator[tuple[str, str, Callable[[], object]]]:
         yield "decode", "init_state()", lambda: module.init_state(1, device=subject.device)
     if not capabilities.key_padding_mask:
         inputs = subject.inputs(forward, subject.lengths[-1] if capabilities.variable_seq_len else forward.max_seq_len)
-        mask = torch.zeros(inputs.batch_size, inputs.key_len, dtype=torch.bool, device=subject.device)
-        yield "key_padding_mask", "a mask", lambda: call(module, replace(inputs, key_padding_mask=mask))
+        yield "key_padding_mask", "a mask", lambda: call(module, inputs.unpadded())
 
 
 def _refusals(subject: Subject) -> Finding:
@@ -118,8 +117,8 @@ def _path_ran(subject: Subject) -> Finding:
     seen: list[list[str]] = []
     module = subject.make(build, seq_len=length)
     for _ in range(2):
-        with recording() as paths, torch.no_grad():
-            call(module, inputs)
+        with recording() as paths:
+            infer(module, inputs)
         seen.append(paths)
     if seen[0] != seen[1]:
         raise Violation("two equal calls took different paths", f"{inputs.words()}: {seen[0]}, then {seen[1]}")
@@ -149,8 +148,8 @@ def _path_of(subject: Subject, build: BuildContext, backend: str, dtype: torch.d
     inputs = subject.inputs(build, length, dtype=dtype)
     try:
         module = subject.make(build, seq_len=length, dtype=dtype, options={**subject.options, "backend": backend})
-        with recording() as paths, torch.no_grad():
-            call(module, inputs)
+        with recording() as paths:
+            infer(module, inputs)
     except UnsupportedError:
         return None
     asked = f"{inputs.words()}, backend={backend!r}"

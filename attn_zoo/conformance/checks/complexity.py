@@ -28,7 +28,7 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
-from attn_zoo.conformance.subject import Subject, call, call_reference
+from attn_zoo.conformance.subject import Subject, call, call_reference, count_forward
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.metadata import DEPENDS_ON_DATA
 from attn_zoo.registry import variants
@@ -222,24 +222,12 @@ def _exponent(values: Mapping[int, float]) -> float:
 
 
 def _cost_exponent(subject: Subject, build: BuildContext) -> float | None:
-    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
-
-    form = subject.variant.form
-    subject = replace(subject, form=form)
-    counts: dict[int, float] = {}
-    for multiple in COST_MULTIPLES:
-        length = multiple * subject.fit(SHORTEST_LEN)
-        try:
-            module = subject.make(replace(build, max_seq_len=length))
-        except UnsupportedError:  # these options need hidden states, as a mixer around an attention has them
-            return None
-        inputs = subject.inputs(build, length, batch_size=1)
-        with torch.no_grad():
-            counted = count_operations(partial(call, module, inputs))
-        if counted is None:
-            return None
-        projections = subject.variant.projection_flops(build.shape(1, length, config=subject.config, form=form))
-        counts[length] = counted.products - projections or counted.additions
+    subject = replace(subject, form=subject.variant.form)
+    try:
+        lengths = [multiple * subject.fit(SHORTEST_LEN) for multiple in COST_MULTIPLES]
+        counts = {length: _operations(subject, build, length) or 0.0 for length in lengths}
+    except UnsupportedError:  # these options need hidden states, as a mixer around an attention has them
+        return None
     return _exponent(counts) if min(counts.values()) > 0 else None
 
 
@@ -279,12 +267,9 @@ def _formula_slopes(subject: Subject, build: BuildContext, lengths: Sequence[int
 
 
 def _operations(subject: Subject, build: BuildContext, length: int) -> float | None:
-    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
-
+    """Count the products of one sequence without projections, or the sums where there are none."""
     build = replace(build, max_seq_len=length)
-    module, inputs = subject.make(build), subject.inputs(build, length, batch_size=1)
-    with torch.no_grad():
-        counted = count_operations(partial(call, module, inputs))
+    counted = count_forward(subject.make(build), subject.inputs(build, length, batch_size=1))
     if counted is None:
         return None
     projections = subject.variant.projection_flops(build.shape(1, length, config=subject.config, form=subject.form))

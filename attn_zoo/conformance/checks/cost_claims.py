@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +18,9 @@ from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.effective import AttentionCall, effective_weights
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, weighted_sum
+from attn_zoo.conformance.subject import Module, Subject, call, count_forward, weighted_sum
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Shape
-
-if TYPE_CHECKING:
-    from attn_zoo.measure.flop_count import Operations
 
 AGREEMENT = 0.01
 """Relative difference that is left between a claim and a count."""
@@ -95,13 +90,6 @@ def _counted_calls(
             yield subject.make(build, seq_len=length, dtype=dtype), inputs, shape
 
 
-def _forward_operations(module: Module, inputs: Inputs) -> Operations | None:
-    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
-
-    with torch.no_grad():
-        return count_operations(partial(call, module, inputs))
-
-
 def _visible_products(module: Module, inputs: Inputs) -> float:
     """Return the FLOPs of both products over the pairs of query and key that a call really uses; or infinity."""
     if not isinstance(module, AbstractAttention):
@@ -124,7 +112,7 @@ def _flops_count(subject: Subject) -> Finding:
     finding, share = not_applicable("an operation runs that cannot be counted"), 1.0
     for module, inputs, shape in _counted_calls(subject, (*COUNTED_LENGTHS, LONG_LENGTH)):
         claim, projections = variant.flops(shape), variant.projection_flops(shape)
-        counted = _forward_operations(module, inputs)
+        counted = count_forward(module, inputs)
         if counted is None or claim is None:
             continue
         words = f"{inputs.words()}: claims {claim}, counted {counted.products}"
@@ -150,7 +138,7 @@ def _flops_count(subject: Subject) -> Finding:
 
 
 def _backward_ratio(subject: Subject) -> Finding:
-    from attn_zoo.measure.flop_count import count_operations
+    from attn_zoo.measure.flop_count import count_operations  # loads Triton
 
     variant = subject.variant
     if variant.complexity.flops is None:
@@ -164,7 +152,7 @@ def _backward_ratio(subject: Subject) -> Finding:
         def both(module: Module = module, leaves: Inputs = leaves) -> None:
             torch.autograd.backward(weighted_sum(call(module, leaves)))
 
-        forward, total = _forward_operations(module, inputs), count_operations(both)
+        forward, total = count_forward(module, inputs), count_operations(both)
         if forward is None or total is None or claim is None:
             continue
         if forward.products <= (1 + AGREEMENT) * variant.projection_flops(shape):

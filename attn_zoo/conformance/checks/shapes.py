@@ -15,8 +15,17 @@ from attn_zoo.attention.oracle import expand_kv_heads, softmax_attention
 from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.lengths import across_blocks
-from attn_zoo.conformance.subject import Module, Subject, call, call_reference, gradients, results, routing_of
-from attn_zoo.conformance.tolerance import largest, largest_error, rounding
+from attn_zoo.conformance.subject import (
+    Module,
+    Subject,
+    call,
+    call_reference,
+    gradients,
+    infer,
+    results,
+    routing_of,
+)
+from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES
 
@@ -41,9 +50,8 @@ def expect_equals_reference(module: Module, inputs: Inputs, what: str) -> None:
     with torch.no_grad():
         output, expected = call(module, inputs), call_reference(module, inputs, routing_of(module, inputs))
     _expect_like_query(output, inputs)
-    error, tolerance = largest_error(output, expected), rounding(expected, inputs.num_terms)
-    if error > tolerance:
-        raise Violation(f"{what}: differs from the readable reference by {error:.2g}", inputs.words())
+    message = f"{what}: differs from the readable reference"
+    expect_close(output, expected, rounding(expected, inputs.num_terms), message, inputs.words())
 
 
 def _is_inexact(subject: Subject, module: Module, inputs: Inputs) -> bool:
@@ -51,21 +59,15 @@ def _is_inexact(subject: Subject, module: Module, inputs: Inputs) -> bool:
     if not subject.capabilities.is_exact or subject.form == "mixer":
         return False
     query, key, value = inputs.tensors
-    with torch.no_grad():
-        output = call(module, inputs)
-    mask = inputs.key_padding_mask
+    output, mask = infer(module, inputs), inputs.key_padding_mask
     expected = softmax_attention(query, key, value, is_causal=inputs.is_causal, key_padding_mask=mask)
     return largest_error(output, expected) > rounding(expected, inputs.num_terms, output.dtype)
 
 
 def _shape_and_dtype(subject: Subject) -> Finding:
-    for build in subject.contexts():
-        for dtype in subject.dtypes:
-            for length in sorted({subject.lengths[0], subject.lengths[-1]}):
-                module = subject.module(build, seq_len=length, dtype=dtype)
-                for inputs in subject.calls(build, length, dtype=dtype):
-                    with torch.no_grad():
-                        _expect_like_query(call(module, inputs), inputs)
+    for dtype in subject.dtypes:
+        for module, inputs in subject.cases(sorted({subject.lengths[0], subject.lengths[-1]}), dtype=dtype):
+            _expect_like_query(infer(module, inputs), inputs)
     return passed()
 
 
@@ -153,8 +155,7 @@ def offset_calls(subject: Subject, build: BuildContext) -> Iterator[Inputs]:
             continue
         inputs = subject.inputs(build, query_len, key_len=key_len, mask=subject.masks(key_len)[-1])
         try:
-            with torch.no_grad():
-                call(module, inputs)
+            infer(module, inputs)
         except (UnsupportedError, ValueError):
             if key_len > query_len:
                 raise
@@ -249,10 +250,9 @@ def _grouped_query(subject: Subject) -> Finding:
                 query, *grouped_heads = inputs.tensors
                 tensors = (query, *(expand_kv_heads(heads, num_heads) for heads in grouped_heads))
                 repeated = replace(inputs, tensors=tensors)
-                with torch.no_grad():
-                    output, expected = call(module, inputs), call(plain, repeated)
-                if largest_error(output, expected) > rounding(expected, inputs.num_terms):
-                    raise Violation("grouped heads differ from the same heads repeated", inputs.words())
+                expected, message = infer(plain, repeated), "grouped heads differ from the same heads repeated"
+                allowed = rounding(expected, inputs.num_terms)
+                expect_close(infer(module, inputs), expected, allowed, message, inputs.words())
     return passed()
 
 
@@ -311,9 +311,7 @@ UNLIKE_LAYOUTS: tuple[tuple[str, tuple[_Layout, ...]], ...] = (
 def _in_layout(inputs: Inputs, layout: tuple[_Layout, ...]) -> Inputs:
     tensors = tuple(change(tensor) for change, tensor in zip(cycle(layout), inputs.tensors, strict=False))
     mask = inputs.key_padding_mask
-    return replace(
-        inputs, tensors=tensors, key_padding_mask=None if mask is None else torch.stack([mask, ~mask], dim=-1)[..., 0]
-    )
+    return replace(inputs, tensors=tensors).under(None if mask is None else torch.stack([mask, ~mask], dim=-1)[..., 0])
 
 
 def _non_contiguous(subject: Subject) -> Finding:
@@ -330,14 +328,15 @@ def _non_contiguous(subject: Subject) -> Finding:
     return passed()
 
 
-@torch.no_grad()
 def _expect_same_outputs(module: Module, inputs: Inputs, layouts: tuple[tuple[str, tuple[_Layout, ...]], ...]) -> None:
     copies = inputs.repeated(2)
-    expected = call(module, copies)
-    tolerance = rounding(expected, inputs.num_terms)
+    expected = infer(module, copies)
     for words, layout in layouts:
-        if largest_error(call(module, _in_layout(copies, layout)), expected) > tolerance:
-            raise Violation(f"another result for the same values in another layout: {words}", inputs.words())
+        output, message = (
+            infer(module, _in_layout(copies, layout)),
+            "another result for the same values in another layout",
+        )
+        expect_close(output, expected, rounding(expected, inputs.num_terms), f"{message}: {words}", inputs.words())
 
 
 def _expect_same_gradients(module: Module, inputs: Inputs) -> None:
@@ -359,8 +358,7 @@ def _expect_same_gradients(module: Module, inputs: Inputs) -> None:
             gradients(module, inputs, weigh=torch.sum),
         ),
     ):
-        scale = max([largest(value) for value in expected.by_name.values() if value is not None], default=0.0)
-        allowed = rounding(torch.full((1,), scale, dtype=plain.output.dtype), inputs.num_terms)
+        allowed = rounding(expected.size, inputs.num_terms, plain.output.dtype)
         for name, value in expected.by_name.items():
             other = found.by_name[name]
             if value is not None and (other is None or largest_error(other, value) > allowed):
@@ -379,29 +377,24 @@ def _expect_odd_strides(subject: Subject, build: BuildContext) -> None:
         except (ConfigError, UnsupportedError):
             continue
         inputs = subject.inputs(sized, length, batch_size=1)
-        with torch.no_grad():
-            expected, output = call(module, inputs), call(module, inputs.map(_odd_strides))
-        if largest_error(output, expected) > rounding(expected, inputs.num_terms):
-            raise Violation("another result for one token whose strides are 2", inputs.words())
+        expected, output = infer(module, inputs), infer(module, inputs.map(_odd_strides))
+        allowed, message = rounding(expected, inputs.num_terms), "another result for one token whose strides are 2"
+        expect_close(output, expected, allowed, message, inputs.words())
 
 
 def _inputs_unchanged(subject: Subject) -> Finding:
-    for build in subject.contexts():
-        for length in subject.lengths[-1 if subject.is_fixed else -2 :]:
-            module = subject.module(build, seq_len=length)
-            for inputs in subject.calls(build, length, batch_size=1):
-                named = dict(zip(inputs.names, inputs.tensors, strict=True))
-                if inputs.key_padding_mask is not None:
-                    named["key_padding_mask"] = inputs.key_padding_mask
-                before = {name: (tensor.clone(), tensor._version) for name, tensor in named.items()}
-                with torch.no_grad():
-                    call(module, inputs)
-                for name, tensor in named.items():
-                    old, version = before[name]
-                    if not torch.equal(tensor, old):
-                        raise Violation(f"changes its argument {name} in place", inputs.words())
-                    if tensor._version != version:
-                        raise Violation(f"writes to its argument {name} in place", inputs.words())
+    for module, inputs in subject.cases(subject.lengths[-1 if subject.is_fixed else -2 :], batch_size=1):
+        named = dict(zip(inputs.names, inputs.tensors, strict=True))
+        if inputs.key_padding_mask is not None:
+            named["key_padding_mask"] = inputs.key_padding_mask
+        before = {name: (tensor.clone(), tensor._version) for name, tensor in named.items()}
+        infer(module, inputs)
+        for name, tensor in named.items():
+            old, version = before[name]
+            if not torch.equal(tensor, old):
+                raise Violation(f"changes its argument {name} in place", inputs.words())
+            if tensor._version != version:
+                raise Violation(f"writes to its argument {name} in place", inputs.words())
     return passed()
 
 
@@ -412,8 +405,7 @@ def _dtype_support(subject: Subject) -> Finding:
         dtype = getattr(torch, name)
         if name in subject.capabilities.dtypes:
             inputs = subject.calls(build, length, dtype=dtype)[0]
-            with torch.no_grad():
-                _expect_like_query(call(subject.module(build, seq_len=length, dtype=dtype), inputs), inputs)
+            _expect_like_query(infer(subject.module(build, seq_len=length, dtype=dtype), inputs), inputs)
             continue
         module = subject.make(build, seq_len=length, dtype=dtype)
         inputs = subject.inputs(build, length, dtype=dtype)
