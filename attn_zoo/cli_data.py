@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_zoo.cli_options import AsJson, DataDir
+from attn_zoo.cli_options import AsJson, DataDir, one_of
 
 if TYPE_CHECKING:
     from attn_zoo.tasks.abstract_task import AbstractTask, SplitName
@@ -28,14 +28,10 @@ def _task(name: str, level: str | None, data_dir: Path | None) -> AbstractTask:
 
 
 def _split(name: str) -> SplitName:
-    from typing import cast, get_args
-
-    from attn_zoo.errors import UnknownNameError
     from attn_zoo.tasks.abstract_task import SplitName
 
-    if name not in get_args(SplitName):
-        raise UnknownNameError("split", name, get_args(SplitName), f"there are {', '.join(get_args(SplitName))}")
-    return cast(SplitName, name)
+    split: SplitName = one_of(SplitName, "split", name)
+    return split
 
 
 def _sources(task: str | None, level: str | None) -> dict[str, Source]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_zoo.cli_options import DataDir, VariantFiles, load_files
+from attn_zoo.cli_options import DataDir, VariantFiles, load_files, one_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,16 +54,13 @@ def attention(
     files: VariantFiles = None,
 ) -> None:
     """Draw which positions each head of a trained model looks at: the weights that it really uses."""
-    from typing import cast, get_args
-
-    from attn_zoo.errors import ConfigError, UnknownNameError
+    from attn_zoo.errors import ConfigError
     from attn_zoo.maps.attention import attention_map
     from attn_zoo.maps.head_panels import Pool
     from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
-    if pool not in get_args(Pool):
-        raise UnknownNameError("pool", pool, get_args(Pool))
+    squares: Pool = one_of(Pool, "pool", pool)
     if text is not None and example is not None:
         raise ConfigError("--text", [("", "expected either --text or --example, not both")])
     _know(folder, files)
@@ -74,7 +71,7 @@ def attention(
         text=text,
         layers=layer or (),
         heads=head or (),
-        pool=cast(Pool, pool),
+        pool=squares,
         of_other=other,
         data_dir=data_dir,
     )
@@ -93,15 +90,12 @@ def positions(
     files: VariantFiles = None,
 ) -> None:
     """Draw the positions that a model adds to its embeddings, and how alike they are."""
-    from typing import cast, get_args
-
-    from attn_zoo.errors import ConfigError, UnknownNameError
+    from attn_zoo.errors import ConfigError
     from attn_zoo.maps.position_table import AddedPosition, position_map
     from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
-    if kind is not None and kind not in get_args(AddedPosition):
-        raise UnknownNameError("kind of positions", kind, get_args(AddedPosition))
+    added: AddedPosition = one_of(AddedPosition, "kind of positions", kind or "sinusoidal")
     if folder is not None:
         given = {"--kind": kind, "--len": length, "--dim": dim}
         if wrong := [name for name, value in given.items() if value is not None]:
@@ -112,7 +106,7 @@ def positions(
     figure = position_map(
         folder,
         cell,
-        kind=cast(AddedPosition, kind or "sinusoidal"),
+        kind=added,
         length=128 if length is None else length,
         dim=64 if dim is None else dim,
         data_dir=data_dir,

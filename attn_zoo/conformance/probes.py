@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,6 +33,7 @@ from attn_zoo.conformance.check import Violation
 from attn_zoo.conformance.checks.dropout_rate import FEWEST, MOST_ROWS, expect_sound_draws
 from attn_zoo.conformance.checks.modes import FEW_ROWS
 from attn_zoo.conformance.inputs import Inputs, random_like
+from attn_zoo.conformance.own_length import FirstCall
 from attn_zoo.conformance.subject import (
     MaskKind,
     Module,
@@ -49,8 +50,6 @@ from attn_zoo.conformance.subject import (
 from attn_zoo.conformance.tolerance import error_by_row, is_half, largest, largest_error, rounding, working_tolerance
 from attn_zoo.errors import GateError
 from attn_zoo.measure.passes import grad_like
-from attn_zoo.metadata import Capabilities
-from attn_zoo.registry import Variant
 
 SHORT_LENS = (700, 131)
 """Tokens of the short calls: the gate has compared lengths like these with the reference."""
@@ -77,37 +76,12 @@ SLOPE_ERRORS = {torch.float64: 1e-3, torch.float32: 0.01, torch.bfloat16: 0.15, 
 """Relative to the standard deviation of the slope over random directions."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstCall:
-    """The first call of a cell.
-
-    Args:
-        variant: the registry's entry.
-        capabilities: under the options of the cell.
-        module: in the mode of the cell.
-        inputs: of the call.
-        output: of the call.
-        has_graph: the call kept a graph.
-        is_known: rows of the output were compared with exact attention, so that only its gradients are in question.
-        gradients: by name of an input or `"parameter NAME"`, from the gradient `grad_like(output)`; None without a
-            backward.
-    """
-
-    variant: Variant
-    capabilities: Capabilities
-    module: Module
-    inputs: Inputs
-    output: Tensor
-    has_graph: bool
-    is_known: bool = False
-    gradients: Mapping[str, Tensor | None] | None = None
-
-
-def probe(first: FirstCall) -> tuple[str, ...]:
+def probe(first: FirstCall, *, is_known: bool = False) -> tuple[str, ...]:
     """Probe a cell whose first call drew nothing at random; return the names of what was checked.
 
     Args:
         first: the first call; its module is left as it was.
+        is_known: rows of the output were compared with exact attention, so that only its gradients are in question.
 
     Raises:
         GateError: a probe found something wrong.
@@ -116,7 +90,7 @@ def probe(first: FirstCall) -> tuple[str, ...]:
         return ()
     is_training, held = first.module.training, list[str]()
     try:
-        for look in (_slope,) if first.is_known else (_reference, _other_mode, _prefix, _slope):
+        for look in (_slope,) if is_known else (_reference, _other_mode, _prefix, _slope):
             held += look(first)
             first.module.train(is_training)
     finally:
@@ -148,7 +122,7 @@ def probe_dropout(first: FirstCall) -> tuple[str, ...]:
         if first.inputs.form == "attention":
             expect_sound_draws(module, inputs, first.capabilities.dropout_unit)
     except Violation as violation:
-        raise _fail(first, "own_dropout", str(violation)) from None
+        raise first.fault("own_dropout", str(violation)) from None
     finally:
         module.train()
     return ("own_dropout",)
@@ -190,8 +164,6 @@ def probe_mixer(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ..
     found = gradients(module, inputs, weigh=lambda output: (output * grad_like(output)).sum())
     return probe(
         FirstCall(
-            variant=subject.variant,
-            capabilities=subject.capabilities,
             module=module,
             inputs=inputs,
             output=found.output,
@@ -240,10 +212,6 @@ def probe_autocast(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str,
     return ("own_autocast",)
 
 
-def _fail(first: FirstCall, check: str, message: str) -> GateError:
-    return GateError(check, f"{first.variant.name}: {message} ({first.inputs.words()})")
-
-
 def _truncated(inputs: Inputs, count: int) -> Inputs:
     mask, short = inputs.key_padding_mask, inputs.map(lambda tensor: tensor.detach()[..., :count, :])
     return short.under(None if mask is None else mask[:, :count])
@@ -277,7 +245,7 @@ def _reference(first: FirstCall) -> list[str]:
     error = largest_error(first.output[:1], expected)
     # In a wider type the reference makes rounding errors of the same size.
     if error > (tolerance if plain_error else 2 * tolerance):
-        raise _fail(first, "own_reference", f"the output is off by {error:.2g} from the readable reference")
+        raise first.fault("own_reference", f"the output is off by {error:.2g} from the readable reference")
     return ["own_reference"]
 
 
@@ -297,11 +265,11 @@ def _other_mode(first: FirstCall) -> list[str]:
     change = largest_error(output[..., :end, :], first.output[..., :end, :])
     if change > tolerance and has_future and largest_error(infer(module, inputs), first.output) <= tolerance:
         words = f"an output changed by {change:.2g} when the last {NUM_LAST} tokens changed"
-        raise _fail(first, "own_causality", words)
+        raise first.fault("own_causality", words)
     if change > tolerance:
         mode = "training" if module.training else "evaluation"
         graph = "with" if output.requires_grad else "without"
-        raise _fail(first, "own_modes", f"{mode} {graph} a graph differs by {change:.2g} from what would be timed")
+        raise first.fault("own_modes", f"{mode} {graph} a graph differs by {change:.2g} from what would be timed")
     held = ["own_modes", *["own_causality"] * has_future]
     return [*held, *_reach(first, given, output)]
 
@@ -326,7 +294,7 @@ def _reach(first: FirstCall, given: Inputs, output: Tensor) -> list[str]:
     reached = _num_reached(output, given, short_len)
     if reached < LEAST_REACH * expected:
         words = f"{NUM_ROWS} outputs depend on {reached} tokens; on {expected} of {short_len} in a shorter sequence"
-        raise _fail(first, "own_reach", words)
+        raise first.fault("own_reach", words)
     return ["own_reach"]
 
 
@@ -369,7 +337,7 @@ def _prefix(first: FirstCall) -> list[str]:
         words = "come later" if is_state else "are padding"
         change = largest_error(output[..., :short_len, :], expected)
         rows = f"{int(is_off.sum())} rows of the first {short_len} outputs"
-        raise _fail(first, "own_prefix", f"{rows} differ, by up to {change:.2g}, when no more tokens {words}")
+        raise first.fault("own_prefix", f"{rows} differ, by up to {change:.2g}, when no more tokens {words}")
     return ["own_prefix"]
 
 
@@ -416,7 +384,7 @@ def _slope(first: FirstCall) -> list[str]:
         if not 0.8 < 2 * (half_slope - half_claimed) / (slope - claimed) < 1.2:
             return []
         words = f"the gradients say a slope of {claimed:.4g}, a finite difference says {slope:.4g}"
-        raise _fail(first, "own_slope", words)
+        raise first.fault("own_slope", words)
     return ["own_slope"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import get_args, get_type_hints
 
 import torch
 
@@ -124,7 +123,7 @@ def _path_ran(subject: Subject) -> Finding:
         raise Violation("two equal calls took different paths", f"{inputs.words()}: {seen[0]}, then {seen[1]}")
     # The shared mixer adds no path of its own, so each backend is asked for once.
     is_wrapped = subject.form == "mixer" and subject.variant.attention is not None
-    backends = () if is_wrapped else _backends(subject)
+    backends = () if is_wrapped else subject.variant.backends
     if not backends:
         return passed(f"ran {', '.join(seen[0])}") if seen[0] else not_applicable("has one path and names none")
     ran = []
@@ -134,12 +133,6 @@ def _path_ran(subject: Subject) -> Finding:
         if path is not None:
             ran.append(path)
     return passed(f"ran {', '.join(ran)}")
-
-
-def _backends(subject: Subject) -> tuple[str, ...]:
-    """Return the values of an option named `backend`, or none where there is no such choice."""
-    hint = get_type_hints(subject.variant.config).get("backend")
-    return tuple(str(value) for value in get_args(hint))
 
 
 def _path_of(subject: Subject, build: BuildContext, backend: str, dtype: torch.dtype) -> str | None:
