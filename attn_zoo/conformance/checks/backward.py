@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, passed
+from attn_zoo.conformance.check import Finding, Violation, check, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import (
     Module,
@@ -29,6 +29,7 @@ STEP = 1e-6
 NUM_DIRECTIONS = 3
 
 
+@check("every input and parameter gets a finite and right gradient")
 def _gradients_reach_every_parameter(subject: Subject) -> Finding:
     for build in subject.contexts():
         short = subject.lengths[len(subject.lengths) // 2]
@@ -132,6 +133,7 @@ def _is_out_of_range(subject: Subject, build: BuildContext, module: Module, inpu
     return value is not None and torch.finfo(inputs.tensors[0].dtype).max / 16 < largest(value) < float("inf")
 
 
+@check("large inputs give finite outputs and gradients")
 def _finite_on_large_inputs(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     sizes = {torch.float64: 1e3, torch.float32: 1e2, torch.bfloat16: 1e2, torch.float16: 10.0}
@@ -178,6 +180,7 @@ class _Poison(TorchFunctionMode):
         return result
 
 
+@check("nothing is read from torch.empty before it is written")
 def _uninitialised_memory(subject: Subject) -> Finding:
     for build in subject.contexts():
         for length in subject.lengths[-1 if subject.is_fixed else -2 :]:
@@ -211,20 +214,4 @@ def _expect_clean_steps(subject: Subject, module: Module, inputs: Inputs) -> Non
                 raise Violation("a decode step depends on uninitialised memory", f"{inputs.words()}: step {position}")
 
 
-CHECKS = (
-    Check(
-        name="gradients_reach_every_parameter",
-        summary="every input and parameter gets a finite and right gradient",
-        run=_gradients_reach_every_parameter,
-    ),
-    Check(
-        name="finite_on_large_inputs",
-        summary="large inputs give finite outputs and gradients",
-        run=_finite_on_large_inputs,
-    ),
-    Check(
-        name="uninitialised_memory",
-        summary="nothing is read from torch.empty before it is written",
-        run=_uninitialised_memory,
-    ),
-)
+CHECKS = (_gradients_reach_every_parameter, _finite_on_large_inputs, _uninitialised_memory)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import AbstractMixer, BuildContext, Mixed, build_mixer
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_like
 from attn_zoo.conformance.subject import Subject, gradients, reference_results, results, weighted_sum
 from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding
@@ -43,6 +43,7 @@ def _carry_of(mixer: AbstractMixer, inputs: Inputs) -> Tensor:
     return carry
 
 
+@check("what passes between layers is used, and depends on nothing that an output must not depend on", forms=("mixer",))
 def _carry(subject: Subject) -> Finding:
     if not subject.capabilities.has_carry:
         return not_applicable("passes nothing between layers")
@@ -104,11 +105,4 @@ def _expect_use(first: AbstractMixer, second: AbstractMixer, inputs: Inputs, *, 
             raise Violation("a past output sees the future through the carry", inputs.words())
 
 
-CHECKS = (
-    Check(
-        name="carry",
-        summary="what passes between layers is used, and depends on nothing that an output must not depend on",
-        run=_carry,
-        forms=("mixer",),
-    ),
-)
+CHECKS = (_carry,)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed, refused
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed, refused
 from attn_zoo.conformance.subject import Subject, call, infer
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import ConfigError, UnsupportedError
@@ -54,6 +54,7 @@ def _nos(subject: Subject) -> Iterator[tuple[str, str, Callable[[], object]]]:
         yield "key_padding_mask", "a mask", lambda: call(module, inputs.unpadded())
 
 
+@check("every declared no is refused with UnsupportedError, unknown options too")
 def _refusals(subject: Subject) -> Finding:
     try:
         subject.make(next(subject.contexts()), options={**subject.options, UNKNOWN_OPTION: 1})
@@ -69,6 +70,7 @@ def _refusals(subject: Subject) -> Finding:
     return refused(f"refuses {', '.join(seen)}") if seen else passed("refuses nothing but unknown options")
 
 
+@check("declared position schemes act, all others are refused")
 def _positions(subject: Subject) -> Finding:
     wanted: tuple[tuple[str, BuildContext], ...] = (
         ("rotary", replace(subject.build, position="rotary")),
@@ -109,6 +111,7 @@ def _have_an_effect(subject: Subject, build: BuildContext, without: BuildContext
     return largest_error(output, expected) > rounding(expected, inputs.num_terms)
 
 
+@check("the path that ran is the one that was asked for, every time")
 def _path_ran(subject: Subject) -> Finding:
     build = next(subject.contexts())
     length = subject.lengths[-1]
@@ -153,12 +156,4 @@ def _path_of(subject: Subject, build: BuildContext, backend: str, dtype: torch.d
     return ", ".join(paths)
 
 
-CHECKS = (
-    Check(name="positions", summary="declared position schemes act, all others are refused", run=_positions),
-    Check(
-        name="refusals",
-        summary="every declared no is refused with UnsupportedError, unknown options too",
-        run=_refusals,
-    ),
-    Check(name="path_ran", summary="the path that ran is the one that was asked for, every time", run=_path_ran),
-)
+CHECKS = (_positions, _refusals, _path_ran)

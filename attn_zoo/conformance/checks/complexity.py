@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Subject, call, call_reference, count_forward
 from attn_zoo.errors import ConfigError, UnsupportedError
@@ -288,6 +288,7 @@ def _saved_bytes(subject: Subject, build: BuildContext, length: int) -> float:
     return float(num_bytes)
 
 
+@check("operations and what is kept for the backward grow no faster than the exponents claimed")
 def _claimed_growth(subject: Subject) -> Finding:
     if subject.form != subject.variant.form:
         return not_applicable("the claims are about the form the variant is written in")
@@ -368,6 +369,7 @@ def _seen_through(subject: Subject, build: BuildContext, inputs: Inputs, seen: T
     return gradient.ne(0).any(-1)
 
 
+@check("sequential operations and maximum path length grow with the length as claimed", forms=("mixer",))
 def _complexity_claims(subject: Subject) -> Finding:
     words = []
     try:
@@ -388,16 +390,4 @@ def _complexity_claims(subject: Subject) -> Finding:
     return passed("; ".join(words))
 
 
-CHECKS = (
-    Check(
-        name="complexity_claims",
-        summary="sequential operations and maximum path length grow with the length as claimed",
-        run=_complexity_claims,
-        forms=("mixer",),
-    ),
-    Check(
-        name="claimed_growth",
-        summary="operations and what is kept for the backward grow no faster than the exponents claimed",
-        run=_claimed_growth,
-    ),
-)
+CHECKS = (_complexity_claims, _claimed_growth)

@@ -16,7 +16,7 @@ import torch
 
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.effective import AttentionCall, effective_weights
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.subject import Module, Subject, call, count_forward, weighted_sum
 from attn_zoo.errors import UnsupportedError
@@ -37,6 +37,7 @@ MOST_LOST = 0.25
 BATCH = 4
 
 
+@check("the FLOPs formula is positive, grows, and agrees with the claimed exponent")
 def _flops_formula(subject: Subject) -> Finding:
     complexity = subject.variant.complexity_of(subject.config)
     if complexity.flops is None:
@@ -103,6 +104,7 @@ def _visible_products(module: Module, inputs: Inputs) -> float:
     return 4.0 * inputs.batch_size * query.shape[-1] * int(weights.count_nonzero())
 
 
+@check("the FLOPs formula agrees with what runs, or with the pairs it really uses, within 1 %")
 def _flops_count(subject: Subject) -> Finding:
     variant = subject.variant
     if variant.complexity.flops is None:
@@ -137,6 +139,7 @@ def _flops_count(subject: Subject) -> Finding:
     return finding
 
 
+@check("the backward has as many operations for one of the forward as claimed")
 def _backward_ratio(subject: Subject) -> Finding:
     from attn_zoo.measure.flop_count import count_operations  # loads Triton
 
@@ -169,6 +172,7 @@ def _backward_ratio(subject: Subject) -> Finding:
     return finding
 
 
+@check("the least traffic is that of inputs and output, and of weights at most")
 def _least_bytes(subject: Subject) -> Finding:
     finding = not_applicable("has no form without a second sequence")
     for build in subject.contexts(with_cross=False):
@@ -189,25 +193,4 @@ def _least_bytes(subject: Subject) -> Finding:
     return finding
 
 
-CHECKS = (
-    Check(
-        name="flops_formula",
-        summary="the FLOPs formula is positive, grows, and agrees with the claimed exponent",
-        run=_flops_formula,
-    ),
-    Check(
-        name="flops_count",
-        summary="the FLOPs formula agrees with what runs, or with the pairs it really uses, within 1 %",
-        run=_flops_count,
-    ),
-    Check(
-        name="backward_ratio",
-        summary="the backward has as many operations for one of the forward as claimed",
-        run=_backward_ratio,
-    ),
-    Check(
-        name="least_bytes",
-        summary="the least traffic is that of inputs and output, and of weights at most",
-        run=_least_bytes,
-    ),
-)
+CHECKS = (_flops_formula, _flops_count, _backward_ratio, _least_bytes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import state_bytes
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.subject import Module, Subject, call, read_positions, routing_of
 from attn_zoo.conformance.tolerance import expect_close, is_half, rounding
@@ -75,6 +75,7 @@ def _refused_decode(subject: Subject) -> Finding:
     return finding
 
 
+@check("a sequence cut anywhere, read by prefill and steps, equals the causal forward; or it is refused")
 def _decode(subject: Subject) -> Finding:
     if subject.capabilities.decode == "none":
         return _refused_decode(subject)
@@ -169,6 +170,7 @@ Sequence = tuple[Module, Inputs, Callable[[], Any]]
 """What is read, by which module, and how its state begins."""
 
 
+@check("a decode state is a value: used twice, or in turns with others, it gives the same; or use is refused")
 @torch.no_grad()
 def _decode_states(subject: Subject) -> Finding:
     """Compare steps with steps: that these are right is for `decode` to say."""
@@ -267,6 +269,7 @@ def _expect_parameters_read(subject: Subject, build: BuildContext, sequence: Seq
         expect_close(output, before, rounding(before, inputs.num_terms), message, words)
 
 
+@check("the decode state has the size that is claimed, and a recurrent one does not grow")
 @torch.no_grad()
 def _decode_state_bytes(subject: Subject) -> Finding:
     kind, claim = subject.capabilities.decode, subject.variant.complexity.state_bytes
@@ -300,20 +303,4 @@ def _decode_state_bytes(subject: Subject) -> Finding:
     return passed(f"{size} bytes after {length} tokens" + ("; claims nothing" if claim is None else ""))
 
 
-CHECKS = (
-    Check(
-        name="decode",
-        summary="a sequence cut anywhere, read by prefill and steps, equals the causal forward; or it is refused",
-        run=_decode,
-    ),
-    Check(
-        name="decode_states",
-        summary="a decode state is a value: used twice, or in turns with others, it gives the same; or use is refused",
-        run=_decode_states,
-    ),
-    Check(
-        name="decode_state_bytes",
-        summary="the decode state has the size that is claimed, and a recurrent one does not grow",
-        run=_decode_state_bytes,
-    ),
-)
+CHECKS = (_decode, _decode_states, _decode_state_bytes)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.checks.randomness import seeded_call
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.subject import Module, Subject, gradients
@@ -93,6 +93,7 @@ def _probe(inputs: Inputs) -> Inputs:
     return replace(inputs, tensors=(0.1 * query, 0.1 * key, value))
 
 
+@check("drops at the rate asked for, each draw independent of all others unless declared, and stays finite")
 def _dropout_rate(subject: Subject) -> Finding:
     if not subject.capabilities.attention_dropout:
         return not_applicable("has no dropout")
@@ -294,10 +295,4 @@ def _expect_finite(subject: Subject, context: BuildContext) -> None:
             raise Violation(f"the {found.not_finite} is not finite", f"{inputs.words()}, dropout_p={rate}")
 
 
-CHECKS = (
-    Check(
-        name="dropout_rate",
-        summary="drops at the rate asked for, each draw independent of all others unless declared, and stays finite",
-        run=_dropout_rate,
-    ),
-)
+CHECKS = (_dropout_rate,)

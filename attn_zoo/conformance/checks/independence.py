@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_like
 from attn_zoo.conformance.lengths import block_sizes
 from attn_zoo.conformance.subject import Module, Subject, gradients, infer, weighted_sum
@@ -21,6 +21,7 @@ FEW_TOKENS = 1024  # in the gate
 ORDINARY_BLOCKS = (64, 128, 256, 512)  # beside those that the options name
 
 
+@check("other entries of the batch do not matter")
 def _batch_invariance(subject: Subject) -> Finding:
     for build in subject.contexts():
         for length in subject.lengths:
@@ -65,6 +66,7 @@ def _expect_batch_invariance(module: Module, inputs: Inputs, mode: str) -> None:
             )
 
 
+@check("where it is claimed, the order of the keys does not matter without positions")
 def _permutation(subject: Subject) -> Finding:
     if not subject.capabilities.is_permutation_invariant:
         return not_applicable("does not claim that the order of the keys is all the same (is_permutation_invariant)")
@@ -103,6 +105,7 @@ def _positions(length: int, count: int) -> list[int]:
     return sorted({0, 1, length - 2, length - 1, *inner.tolist()})
 
 
+@check("future tokens change neither past outputs nor gradients")
 def _causality(subject: Subject) -> Finding:
     causal = replace(subject.build, is_causal=True, is_cross=False)
     if not subject.capabilities.causal:
@@ -212,12 +215,4 @@ def _expect_causal_gradient(module: Module, batch: Inputs, positions: list[int],
                 )
 
 
-CHECKS = (
-    Check(name="batch_invariance", summary="other entries of the batch do not matter", run=_batch_invariance),
-    Check(
-        name="permutation",
-        summary="where it is claimed, the order of the keys does not matter without positions",
-        run=_permutation,
-    ),
-    Check(name="causality", summary="future tokens change neither past outputs nor gradients", run=_causality),
-)
+CHECKS = (_batch_invariance, _permutation, _causality)

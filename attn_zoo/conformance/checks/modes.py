@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, passed
+from attn_zoo.conformance.check import Finding, Violation, check, passed
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.subject import Gradients, Module, Subject, gradients, infer, is_own_reference, routing_of
 from attn_zoo.conformance.tolerance import error_by_row, expect_close, is_half, largest, rounding
@@ -22,6 +22,7 @@ FEW_ROWS = 0.25
 _MESSAGE = "the output depends on the mode or on whether a graph is kept"
 
 
+@check("training or evaluation, with a graph or without, and the dtype change rounding only")
 def _modes(subject: Subject) -> Finding:
     for context in subject.contexts():
         build = replace(context, dropout_p=0.0)
@@ -97,10 +98,4 @@ def _expect_like_widest(subject: Subject, build: BuildContext, module: Module, i
         )
 
 
-CHECKS = (
-    Check(
-        name="modes",
-        summary="training or evaluation, with a graph or without, and the dtype change rounding only",
-        run=_modes,
-    ),
-)
+CHECKS = (_modes,)

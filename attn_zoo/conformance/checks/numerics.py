@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.checks.shapes import offset_calls
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.lengths import SPANS
@@ -34,6 +34,7 @@ SLOPE_STEP = 1e-7  # of a one-sided difference: its bend and the rounding of sum
 _DIFFERS = "the fast path differs from the readable reference"
 
 
+@check("the fast path equals the readable reference, forward and gradients, in every dtype")
 def _matches_reference(subject: Subject) -> Finding:
     worst: tuple[float, str] = (0.0, "")
     for build in subject.contexts():
@@ -149,6 +150,7 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
     return found
 
 
+@check("an exact variant equals float64 softmax attention, forward and gradients", forms=("attention",))
 def _matches_oracle(subject: Subject) -> Finding:
     if not subject.capabilities.is_exact:
         return not_applicable("does not claim to be exact")
@@ -198,6 +200,7 @@ def _expect_oracle(module: Module, build: BuildContext, inputs: Inputs) -> None:
             raise Violation(f"claims to be exact but has no {name}", inputs.words())
 
 
+@check("an approximation converges to exact attention as its budget grows", forms=("attention",))
 def _converges(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     config = subject.variant.config
@@ -228,22 +231,4 @@ def _converges(subject: Subject) -> Finding:
     return passed(f"relative errors {shown}")
 
 
-CHECKS = (
-    Check(
-        name="matches_reference",
-        summary="the fast path equals the readable reference, forward and gradients, in every dtype",
-        run=_matches_reference,
-    ),
-    Check(
-        name="matches_oracle",
-        summary="an exact variant equals float64 softmax attention, forward and gradients",
-        run=_matches_oracle,
-        forms=("attention",),
-    ),
-    Check(
-        name="converges",
-        summary="an approximation converges to exact attention as its budget grows",
-        run=_converges,
-        forms=("attention",),
-    ),
-)
+CHECKS = (_matches_reference, _matches_oracle, _converges)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, padded_rows, random_like, random_tensor
 from attn_zoo.conformance.subject import Module, Subject, gradients, infer, weighted_sum
 from attn_zoo.conformance.tolerance import expect_close, largest, rounding, same_shape_tolerance
@@ -47,6 +47,7 @@ def _noisy(inputs: Inputs, mask: Tensor, size: float) -> Inputs:
     return replace(inputs, tensors=tuple(tensors))
 
 
+@check("values under key_padding_mask change no output and no gradient, whatever they are, NaN too")
 def _padding_content(subject: Subject) -> Finding:
     finding = _refusal(subject)
     if finding is not None:
@@ -156,6 +157,7 @@ def _patterns(inputs: Inputs) -> Tensor:
     return mask.to(inputs.tensors[0].device)
 
 
+@check("each entry is read under its own mask, whatever its pattern, and under that of this call")
 def _padding_patterns(subject: Subject) -> Finding:
     if not subject.capabilities.key_padding_mask:
         return not_applicable("has no key_padding_mask")
@@ -215,6 +217,7 @@ def _longer(tensor: Tensor, count: int, seed: int) -> Tensor:
     return torch.cat([tensor, 3.0 * random_tensor(shape, seed, tensor.dtype, str(tensor.device))], dim=-2)
 
 
+@check("where it is claimed, more padding does not matter")
 def _padding_length(subject: Subject) -> Finding:
     capabilities = subject.capabilities
     if not capabilities.key_padding_mask:
@@ -243,6 +246,7 @@ def _expect_length_ignored(module: Module, subject: Subject, build: BuildContext
     expect_close(output[..., :length, :], expected, allowed, "longer padding changes the output", words)
 
 
+@check("an entry of padding only gives zeros and finite gradients")
 def _fully_padded_row(subject: Subject) -> Finding:
     finding = _refusal(subject)
     if finding is not None:
@@ -265,21 +269,4 @@ def _expect_row_ignored(module: Module, inputs: Inputs) -> None:
     expect_close(found.output[1:], others, allowed, "an entry of padding only changes the other entries", words)
 
 
-CHECKS = (
-    Check(
-        name="padding_content",
-        summary="values under key_padding_mask change no output and no gradient, whatever they are, NaN too",
-        run=_padding_content,
-    ),
-    Check(
-        name="padding_patterns",
-        summary="each entry is read under its own mask, whatever its pattern, and under that of this call",
-        run=_padding_patterns,
-    ),
-    Check(name="padding_length", summary="where it is claimed, more padding does not matter", run=_padding_length),
-    Check(
-        name="fully_padded_row",
-        summary="an entry of padding only gives zeros and finite gradients",
-        run=_fully_padded_row,
-    ),
-)
+CHECKS = (_padding_content, _padding_patterns, _padding_length, _fully_padded_row)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_like
 from attn_zoo.conformance.subject import Module, Subject, call, infer, weighted_sum
 from attn_zoo.conformance.tolerance import expect_close, is_half, largest, largest_error, same_shape_tolerance
@@ -31,6 +31,7 @@ def seeded_call(module: Module, inputs: Inputs, seed: int) -> Tensor:
         return infer(module, inputs)
 
 
+@check("acts in training without bias, not in evaluation, or is refused")
 def _dropout(subject: Subject) -> Finding:
     if not subject.dropout_p:
         return not_applicable("nothing is dropped")
@@ -140,6 +141,7 @@ def _expect_same_mask_in_backward(module: Module, inputs: Inputs, words: str) ->
         )
 
 
+@check("the same seeds give the same output, bit for bit")
 def _same_seed_same_output(subject: Subject) -> Finding:
     if not subject.capabilities.is_deterministic:
         return not_applicable("declares itself not deterministic")
@@ -159,6 +161,7 @@ def _same_seed_same_output(subject: Subject) -> Finding:
     return passed()
 
 
+@check("saved tensors are all there is to save")
 def _state_dict_round_trip(subject: Subject) -> Finding:
     for build in subject.contexts():
         length = subject.lengths[-1]
@@ -190,12 +193,4 @@ def _expect_round_trip(source: Module, target: Module, calls: list[Inputs]) -> N
         raise Violation(f"a call changes the names in state_dict: {', '.join(sorted(grown))}", calls[0].words())
 
 
-CHECKS = (
-    Check(name="dropout", summary="acts in training without bias, not in evaluation, or is refused", run=_dropout),
-    Check(
-        name="same_seed_same_output",
-        summary="the same seeds give the same output, bit for bit",
-        run=_same_seed_same_output,
-    ),
-    Check(name="state_dict_round_trip", summary="saved tensors are all there is to save", run=_state_dict_round_trip),
-)
+CHECKS = (_dropout, _same_seed_same_output, _state_dict_round_trip)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.oracle import expand_kv_heads, softmax_attention
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.lengths import across_blocks
 from attn_zoo.conformance.subject import (
@@ -64,6 +64,7 @@ def _is_inexact(subject: Subject, module: Module, inputs: Inputs) -> bool:
     return largest_error(output, expected) > rounding(expected, inputs.num_terms, output.dtype)
 
 
+@check("the output has the shape, dtype and device of the input")
 def _shape_and_dtype(subject: Subject) -> Finding:
     for dtype in subject.dtypes:
         for module, inputs in subject.cases(sorted({subject.lengths[0], subject.lengths[-1]}), dtype=dtype):
@@ -71,6 +72,7 @@ def _shape_and_dtype(subject: Subject) -> Finding:
     return passed()
 
 
+@check("1, 63, 100, the maximum and block sizes plus one work; longer is refused")
 def _odd_lengths(subject: Subject) -> Finding:
     longest = subject.build.max_seq_len // subject.capabilities.seq_len_multiple * subject.capabilities.seq_len_multiple
     wanted = (1, 2, 63, 65, 100, subject.capabilities.seq_len_multiple + 1, *across_blocks(subject.config))
@@ -93,6 +95,7 @@ SIZES = ((1, 6, 20), (2, 5, 8), (1, 3, 80))
 """Batch size, heads and features of a head, which a variant may refuse: no powers of two among the heads."""
 
 
+@check("other batch sizes, an empty batch, other heads, features and layers: same mathematics, or refused")
 def _batch_and_head_sizes(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     for build in subject.contexts():
@@ -163,6 +166,7 @@ def offset_calls(subject: Subject, build: BuildContext) -> Iterator[Inputs]:
         yield inputs
 
 
+@check("other key lengths work, also under a causal mask, or are refused as declared")
 def _cross_attention(subject: Subject) -> Finding:
     capabilities = subject.capabilities
     if capabilities.causal and subject.form == "attention" and not subject.is_fixed:
@@ -229,6 +233,7 @@ def _off_among_many(subject: Subject, build: BuildContext, module: Module, few: 
     return largest_error(output, expected) / rounding(expected, inputs.num_terms)
 
 
+@check("fewer key/value heads work like repeated ones, or are refused")
 def _grouped_query(subject: Subject) -> Finding:
     grouped = replace(subject.build, num_heads=4, num_kv_heads=2)
     if not subject.capabilities.grouped_query:
@@ -314,6 +319,7 @@ def _in_layout(inputs: Inputs, layout: tuple[_Layout, ...]) -> Inputs:
     return replace(inputs, tensors=tensors).under(None if mask is None else torch.stack([mask, ~mask], dim=-1)[..., 0])
 
 
+@check("the layout of the inputs in memory does not matter")
 def _non_contiguous(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     for build in subject.contexts():
@@ -382,6 +388,7 @@ def _expect_odd_strides(subject: Subject, build: BuildContext) -> None:
         expect_close(output, expected, allowed, message, inputs.words())
 
 
+@check("arguments are not written to")
 def _inputs_unchanged(subject: Subject) -> Finding:
     for module, inputs in subject.cases(subject.lengths[-1 if subject.is_fixed else -2 :], batch_size=1):
         named = dict(zip(inputs.names, inputs.tensors, strict=True))
@@ -398,6 +405,7 @@ def _inputs_unchanged(subject: Subject) -> Finding:
     return passed()
 
 
+@check("declared dtypes run, all others are refused")
 def _dtype_support(subject: Subject) -> Finding:
     build = next(subject.contexts())
     length = subject.lengths[-1]
@@ -414,30 +422,12 @@ def _dtype_support(subject: Subject) -> Finding:
 
 
 CHECKS = (
-    Check(
-        name="shape_and_dtype", summary="the output has the shape, dtype and device of the input", run=_shape_and_dtype
-    ),
-    Check(
-        name="odd_lengths",
-        summary="1, 63, 100, the maximum and block sizes plus one work; longer is refused",
-        run=_odd_lengths,
-    ),
-    Check(
-        name="batch_and_head_sizes",
-        summary="other batch sizes, an empty batch, other heads, features and layers: same mathematics, or refused",
-        run=_batch_and_head_sizes,
-    ),
-    Check(
-        name="cross_attention",
-        summary="other key lengths work, also under a causal mask, or are refused as declared",
-        run=_cross_attention,
-    ),
-    Check(
-        name="grouped_query",
-        summary="fewer key/value heads work like repeated ones, or are refused",
-        run=_grouped_query,
-    ),
-    Check(name="non_contiguous", summary="the layout of the inputs in memory does not matter", run=_non_contiguous),
-    Check(name="inputs_unchanged", summary="arguments are not written to", run=_inputs_unchanged),
-    Check(name="dtype_support", summary="declared dtypes run, all others are refused", run=_dtype_support),
+    _shape_and_dtype,
+    _odd_lengths,
+    _batch_and_head_sizes,
+    _cross_attention,
+    _grouped_query,
+    _non_contiguous,
+    _inputs_unchanged,
+    _dtype_support,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.global_state import TORCH_GENERATOR, changes, read_state, restored
 from attn_zoo.conformance.inputs import Inputs, padding_mask
 from attn_zoo.conformance.subject import Module, Subject, call, count_forward, gradients, infer
@@ -31,6 +31,7 @@ def _unchanged(what: str, words: str, *, may_draw: bool = False) -> Iterator[Non
             raise Violation(f"{what} changes {name}", f"{words}: {how}" if how else words)
 
 
+@check("building and calling leave settings of the process and its random generators as they were")
 def _global_state(subject: Subject) -> Finding:
     with restored():
         for build in subject.contexts():
@@ -54,6 +55,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@check("an output shares memory with no argument, parameter, buffer or earlier output")
 def _own_output(subject: Subject) -> Finding:
     for build in subject.contexts():
         for length in subject.ends:
@@ -82,6 +84,7 @@ def _expect_own_output(module: Module, inputs: Inputs) -> None:
         raise Violation("a call writes to the output of the call before", inputs.words())
 
 
+@check("neither the output nor the work of a call depends on the calls before")
 def _no_memory(subject: Subject) -> Finding:
     if subject.is_shared_mixer:
         return not_applicable("the shared mixer keeps nothing; the attention in it is checked by itself")
@@ -199,20 +202,4 @@ def _expect_no_cache_by_address(module: Module, inputs: Inputs, expected: Tensor
         )
 
 
-CHECKS = (
-    Check(
-        name="global_state",
-        summary="building and calling leave settings of the process and its random generators as they were",
-        run=_global_state,
-    ),
-    Check(
-        name="own_output",
-        summary="an output shares memory with no argument, parameter, buffer or earlier output",
-        run=_own_output,
-    ),
-    Check(
-        name="no_memory",
-        summary="neither the output nor the work of a call depends on the calls before",
-        run=_no_memory,
-    ),
-)
+CHECKS = (_global_state, _own_output, _no_memory)
