@@ -150,7 +150,8 @@ print({_END_OF_TRIAL!r}, flush=True)
 
 def tried_imports() -> dict[str, str]:
     """Return variables for the environment of child processes that ask for the variants too."""
-    return {_TRIED: json.dumps(_tried)}
+    tried = {**json.loads(os.environ.get(_TRIED, "{}")), **_tried}
+    return {_TRIED: json.dumps(tried)} if tried else {}
 
 
 def _load_entry_point(entry: EntryPoint, guard: Guard, timeout_s: float) -> list[LoadFailure]:
