@@ -20,7 +20,7 @@ from attn_zoo.attention import (
     build_mixer,
 )
 from attn_zoo.conformance.check import Finding, Violation, refused
-from attn_zoo.conformance.inputs import Inputs, make_inputs, padding_mask, random_like
+from attn_zoo.conformance.inputs import Inputs, padding_mask, random_like, random_tensor
 from attn_zoo.conformance.tolerance import largest
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Capabilities, Form
@@ -356,16 +356,14 @@ class Subject:
     ) -> Inputs:
         """Return random inputs for a call; `key_len` differs from `seq_len` in cross-attention only."""
         key_len = seq_len if key_len is None else key_len
-        inputs = make_inputs(
-            self.form,
-            build,
-            batch_size=batch_size,
-            query_len=seq_len,
-            key_len=key_len,
-            dtype=self.dtype if dtype is None else dtype,
-            device=self.device,
-            seed=seed,
-        )
+        if self.form == "attention":
+            key = (batch_size, build.num_kv_heads, key_len, build.head_dim)
+            shapes: list[tuple[int, ...]] = [(batch_size, build.num_heads, seq_len, build.head_dim), key, key]
+        else:
+            shapes = [(batch_size, length, build.embed_dim) for length in (seq_len, key_len)[: 1 + build.is_cross]]
+        dtype = self.dtype if dtype is None else dtype
+        tensors = tuple(random_tensor(shape, seed * 10 + i, dtype, self.device) for i, shape in enumerate(shapes))
+        inputs = Inputs(form=self.form, tensors=tensors, is_causal=build.is_causal)
         return inputs if mask == "none" else inputs.under(padding_mask(batch_size, key_len, mask, self.device))
 
     def calls(
