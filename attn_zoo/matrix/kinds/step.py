@@ -69,13 +69,7 @@ class StepGroup(TimedGroup):
     batch_size: Axis[Size] | None = None
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        return {
-            "dtype": self.dtypes,
-            "batch_size": self.batch_size or (None,),
-            "has_padding": self.has_padding,
-            "seed": self.seeds,
-            "seq_len": sorted(self.seq_len),
-        }
+        return {"dtype": self.dtypes, "batch_size": self.batch_size or (None,), **super().axes()}
 
 
 class Step(TimedKind):

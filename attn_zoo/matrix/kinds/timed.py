@@ -57,9 +57,10 @@ class TimedGroup(Group):
         """Seconds of sampling in each process."""
         return self.budget_s / self.repeats
 
-    @abstractmethod
     def axes(self) -> dict[str, Sequence[Any]]:
         """Return the values of each field of a cell that may have several; seq_len comes last, shorter ones first."""
+        axes = {"dtype": self.dtypes, "has_padding": self.has_padding, "seed": self.seeds}
+        return {**axes, "seq_len": sorted(self.seq_len)}
 
     @property
     def num_cells(self) -> int:
