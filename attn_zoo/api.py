@@ -145,7 +145,7 @@ def run(
         allow_mixed_env: go on in a folder measured in another environment.
         allow_cells: a matrix of more is refused; by default of more than 20 000.
         track: where the curves of trainings go while they train: `"tensorboard:FOLDER"`, `"wandb:PROJECT"` or
-            `"trackio:PROJECT"`, on this machine's processes; the records have them in any case.
+            `"trackio:PROJECT"`; on Ray, nodes send them themselves. The records have them in any case.
         progress: say on the standard error stream what happens.
 
     Returns:
@@ -169,17 +169,17 @@ def run(
     )
     if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
         raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
-    with _tracking(track):
-        return _measure(
-            planned,
-            Path(out) if out else Path("runs") / planned.matrix.name,
-            _engine(engine, address, jobs),
-            retry=retry,
-            time_limit_min=time_limit_min,
-            allow_mixed_env=allow_mixed_env,
-            data_dir=data_dir,
-            progress=progress,
-        )
+    return _measure(
+        planned,
+        Path(out) if out else Path("runs") / planned.matrix.name,
+        _engine(engine, address, jobs),
+        retry=retry,
+        time_limit_min=time_limit_min,
+        allow_mixed_env=allow_mixed_env,
+        data_dir=data_dir,
+        track=track,
+        progress=progress,
+    )
 
 
 @contextmanager
@@ -190,9 +190,8 @@ def _tracking(track: str | None) -> Iterator[None]:
         return
     from attn_zoo.matrix.cell.tracking import VARIABLE, check_tracker
 
-    check_tracker(track)
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = track
+    os.environ[VARIABLE] = check_tracker(track)
     try:
         yield
     finally:
@@ -206,9 +205,12 @@ def run_again(
     statuses: Iterable[str] | str = (),
     *,
     jobs: int = 1,
+    engine: str = "local",
+    address: str = "local",
     time_limit_min: float | None = None,
     data_dir: str | Path | None = None,
     allow_mixed_env: bool = False,
+    track: str | None = None,
     progress: bool = True,
 ) -> Run:
     """Run the cells of a results folder again that failed; the old records move to its folder `replaced`.
@@ -218,18 +220,21 @@ def run_again(
 
     Raises:
         StoreError: no results folder, or one that cannot be written.
+        UnknownNameError: no such status, engine or tracker.
+        UnsupportedError: the engine or the tracker is not installed.
     """
     from attn_zoo.records import ANSWERS, STATUSES
 
     wanted = _listed(statuses) or [status for status in STATUSES if status not in ANSWERS]
     return _measure(
-        _stored_plan(Path(folder), data_dir),
+        _stored_plan(Path(folder), data_dir, is_remote=engine != "local"),
         Path(folder),
-        _engine("local", "local", jobs),
+        _engine(engine, address, jobs),
         retry=wanted,
         time_limit_min=time_limit_min,
         allow_mixed_env=allow_mixed_env,
         data_dir=data_dir,
+        track=track,
         progress=progress,
     )
 
@@ -241,6 +246,7 @@ def _measure(
     *,
     retry: Iterable[str] | str,
     data_dir: str | Path | None,
+    track: str | None,
     progress: bool,
     **options: Any,
 ) -> Run:
@@ -255,15 +261,16 @@ def _measure(
     for status in _listed(retry):
         if status not in STATUSES:
             raise UnknownNameError("status", status, STATUSES)
-    summary = run_plan.run(
-        planned,
-        Store(folder),
-        engine=engine,
-        retry_statuses=_listed(retry),
-        progress=make_progress() if progress else Progress(),
-        data_dir=_path(data_dir),
-        **options,
-    )
+    with _tracking(track):
+        summary = run_plan.run(
+            planned,
+            Store(folder),
+            engine=engine,
+            retry_statuses=_listed(retry),
+            progress=make_progress() if progress else Progress(),
+            data_dir=_path(data_dir),
+            **options,
+        )
     return Run([folder], summary)
 
 
@@ -365,7 +372,7 @@ def _path(given: str | Path | None) -> Path | None:
     return Path(given) if given else None
 
 
-def _stored_plan(folder: Path, data_dir: str | Path | None) -> Plan:
+def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool = False) -> Plan:
     """Return the plan of every matrix that was run into a folder, as today's sources make it."""
     from attn_zoo.matrix.plan.expand import make_plan
     from attn_zoo.matrix.plan.schema import restore_matrix
@@ -375,7 +382,9 @@ def _stored_plan(folder: Path, data_dir: str | Path | None) -> Plan:
     matrices = Store(folder).info().matrices
     foreign = load_kept(folder)
     try:
-        plans = [make_plan(restore_matrix(matrix), data_dir=_path(data_dir)) for matrix in matrices]
+        plans = [
+            make_plan(restore_matrix(matrix), data_dir=_path(data_dir), is_remote=is_remote) for matrix in matrices
+        ]
     except ConfigError as error:
         hints = [("", f"{path} was not measured by you: read it, then load it (--variant-file)") for path in foreign]
         raise ConfigError(error.source, [*error.problems, *hints]) from None

@@ -123,7 +123,8 @@ def _summaries(what: str) -> list[tuple[str, str]]:
 
         return [(one.name, one.summary) for one in CHECKS]
 
-    raise UnknownNameError("list", what, ["variants", *_LISTS])
+    known = ["variants", *_LISTS]
+    raise UnknownNameError("list", what, known, see=f"there are {', '.join(known)}")
 
 
 @app.command()
@@ -201,6 +202,12 @@ Jobs = Annotated[
 AllowCells = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Take a matrix of more than 20 000 cells, up to N.")
 ]
+EngineOption = Annotated[str, typer.Option("--engine", help="local or ray")]
+Address = Annotated[str, typer.Option(help="Of the Ray cluster: HOST:PORT of its head node; local starts one here.")]
+Track = Annotated[
+    str | None,
+    typer.Option(metavar="TRACKER:PLACE", help="Send curves of trainings to tensorboard, wandb or trackio too."),
+]
 ShardOption = Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts only.")]
 
 
@@ -248,17 +255,12 @@ def run(
     time_limit: TimeLimit = None,
     retry: Annotated[list[str] | None, typer.Option(help="Run cells with this status again; may be repeated.")] = None,
     jobs: Jobs = 1,
-    engine: Annotated[str, typer.Option(help="local or ray")] = "local",
-    address: Annotated[
-        str, typer.Option(help="Of the Ray cluster: HOST:PORT of its head node; local starts one here.")
-    ] = "local",
+    engine: EngineOption = "local",
+    address: Address = "local",
     data_dir: DataDir = None,
     allow_mixed_env: MixedEnv = False,
     allow_cells: AllowCells = None,
-    track: Annotated[
-        str | None,
-        typer.Option(metavar="TRACKER:PLACE", help="Send curves of trainings to tensorboard, wandb or trackio too."),
-    ] = None,
+    track: Track = None,
 ) -> None:
     """Run a matrix; run it again to go on where it stopped. Ctrl-C is safe."""
     load_files(files)
@@ -321,6 +323,9 @@ def retry(
     allow_mixed_env: MixedEnv = False,
     data_dir: DataDir = None,
     jobs: Jobs = 1,
+    engine: EngineOption = "local",
+    address: Address = "local",
+    track: Track = None,
 ) -> None:
     """Run the cells of a folder again that failed. The old records are kept in its folder `replaced`."""
     load_files(files)
@@ -329,9 +334,12 @@ def retry(
             folder,
             only or (),
             jobs=jobs,
+            engine=engine,
+            address=address,
             time_limit_min=time_limit,
             data_dir=data_dir,
             allow_mixed_env=allow_mixed_env,
+            track=track,
         )
     )
 

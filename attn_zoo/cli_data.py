@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attn_zoo import console
-from attn_zoo.cli_options import AsJson, DataDir
-from attn_zoo.errors import ConfigError, FolderError, UnknownNameError
+from attn_zoo.cli_options import AsJson, DataDir, one_of
+from attn_zoo.errors import ConfigError, FolderError
 
 if TYPE_CHECKING:
     from attn_zoo.tasks.abstract_task import AbstractTask, SplitName
@@ -30,12 +30,10 @@ def _task(name: str, level: str | None, data_dir: Path | None) -> AbstractTask:
 
 
 def _split(name: str) -> SplitName:
-
     from attn_zoo.tasks.abstract_task import SplitName
 
-    if name not in get_args(SplitName):
-        raise UnknownNameError("split", name, get_args(SplitName), f"there are {', '.join(get_args(SplitName))}")
-    return cast(SplitName, name)
+    split: SplitName = one_of(SplitName, "split", name)
+    return split
 
 
 def _sources(task: str | None, level: str | None) -> dict[str, Source]:

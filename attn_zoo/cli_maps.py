@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attn_zoo import console
-from attn_zoo.cli_options import DataDir, VariantFiles, load_files
-from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.cli_options import DataDir, VariantFiles, load_files, one_of
+from attn_zoo.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,8 +59,7 @@ def attention(
     from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
-    if pool not in get_args(Pool):
-        raise UnknownNameError("pool", pool, get_args(Pool))
+    squares: Pool = one_of(Pool, "pool", pool)
     if text is not None and example is not None:
         raise ConfigError("--text", [("", "expected either --text or --example, not both")])
     _know(folder, files)
@@ -71,7 +70,7 @@ def attention(
         text=text,
         layers=layer or (),
         heads=head or (),
-        pool=cast(Pool, pool),
+        pool=squares,
         of_other=other,
         data_dir=data_dir,
     )
@@ -94,8 +93,7 @@ def positions(
     from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
-    if kind is not None and kind not in get_args(AddedPosition):
-        raise UnknownNameError("kind of positions", kind, get_args(AddedPosition))
+    added: AddedPosition = one_of(AddedPosition, "kind of positions", kind or "sinusoidal")
     if folder is not None:
         given = {"--kind": kind, "--len": length, "--dim": dim}
         if wrong := [name for name, value in given.items() if value is not None]:
@@ -106,7 +104,7 @@ def positions(
     figure = position_map(
         folder,
         cell,
-        kind=cast(AddedPosition, kind or "sinusoidal"),
+        kind=added,
         length=128 if length is None else length,
         dim=64 if dim is None else dim,
         data_dir=data_dir,

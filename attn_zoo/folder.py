@@ -127,7 +127,7 @@ def read_run(folder: str | Path) -> Run:
     try:
         info = read_info(folder)
     except FolderError as error:
-        raise ConfigError("report", [("", str(error))]) from None
+        raise ConfigError("", [("", str(error))]) from None
     warnings = [f"{folder.name}/{problem}" for problem in info.problems]
     claims = {}
     for variant, entry in info.claims.items():

@@ -62,7 +62,7 @@ def verify(source: str | Path) -> list[Fault]:
         try:
             info, scan = read_info(folder), scan_cells(folder)
         except StoreError as error:
-            raise ConfigError("verify", [("", str(error))]) from None
+            raise ConfigError("", [("", str(error))]) from None
         try:
             problem = ""
             read_ceilings(folder)

@@ -164,6 +164,16 @@ class Segfault(Plain):
         ctypes.string_at(0)
 
 
+@register("fake_train_nan")
+class NotANumber(Plain):
+    """Has a loss that is no number, in training."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        is_training = self.training and query.shape[0] == BATCH_SIZE
+        exact = super().forward(query, key, value, key_padding_mask=key_padding_mask)
+        return exact * float("nan") if is_training else exact
+
+
 @register("fake_train_killed")
 class Killed(Plain):
     """Is killed from outside the first time, as by an impatient administrator, and then left alone."""
