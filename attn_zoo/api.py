@@ -63,18 +63,7 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
 
 
 def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
-    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
-
-    Args:
-        a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
-        b: likewise.
-        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
-        limit: share by which b may be worse; by default a tenth.
-
-    Raises:
-        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
-        UnknownNameError: no such thing to allow.
-    """
+    """Compare the run in b with the reference in a; see `attn_zoo.report.compare.compare`."""
     from attn_zoo.report.compare import LIMIT
     from attn_zoo.report.compare import compare as compare_runs
 
@@ -82,11 +71,7 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), li
 
 
 def verify(source: str | Path) -> list[Fault]:
-    """Return what a reviewer would find wrong with a results folder or packed run; nothing where nothing is.
-
-    Raises:
-        ConfigError: there is no results folder, or a newer version of this package wrote it.
-    """
+    """Return what a reviewer would find wrong with results; see `attn_zoo.report.verify.verify`."""
     from attn_zoo.report.verify import verify as verify_results
 
     return verify_results(source)
@@ -230,17 +215,8 @@ def run_again(
 ) -> Run:
     """Run the cells of a results folder again that failed; the old records move to its folder `replaced`.
 
-    Args:
-        folder: results folder.
-        statuses: of the records to run again; by default every one that is no answer.
-        jobs: as in `run`, like what follows.
-        engine: likewise.
-        address: likewise.
-        time_limit_min: likewise.
-        data_dir: likewise.
-        allow_mixed_env: likewise.
-        track: likewise.
-        progress: likewise.
+    `statuses` are those of the records to run again, by default every one that is no answer; other arguments are as in
+    `run`.
 
     Raises:
         StoreError: no results folder, or one that cannot be written.
@@ -326,18 +302,10 @@ def plan(
     should_probe: bool = False,
     allow_cells: int | None = None,
 ) -> Plan:
-    """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors as in `run`.
+    """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors are as in `run`.
 
-    Args:
-        matrix: as in `run`, like what follows.
-        variants: likewise.
-        only: likewise.
-        device: likewise.
-        shard: likewise.
-        data_dir: likewise.
-        is_remote: the cells will run on other machines.
-        should_probe: ask constructors too what they refuse, in a process of its own.
-        allow_cells: as in `run`.
+    Beside these: `is_remote` says that the cells will run on other machines; `should_probe` asks constructors too what
+    they refuse, in a process of its own.
     """
     from attn_zoo.matrix.plan.expand import make_plan, require_devices
     from attn_zoo.matrix.plan.schema import MAX_CELLS, load_matrix, parse_matrix
