@@ -63,18 +63,7 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
 
 
 def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
-    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
-
-    Args:
-        a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
-        b: likewise.
-        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
-        limit: share by which b may be worse; by default a tenth.
-
-    Raises:
-        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
-        UnknownNameError: no such thing to allow.
-    """
+    """Compare the run in b with the reference in a; see `attn_zoo.report.compare.compare`."""
     from attn_zoo.report.compare import LIMIT
     from attn_zoo.report.compare import compare as compare_runs
 
@@ -82,11 +71,7 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), li
 
 
 def verify(source: str | Path) -> list[Fault]:
-    """Return what a reviewer would find wrong with a results folder or packed run; nothing where nothing is.
-
-    Raises:
-        ConfigError: there is no results folder, or a newer version of this package wrote it.
-    """
+    """Return what a reviewer would find wrong with results; see `attn_zoo.report.verify.verify`."""
     from attn_zoo.report.verify import verify as verify_results
 
     return verify_results(source)
@@ -160,7 +145,7 @@ def run(
         allow_mixed_env: go on in a folder measured in another environment.
         allow_cells: a matrix of more is refused; by default of more than 20 000.
         track: where the curves of trainings go while they train: `"tensorboard:FOLDER"`, `"wandb:PROJECT"` or
-            `"trackio:PROJECT"`, on this machine's processes; the records have them in any case.
+            `"trackio:PROJECT"`; on Ray, nodes send them themselves. The records have them in any case.
         progress: say on the standard error stream what happens.
 
     Returns:
@@ -184,17 +169,17 @@ def run(
     )
     if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
         raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
-    with _tracking(track):
-        return _measure(
-            planned,
-            Path(out) if out else Path("runs") / planned.matrix.name,
-            _engine(engine, address, jobs),
-            retry=retry,
-            time_limit_min=time_limit_min,
-            allow_mixed_env=allow_mixed_env,
-            data_dir=data_dir,
-            progress=progress,
-        )
+    return _measure(
+        planned,
+        Path(out) if out else Path("runs") / planned.matrix.name,
+        _engine(engine, address, jobs),
+        retry=retry,
+        time_limit_min=time_limit_min,
+        allow_mixed_env=allow_mixed_env,
+        data_dir=data_dir,
+        track=track,
+        progress=progress,
+    )
 
 
 @contextmanager
@@ -205,9 +190,8 @@ def _tracking(track: str | None) -> Iterator[None]:
         return
     from attn_zoo.matrix.cell.tracking import VARIABLE, check_tracker
 
-    check_tracker(track)
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = track
+    os.environ[VARIABLE] = check_tracker(track)
     try:
         yield
     finally:
@@ -221,36 +205,40 @@ def run_again(
     statuses: Iterable[str] | str = (),
     *,
     jobs: int = 1,
+    engine: str = "local",
+    address: str = "local",
     time_limit_min: float | None = None,
     data_dir: str | Path | None = None,
     allow_mixed_env: bool = False,
+    track: str | None = None,
     progress: bool = True,
 ) -> Run:
     """Run the cells of a results folder again that failed; the old records move to its folder `replaced`.
 
-    Args:
-        folder: results folder.
-        statuses: of the records to run again; by default every one that is no answer.
-        jobs: as in `run`, like what follows.
-        time_limit_min: likewise.
-        data_dir: likewise.
-        allow_mixed_env: likewise.
-        progress: likewise.
+    `statuses` are those of the records to run again, by default every one that is no answer; other arguments are as in
+    `run`.
 
     Raises:
         StoreError: no results folder, or one that cannot be written.
+        UnknownNameError: no such status, engine or tracker.
+        UnsupportedError: the engine or the tracker is not installed.
     """
+    from attn_zoo.matrix.plan.expand import require_devices
     from attn_zoo.records import ANSWERS, STATUSES
 
     wanted = _listed(statuses) or [status for status in STATUSES if status not in ANSWERS]
+    planned = _stored_plan(Path(folder), data_dir, is_remote=engine != "local")
+    if engine == "local":
+        require_devices(planned.cells)
     return _measure(
-        _stored_plan(Path(folder), data_dir),
+        planned,
         Path(folder),
-        _engine("local", "local", jobs),
+        _engine(engine, address, jobs),
         retry=wanted,
         time_limit_min=time_limit_min,
         allow_mixed_env=allow_mixed_env,
         data_dir=data_dir,
+        track=track,
         progress=progress,
     )
 
@@ -262,6 +250,7 @@ def _measure(
     *,
     retry: Iterable[str] | str,
     data_dir: str | Path | None,
+    track: str | None,
     progress: bool,
     **options: Any,
 ) -> Run:
@@ -270,21 +259,22 @@ def _measure(
     from attn_zoo.matrix.store.store import Store
     from attn_zoo.records import STATUSES
 
-    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "attn_zoo.matrix.cell.worker":
+    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "").startswith("attn_zoo.matrix.cell."):
         text = "loading a variant's source starts a run: define the class outside of the function that calls run"
         raise ConfigError("run", [("", text)])
     for status in _listed(retry):
         if status not in STATUSES:
             raise UnknownNameError("status", status, STATUSES)
-    summary = run_plan.run(
-        planned,
-        Store(folder),
-        engine=engine,
-        retry_statuses=_listed(retry),
-        progress=make_progress() if progress else Progress(),
-        data_dir=_path(data_dir),
-        **options,
-    )
+    with _tracking(track):
+        summary = run_plan.run(
+            planned,
+            Store(folder),
+            engine=engine,
+            retry_statuses=_listed(retry),
+            progress=make_progress() if progress else Progress(),
+            data_dir=_path(data_dir),
+            **options,
+        )
     return Run([folder], summary)
 
 
@@ -312,20 +302,12 @@ def plan(
     should_probe: bool = False,
     allow_cells: int | None = None,
 ) -> Plan:
-    """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors as in `run`.
+    """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors are as in `run`.
 
-    Args:
-        matrix: as in `run`, like what follows.
-        variants: likewise.
-        only: likewise.
-        device: likewise.
-        shard: likewise.
-        data_dir: likewise.
-        is_remote: the cells will run on other machines.
-        should_probe: ask constructors too what they refuse, in a process of its own.
-        allow_cells: as in `run`.
+    Beside these: `is_remote` says that the cells will run on other machines; `should_probe` asks constructors too what
+    they refuse, in a process of its own.
     """
-    from attn_zoo.matrix.plan.expand import make_plan
+    from attn_zoo.matrix.plan.expand import make_plan, require_devices
     from attn_zoo.matrix.plan.schema import MAX_CELLS, load_matrix, parse_matrix
 
     names = [each if isinstance(each, str) else _name_of(each) for each in _listed(variants)]
@@ -334,7 +316,7 @@ def plan(
         read = parse_matrix(matrix, "matrix", allow_cells=most)
     else:
         read = load_matrix(matrix, allow_cells=most)
-    return make_plan(
+    planned = make_plan(
         read,
         device=None if device is None else _device(device, is_remote),
         only=_listed(only),
@@ -344,6 +326,9 @@ def plan(
         is_remote=is_remote,
         should_probe=should_probe,
     )
+    if not is_remote:
+        require_devices(planned.cells)
+    return planned
 
 
 def _listed(given: Any) -> list[Any]:
@@ -394,7 +379,7 @@ def _path(given: str | Path | None) -> Path | None:
     return Path(given) if given else None
 
 
-def _stored_plan(folder: Path, data_dir: str | Path | None) -> Plan:
+def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool = False) -> Plan:
     """Return the plan of every matrix that was run into a folder, as today's sources make it."""
     from attn_zoo.matrix.plan.expand import make_plan
     from attn_zoo.matrix.plan.schema import restore_matrix
@@ -404,7 +389,9 @@ def _stored_plan(folder: Path, data_dir: str | Path | None) -> Plan:
     matrices = Store(folder).info().matrices
     foreign = load_kept(folder)
     try:
-        plans = [make_plan(restore_matrix(matrix), data_dir=_path(data_dir)) for matrix in matrices]
+        plans = [
+            make_plan(restore_matrix(matrix), data_dir=_path(data_dir), is_remote=is_remote) for matrix in matrices
+        ]
     except ConfigError as error:
         hints = [("", f"{path} was not measured by you: read it, then load it (--variant-file)") for path in foreign]
         raise ConfigError(error.source, [*error.problems, *hints]) from None

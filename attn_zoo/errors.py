@@ -71,7 +71,7 @@ class ConfigError(AttnZooError):
     """Configuration is wrong: every problem at once, each with the path of its key.
 
     Attributes:
-        source: the file or object that was read.
+        source: the file or object that was read; empty where the sentence names it.
         problems: pairs of key path (may be empty) and sentence.
     """
 
@@ -79,8 +79,7 @@ class ConfigError(AttnZooError):
         self.source = source
         self.problems = tuple(problems)
         if len(self.problems) == 1:
-            path, text = self.problems[0]
-            message = f"{source}: {path}: {text}" if path else f"{source}: {text}"
+            message = ": ".join(part for part in (source, *self.problems[0]) if part)
         else:
             lines = [f"  {path}: {text}" if path else f"  {text}" for path, text in self.problems]
             message = "\n".join([f"{source}: {len(self.problems)} problems", *lines])

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +29,6 @@ class Claim:
     Args:
         time_exponent: power of the sequence length that time grows with.
         memory_exponent: likewise for memory, inputs and outputs included.
-        time: display string, such as `"B H L S D"`.
-        memory: likewise.
         is_exact: equals softmax attention up to rounding, so it can serve as a baseline.
         routing_sees_future: its causal form masks every query, but decides with knowledge of the future which keys a
             query may choose from. False in runs of older versions.
@@ -38,8 +36,6 @@ class Claim:
 
     time_exponent: float | None = None
     memory_exponent: float | None = None
-    time: str = ""
-    memory: str = ""
     is_exact: bool = False
     routing_sees_future: bool = False
 
@@ -132,7 +128,7 @@ def read_run(folder: str | Path) -> Run:
     try:
         info = read_info(folder)
     except FolderError as error:
-        raise ConfigError("report", [("", str(error))]) from None
+        raise ConfigError("", [("", str(error))]) from None
     warnings = [f"{folder.name}/{problem}" for problem in info.problems]
     claims = {}
     for variant, entry in info.claims.items():
@@ -191,8 +187,6 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     return Claim(
         time_exponent=exponent("time_exponent"),
         memory_exponent=exponent("memory_exponent"),
-        time=str(entry.get("time") or ""),
-        memory=str(entry.get("memory") or ""),
         is_exact=entry.get("is_exact") is True,
         routing_sees_future=entry.get("routing_sees_future") is True,
     )
@@ -250,20 +244,17 @@ def pack_cells(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     """
     groups: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        values = cell.to_dict()
         common = {
-            each.name: values[each.name]
-            for each in fields(Cell)
-            if each.name not in {"seq_len", "seed"}
-            and (each.name == "protocol_version" or values[each.name] != _default(each))
+            name: value
+            for name, value in cell.to_dict().items()
+            if name not in {"seq_len", "seed"} and (name == "protocol_version" or value != _DEFAULTS[name])
         }
         group = groups.setdefault(json.dumps(common, sort_keys=True), {"cell": common, "at": []})
         group["at"].append([cell.seq_len, cell.seed])
     return list(groups.values())
 
 
-def _default(each: Any) -> Any:
-    return each.default if each.default_factory is MISSING else each.default_factory()
+_DEFAULTS = Cell(kind="", variant="").to_dict()
 
 
 def unpack_cells(groups: Iterable[Mapping[str, Any]]) -> tuple[Cell, ...]:

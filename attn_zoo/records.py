@@ -283,14 +283,16 @@ class Score(Json):
         train_s: seconds of training, evaluation excluded.
         compile_s: seconds of those updates that compiled the model or captured a CUDA graph; part of `train_s`.
         eval_s: seconds of all evaluations, the test included; in addition to `train_s`.
-        tokens_per_s: training throughput, padding excluded, and so are the updates that compiled where others followed.
+        tokens_per_s: training throughput of all devices together, padding excluded, and so are the updates that
+            compiled where others followed.
         curve: evaluations in order: step, train_loss, validation_loss, validation value.
         correct: per scored test item, 1 or 0, as a string of digits: paired comparisons need it. Empty where items are
             too many to keep.
         breakdown: the test score for each combination of the task's `group_axes`: their values by name, then `value`
             and `num_items`.
         settings: the whole protocol as it was in force, task settings and overrides applied.
-        peak_bytes: most memory in use while training: the allocator's peak on GPU, the process's high water on CPU.
+        peak_bytes: most memory in use while training: the allocator's peak on GPU, the process's high water on CPU; of
+            several processes that train together, of the one with most.
         padding_frac: share of the positions trained on that were padding.
         pretrain: what the model learned before on the task's own inputs, such as `"masked"`; empty for none.
         pretrain_s: seconds of it, in addition to `train_s`.
@@ -419,6 +421,9 @@ class Cell(Json, _Keyed):
         batch_size: B.
         seed: of inputs, initialisation and everything random.
         threads: CPU threads; None leaves torch's default.
+        data_parallel: processes that train the model together, each a part of every batch, on a device of its own (on
+            CPU: a share of the cores). Part of the key: sums are rounded otherwise, dropout is drawn otherwise, and
+            times are of as many devices.
         scope: `"attention"` (heads in, heads out), `"mixer"` (hidden states, projections included) or `"model"` (all of
             the backbone).
         pass_: what is timed; of a model `"step"`: a training step.
@@ -451,6 +456,7 @@ class Cell(Json, _Keyed):
     batch_size: Size | None = None
     seed: int = 0
     threads: Size | None = None
+    data_parallel: Size = 1
     scope: Literal["attention", "mixer", "model"] | None = None
     pass_: PassName | None = None
     seq_len: Size | None = None
@@ -479,8 +485,9 @@ class Cell(Json, _Keyed):
         with suppress(AttributeError):
             return self._key  # a run of many cells asks several times
         data = self.values()
-        for name in ("grid", "together"):  # newer than the first results, whose keys must stay what they are
-            if not data[name]:
+        # Newer than the first results, whose keys must stay what they are.
+        for name, default in (("grid", ()), ("together", ""), ("data_parallel", 1)):
+            if data[name] == default:
                 del data[name]
         try:
             text = json.dumps(data, sort_keys=True, allow_nan=False)
@@ -514,6 +521,7 @@ class Cell(Json, _Keyed):
             (f"dropout{self.dropout_p:g}", has_own_sizes and self.dropout_p > 0),
             (f"D{self.head_dim}", has_own_sizes and self.head_dim not in (None, 64)),
             ("pretrain", bool(self.overrides.get("pretrain")) and "pretrain" not in self.grid),
+            (f"{self.data_parallel}ranks", self.data_parallel > 1),
         )
         tried = [f"{name}{_short(self.overrides.get(name))}" for name in self.grid]
         named = [text for text, is_said in parts if is_said]

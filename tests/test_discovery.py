@@ -6,6 +6,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -53,21 +55,22 @@ def forget() -> Iterator[None]:
             del sys.modules[name]
 
 
+def install(folder: Path, **sources: str) -> None:
+    """Install packages of one module, each with its entry point, into a site directory."""
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(source))
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[attn_zoo.variants]\n{name} = {name}\n")
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """Return a function that installs packages, each with its entry point, into a site directory of its own."""
+    """Return a function that installs packages into a site directory of its own."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def install(**sources):
-        for name, source in sources.items():
-            (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
-            info = tmp_path / f"{name}-1.0.dist-info"
-            info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            (info / "entry_points.txt").write_text(f"[attn_zoo.variants]\n{name} = {name}\n")
-
-    return install
+    return partial(install, tmp_path)
 
 
 def reasons_by_package(failures):

@@ -164,6 +164,16 @@ class Segfault(Plain):
         ctypes.string_at(0)
 
 
+@register("fake_train_nan")
+class NotANumber(Plain):
+    """Has a loss that is no number, in training."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        is_training = self.training and query.shape[0] == BATCH_SIZE
+        exact = super().forward(query, key, value, key_padding_mask=key_padding_mask)
+        return exact * float("nan") if is_training else exact
+
+
 @register("fake_train_killed")
 class Killed(Plain):
     """Is killed from outside the first time, as by an impatient administrator, and then left alone."""
@@ -173,6 +183,24 @@ class Killed(Plain):
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register("fake_train_rank_killed")
+class RankKilled(Plain):
+    """Has its second rank killed from outside the first time, and waits to be told to go on the second time."""
+
+    def misbehave(self) -> None:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        rank, marks = os.environ.get("RANK"), Path(os.environ.get("FAKE_MARKS", "/"))
+        if rank is None or (marks / "go").exists():
+            return
+        if not (marks / "killed").exists():
+            if self.num_calls == 4 and rank == "1":
+                (marks / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif self.num_calls == 1:
+            (marks / f"waiting-{rank}").touch()
+            time.sleep(300)
 
 
 @register("fake_train_one_way", causal=False, cross_attention=False)

@@ -19,6 +19,9 @@ from attn_zoo.records import Cell
 VARIABLE = "TRACK_TRAINING"
 """Of the environment: `TRACKER` or `TRACKER:PLACE`, for the processes that train."""
 
+FOLDERS = {"tensorboard": "runs/tensorboard"}
+"""Trackers whose place is a folder, and where by default."""
+
 Values = Mapping[str, float]
 Log = Callable[[Values, int], object]
 Close = Callable[[], object]
@@ -27,7 +30,7 @@ Close = Callable[[], object]
 def _tensorboard(place: str, cell: Cell) -> tuple[Log, Close]:
     from torch.utils.tensorboard import SummaryWriter  # raises ImportError where tensorboard is not installed
 
-    writer: Any = SummaryWriter(str(Path(place or "runs/tensorboard") / cell.id))
+    writer: Any = SummaryWriter(str(Path(place or FOLDERS["tensorboard"]) / cell.id))
 
     def log(values: Values, step: int) -> None:
         for name, value in values.items():
@@ -51,20 +54,21 @@ TRACKERS: Mapping[str, Callable[[str, Cell], tuple[Log, Close]]] = {
 """What sends a curve, by name: given a place (a folder; a project) and the cell, it opens a run there."""
 
 
-def check_tracker(text: str) -> None:
-    """Raise an error unless `text` names a tracker that is installed.
+def check_tracker(text: str) -> str:
+    """Return `text` as a process understands it that runs in another folder: with the whole path of a folder.
 
     Raises:
         UnknownNameError: there is no such tracker.
         UnsupportedError: its package is not installed.
     """
-    name = text.partition(":")[0]
+    name, _, place = text.partition(":")
     if name not in TRACKERS:
         raise UnknownNameError("tracker", name, list(TRACKERS), f"there are {', '.join(TRACKERS)}")
     try:
         importlib.import_module(name)
     except ImportError as error:
         raise UnsupportedError(name, f"{name} cannot be loaded ({error}); pip install {name}") from None
+    return f"{name}:{Path(place or FOLDERS[name]).absolute()}" if name in FOLDERS else text
 
 
 @contextmanager

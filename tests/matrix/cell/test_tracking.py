@@ -11,7 +11,7 @@ import pytest
 
 import attn_zoo
 from attn_zoo.errors import UnknownNameError, UnsupportedError
-from attn_zoo.matrix.cell.tracking import TRACKERS, VARIABLE
+from attn_zoo.matrix.cell.tracking import TRACKERS, VARIABLE, check_tracker
 from tests.matrix.conftest import TINY_TRAINING, run_cell, training_plan
 
 
@@ -95,6 +95,15 @@ def test_tensorboard_writes_scalars_into_a_folder_for_each_cell(monkeypatch, tmp
     assert written[0] == str(tmp_path / cell.id)
     assert {name for name, *_ in written[1:-1]} == {"train/train_loss", "train/validation_loss", "train/validation"}
     assert written[-1] == "closed"
+
+
+def test_a_folder_is_the_same_for_processes_that_run_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in TRACKERS:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert check_tracker("tensorboard") == f"tensorboard:{tmp_path}/runs/tensorboard"
+    assert check_tracker("tensorboard:mine") == f"tensorboard:{tmp_path}/mine"
+    assert check_tracker("wandb:mine") == "wandb:mine"
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])

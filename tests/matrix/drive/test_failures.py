@@ -9,13 +9,28 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo import discovery
+from attn_zoo.matrix.drive.engines.local import LocalEngine
+from attn_zoo.matrix.drive.engines.ray import RayEngine
+from attn_zoo.matrix.drive.run_plan import Engine, run
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
-from tests.matrix.conftest import tiny_plan
+from attn_zoo.registry import all_or_nothing
+from tests.matrix.conftest import tiny_plan, training_plan
+from tests.test_discovery import install
 
+ON_RAY = [
+    "fake_segfault",
+    "fake_abort",
+    "fake_hang",
+    "fake_memory_error",
+    "fake_killed",
+    "fake_bug",
+    "fake_nan",
+    "fake_train_nan",
+]
 NAMES = [
     "fake_segfault",
     "fake_abort",
@@ -33,6 +48,7 @@ NAMES = [
     "fake_daemon",
     "fake_picky",
     "fake_loud",
+    "fake_train_nan",
 ]
 STATUS = {
     "fake_segfault": ("crashed", "SIGSEGV", -signal.SIGSEGV),
@@ -51,6 +67,7 @@ STATUS = {
     "fake_nan": ("gate_failed", "not finite", None),
     "fake_picky": ("unsupported", "at most 800 tokens", None),
     "fake_loud": ("ok", "", None),
+    "fake_train_nan": ("diverged", "at step 1", None),
 }
 
 
@@ -58,40 +75,88 @@ def descendants():
     return psutil.Process().children(recursive=True)
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    """All misbehaving variants in one run: a length at which they behave, then one at which they do not."""
-    store = Store(tmp_path_factory.mktemp("failures") / "run")
-    before = set(descendants())
-    patient = [name for name in NAMES if name != "fake_hang"]
-    run(tiny_plan(["fake_hang"], isolation="lane", timeout_s=6), store)
-    summary = run(tiny_plan(patient, isolation="lane", timeout_s=120), store)
+PLUG_INS = {
+    "zoo_plugin_raises": "raise ValueError('broken')",
+    "zoo_plugin_exits": "raise SystemExit",
+    "zoo_plugin_ends": "import os; os._exit(3)",
+}
+HANGS = """
+with open({notes!r}, "a") as file:
+    file.write("imported ")
+while True:
+    pass
+"""
+
+
+@pytest.fixture(
+    scope="module",
+    params=["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])],
+)
+def outcome(request, tmp_path_factory):
+    """All misbehaving variants in one run: a length at which they behave, then one at which they do not.
+
+    On Ray those that end a process each in its own way, so that the same is expected of both engines. Beside them,
+    packages are installed that misbehave when they are imported.
+    """
+    folder = tmp_path_factory.mktemp("failures")
+    names: list[str] = NAMES
+    engine: Engine = LocalEngine()
+    if request.param == "ray":
+        pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
+        names, engine = ON_RAY, RayEngine(num_cpus=1)
+    store, before = Store(folder / "run"), set(descendants())
+    timings = tiny_plan([name for name in names if "train" not in name], isolation="lane")
+    trainings = training_plan([name for name in names if "train" in name])
+    hang = "fake_hang", 1024
+    cells = [
+        replace(item, timeout_s=6) if (item.cell.variant, item.cell.seq_len) == hang else item
+        for item in (*timings.cells, *trainings.cells)
+    ]
+    files = tuple(sorted({*timings.variant_files, *trainings.variant_files}))
+    with pytest.MonkeyPatch.context() as patch:
+        (folder / "site").mkdir()
+        patch.setenv("PYTHONPATH", f"{folder / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.syspath_prepend(str(folder / "site"))
+        patch.setattr(discovery, "_tried", {})
+        install(folder / "site", **PLUG_INS, zoo_plugin_hangs=HANGS.format(notes=str(folder / "notes")))
+        assert len(discovery.discover("attn_zoo.variants", all_or_nothing, timeout_s=2)) == 4
+        summary = run(replace(timings, cells=tuple(cells), variant_files=files), store, engine=engine)
     time.sleep(0.3)
-    return store, summary, [process for process in descendants() if process not in before]
+    return store, summary, [process for process in descendants() if process not in before], names
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_failure_has_its_name_and_reason(name, outcome):
-    store, _, _ = outcome
-    status, reason, code = STATUS[name]
-    record = next(item for item in store.records() if item.cell.variant == name and item.cell.seq_len == 1024)
-    assert (record.status, record.exit_code) == (status, code)
-    assert reason in record.reason
-    assert (record.timing is None) == (status != "ok")
-    assert json.loads(record.to_json())["status"] == status
+def long(store):
+    """Return the records of what did misbehave, by variant."""
+    return {item.cell.variant: item for item in store.records() if item.cell.seq_len != 16}
+
+
+def test_each_failure_has_its_name_and_reason(outcome):
+    store, _, _, names = outcome
+    records = long(store)
+    assert set(records) == set(names)
+    for name, record in records.items():
+        status, reason, code = STATUS[name]
+        assert (record.status, record.exit_code) == (status, code), (name, record.reason)
+        assert reason in record.reason
+        assert (record.timing is None) == (status != "ok")
+        assert json.loads(record.to_json())["status"] == status
 
 
 def test_the_next_cell_is_ok_each_time(outcome):
-    store, summary, _ = outcome
+    store, summary, _, names = outcome
     short = {item.cell.variant: item.status for item in store.records() if item.cell.seq_len == 16}
-    assert short == {name: "gate_failed" if name == "fake_nan" else "ok" for name in NAMES}
-    assert summary.exit_code == 1
-    assert summary.new == 2 * (len(NAMES) - 1)
-    assert summary.left == ()
+    timed = [name for name in names if "train" not in name]
+    assert short == {name: "gate_failed" if name == "fake_nan" else "ok" for name in timed}
+    assert (summary.new, summary.left, summary.exit_code) == (len(timed) + len(names), (), 1)
+
+
+def test_a_package_that_hangs_at_import_is_not_tried_again_by_workers(outcome):
+    store, *_ = outcome
+    assert (store.folder.parent / "notes").read_text() == "imported "
 
 
 def test_records_say_what_was_measured_and_how(outcome):
-    store, _, _ = outcome
+    store, *_ = outcome
     record = next(item for item in store.records() if item.status == "ok")
     assert record.timing is not None
     assert record.timing.median_ms > 0
@@ -105,7 +170,7 @@ def test_records_say_what_was_measured_and_how(outcome):
 
 
 def test_crashes_keep_the_stack_of_the_variant(outcome):
-    store, _, _ = outcome
+    store, *_ = outcome
     record = next(item for item in store.records() if item.status == "crashed" and "SEGV" in item.reason)
     assert "misbehaving.py" in record.trace
     assert "about to read address 0" in store.log(record.cell.key).read_text()
@@ -114,8 +179,8 @@ def test_crashes_keep_the_stack_of_the_variant(outcome):
 
 
 def test_killed_cells_are_tried_twice_and_others_once(outcome):
-    store, _, _ = outcome
-    attempts = {item.cell.variant: item.attempt for item in store.records() if item.cell.seq_len == 1024}
+    store, *_ = outcome
+    attempts = {name: record.attempt for name, record in long(store).items()}
     assert attempts.pop("fake_killed") == 2
     assert set(attempts.values()) == {1}
 
@@ -130,7 +195,7 @@ def test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory(tmp_pa
 
 
 def test_nothing_is_left_running(outcome):
-    _, _, orphans = outcome
+    _, _, orphans, _ = outcome
     assert [process.pid for process in orphans] == []
     for process in psutil.process_iter(["cmdline", "ppid"]):
         line = " ".join(process.info["cmdline"] or [])

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import attn_zoo
+from attn_zoo.discovery import tried_imports
 from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.matrix.cell.tracking import VARIABLE
 from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
 from attn_zoo.matrix.drive.engines.node_agent import package_digest
 from attn_zoo.matrix.drive.supervise import Control, Lane
@@ -52,6 +54,10 @@ class _RayCluster(Cluster):
         data_dir = str(settings.data_dir.resolve()) if settings.data_dir else None
         self._arguments = (str(Path(attn_zoo.__path__[0]).parent), ray.put(files), loaded, data_dir)
         self._package = package_digest()
+        told = tried_imports()
+        if VARIABLE in os.environ:
+            told[VARIABLE] = os.environ[VARIABLE]
+        self._runtime = {"env_vars": told} if told else None
 
     def machines(self) -> list[Machine]:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
@@ -77,6 +83,7 @@ class _RayCluster(Cluster):
             max_concurrency=2,  # it can be asked to stop while it works
             max_restarts=0,
             max_task_retries=0,  # the dispatcher knows what is left to do
+            runtime_env=self._runtime,
             scheduling_strategy=NodeAffinitySchedulingStrategy(machine.id, soft=False),
         ).remote(*self._arguments, place.room(machine), self._package)
         self._hellos[agent.hello.remote()] = agent

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from attn_zoo import api
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.drive.engines import ray as engine_module
 from attn_zoo.matrix.drive.engines.ray import RayEngine
@@ -25,6 +26,8 @@ from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.drive.supervise import Control
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.store.store import Store
+from attn_zoo.measure.environment import capture_environment
+from attn_zoo.records import Record
 from attn_zoo.training.checkpoint import read_tensors
 from tests.matrix.conftest import TINY_TRAINING, prepare_process, run_cell, tiny_plan, training_plan
 from tests.processes import start_process
@@ -32,10 +35,39 @@ from tests.processes import start_process
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
+TRACKER = """
+import json, pathlib
+
+class Run:
+    def __init__(self, path):
+        self.path = path
+
+    def log(self, values, step):
+        with self.path.open("a") as file:
+            file.write(json.dumps([step, values]) + "\\n")
+
+    def finish(self):
+        pass
+
+def init(project, id, **_):
+    return Run(pathlib.Path(project) / id)
+"""
+"""Stands in for wandb: writes into a folder."""
+
+
 @pytest.fixture(scope="module")
-def cluster():
+def tracker(tmp_path_factory):
+    """What nodes of the cluster have installed."""
+    folder = tmp_path_factory.mktemp("installed")
+    (folder / "wandb.py").write_text(TRACKER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tracker):
     """Two nodes on this machine; nobody without the token may join."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{tracker}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "a token of the tests that is long enough")
@@ -214,6 +246,25 @@ def test_a_run_goes_on_after_its_driver_was_killed_or_interrupted(tmp_path, clus
     assert {name: found[name] for name in known} == known, "a stored record was changed"
     assert {record.status for record in store.records()} == {"ok"}
     assert {one.environment for one in store.ceilings()} == {record.environment for record in store.records()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_cells_run_again_on_a_cluster_and_its_nodes_send_curves(tmp_path, cluster, tracker, monkeypatch):
+    plan, store, sent = training_plan(["fake_train_ok"]), Store(tmp_path / "run"), tmp_path / "sent"
+    cell = plan.cells[0].cell
+    with store.writing(plan.matrix.model_dump(mode="json"), capture_environment(), planned=[cell]):
+        store.write(Record(cell=cell, status="timeout"))
+    sent.mkdir()
+    monkeypatch.syspath_prepend(str(tracker))
+    done = api.run_again(store.folder, engine="ray", address=cluster.address, track=f"wandb:{sent}", progress=False)
+    assert done.summary is not None
+    assert (done.summary.new, done.summary.exit_code) == (1, 0)
+    (record,) = store.records()
+    assert record.score is not None
+    curve = [json.loads(line)[0] for line in (sent / cell.key).read_text().splitlines()]
+    assert curve == [entry["step"] for entry in record.score.curve]
+    assert len(list((store.folder / "replaced").iterdir())) == 1
 
 
 def test_an_address_that_does_not_answer_is_said_soon(tmp_path):
