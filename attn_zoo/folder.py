@@ -7,7 +7,6 @@ one record each; `attn_zoo.matrix.store.store` writes them.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -385,8 +384,8 @@ def read_record(path: Path, key: str = "") -> Record:
 def cell_files(folder: Path) -> list[Path]:
     """Return the files of `cells`, sorted; hidden ones are being written, perhaps by another shard."""
     cells = folder / "cells"
-    names = sorted(name for name in os.listdir(cells) if name[0] != ".") if cells.is_dir() else []
-    return [cells / name for name in names]
+    paths = sorted(cells.iterdir(), key=lambda path: path.name) if cells.is_dir() else []
+    return [path for path in paths if path.name[0] != "."]
 
 
 def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], Record | None] = lambda _: None) -> Scan:
