@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -163,12 +165,23 @@ def test_a_missing_field_is_refused():
 
 @given(cells)
 def test_equal_cells_have_equal_keys_after_a_trip_through_json(cell):
-    copy = Cell.from_dict(json.loads(cell.to_json()))
-    assert copy == cell
-    assert copy.key == cell.key
-    assert copy.curve == cell.curve
+    again = Cell.from_dict(json.loads(cell.to_json()))
+    assert again == cell
+    assert again.key == cell.key
+    assert again.curve == cell.curve
     reordered = replace(cell, options=dict(reversed(cell.options.items())))
     assert reordered.key == cell.key
+
+
+def test_a_key_is_made_once_and_no_copy_inherits_it(monkeypatch):
+    read = []
+    values = Cell.values
+    monkeypatch.setattr(Cell, "values", lambda self: read.append(self) or values(self))
+    cell = replace(CELL, seed=77)
+    assert cell.key == cell.key
+    assert read == [cell]
+    assert replace(cell, seed=78).key != cell.key
+    assert copy.deepcopy(cell).key == pickle.loads(pickle.dumps(cell)).key == cell.key
 
 
 def another(hint: Any, value: object) -> Any:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attn_zoo.statistics import crossover, fit_exponent, local_slopes, median_interval, quartiles, time_ratio
+from attn_zoo.statistics import (
+    crossover,
+    fit_exponent,
+    local_slopes,
+    median_interval,
+    medians,
+    quartiles,
+    time_ratio,
+)
 
 GAP_S = 60.0
 APART_S = 1800.0
@@ -128,3 +136,42 @@ def test_two_processes_that_tell_nothing_give_a_finite_interval():
     low, high = median_interval([0.01, 0.01, 1000.0, 1000.0], process_sizes=(2, 2))
     assert 0 < low < 1e-9
     assert 1e9 < high < np.inf
+
+
+def test_draws_are_made_once_for_all_samples_of_the_same_sizes(monkeypatch):
+    """A folder of 100 000 records has few sizes, and drawing takes ten times as long as all the rest."""
+    made = []
+    real = medians.np.random.default_rng
+    monkeypatch.setattr(medians.np.random, "default_rng", lambda seed: made.append(seed) or real(seed))
+    medians._draws.cache_clear()
+    rng = np.random.default_rng(3)
+    made.clear()
+    for _ in range(20):
+        median_interval(rng.lognormal(size=33).tolist(), process_sizes=[11, 11, 11])
+    assert made == [0]
+    curves = [{n: rng.lognormal(size=5).tolist() for n in (16, 32)} for _ in range(2)]
+    for curve in curves:
+        local_slopes(curve)
+        fit_exponent(curve, from_len=1)
+        crossover(curve, curves[0])
+    assert made == [0, (0, 16), (0, 32), (1, 16), (1, 32)]  # crossings draw their baseline with another seed
+
+
+@pytest.mark.parametrize("sizes", [[7], [8], [1], [3, 4], [1, 1, 1]])
+def test_ranks_give_the_medians_of_the_draws(sizes):
+    rng = np.random.default_rng(5)
+    processes = [rng.lognormal(size=size) for size in sizes]
+    (draw,) = medians._draws(9, tuple(sizes))
+    resampled = medians._resampled_medians(processes, draw)
+    again = np.random.default_rng(9)
+    drawn = [
+        np.median(np.sort(part)[again.integers(0, part.size, size=(medians.NUM_RESAMPLES, part.size))], axis=1)
+        for part in processes
+    ]
+    if len(sizes) == 1:
+        assert (resampled == drawn[0]).all()
+    else:
+        spread = np.log([np.median(part) for part in processes]).std(ddof=1)
+        shift = again.permutation(medians._student(len(sizes) - 1)) * spread / len(sizes) ** 0.5
+        shift = np.clip(shift, -medians.MAX_SHIFT, medians.MAX_SHIFT)
+        assert resampled == pytest.approx(np.exp(np.log(drawn).mean(axis=0) + shift), rel=1e-12)

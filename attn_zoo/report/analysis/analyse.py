@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from attn_zoo.report.analysis.observations import Results, read_results
-from attn_zoo.report.analysis.panels import Panel, make_panels
+from attn_zoo.report.analysis.panels import Panel, make_panels, measured_size
 from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.task_means import Overview, make_overviews
 from attn_zoo.report.units import human_length
 
+MOST_PANELS = 16
+"""With figures in a report, and tables in its page: a figure takes a second and most of a MiB."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Analysis:
     """All results, grouped and fitted.
 
@@ -41,6 +45,13 @@ class Analysis:
         """Registered name of the variant behind each label."""
         return {one.label: one.cell.variant for one in (*self.results.observations, *self.results.left)}
 
+    @cached_property
+    def shown(self) -> tuple[Panel, ...]:
+        """The panels that a person reads at once, in order: `MOST_PANELS` of those that say most."""
+        ranked = sorted(self.panels, key=measured_size, reverse=True)
+        chosen = {panel.name for panel in ranked[:MOST_PANELS]}
+        return tuple(panel for panel in self.panels if panel.name in chosen)
+
     @property
     def caveats(self) -> str:
         """What a reader must know of single variants in the panels, as sentences; empty where there is nothing."""
@@ -59,6 +70,9 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
     groups = tuple(make_accuracy_groups(results))
     doubts = tuple(warning for group in groups for warning in group.warnings)
     doubts += tuple(text for panel in panels for text in _impossible(panel))
+    if len(panels) > MOST_PANELS:
+        beside = "figures, and tables on the page, are of those with most curves; the folder tables has all"
+        doubts += (f"{MOST_PANELS} of {len(panels)} panels are shown: {beside}",)
     return Analysis(
         results=replace(results, warnings=(*results.warnings, *doubts)),
         panels=panels,

@@ -92,10 +92,14 @@ class Panel:
         return next((one for one in every if one.is_fastest and one.label == label), None)
 
 
+def measured_size(panel: Panel) -> tuple[int, int]:
+    """Return how much a panel says: measured curves, then points."""
+    return sum(bool(series.points) for series in panel.series), len(panel.points)
+
+
 def lead_panel(panels: Sequence[Panel]) -> Panel | None:
-    """Return the panel that says most: with most curves, then most points; None where nothing was measured."""
-    measured = [panel for panel in panels if panel.points]
-    return max(measured, key=lambda one: (sum(bool(s.points) for s in one.series), len(one.points)), default=None)
+    """Return the panel that says most, or None where nothing was measured."""
+    return max((panel for panel in panels if panel.points), key=measured_size, default=None)
 
 
 def _setting(one: Observation) -> dict[str, Any]:

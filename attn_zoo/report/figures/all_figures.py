@@ -9,7 +9,7 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.panels import lead_panel
+from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.figures.breakdown_panels import draw_breakdown
 from attn_zoo.report.figures.bubbles import draw_bubbles, draw_task_means
 from attn_zoo.report.figures.learning_curves import draw_learning
@@ -86,10 +86,10 @@ def front_picture(analysis: Analysis, pictures: Sequence[Picture]) -> Picture | 
     return next((picture for picture in pictures if picture.name == wanted), None)
 
 
-def _subjects(analysis: Analysis) -> list[tuple[FigureEntry, str, Any]]:
+def _subjects(analysis: Analysis, panels: Sequence[Panel]) -> list[tuple[FigureEntry, str, Any]]:
     """Return what may be drawn, each with the name of its figure."""
     subjects: list[tuple[Subject, str, Any]] = [
-        *(("panel", panel.name, panel) for panel in analysis.panels if panel.points),
+        *(("panel", panel.name, panel) for panel in panels if panel.points),
         *(("overview", overview.name, overview) for overview in analysis.overviews),
         *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]
@@ -103,14 +103,20 @@ def _subjects(analysis: Analysis) -> list[tuple[FigureEntry, str, Any]]:
 
 def figure_names(analysis: Analysis) -> list[str]:
     """Return the names of figures that these results may have."""
-    return [name for _, name, _ in _subjects(analysis)]
+    return [name for _, name, _ in _subjects(analysis, analysis.panels)]
 
 
-def draw_pictures(analysis: Analysis, start: str = "") -> Iterator[Picture]:
-    """Yield what can be drawn from the records, of figures whose name begins with `start`."""
+def draw_pictures(analysis: Analysis, start: str = "", panels: Sequence[Panel] | None = None) -> Iterator[Picture]:
+    """Yield what can be drawn from the records: nothing for an empty run.
+
+    Args:
+        analysis: of the records.
+        start: of the names of figures.
+        panels: to draw beside all trainings; by default every one.
+    """
     claims = {label: analysis.results.claim(variant) for label, variant in analysis.variants.items()}
     looks = make_looks(analysis.labels, {label for label, claim in claims.items() if claim and claim.is_exact})
-    for entry, name, subject in _subjects(analysis):
+    for entry, name, subject in _subjects(analysis, analysis.panels if panels is None else panels):
         if name.startswith(start):
             with styled():
                 page = entry.draw(subject, looks)
@@ -119,5 +125,5 @@ def draw_pictures(analysis: Analysis, start: str = "") -> Iterator[Picture]:
 
 
 def make_pictures(analysis: Analysis) -> list[Picture]:
-    """Return what can be drawn from the records: nothing for an empty run."""
-    return list(draw_pictures(analysis))
+    """Return the figures of a report."""
+    return list(draw_pictures(analysis, panels=analysis.shown))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.figures.all_figures import front_picture, make_pictures
+from attn_zoo.report.figures.all_figures import Picture, draw_pictures, front_picture
 from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.readme import readme_text
-from attn_zoo.report.tables.all_tables import summary_tables, tables_by_question
+from attn_zoo.report.tables.all_tables import MOST_ROWS, shown_tables, summary_tables, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
@@ -49,13 +51,17 @@ def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = Fa
     refuse_links(out)
     by_question = tables_by_question(analysis)
     tables = [table for tables in by_question.values() for table in tables]
-    pictures = [(picture, render(picture.figure, "svg")) for picture in make_pictures(analysis)]
-    files: dict[Path, bytes] = {out / "report.html": build_page(analysis, by_question, pictures).encode()}
-    for picture, svg in pictures:
-        files[out / "figures" / f"{picture.name}.svg"] = svg
+    pictures: list[tuple[Picture, bytes]] = []
+    files = {out / "report.html": b""}
+    for picture in draw_pictures(analysis, panels=analysis.shown):
+        svg = files[out / "figures" / f"{picture.name}.svg"] = render(picture.figure, "svg")
         files[out / "figures" / f"{picture.name}.png"] = render(picture.figure, "png")
+        pictures.append((replace(picture, figure=Figure()), svg))  # what was drawn holds its pixels, ten MiB
+    shown = {question: shown_tables(analysis, tables) for question, tables in by_question.items()}
+    files[out / "report.html"] = build_page(analysis, shown, pictures).encode()
     for table in tables:
-        files[out / "tables" / f"{table.name}.md"] = to_markdown(table).encode()
+        whole = table if table.is_view else table.cut(MOST_ROWS)
+        files[out / "tables" / f"{table.name}.md"] = to_markdown(whole).encode()
     for table in [*tables, *([score_table(analysis)] if analysis.accuracy else [])]:
         if not table.is_view:
             files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
@@ -72,7 +78,7 @@ def print_report(analysis: Analysis, console: Console) -> None:
         if text:
             console.print(clean(text), markup=False, highlight=False)
     front = front_table(analysis)
-    for table in [*([front] if front else []), *summary_tables(analysis)]:
+    for table in [*([front] if front else []), *shown_tables(analysis, summary_tables(analysis))]:
         console.print()
         to_terminal(table, console)
     for warning in analysis.results.warnings:

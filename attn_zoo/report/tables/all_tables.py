@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.report.analysis.analyse import Analysis
@@ -22,6 +22,9 @@ from attn_zoo.report.tables.table import Column, Table, text_column
 from attn_zoo.report.tables.time_tables import length_table, measurement_table, step_table, turns_table
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import OUTCOMES, PASS_TITLES, outcome
+
+MOST_ROWS = 1000
+"""Of a table on the page or on a terminal."""
 
 _ALL_RAN = "Every planned cell was run and gave a measurement."
 _NONE_FAILED = "Every cell that was run gave a measurement; how many were planned is not known."
@@ -60,6 +63,13 @@ def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
         "missing": [status_table(analysis)],
     }
     return {name: [table for table in tables if table is not None] for name, tables in found.items()}
+
+
+def shown_tables(analysis: Analysis, tables: Iterable[Table]) -> list[Table]:
+    """Return of the tables of a report what a person reads at once; their files have all."""
+    hidden = {f"{quantity}-{panel.name}" for panel in analysis.panels for quantity in ("time", "memory")}
+    hidden -= {f"{quantity}-{panel.name}" for panel in analysis.shown for quantity in ("time", "memory")}
+    return [table.cut(MOST_ROWS) for table in tables if table.name not in hidden]
 
 
 def summary_tables(analysis: Analysis) -> list[Table]:

@@ -79,6 +79,14 @@ class Table:
         """Keys of the rows."""
         return tuple(self.rows[0]) if self.rows else self.fields_if_empty
 
+    def cut(self, most: int) -> Table:
+        """Return the table with its first rows only, and a note that says so; itself where it has no more."""
+        if len(self.rows) <= most:
+            return self
+        place = f"tables/{self.name}.{'md' if self.is_view else 'csv'}"
+        said = f"The first {most:,} of {len(self.rows):,} rows; {place} has all."
+        return replace(self, rows=self.rows[:most], note=f"{said} {self.note}".strip())
+
     def texts(self) -> list[list[str]]:
         """Return what people see, row by row."""
         return [[clean(column.show(row)) or MISSING for column in self.columns] for row in self.rows]

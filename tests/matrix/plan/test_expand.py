@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from attn_zoo.console import print_plan
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.matrix import claimed_costs
 from attn_zoo.matrix.plan.estimate import assumed_rate
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
@@ -222,3 +223,13 @@ def test_flops_are_counted_once_for_cells_that_differ_in_length_and_pass():
     assert counted() == [("fwd", 16)]
     assert counted(isolation="lane") == [("fwd", 16), ("fwd", 64)]
     assert counted(isolation="interleaved") == [("fwd", 16)]
+
+
+def test_a_formula_is_asked_once_for_each_shape():
+    """That of a window counts its pairs, which takes milliseconds where sequences are long."""
+    claimed_costs._remembered.cache_clear()
+    group = {"variants": ["full"], "seq_len": [64, 128], "passes": ["fwd", "bwd"], "seeds": [0, 1], "device": "cpu"}
+    plan = make_plan(parse_matrix({"name": "x", "scaling": [group]}, "x"))
+    assert len(plan.cells) == 8
+    assert len({(item.cell.seq_len, item.cell.pass_, item.estimate_bytes) for item in plan.cells}) == 4
+    assert claimed_costs._remembered.cache_info().misses == 2

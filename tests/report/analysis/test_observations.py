@@ -1,10 +1,13 @@
 """Reading results folders: the flat table, and what is wrong with a folder or a record said in words."""
 
+from dataclasses import replace
+
 import pytest
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.analysis.observations import read_results
 from attn_zoo.report.export import load_runs
+from attn_zoo.statistics import time_summary
 from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 
 ASKED_FOR = {
@@ -138,3 +141,25 @@ def test_the_same_folder_twice_counts_once(run_dir):
 def test_the_same_cells_in_two_folders_are_pooled_with_a_warning(tmp_path):
     runs = [write_run(tmp_path / name, [scaling("full", 512)]) for name in "ab"]
     assert "samples are pooled" in read_results(runs).warnings[0]
+
+
+def test_a_summary_is_made_anew_only_where_it_is_not_the_one_of_today(tmp_path, monkeypatch):
+    """Older versions noted the median of all samples, which leans to the process that took most."""
+    samples, sizes = (857.0, 859.0, 815.0, 817.0, 503.0, 504.0, 505.0, 547.0, 548.0), (2, 2, 5)
+    today = time_summary(samples, sizes)
+    records = []
+    for length, summary in ((512, today), (1024, today), (2048, today | {"median_ms": 548.0, "low_ms": 503.0})):
+        record = scaling("full", length)
+        assert record.timing is not None
+        timing = replace(record.timing, samples_ms=samples, process_sizes=sizes, **summary)
+        records.append(replace(record, timing=timing))
+    made = []
+    monkeypatch.setattr(
+        "attn_zoo.report.analysis.observations.time_summary", lambda *args: made.append(args) or time_summary(*args)
+    )
+    found = read_results([write_run(tmp_path / "run", records)])
+    assert made == [(samples, sizes)]
+    for one in found.observations:
+        assert one.record.timing is not None
+        assert one.record.timing.median_ms == today["median_ms"]
+        assert one.record.timing.low_ms == today["low_ms"]

@@ -131,3 +131,27 @@ def test_names_become_harmless():
     assert clean("a\x1b[31m\u202eb\n c") == "a[31mb c"
     assert slug("../../etc", "Pass wd") == "etc-pass-wd"
     assert slug("注意") == "unnamed"
+
+
+def test_a_large_run_shows_the_panels_that_say_most_and_its_files_have_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_zoo.report.analysis.analyse.MOST_PANELS", 1)
+    monkeypatch.setattr("attn_zoo.report.tables.all_tables.MOST_ROWS", 3)
+    monkeypatch.setattr("attn_zoo.report.pages.write.MOST_ROWS", 3)
+    large = [scaling(name, length, pass_="bwd") for name in ("full", "linformer") for length in (512, 1024, 2048)]
+    small = [scaling("full", length, pass_=pass_) for pass_ in ("infer", "fwd") for length in (512, 1024)]
+    paths = write_report([write_run(tmp_path / "run", [*large, *small])], tmp_path / "out")
+    names = {path.name for path in paths}
+    assert {name for name in names if name.startswith("time-")} == {
+        "time-bwd.svg",
+        "time-bwd.png",
+        "time-bwd.md",
+        "time-fwd.md",
+        "time-infer.md",
+    }
+    page = paths[0].read_text(encoding="utf-8")
+    assert 'id="table-time-bwd"' in page
+    assert 'id="table-time-fwd"' not in page
+    assert "1 of 3 panels are shown" in page
+    assert "The first 3 of 10 rows; tables/scaling.csv has all." in page
+    rows = (tmp_path / "out" / "tables" / "scaling.csv").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 1 + len(large) + len(small)
