@@ -384,7 +384,8 @@ def read_record(path: Path, key: str = "") -> Record:
 def cell_files(folder: Path) -> list[Path]:
     """Return the files of `cells`, sorted; hidden ones are being written, perhaps by another shard."""
     cells = folder / "cells"
-    return [path for path in sorted(cells.iterdir()) if path.name[0] != "."] if cells.is_dir() else []
+    paths = sorted(cells.iterdir(), key=lambda path: path.name) if cells.is_dir() else []
+    return [path for path in paths if path.name[0] != "."]
 
 
 def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], Record | None] = lambda _: None) -> Scan:

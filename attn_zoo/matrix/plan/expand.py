@@ -188,9 +188,9 @@ def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
     counted: list[PlannedCell] = []
     first: dict[str, PlannedCell] = {}
     for item in cells:
-        seen = first.setdefault(replace(item.cell, pass_=None, together="").curve, item)
+        seen = first.setdefault(item.cell.all_but("seq_len", "pass_", "together"), item)
         is_same_curve = item.isolation == "lane" and seen.cell.curve == item.cell.curve
-        counted.append(replace(item, has_count=seen is item or is_same_curve))
+        counted.append(item if seen is item or is_same_curve else replace(item, has_count=False))
     return counted
 
 
