@@ -28,39 +28,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "AbstractAttention": "attention",
-    "AbstractMixer": "attention",
-    "AttnZooError": "errors",
-    "BuildContext": "attention",
-    "Capabilities": "metadata",
-    "Checks": "displays",
-    "Complexity": "metadata",
-    "ConfigError": "errors",
-    "Mixed": "attention",
-    "Reference": "metadata",
-    "Run": "displays",
-    "Shape": "metadata",
-    "StoreError": "errors",
-    "UnknownNameError": "errors",
-    "UnsupportedError": "errors",
-    "VariantConfig": "registry",
-    "build_attention": "attention",
-    "build_mixer": "attention",
-    "check": "api",
-    "compare": "api",
-    "describe": "attention",
-    "history": "api",
-    "list_variants": "attention",
-    "load": "api",
-    "load_file": "registry",
-    "merge": "api",
-    "register_attention": "registry",
-    "register_mixer": "registry",
-    "register_task": "registry",
-    "run": "api",
-    "share": "api",
-    "verify": "api",
+    "api": ("check", "compare", "history", "load", "merge", "run", "share", "verify"),
+    "attention": (
+        *("AbstractAttention", "AbstractMixer", "BuildContext", "Mixed"),
+        *("build_attention", "build_mixer", "describe", "list_variants"),
+    ),
+    "displays": ("Checks", "Run"),
+    "errors": ("AttnZooError", "ConfigError", "StoreError", "UnknownNameError", "UnsupportedError"),
+    "metadata": ("Capabilities", "Complexity", "Reference", "Shape"),
+    "registry": ("VariantConfig", "load_file", "register_attention", "register_mixer", "register_task"),
 }
+"""What each module gives."""
 
 __all__ = [
     "AbstractAttention",
@@ -99,9 +77,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'attn_zoo' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"attn_zoo.{_HOME[name]}"), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"attn_zoo.{module}"), name)
+    raise AttributeError(f"module 'attn_zoo' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

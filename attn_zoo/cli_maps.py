@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attn_zoo.cli_options import DataDir, VariantFiles, load_files
+from attn_zoo import console
+from attn_zoo.cli_options import DataDir, VariantFiles, load_files, one_of
+from attn_zoo.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,21 +24,19 @@ Out = Annotated[Path, typer.Option(help="File to write, .png or .svg.", show_def
 
 def _know(folder: Path | None, files: list[Path] | None) -> None:
     """Load the files that were named, and what the folder keeps of variants that are not known otherwise."""
-    from attn_zoo.console import err
     from attn_zoo.matrix.store.kept_sources import load_kept
 
     load_files(files)
     for path in load_kept(folder) if folder else []:
         text = f"not loaded: {path} was not measured by you; if it is needed, read it and say --variant-file {path}"
-        err.print(text, markup=False, soft_wrap=True)
+        console.err.print(text, markup=False, soft_wrap=True)
 
 
 def _write(figure: Figure, out: Path) -> None:
-    from attn_zoo.console import say
     from attn_zoo.report.figures.svg import save_figure
 
     save_figure(figure, out)
-    say(f"wrote {out}")
+    console.say(f"wrote {out}")
 
 
 @maps.command()
@@ -54,16 +54,12 @@ def attention(
     files: VariantFiles = None,
 ) -> None:
     """Draw which positions each head of a trained model looks at: the weights that it really uses."""
-    from typing import cast, get_args
-
-    from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.maps.attention import attention_map
     from attn_zoo.maps.head_panels import Pool
     from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
-    if pool not in get_args(Pool):
-        raise UnknownNameError("pool", pool, get_args(Pool))
+    squares: Pool = one_of(Pool, "pool", pool)
     if text is not None and example is not None:
         raise ConfigError("--text", [("", "expected either --text or --example, not both")])
     _know(folder, files)
@@ -74,7 +70,7 @@ def attention(
         text=text,
         layers=layer or (),
         heads=head or (),
-        pool=cast(Pool, pool),
+        pool=squares,
         of_other=other,
         data_dir=data_dir,
     )
@@ -93,15 +89,11 @@ def positions(
     files: VariantFiles = None,
 ) -> None:
     """Draw the positions that a model adds to its embeddings, and how alike they are."""
-    from typing import cast, get_args
-
-    from attn_zoo.errors import ConfigError, UnknownNameError
     from attn_zoo.maps.position_table import AddedPosition, position_map
     from attn_zoo.report.figures.svg import format_of
 
     format_of(out)
-    if kind is not None and kind not in get_args(AddedPosition):
-        raise UnknownNameError("kind of positions", kind, get_args(AddedPosition))
+    added: AddedPosition = one_of(AddedPosition, "kind of positions", kind or "sinusoidal")
     if folder is not None:
         given = {"--kind": kind, "--len": length, "--dim": dim}
         if wrong := [name for name, value in given.items() if value is not None]:
@@ -112,7 +104,7 @@ def positions(
     figure = position_map(
         folder,
         cell,
-        kind=cast(AddedPosition, kind or "sinusoidal"),
+        kind=added,
         length=128 if length is None else length,
         dim=64 if dim is None else dim,
         data_dir=data_dir,

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
+
+from attn_zoo.errors import UnknownNameError
 
 VariantFiles = Annotated[
     list[Path] | None, typer.Option("--variant-file", help="Python file that registers variants; may be repeated.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Where tasks find local data.")]
+
+
+def one_of(choices: Any, kind: str, text: str) -> Any:
+    """Return a text that is one of the choices of a `Literal`; `kind` says what it is, for the message."""
+    if text not in get_args(choices):
+        raise UnknownNameError(kind, text, get_args(choices), f"there are {', '.join(get_args(choices))}")
+    return text
 
 
 def load_files(files: list[Path] | None) -> None:

@@ -16,13 +16,15 @@ import pkgutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from tempfile import TemporaryFile
 
+import attn_zoo
 from attn_zoo.errors import ConfigError
 
 IMPORT_TIMEOUT_S = 60.0
@@ -70,6 +72,56 @@ def _guarded(provider: str, load: Callable[[], object], guard: Guard) -> list[Lo
     return []
 
 
+def importable(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which this package can be imported, from the source tree too."""
+    root = str(Path(attn_zoo.__path__[0]).parent)
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))}
+
+
+def ask_python(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    limit_s: float,
+    *,
+    request: bytes = b"",
+    should_stop: Callable[[], bool] = lambda: False,
+) -> subprocess.CompletedProcess[bytes]:
+    """Run Python in a session of its own and return what it said.
+
+    Args:
+        arguments: of Python.
+        environment: of the child.
+        limit_s: seconds after which it is ended.
+        request: its standard input.
+        should_stop: asked several times a second; True ends it.
+
+    Raises:
+        subprocess.TimeoutExpired: it had to be ended; holds what it had said by then.
+    """
+    # Files, as a pipe may be held open by whatever the child starts.
+    with TemporaryFile() as asked, TemporaryFile() as output, TemporaryFile() as complaint:
+        asked.write(request)
+        asked.seek(0)
+        command, end = [sys.executable, *arguments], time.monotonic() + limit_s
+        child = subprocess.Popen(
+            command, stdin=asked, stdout=output, stderr=complaint, env=environment, start_new_session=True
+        )
+        exit_code: int | None = None
+        try:
+            while exit_code is None and time.monotonic() < end and not should_stop():
+                with suppress(subprocess.TimeoutExpired):
+                    exit_code = child.wait(0.2)
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        complaint.seek(0)
+        if exit_code is None:
+            raise subprocess.TimeoutExpired(command, limit_s, output.read(), complaint.read())
+        return subprocess.CompletedProcess(command, exit_code, output.read(), complaint.read())
+
+
 def _probe(argument: str, code: str, timeout_s: float) -> str | None:
     """Run `code` in a child process; return why it must not run here, or None.
 
@@ -85,30 +137,15 @@ except BaseException:
     pass
 print({_END_OF_TRIAL!r}, flush=True)
 """
-    # A file, as a pipe may be held open by whatever the import starts.
-    with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(
-            [sys.executable, "-c", trial, argument],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, _TRIAL: "1"},
-            start_new_session=True,
-        )
-        try:
-            code_of_exit = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return f"did not finish importing within {timeout_s:g} s"
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        output.seek(0)
-        if _END_OF_TRIAL.encode() in output.read():
-            return None
-    if code_of_exit < 0:
-        return f"import killed by signal {-code_of_exit}"
-    return f"ended the process at import, with exit code {code_of_exit}"
+    try:
+        answer = ask_python(["-c", trial, argument], {**os.environ, _TRIAL: "1"}, timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"did not finish importing within {timeout_s:g} s"
+    if _END_OF_TRIAL.encode() in answer.stdout:
+        return None
+    if answer.returncode < 0:
+        return f"import killed by signal {-answer.returncode}"
+    return f"ended the process at import, with exit code {answer.returncode}"
 
 
 def tried_imports() -> dict[str, str]:

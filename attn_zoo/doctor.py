@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -14,7 +13,7 @@ from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.energy import can_count_energy, clocks
 from attn_zoo.measure.environment import capture_environment
-from attn_zoo.registry import Variant, tasks, variants
+from attn_zoo.registry import tasks, variants
 
 _PACKAGES = {
     "torch": "everything",
@@ -37,12 +36,6 @@ def diagnose_packages() -> list[tuple[str, str, str]]:
     return rows
 
 
-def backends_of(variant: Variant) -> tuple[str, ...]:
-    """Return the values of the variant's option `backend`, or nothing where it has none."""
-    hint = get_type_hints(variant.config).get("backend")
-    return tuple(get_args(hint)) if get_origin(hint) is Literal else ()
-
-
 def diagnose_backends(device: str) -> list[tuple[str, str, str]]:
     """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -50,7 +43,7 @@ def diagnose_backends(device: str) -> list[tuple[str, str, str]]:
     heads = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     rows = []
     for name in variants:
-        for backend in backends_of(variants[name]):
+        for backend in variants[name].backends:
             try:
                 attention = build_attention(name, build, backend=backend).to(device, dtype).eval()
                 with torch.no_grad(), recording() as paths:

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
@@ -160,6 +160,12 @@ class Variant:
             elif self.attention is not None:
                 weights += sum(shape.multi_head_params) * itemsize
         return shape.io_bytes(itemsize) + weights
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The values of an option named `backend`, or nothing where there is no such choice."""
+        hint = get_type_hints(self.config).get("backend")
+        return tuple(get_args(hint)) if get_origin(hint) is Literal else ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variant:
         """Return itself: it is frozen, and modules that carry it are copied (averaging of weights, for instance)."""
@@ -351,7 +357,8 @@ def register_attention(
     Raises:
         ConfigError: the name is taken or the class does not derive from `AbstractAttention`.
     """
-    return _register("AbstractAttention", name, config, capabilities, complexity, reference, mixer)
+    what = partial(Variant, config=config, capabilities=capabilities, complexity=complexity, reference=reference)
+    return _register("AbstractAttention", name, lambda cls: partial(what, attention=cls, mixer=mixer))
 
 
 def register_mixer(
@@ -376,18 +383,12 @@ def register_mixer(
     Raises:
         ConfigError: the name is taken or the class does not derive from `AbstractMixer`.
     """
-    return _register("AbstractMixer", name, config, capabilities, complexity, reference, None, learner)
+    what = partial(Variant, config=config, capabilities=capabilities, complexity=complexity, reference=reference)
+    return _register("AbstractMixer", name, lambda cls: partial(what, mixer=cls, learner=learner))
 
 
 def _register(
-    base: Literal["AbstractAttention", "AbstractMixer"],
-    name: str,
-    config: type[VariantConfig],
-    capabilities: Capabilities,
-    complexity: Complexity,
-    reference: Reference,
-    mixer: Callable[[Any, BuildContext], AbstractMixer] | None,
-    learner: Callable[[Any], Any] | None = None,
+    base: Literal["AbstractAttention", "AbstractMixer"], name: str, describe: Callable[[_Class], Callable[..., Variant]]
 ) -> Callable[[_Class], _Class]:
     def decorate(cls: _Class) -> _Class:
         origin = _origin(cls, name, sys._getframe(1))
@@ -395,19 +396,7 @@ def _register(
             raise ConfigError(
                 origin.provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")]
             )
-        variant = Variant(
-            name=name,
-            config=config,
-            capabilities=capabilities,
-            complexity=complexity,
-            reference=reference,
-            attention=cls if base == "AbstractAttention" else None,
-            mixer=mixer if base == "AbstractAttention" else cls,
-            learner=learner,
-            provider=origin.provider,
-            source=origin.source,
-            no_source=origin.no_source,
-        )
+        variant = describe(cls)(name=name, provider=origin.provider, source=origin.source, no_source=origin.no_source)
         variants.add(name, variant, origin.provider, origin.source if origin.is_plain else "")
         cls.variant = variant  # type: ignore[attr-defined]
         return cls
@@ -421,6 +410,7 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
     def decorate(cls: _Class) -> _Class:
         origin = _origin(cls, name, sys._getframe(1))
         tasks.add(name, cls, origin.provider, origin.source if origin.is_plain else "")
+        cls.name = name  # type: ignore[attr-defined]
         return cls
 
     return decorate

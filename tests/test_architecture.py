@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "folder": WORDS | {"records"},
     "packed_run": {"errors", "whole_files"},
     "statistics": {"errors", "records"},
-    "discovery": WORDS,
+    "discovery": WORDS | {""},
     "typed_code": WORDS,
     "registry": WORDS | {"discovery", "typed_code", "attention"},  # attention for annotations only
     "kernels": WORDS,

@@ -9,7 +9,7 @@ from attn_zoo.conformance.check import Check, CheckResult, Outcome, exit_code
 from attn_zoo.conformance.checks.all_checks import CHECKS
 from attn_zoo.conformance.checks.complexity import Growth, MeasuredComplexity, measure_complexity
 from attn_zoo.conformance.gate import GATE_CHECKS, gate, gate_model
-from attn_zoo.conformance.own_length import check_output
+from attn_zoo.conformance.own_length import FirstCall, check_output
 from attn_zoo.conformance.runner import run_checks
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "GATE_CHECKS",
     "Check",
     "CheckResult",
+    "FirstCall",
     "Growth",
     "MeasuredComplexity",
     "Outcome",

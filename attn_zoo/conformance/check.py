@@ -69,7 +69,14 @@ class Check:
     name: str
     summary: str
     run: Callable[[Subject], Finding]
-    forms: tuple[Form, ...] = ("attention", "mixer")
+    forms: tuple[Form, ...]
+
+
+def check(
+    summary: str, *, forms: tuple[Form, ...] = ("attention", "mixer")
+) -> Callable[[Callable[[Subject], Finding]], Check]:
+    """Make the decorated function `_NAME` the check NAME; arguments as in `Check`."""
+    return lambda run: Check(name=run.__name__.removeprefix("_"), summary=summary, run=run, forms=forms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,14 +45,6 @@ def _attribute(owner: Any, name: str, words: str) -> _Setting:
     return _Setting(words, partial(getattr, owner, name), partial(setattr, owner, name))
 
 
-def _read_determinism() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _write_determinism(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 def _read_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
@@ -63,22 +55,6 @@ def _read_precision() -> str:
 def _write_precision(value: str) -> None:
     if value in {"highest", "high", "medium"}:
         torch.set_float32_matmul_precision(value)
-
-
-def _write_device(value: torch.device) -> None:
-    torch.set_default_device(None if value.type == "cpu" else value)
-
-
-def _flushes_denormals() -> bool:
-    return float(torch.full((), 1e-310, dtype=torch.float64, device="cpu").mul(1.0)) == 0.0
-
-
-def _read_anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _write_anomaly(value: tuple[bool, bool]) -> None:
-    torch.autograd.set_detect_anomaly(*value)
 
 
 def _read_autocast(device: str) -> tuple[bool, torch.dtype]:
@@ -112,23 +88,35 @@ def _write_generators(value: tuple[bytes, ...]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
-def _write_collector(is_on: bool) -> None:
-    (gc.enable if is_on else gc.disable)()
-
-
 _SETTINGS = (
-    _Setting("the default device", torch.get_default_device, _write_device),
+    _Setting(
+        "the default device",
+        torch.get_default_device,
+        lambda value: torch.set_default_device(None if value.type == "cpu" else value),
+    ),
     _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
     _Setting("the mode of gradients", torch.is_grad_enabled, torch.set_grad_enabled),
-    _Setting("anomaly detection", _read_anomaly, _write_anomaly),
+    _Setting(
+        "anomaly detection",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
     *(
         _Setting(f"autocast on {device}", partial(_read_autocast, device), partial(_write_autocast, device))
         for device in ("cpu", "cuda")
     ),
-    _Setting("deterministic algorithms", _read_determinism, _write_determinism),
+    _Setting(
+        "deterministic algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
     _attribute(torch.utils.deterministic, "fill_uninitialized_memory", "filling of uninitialised memory"),
-    _Setting("flushing of denormal numbers", _flushes_denormals, torch.set_flush_denormal),
+    _Setting(
+        "flushing of denormal numbers",
+        lambda: float(torch.full((), 1e-310, dtype=torch.float64, device="cpu").mul(1.0)) == 0.0,
+        torch.set_flush_denormal,
+    ),
     _Setting("the precision of matrix products", _read_precision, _write_precision),
     _attribute(_BACKENDS.cuda.matmul, "fp32_precision", "the precision of matrix products on CUDA"),
     _attribute(_BACKENDS.mkldnn.matmul, "fp32_precision", "the precision of matrix products of oneDNN"),
@@ -144,7 +132,7 @@ _SETTINGS = (
         )
         for name in ("flash", "mem_efficient", "math", "cudnn")
     ),
-    _Setting("garbage collection", gc.isenabled, _write_collector),
+    _Setting("garbage collection", gc.isenabled, lambda is_on: (gc.enable if is_on else gc.disable)()),
     _Setting("Python's random generator", random.getstate, random.setstate, is_shown=False),
     _Setting("NumPy's random generator", _read_numpy, _write_numpy, is_shown=False),
     _Setting(TORCH_GENERATOR, _read_generators, _write_generators, is_shown=False),

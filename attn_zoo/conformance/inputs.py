@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -87,6 +87,15 @@ class Inputs:
         """Return copies that ask for gradients."""
         return self.map(lambda tensor: tensor.detach().clone().requires_grad_())
 
+    def under(self, mask: Tensor | None) -> Inputs:
+        """Return the inputs under another mask, or none."""
+        return replace(self, key_padding_mask=mask)
+
+    def unpadded(self) -> Inputs:
+        """Return the inputs under a mask that hides nothing."""
+        shape, device = (self.batch_size, self.key_len), self.tensors[0].device
+        return self.under(torch.zeros(shape, dtype=torch.bool, device=device))
+
     def entries(self, index: Tensor | slice) -> Inputs:
         """Return some entries of the batch."""
         mask = None if self.key_padding_mask is None else self.key_padding_mask[index]
@@ -126,20 +135,9 @@ def random_tensor(shape: Sequence[int], seed: int, dtype: torch.dtype, device: s
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
-def make_inputs(
-    form: Form, build: Any, *, batch_size: int, query_len: int, key_len: int, dtype: torch.dtype, device: str, seed: int
-) -> Inputs:
-    """Return random inputs without a mask for the sizes in `build` (a BuildContext)."""
-    shapes: list[tuple[int, ...]]
-    if form == "attention":
-        key_shape = (batch_size, build.num_kv_heads, key_len, build.head_dim)
-        shapes = [(batch_size, build.num_heads, query_len, build.head_dim), key_shape, key_shape]
-    else:
-        shapes = [(batch_size, query_len, build.embed_dim)]
-        if build.is_cross:
-            shapes.append((batch_size, key_len, build.embed_dim))
-    tensors = tuple(random_tensor(shape, seed * 10 + i, dtype, device) for i, shape in enumerate(shapes))
-    return Inputs(form=form, tensors=tensors, is_causal=build.is_causal)
+def random_like(tensor: Tensor, seed: int) -> Tensor:
+    """Return `random_tensor` of the shape, type and device of another."""
+    return random_tensor(tensor.shape, seed, tensor.dtype, str(tensor.device))
 
 
 def padding_mask(batch_size: int, key_len: int, kind: Literal["end", "scattered"], device: str = "cpu") -> Tensor:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,7 +32,8 @@ from torch.func import functional_call
 from attn_zoo.conformance.check import Violation
 from attn_zoo.conformance.checks.dropout_rate import FEWEST, MOST_ROWS, expect_sound_draws
 from attn_zoo.conformance.checks.modes import FEW_ROWS
-from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.inputs import Inputs, random_like
+from attn_zoo.conformance.own_length import FirstCall
 from attn_zoo.conformance.subject import (
     MaskKind,
     Module,
@@ -40,16 +41,15 @@ from attn_zoo.conformance.subject import (
     call,
     call_reference,
     gradients,
+    infer,
     is_own_reference,
     reference_results,
     results,
     routing_of,
 )
-from attn_zoo.conformance.tolerance import HALF_EPS, largest, largest_error, rounding, working_tolerance
+from attn_zoo.conformance.tolerance import error_by_row, is_half, largest, largest_error, rounding, working_tolerance
 from attn_zoo.errors import GateError
 from attn_zoo.measure.passes import grad_like
-from attn_zoo.metadata import Capabilities
-from attn_zoo.registry import Variant
 
 SHORT_LENS = (700, 131)
 """Tokens of the short calls: the gate has compared lengths like these with the reference."""
@@ -76,37 +76,12 @@ SLOPE_ERRORS = {torch.float64: 1e-3, torch.float32: 0.01, torch.bfloat16: 0.15, 
 """Relative to the standard deviation of the slope over random directions."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstCall:
-    """The first call of a cell.
-
-    Args:
-        variant: the registry's entry.
-        capabilities: under the options of the cell.
-        module: in the mode of the cell.
-        inputs: of the call.
-        output: of the call.
-        has_graph: the call kept a graph.
-        is_known: rows of the output were compared with exact attention, so that only its gradients are in question.
-        gradients: by name of an input or `"parameter NAME"`, from the gradient `grad_like(output)`; None without a
-            backward.
-    """
-
-    variant: Variant
-    capabilities: Capabilities
-    module: Module
-    inputs: Inputs
-    output: Tensor
-    has_graph: bool
-    is_known: bool = False
-    gradients: Mapping[str, Tensor | None] | None = None
-
-
-def probe(first: FirstCall) -> tuple[str, ...]:
+def probe(first: FirstCall, *, is_known: bool = False) -> tuple[str, ...]:
     """Probe a cell whose first call drew nothing at random; return the names of what was checked.
 
     Args:
         first: the first call; its module is left as it was.
+        is_known: rows of the output were compared with exact attention, so that only its gradients are in question.
 
     Raises:
         GateError: a probe found something wrong.
@@ -115,7 +90,7 @@ def probe(first: FirstCall) -> tuple[str, ...]:
         return ()
     is_training, held = first.module.training, list[str]()
     try:
-        for look in (_slope,) if first.is_known else (_reference, _other_mode, _prefix, _slope):
+        for look in (_slope,) if is_known else (_reference, _other_mode, _prefix, _slope):
             held += look(first)
             first.module.train(is_training)
     finally:
@@ -123,10 +98,9 @@ def probe(first: FirstCall) -> tuple[str, ...]:
     return tuple(held)
 
 
-@torch.no_grad()
 def _repeats(first: FirstCall) -> bool:
     """Return whether another call gives the same but for rounding, so that calls can be compared."""
-    again = call(first.module, first.inputs.map(torch.Tensor.detach))
+    again = infer(first.module, first.inputs.map(torch.Tensor.detach))
     return largest_error(again, first.output) <= 2 * rounding(first.output, first.inputs.num_terms)
 
 
@@ -148,7 +122,7 @@ def probe_dropout(first: FirstCall) -> tuple[str, ...]:
         if first.inputs.form == "attention":
             expect_sound_draws(module, inputs, first.capabilities.dropout_unit)
     except Violation as violation:
-        raise _fail(first, "own_dropout", str(violation)) from None
+        raise first.fault("own_dropout", str(violation)) from None
     finally:
         module.train()
     return ("own_dropout",)
@@ -162,7 +136,7 @@ def _expect_dropped(first: FirstCall, expected: Tensor) -> None:
     if rate < 4 * eps:
         return  # lost in rounding
     # What is kept is multiplied by 1 / (1 - p), so that a row without a drop changes too.
-    rounded = 0.0 if eps > HALF_EPS else 1e-5
+    rounded = 0.0 if is_half(first.output.dtype) else 1e-5
     has_output = expected.ne(0).any(-1)
     is_same = ((output - expected).abs().amax(-1) <= rounded * expected.abs().amax(-1)) & has_output
     share = (is_same.sum((0, -1)) / has_output.sum((0, -1)).clamp_min(1)).max()  # of the rows of a head
@@ -190,8 +164,6 @@ def probe_mixer(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ..
     found = gradients(module, inputs, weigh=lambda output: (output * grad_like(output)).sum())
     return probe(
         FirstCall(
-            variant=subject.variant,
-            capabilities=subject.capabilities,
             module=module,
             inputs=inputs,
             output=found.output,
@@ -227,8 +199,7 @@ def probe_autocast(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str,
     allowed = 16 * torch.finfo(torch.bfloat16).eps
     sizes = {name: value.double().norm() for name, value in expected.by_name.items() if value is not None}
     least = torch.stack([*sizes.values()]).norm() / 8
-    by_row = (found.output.double() - expected.output.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
-    words = f"{subject.variant.name}: under autocast to bfloat16"
+    by_row, words = error_by_row(found.output, expected.output), f"{subject.variant.name}: under autocast to bfloat16"
     if float((by_row > allowed * largest(expected.output)).double().mean()) > FEW_ROWS:
         message = f"{words} the output differs by {float(by_row.max()):.2g} ({inputs.words()})"
         raise GateError("own_autocast", message)
@@ -241,16 +212,9 @@ def probe_autocast(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str,
     return ("own_autocast",)
 
 
-def _fail(first: FirstCall, check: str, message: str) -> GateError:
-    return GateError(check, f"{first.variant.name}: {message} ({first.inputs.words()})")
-
-
 def _truncated(inputs: Inputs, count: int) -> Inputs:
-    mask = inputs.key_padding_mask
-    return replace(
-        inputs.map(lambda tensor: tensor.detach()[..., :count, :]),
-        key_padding_mask=None if mask is None else mask[:, :count],
-    )
+    mask, short = inputs.key_padding_mask, inputs.map(lambda tensor: tensor.detach()[..., :count, :])
+    return short.under(None if mask is None else mask[:, :count])
 
 
 def _short_len(first: FirstCall) -> int:
@@ -266,15 +230,14 @@ def _reference(first: FirstCall) -> list[str]:
     """Compare the first sequence with the readable reference."""
     inputs, module = first.inputs.entries(slice(0, 1)).map(torch.Tensor.detach), first.module
     pairs = module.build.num_heads * inputs.query_len * inputs.key_len
-    dtype = inputs.tensors[0].dtype
-    is_half = torch.finfo(dtype).eps > HALF_EPS  # then it is computed twice
-    if is_own_reference(module) or pairs * (1 + is_half) > REFERENCE_PAIRS:
+    dtype = inputs.tensors[0].dtype  # of 16 bits, then it is computed twice
+    if is_own_reference(module) or pairs * (1 + is_half(dtype)) > REFERENCE_PAIRS:
         return []
     module.eval()
     routing = routing_of(module, inputs)
     plain = call_reference(module, inputs, routing)
     expected, plain_error = plain, 0.0
-    if is_half:
+    if is_half(dtype):
         wide = copy.deepcopy(module).float()
         expected = call_reference(wide, inputs.map(torch.Tensor.float), routing)
         plain_error = largest_error(plain, expected)
@@ -282,7 +245,7 @@ def _reference(first: FirstCall) -> list[str]:
     error = largest_error(first.output[:1], expected)
     # In a wider type the reference makes rounding errors of the same size.
     if error > (tolerance if plain_error else 2 * tolerance):
-        raise _fail(first, "own_reference", f"the output is off by {error:.2g} from the readable reference")
+        raise first.fault("own_reference", f"the output is off by {error:.2g} from the readable reference")
     return ["own_reference"]
 
 
@@ -300,17 +263,13 @@ def _other_mode(first: FirstCall) -> list[str]:
         output = call(module, given)
     tolerance = 2 * rounding(first.output, inputs.num_terms)
     change = largest_error(output[..., :end, :], first.output[..., :end, :])
-    if change > tolerance and has_future:
-        with torch.no_grad():
-            unchanged = largest_error(call(module, inputs), first.output)
-        if unchanged <= tolerance:
-            raise _fail(
-                first, "own_causality", f"an output changed by {change:.2g} when the last {NUM_LAST} tokens changed"
-            )
+    if change > tolerance and has_future and largest_error(infer(module, inputs), first.output) <= tolerance:
+        words = f"an output changed by {change:.2g} when the last {NUM_LAST} tokens changed"
+        raise first.fault("own_causality", words)
     if change > tolerance:
         mode = "training" if module.training else "evaluation"
         graph = "with" if output.requires_grad else "without"
-        raise _fail(first, "own_modes", f"{mode} {graph} a graph differs by {change:.2g} from what would be timed")
+        raise first.fault("own_modes", f"{mode} {graph} a graph differs by {change:.2g} from what would be timed")
     held = ["own_modes", *["own_causality"] * has_future]
     return [*held, *_reach(first, given, output)]
 
@@ -321,8 +280,7 @@ def _num_bytes(first: FirstCall) -> int:
 
 
 def _with_another_end(tensor: Tensor) -> Tensor:
-    end = random_tensor(tensor[..., -NUM_LAST:, :].shape, 31, tensor.dtype, str(tensor.device))
-    return torch.cat([tensor[..., :-NUM_LAST, :], 3.0 * end], dim=-2)
+    return torch.cat([tensor[..., :-NUM_LAST, :], 3.0 * random_like(tensor[..., -NUM_LAST:, :], 31)], dim=-2)
 
 
 def _reach(first: FirstCall, given: Inputs, output: Tensor) -> list[str]:
@@ -336,7 +294,7 @@ def _reach(first: FirstCall, given: Inputs, output: Tensor) -> list[str]:
     reached = _num_reached(output, given, short_len)
     if reached < LEAST_REACH * expected:
         words = f"{NUM_ROWS} outputs depend on {reached} tokens; on {expected} of {short_len} in a shorter sequence"
-        raise _fail(first, "own_reach", words)
+        raise first.fault("own_reach", words)
     return ["own_reach"]
 
 
@@ -349,14 +307,12 @@ def _num_reached(output: Tensor, given: Inputs, short_len: int) -> int:
     some = output[0][..., start : start + NUM_ROWS, :]
     # A gradient of 16 bits must not vanish because a mean over many tokens gives each a small share.
     scale = 1024.0 if output.dtype == torch.float16 else 1.0
-    weights = scale * random_tensor(some.shape, 7, output.dtype, str(output.device))
-    found = torch.autograd.grad(some, given.tensors, weights, allow_unused=True)
+    found = torch.autograd.grad(some, given.tensors, scale * random_like(some, 7), allow_unused=True)
     reached = torch.zeros(given.key_len, dtype=torch.bool, device=output.device)
     for gradient in (found[index] for index in given.key_side):
         if gradient is not None:
-            reached |= (
-                gradient[0].ne(0).flatten(0, -3).any(0).any(-1) if gradient.dim() == 4 else gradient[0].ne(0).any(-1)
-            )
+            by_token = gradient[0].ne(0).any(-1)  # [G, S] or [S]
+            reached |= by_token.any(0) if gradient.dim() == 4 else by_token
     return int(reached.sum())
 
 
@@ -374,21 +330,20 @@ def _prefix(first: FirstCall) -> list[str]:
         mask = hidden.expand(inputs.batch_size, -1)
         if inputs.key_padding_mask is not None:
             mask = mask | inputs.key_padding_mask
-        output = call(first.module, replace(inputs, key_padding_mask=mask))
+        output = call(first.module, inputs.under(mask))
     expected = call(first.module, short)
     is_off = _is_off(output[..., :short_len, :], expected, inputs)
     if is_off.any() and not _are_flips(is_off, first.module, short, expected):
         words = "come later" if is_state else "are padding"
         change = largest_error(output[..., :short_len, :], expected)
         rows = f"{int(is_off.sum())} rows of the first {short_len} outputs"
-        raise _fail(first, "own_prefix", f"{rows} differ, by up to {change:.2g}, when no more tokens {words}")
+        raise first.fault("own_prefix", f"{rows} differ, by up to {change:.2g}, when no more tokens {words}")
     return ["own_prefix"]
 
 
 def _is_off(output: Tensor, expected: Tensor, inputs: Inputs) -> Tensor:
     """Return which rows differ by more than rounding."""
-    by_row = (output.double() - expected.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
-    return by_row > 2 * rounding(expected, inputs.num_terms)
+    return error_by_row(output, expected) > 2 * rounding(expected, inputs.num_terms)
 
 
 def _are_flips(is_off: Tensor, module: Module, inputs: Inputs, expected: Tensor) -> bool:
@@ -397,12 +352,11 @@ def _are_flips(is_off: Tensor, module: Module, inputs: Inputs, expected: Tensor)
     Then it flips in these rows, at every other try, when all inputs are rounded otherwise; and not many more rows are
     off than flip at one try.
     """
-    eps = torch.finfo(expected.dtype).eps
-    nudge = (2 if eps > HALF_EPS else 32) * eps  # above the rounding of a score, below what tells in a smooth output
+    # Above the rounding of a score, below what tells in a smooth output.
+    nudge = (2 if is_half(expected.dtype) else 32) * torch.finfo(expected.dtype).eps
     num_flips = torch.zeros_like(is_off, dtype=torch.float64)
     for seed in range(NUM_NUDGES):
-        signs = [random_tensor(each.shape, 80 + seed, each.dtype, str(each.device)).sign() for each in inputs.tensors]
-        nudged = tuple(each * (1 + nudge * sign) for each, sign in zip(inputs.tensors, signs, strict=True))
+        nudged = tuple(each * (1 + nudge * random_like(each, 80 + seed).sign()) for each in inputs.tensors)
         num_flips += _is_off(call(module, replace(inputs, tensors=nudged)), expected, inputs)
     num_off, num_stable = int(is_off.sum()), int((is_off & num_flips.eq(0)).sum())
     at_once = float(num_flips.sum()) / NUM_NUDGES
@@ -429,11 +383,8 @@ def _slope(first: FirstCall) -> list[str]:
         half_claimed, half_slope, _ = _slope_error(first.module, first.inputs, first.output, first.gradients, 0.5)
         if not 0.8 < 2 * (half_slope - half_claimed) / (slope - claimed) < 1.2:
             return []
-        raise _fail(
-            first,
-            "own_slope",
-            f"the gradients say a slope of {claimed:.4g}, a finite difference says {slope:.4g}",
-        )
+        words = f"the gradients say a slope of {claimed:.4g}, a finite difference says {slope:.4g}"
+        raise first.fault("own_slope", words)
     return ["own_slope"]
 
 
@@ -456,9 +407,7 @@ def _slope_error(
     claimed, variance = 0.0, 0.0
     for name, leaf in leaves.items():
         size = 1.0 if name in inputs.names else float(leaf.detach().double().square().mean().sqrt())
-        noise = torch.randn(leaf.shape, generator=generator, device=device, dtype=dtype) * (
-            STEPS[dtype] * size * length
-        )
+        noise = STEPS[dtype] * size * length * torch.randn(leaf.shape, generator=generator, device=device, dtype=dtype)
         above[name], below[name] = leaf.detach() + noise, leaf.detach() - noise
         if (gradient := gradients.get(name)) is not None:
             moved = above[name] - below[name]  # as rounded
@@ -475,9 +424,8 @@ def _slope_error(
 
 def _moved(module: Module, inputs: Inputs, values: Mapping[str, Tensor]) -> Tensor:
     """Call the module with other values of inputs and parameters, which it does not keep."""
-    parameters = {
-        name.removeprefix("parameter "): value for name, value in values.items() if name.startswith("parameter ")
-    }
+    prefix = "parameter "
+    parameters = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
     tensors = tuple(values[name] for name in inputs.names)
     output: Tensor = functional_call(module, parameters, tensors, {"key_padding_mask": inputs.key_padding_mask})
     return output

@@ -207,24 +207,24 @@ def _nudged(module: Module, inputs: Inputs, seed: int, share: float) -> list[Ten
 
 def _run_once(check: Check, subject: Subject) -> CheckResult:
     devices: list[int] | None = None if subject.device != "cpu" else []
+    result = partial(CheckResult, check=check.name)
     try:
         with torch.random.fork_rng(devices=devices), restored():
             finding = check.run(subject)
     except Violation as violation:
-        return CheckResult(check=check.name, outcome="failed", message=violation.message, example=violation.example)
+        return result(outcome="failed", message=violation.message, example=violation.example)
     except UnsupportedError as error:
         if subject.may_refuse or error.capability in {"requires", "devices"}:  # of this machine, not of the variant
-            return CheckResult(check=check.name, outcome="refused", message=error.reason)
+            return result(outcome="refused", message=error.reason)
         message = f"refuses what its capabilities declare ({error.capability}): {error.reason}"
-        return CheckResult(check=check.name, outcome="failed", message=message, example=_words(subject))
+        return result(outcome="failed", message=message, example=_words(subject))
     except ConfigError as error:  # sizes or options that do not fit each other, which a cell would be told too
         outcome: Outcome = "refused" if subject.may_refuse else "failed"
-        return CheckResult(check=check.name, outcome=outcome, message=str(error), example=_words(subject))
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        return CheckResult(check=check.name, outcome="error", message=_describe(error), example=_words(subject))
-    except Exception as error:  # a variant may raise anything, and that is the finding
-        return CheckResult(check=check.name, outcome="failed", message=_describe(error), example=_words(subject))
-    return CheckResult(check=check.name, outcome=finding.outcome, message=finding.message)
+        return result(outcome=outcome, message=str(error), example=_words(subject))
+    except Exception as error:  # a variant may raise anything, and that is the finding; no memory says nothing of it
+        outcome = "error" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "failed"
+        return result(outcome=outcome, message=_describe(error), example=_words(subject))
+    return result(outcome=finding.outcome, message=finding.message)
 
 
 def _words(subject: Subject) -> str:

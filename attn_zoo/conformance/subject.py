@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +20,14 @@ from attn_zoo.attention import (
     build_mixer,
 )
 from attn_zoo.conformance.check import Finding, Violation, refused
-from attn_zoo.conformance.inputs import Inputs, make_inputs, padding_mask, random_tensor
+from attn_zoo.conformance.inputs import Inputs, padding_mask, random_like, random_tensor
+from attn_zoo.conformance.tolerance import largest
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Capabilities, Form
 from attn_zoo.registry import Variant, make_config
+
+if TYPE_CHECKING:
+    from attn_zoo.measure.flop_count import Operations
 
 Module = AbstractAttention | AbstractMixer
 MaskKind = Literal["none", "end", "scattered"]
@@ -66,6 +71,12 @@ def _first_carry(module: AbstractMixer, inputs: Inputs) -> Tensor | None:
 def call(module: Module, inputs: Inputs) -> Tensor:
     """Return the output alone."""
     return results(module, inputs)[0]
+
+
+@torch.no_grad()
+def infer(module: Module, inputs: Inputs) -> Tensor:
+    """Return the output alone, without a graph."""
+    return call(module, inputs)
 
 
 def call_reference(module: Module, inputs: Inputs, routing: Any = None) -> Tensor:
@@ -118,6 +129,31 @@ class Gradients:
     output: Tensor
     by_name: dict[str, Tensor | None]
 
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what there is: `"output"`, then `"gradient of query"` and so on."""
+        yield "output", self.output
+        for name, gradient in self.by_name.items():
+            if gradient is not None:
+                yield f"gradient of {name}", gradient
+
+    @property
+    def not_finite(self) -> str:
+        """What there is that is not finite, the first in the words of `named`; or nothing."""
+        return next((name for name, value in self.named() if not value.isfinite().all()), "")
+
+    @property
+    def size(self) -> Tensor:
+        """The largest value of any gradient: one that is zero by symmetry is nothing but rounding of the others."""
+        sizes = [largest(value) for value in self.by_name.values() if value is not None]
+        return torch.tensor(max(sizes, default=0.0), dtype=torch.float64)
+
+
+def count_forward(module: Module, inputs: Inputs) -> Operations | None:
+    """Count the operations of one call without a graph; None where one of them cannot be counted."""
+    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
+
+    return count_operations(partial(infer, module, inputs))
+
 
 def gradients(
     module: Module,
@@ -151,7 +187,7 @@ def objective(*outputs: Tensor) -> Tensor:
 
 def weighted_sum(output: Tensor) -> Tensor:
     """Return the sum of the output times fixed random values, so that no direction of it is special."""
-    return (output * random_tensor(output.shape, 99, output.dtype, str(output.device))).sum()
+    return (output * random_like(output, 99)).sum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,9 +313,8 @@ class Subject:
             torch_seed: global seed while its parameters are drawn.
             options: instead of the subject's own.
         """
-        if seq_len and not self.capabilities.variable_seq_len:
-            build = replace(build, max_seq_len=seq_len)
-        build = replace(build, shared={})  # modules shared within a model must not be shared between our builds
+        # Modules shared within a model must not be shared between our builds.
+        build = replace(self._sized(build, seq_len), shared={})
         options = self.options if options is None else options
         with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
             torch.manual_seed(torch_seed)
@@ -292,13 +327,14 @@ class Subject:
     def module(self, build: BuildContext, *, seq_len: int = 0, dtype: torch.dtype | None = None) -> Module:
         """Return the module for `build`, made once per check; callers leave it as it is."""
         dtype = self.dtype if dtype is None else dtype
-        key = (
-            (replace(build, max_seq_len=seq_len) if seq_len and not self.capabilities.variable_seq_len else build),
-            dtype,
-        )
-        if key not in self._modules:
-            self._modules[key] = self.make(build, seq_len=seq_len, dtype=dtype)
-        return self._modules[key]
+        build = self._sized(build, seq_len)
+        if (build, dtype) not in self._modules:
+            self._modules[build, dtype] = self.make(build, dtype=dtype)
+        return self._modules[build, dtype]
+
+    def _sized(self, build: BuildContext, seq_len: int) -> BuildContext:
+        is_fixed_len = seq_len and not self.capabilities.variable_seq_len
+        return replace(build, max_seq_len=seq_len) if is_fixed_len else build
 
     def in_float64(self, module: Module, build: BuildContext, *, seq_len: int = 0) -> Module:
         """Return the module for `build` in float64, with the values of the parameters of `module`, however rounded."""
@@ -320,19 +356,15 @@ class Subject:
     ) -> Inputs:
         """Return random inputs for a call; `key_len` differs from `seq_len` in cross-attention only."""
         key_len = seq_len if key_len is None else key_len
-        inputs = make_inputs(
-            self.form,
-            build,
-            batch_size=batch_size,
-            query_len=seq_len,
-            key_len=key_len,
-            dtype=self.dtype if dtype is None else dtype,
-            device=self.device,
-            seed=seed,
-        )
-        if mask == "none":
-            return inputs
-        return replace(inputs, key_padding_mask=padding_mask(batch_size, key_len, mask, self.device))
+        if self.form == "attention":
+            key = (batch_size, build.num_kv_heads, key_len, build.head_dim)
+            shapes: list[tuple[int, ...]] = [(batch_size, build.num_heads, seq_len, build.head_dim), key, key]
+        else:
+            shapes = [(batch_size, length, build.embed_dim) for length in (seq_len, key_len)[: 1 + build.is_cross]]
+        dtype = self.dtype if dtype is None else dtype
+        tensors = tuple(random_tensor(shape, seed * 10 + i, dtype, self.device) for i, shape in enumerate(shapes))
+        inputs = Inputs(form=self.form, tensors=tensors, is_causal=build.is_causal)
+        return inputs if mask == "none" else inputs.under(padding_mask(batch_size, key_len, mask, self.device))
 
     def calls(
         self, build: BuildContext, seq_len: int, *, batch_size: int = 2, dtype: torch.dtype | None = None
@@ -344,6 +376,16 @@ class Subject:
             self.inputs(build, seq_len, key_len=key_len, batch_size=batch_size, mask=mask, dtype=dtype)
             for mask in self.masks(key_len)
         ]
+
+    def cases(
+        self, lengths: Sequence[int], *, batch_size: int = 2, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[Module, Inputs]]:
+        """Yield the `calls` of some lengths in every direction, each with the `module` to call."""
+        for build in self.contexts():
+            for length in lengths:
+                module = self.module(build, seq_len=length, dtype=dtype)
+                for inputs in self.calls(build, length, batch_size=batch_size, dtype=dtype):
+                    yield module, inputs
 
     def refuses(self, capability: str, what: str, request: Callable[[], object]) -> Finding:
         """Check that `request` raises `UnsupportedError`, as a declared no must; return that finding."""

@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-HALF_EPS = 1e-4  # between float16 and float32
+from attn_zoo.conformance.check import Violation
 
 _ORDINARY = 4.0
 """Relative change of a result over that of its inputs which the tolerances below leave room for."""
@@ -62,6 +62,11 @@ def strain(run: Callable[[float], Sequence[Tensor]]) -> float:
     return most
 
 
+def is_half(dtype: torch.dtype) -> bool:
+    """Return whether a type has 16 bits."""
+    return torch.finfo(dtype).eps > 1e-4
+
+
 def largest(tensor: Tensor) -> float:
     """Return the largest absolute value, 0 for an empty tensor."""
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
@@ -71,6 +76,12 @@ def largest_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference in float64; infinite where only one of the two is finite."""
     difference = (actual.detach().double() - expected.detach().double()).abs()
     return float(difference.nan_to_num(nan=float("inf")).max()) if difference.numel() else 0.0
+
+
+def error_by_row(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest absolute difference in each row of the last dimension; infinite as in `largest_error`."""
+    difference: Tensor = (actual.detach().double() - expected.detach().double()).abs().nan_to_num(nan=math.inf)
+    return difference.amax(-1)
 
 
 def _slope(nudged: Tensor, result: Tensor) -> float:
@@ -88,9 +99,9 @@ def rounding(expected: Tensor, num_terms: int, dtype: torch.dtype | None = None)
 
     Half-precision types accumulate in float32, so that only the last roundings count.
     """
-    eps = torch.finfo(expected.dtype if dtype is None else dtype).eps
-    growth = 8.0 if eps > HALF_EPS else 8.0 + 8.0 * num_terms**0.5
-    return _allowance.get() * eps * growth * largest(expected)
+    dtype = expected.dtype if dtype is None else dtype
+    growth = 8.0 if is_half(dtype) else 8.0 + 8.0 * num_terms**0.5
+    return _allowance.get() * torch.finfo(dtype).eps * growth * largest(expected)
 
 
 def working_tolerance(plain_error: float, scale: float, num_terms: int, dtype: torch.dtype) -> float:
@@ -102,6 +113,12 @@ def working_tolerance(plain_error: float, scale: float, num_terms: int, dtype: t
         num_terms: length of the sums, which may run in another order.
         dtype: working type.
     """
-    eps = torch.finfo(dtype).eps
-    growth = 2.0 if eps > HALF_EPS else 8.0 + 8.0 * num_terms**0.5
-    return 2 * plain_error + _allowance.get() * eps * growth * scale
+    growth = 2.0 if is_half(dtype) else 8.0 + 8.0 * num_terms**0.5
+    return 2 * plain_error + _allowance.get() * torch.finfo(dtype).eps * growth * scale
+
+
+def expect_close(actual: Tensor, expected: Tensor, allowed: float, message: str, example: str) -> None:
+    """Raise `Violation` where two results are further apart than `allowed`; the example then says how far."""
+    error = largest_error(actual, expected)
+    if error > allowed:
+        raise Violation(message, f"{example}: off by {error:.2g}, allowed {allowed:.2g}")

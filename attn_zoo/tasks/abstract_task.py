@@ -155,7 +155,7 @@ class AbstractTask(ABC):
     """A task at one level of difficulty. Subclasses are final and registered by `register_task`.
 
     Class attributes:
-        name: the registered name.
+        name: the registered name, set by `register_task`.
         version: of the code that makes the data; raise it when the same level would yield other data.
         levels: frozen description of each difficulty, by name.
         settings: fields of named training protocols that this task sets, by protocol (published settings differ by

@@ -106,7 +106,6 @@ class ByteLevel:
 class ByteLanguageModelling(AbstractTask):
     """Bytes of "tiny Shakespeare" at one length."""
 
-    name: ClassVar[str] = "byte_lm"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, ByteLevel]] = MappingProxyType(
         {"short": ByteLevel(seq_len=128), "512": ByteLevel(seq_len=512), "2048": ByteLevel(seq_len=2_048)}

@@ -125,7 +125,6 @@ class DelayLevel(SymbolLevel[DelayPart]):
 class Copying(AbstractCopyingTask[DelayPart]):
     """Copying memory at one level."""
 
-    name: ClassVar[str] = "copying"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, DelayLevel]] = MappingProxyType(
         {

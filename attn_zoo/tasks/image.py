@@ -134,7 +134,6 @@ _STEPS = {"num_steps": 35_000, "warmup_steps": 175, "eval_every": 175, "pretrain
 class Image(AbstractFileTask):
     """Ten classes of pictures from their grey levels, at one level."""
 
-    name: ClassVar[str] = "image"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = PICTURES
     levels: ClassVar[Mapping[str, ImageLevel]] = MappingProxyType(

@@ -271,7 +271,6 @@ def _usable(reviews: FilmReviews, seed: int) -> dict[SplitName, Ints]:
 class ImdbPairs(AbstractTextPairs):
     """Same film or not, from the bytes of two reviews, at one level."""
 
-    name: ClassVar[str] = "imdb_pairs"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = FILMS
     words: ClassVar[tuple[str, str]] = ("two films", "the same film")

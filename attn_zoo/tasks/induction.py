@@ -69,7 +69,6 @@ class InductionLevel(GeneratedLevel[InductionPart]):
 class Induction(AbstractGeneratedTask[InductionPart]):
     """Induction heads at one level."""
 
-    name: ClassVar[str] = "induction"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, InductionLevel]] = MappingProxyType(
         {

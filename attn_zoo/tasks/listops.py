@@ -203,7 +203,6 @@ _STEPS = {"batch_size": 32, "num_steps": 5_000, "warmup_steps": 1_000, "pretrain
 class ListOps(AbstractCachedTask):
     """ListOps at one level."""
 
-    name: ClassVar[str] = "listops"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, ListOpsLevel]] = MappingProxyType(
         {

@@ -93,7 +93,6 @@ def _parts(*sizes: tuple[int, int], examples: tuple[int, int, int] = _PUBLISHED)
 class MultiQueryRecall(AbstractGeneratedTask[RecallPart]):
     """Multi-query associative recall at one level."""
 
-    name: ClassVar[str] = "mqar"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, RecallLevel]] = MappingProxyType(
         {

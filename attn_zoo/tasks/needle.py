@@ -104,7 +104,6 @@ def _bands(lengths: tuple[int, ...], num_bands: int, num_train: int, num_test: i
 class Needle(AbstractGeneratedTask[NeedlePart]):
     """Needle in a haystack at one level."""
 
-    name: ClassVar[str] = "needle"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, NeedleLevel]] = MappingProxyType(
         {

@@ -194,7 +194,6 @@ class Pathfinder(AbstractTask):
     at 1: set those in the matrix (`overrides`).
     """
 
-    name: ClassVar[str] = "pathfinder"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, PathfinderLevel]] = LEVELS
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(

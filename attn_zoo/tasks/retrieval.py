@@ -144,7 +144,6 @@ class AbstractTextPairs(AbstractFileTask):
 class Retrieval(AbstractTextPairs):
     """Citation between two papers from their bytes, at one level."""
 
-    name: ClassVar[str] = "retrieval"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = PAPERS
     words: ClassVar[tuple[str, str]] = ("no citation", "one cites the other")

@@ -73,7 +73,6 @@ _LONG = grid(Part, (10_000, 125, 250), seq_len=(64, 128, 256, 512))
 class Rewriting(AbstractGeneratedTask[Part]):
     """Rewriting at one level."""
 
-    name: ClassVar[str] = "rewriting"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, RewritingLevel]] = MappingProxyType(
         {

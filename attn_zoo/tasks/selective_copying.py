@@ -65,7 +65,6 @@ class CopyLevel(SymbolLevel[CopyPart]):
 class SelectiveCopying(AbstractCopyingTask[CopyPart]):
     """Selective copying at one level."""
 
-    name: ClassVar[str] = "selective_copying"
     version: ClassVar[int] = 1
     levels: ClassVar[Mapping[str, CopyLevel]] = MappingProxyType(
         {

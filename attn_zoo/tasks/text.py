@@ -103,7 +103,6 @@ def read_reviews(name: str, paths: Mapping[str, Path]) -> dict[str, tuple[list[s
 class Text(AbstractFileTask):
     """Sentiment of a review from its bytes, at one level."""
 
-    name: ClassVar[str] = "text"
     version: ClassVar[int] = 1
     files: ClassVar[Source] = REVIEWS
     levels: ClassVar[Mapping[str, TextLevel]] = MappingProxyType(

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.inputs import make_inputs, padding_mask, random_tensor
+from attn_zoo.conformance.inputs import padding_mask, random_tensor
+from attn_zoo.conformance.subject import Subject
 from attn_zoo.conformance.tolerance import largest_error, rounding, working_tolerance
+from attn_zoo.metadata import Form
+from attn_zoo.registry import variants
+
+
+def subject(form: Form, build: BuildContext, dtype: torch.dtype) -> Subject:
+    return Subject(variant=variants["full"], form=form, options={}, build=build, dtypes=(dtype,), lengths=())
 
 
 @pytest.mark.parametrize("kind", ["end", "scattered"])
@@ -25,7 +32,7 @@ def test_padding_leaves_every_entry_a_key_and_hides_one(kind: str, key_len: int)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_poison_is_in_padded_keys_and_nowhere_else(dtype: torch.dtype) -> None:
     build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=9)
-    plain = make_inputs("attention", build, batch_size=2, query_len=7, key_len=7, dtype=dtype, device="cpu", seed=0)
+    plain = subject("attention", build, dtype).inputs(build, 7)
     assert plain.poisoned() is plain
     mask = padding_mask(2, 7, "scattered")
     query, *keys = replace(plain, key_padding_mask=mask).poisoned().tensors
@@ -47,11 +54,9 @@ def test_values_are_the_same_in_every_dtype() -> None:
 
 def test_words_say_every_size_that_matters() -> None:
     build = BuildContext(embed_dim=32, num_heads=4, num_kv_heads=2, max_seq_len=9, is_cross=True)
-    inputs = make_inputs(
-        "attention", build, batch_size=3, query_len=5, key_len=7, dtype=torch.float32, device="cpu", seed=0
-    )
+    inputs = subject("attention", build, torch.float32).inputs(build, 5, key_len=7, batch_size=3)
     assert inputs.words() == "attention form, B=3 H=4 G=2 L=5 S=7 D=8 float32"
-    mixer = make_inputs("mixer", build, batch_size=1, query_len=5, key_len=7, dtype=torch.float32, device="cpu", seed=0)
+    mixer = subject("mixer", build, torch.float32).inputs(build, 5, key_len=7, batch_size=1)
     assert mixer.words() == "mixer form, B=1 L=5 S=7 E=32 float32"
     assert mixer.names == ("hidden", "context")
     assert not mixer.is_shared

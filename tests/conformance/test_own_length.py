@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import BuildContext
+from attn_zoo.attention import BuildContext, build_attention, build_mixer
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.conformance import check_output, own_length
+from attn_zoo.conformance import FirstCall, check_output, own_length
+from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.errors import GateError
-from attn_zoo.registry import variants
 
 
 def case(
@@ -24,9 +26,11 @@ def case(
     return build, [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def checked(output: Tensor, inputs: list[Tensor], build: BuildContext, **changes) -> tuple[str, ...]:
-    given = {"variant": variants["full"], "form": "attention", **changes}
-    return check_output(output, inputs, build=build, **given)
+def checked(
+    output: Tensor, inputs: list[Tensor], build: BuildContext, mask: Tensor | None = None, name: str = "full"
+) -> tuple[str, ...]:
+    given = Inputs(form="attention", tensors=tuple(inputs), key_padding_mask=mask, is_causal=build.is_causal)
+    return check_output(FirstCall(module=build_attention(name, build), inputs=given, output=output))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -42,7 +46,7 @@ def test_right_outputs_pass(dtype, is_causal, length, has_padding, monkeypatch):
         mask[::2, length - length // 4 - 1 :] = True
     query, key, value = inputs
     output = softmax_attention(query, key, value, is_causal=is_causal, key_padding_mask=mask).to(dtype)
-    assert checked(output, inputs, build, key_padding_mask=mask) == ("own_shape", "own_rows")
+    assert checked(output, inputs, build, mask) == ("own_shape", "own_rows")
 
 
 def exact(inputs: list[Tensor], **how) -> Tensor:
@@ -65,17 +69,17 @@ def test_faults_that_only_a_long_sequence_shows_are_caught(fault, dtype):
         mask = torch.zeros(2, 300, dtype=torch.bool)
         mask[:, 200:] = True
     with pytest.raises(GateError, match="own_rows: full: differs from float64 softmax attention"):
-        checked(output, inputs, build, key_padding_mask=mask)
+        checked(output, inputs, build, mask)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_number_that_is_none_is_caught_in_any_variant(bad):
-    build, inputs = case()
+    build, inputs = case(groups=4)
     output = exact(inputs)
     output[1, 2, 33, 4] = bad
     for name in ("full", "linformer"):
-        with pytest.raises(GateError, match=r"own_shape: .* the output is not finite"):
-            checked(output, inputs, build, variant=variants[name])
+        with pytest.raises(GateError, match=rf"own_shape: {name}: the output is not finite"):
+            checked(output, inputs, build, name=name)
     output[1, 2, 33, 5] = -bad
     with pytest.raises(GateError, match="not finite"):
         checked(output, inputs, build)
@@ -89,9 +93,10 @@ def test_shape_and_dtype_are_those_of_the_first_input():
 
 
 def test_rows_are_known_for_exact_attention_without_dropout_only():
-    build, inputs = case()
+    build, inputs = case(groups=4)
     output = exact(inputs) + 1
-    assert checked(output, inputs, build, variant=variants["linformer"]) == ("own_shape",)
-    assert checked(output, inputs, build, is_random=True) == ("own_shape",)
-    hidden = torch.randn(2, 75, 32)
-    assert check_output(hidden, [hidden], variant=variants["full"], form="mixer", build=build) == ("own_shape",)
+    assert checked(output, inputs, build, name="linformer") == ("own_shape",)
+    assert checked(output, inputs, replace(build, dropout_p=0.1)) == ("own_shape",)
+    mixer, hidden = build_mixer("full", build), torch.randn(2, 75, 32)
+    first = FirstCall(module=mixer, inputs=Inputs(form="mixer", tensors=(hidden,)), output=hidden)
+    assert check_output(first) == ("own_shape",)

@@ -189,6 +189,24 @@ class Killed(Plain):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@register("fake_train_rank_killed")
+class RankKilled(Plain):
+    """Has its second rank killed from outside the first time, and waits to be told to go on the second time."""
+
+    def misbehave(self) -> None:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        rank, marks = os.environ.get("RANK"), Path(os.environ.get("FAKE_MARKS", "/"))
+        if rank is None or (marks / "go").exists():
+            return
+        if not (marks / "killed").exists():
+            if self.num_calls == 4 and rank == "1":
+                (marks / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif self.num_calls == 1:
+            (marks / f"waiting-{rank}").touch()
+            time.sleep(300)
+
+
 @register("fake_train_one_way", causal=False, cross_attention=False)
 class OneWay(Plain):
     """Declares that it is bidirectional only."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, passed
+from attn_zoo.conformance.check import Finding, Violation, check, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import (
     Module,
@@ -22,13 +22,14 @@ from attn_zoo.conformance.subject import (
     reference_results,
     results,
 )
-from attn_zoo.conformance.tolerance import largest, largest_error, rounding
+from attn_zoo.conformance.tolerance import expect_close, largest, rounding
 from attn_zoo.errors import UnsupportedError
 
 STEP = 1e-6
 NUM_DIRECTIONS = 3
 
 
+@check("every input and parameter gets a finite and right gradient")
 def _gradients_reach_every_parameter(subject: Subject) -> Finding:
     for build in subject.contexts():
         short = subject.lengths[len(subject.lengths) // 2]
@@ -128,10 +129,11 @@ def _is_out_of_range(subject: Subject, build: BuildContext, module: Module, inpu
     truth_module = subject.make(build, seq_len=inputs.query_len, dtype=torch.float64)
     truth_module.load_state_dict(module.state_dict())
     truth = gradients(truth_module, inputs.map(torch.Tensor.double), reference_results)
-    value = truth.output if name == "output" else truth.by_name[name]
+    value = dict(truth.named()).get(name)
     return value is not None and torch.finfo(inputs.tensors[0].dtype).max / 16 < largest(value) < float("inf")
 
 
+@check("large inputs give finite outputs and gradients")
 def _finite_on_large_inputs(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     sizes = {torch.float64: 1e3, torch.float32: 1e2, torch.bfloat16: 1e2, torch.float16: 10.0}
@@ -142,12 +144,10 @@ def _finite_on_large_inputs(subject: Subject) -> Finding:
                 size = sizes[dtype]
                 large = inputs.map(partial(torch.mul, other=size))
                 found = gradients(module, large)
-                for name, value in (("output", found.output), *found.by_name.items()):
-                    if value is not None and not value.isfinite().all():
-                        what = name if name == "output" else f"gradient of {name}"
-                        if _is_out_of_range(subject, build, module, large, name):
-                            continue
-                        raise Violation(f"the {what} is not finite", f"{inputs.words()}, inputs of size {size:g}")
+                for name, value in found.named():
+                    if value.isfinite().all() or _is_out_of_range(subject, build, module, large, name):
+                        continue
+                    raise Violation(f"the {name} is not finite", f"{inputs.words()}, inputs of size {size:g}")
     return passed()
 
 
@@ -180,6 +180,7 @@ class _Poison(TorchFunctionMode):
         return result
 
 
+@check("nothing is read from torch.empty before it is written")
 def _uninitialised_memory(subject: Subject) -> Finding:
     for build in subject.contexts():
         for length in subject.lengths[-1 if subject.is_fixed else -2 :]:
@@ -188,18 +189,12 @@ def _uninitialised_memory(subject: Subject) -> Finding:
                 clean = gradients(module, inputs)
                 with _Poison():
                     poisoned = gradients(module, inputs)
-                pairs = [("output", clean.output, poisoned.output)]
-                pairs += [
-                    (f"gradient of {name}", value, poisoned.by_name[name])  # type: ignore[misc]
-                    for name, value in clean.by_name.items()
-                    if value is not None
-                ]
-                # A gradient that is zero by symmetry is rounding of the others, and need not repeat.
-                size = max(largest(expected) for _, expected, _ in pairs)
-                for name, expected, value in pairs:
-                    scale = torch.full((1,), largest(expected) if name == "output" else size, dtype=subject.dtype)
-                    if largest_error(value, expected) > rounding(scale, inputs.num_terms):
-                        raise Violation(f"the {name} depends on uninitialised memory", inputs.words())
+                after, size = dict(poisoned.named()), torch.tensor(max(largest(value) for _, value in clean.named()))
+                for name, expected in clean.named():
+                    # A gradient that is zero by symmetry is rounding of the others, and need not repeat.
+                    allowed = rounding(expected if name == "output" else size, inputs.num_terms, subject.dtype)
+                    message = f"the {name} depends on uninitialised memory"
+                    expect_close(after[name], expected, allowed, message, inputs.words())
         if build.is_causal and subject.capabilities.decode != "none":
             _expect_clean_steps(
                 subject, subject.module(build), subject.inputs(build, subject.fit(min(5, subject.lengths[-1])))
@@ -219,20 +214,4 @@ def _expect_clean_steps(subject: Subject, module: Module, inputs: Inputs) -> Non
                 raise Violation("a decode step depends on uninitialised memory", f"{inputs.words()}: step {position}")
 
 
-CHECKS = (
-    Check(
-        name="gradients_reach_every_parameter",
-        summary="every input and parameter gets a finite and right gradient",
-        run=_gradients_reach_every_parameter,
-    ),
-    Check(
-        name="finite_on_large_inputs",
-        summary="large inputs give finite outputs and gradients",
-        run=_finite_on_large_inputs,
-    ),
-    Check(
-        name="uninitialised_memory",
-        summary="nothing is read from torch.empty before it is written",
-        run=_uninitialised_memory,
-    ),
-)
+CHECKS = (_gradients_reach_every_parameter, _finite_on_large_inputs, _uninitialised_memory)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import AbstractMixer, BuildContext, Mixed, build_mixer
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs, random_like
 from attn_zoo.conformance.subject import Subject, gradients, reference_results, results, weighted_sum
-from attn_zoo.conformance.tolerance import largest, largest_error, rounding
+from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding
 
 
 def _two_layers(subject: Subject, build: BuildContext, length: int) -> tuple[AbstractMixer, AbstractMixer]:
@@ -43,6 +43,7 @@ def _carry_of(mixer: AbstractMixer, inputs: Inputs) -> Tensor:
     return carry
 
 
+@check("what passes between layers is used, and depends on nothing that an output must not depend on", forms=("mixer",))
 def _carry(subject: Subject) -> Finding:
     if not subject.capabilities.has_carry:
         return not_applicable("passes nothing between layers")
@@ -63,27 +64,24 @@ def _carry(subject: Subject) -> Finding:
 
 def _expect_independence(mixer: AbstractMixer, inputs: Inputs, carry: Tensor) -> None:
     alone = results(mixer, inputs.entries(slice(0, 1)))[1]
-    if largest_error(alone[0], carry[0]) > rounding(carry, inputs.num_terms):
-        raise Violation("an entry's carry depends on the other entries of the batch", inputs.words())
-    mask = inputs.key_padding_mask
+    mask, allowed = inputs.key_padding_mask, rounding(carry, inputs.num_terms)
+    message = "an entry's carry depends on the other entries of the batch"
+    expect_close(alone[0], carry[0], allowed, message, inputs.words())
     if mask is None:
         return
     last = inputs.tensors[-1]
-    noise = 3.0 * random_tensor(last.shape, 80, last.dtype, str(last.device))
-    garbage = replace(inputs, tensors=(*inputs.tensors[:-1], torch.where(mask[..., None], noise, last)))
+    noisy = torch.where(mask[..., None], 3.0 * random_like(last, 80), last)
+    garbage = replace(inputs, tensors=(*inputs.tensors[:-1], noisy))
     for content, other in (("noise", garbage), ("NaN and infinities", inputs.poisoned())):
-        if largest_error(results(mixer, other)[1], carry) > rounding(carry, inputs.num_terms):
-            raise Violation(
-                "values under key_padding_mask influence the carry", f"{inputs.words()}: padded tokens became {content}"
-            )
+        message, words = "values under key_padding_mask influence the carry", f"{inputs.words()}: padded with {content}"
+        expect_close(results(mixer, other)[1], carry, allowed, message, words)
 
 
 def _expect_finite_gradients(mixer: AbstractMixer, inputs: Inputs) -> None:
     found = gradients(mixer, inputs, run=lambda module, given: results(module, given)[1:])
-    for name, gradient in found.by_name.items():
-        if gradient is not None and not gradient.isfinite().all():
-            words = f"{inputs.words()}: that of {name}, with NaN and infinities in padded tokens"
-            raise Violation("the carry has a gradient that is not finite", words)
+    if found.not_finite:
+        words = f"{inputs.words()}: {found.not_finite}, with NaN and infinities in padded tokens"
+        raise Violation("the carry has a gradient that is not finite", words)
 
 
 def _expect_use(first: AbstractMixer, second: AbstractMixer, inputs: Inputs, *, is_causal: bool) -> None:
@@ -107,11 +105,4 @@ def _expect_use(first: AbstractMixer, second: AbstractMixer, inputs: Inputs, *, 
             raise Violation("a past output sees the future through the carry", inputs.words())
 
 
-CHECKS = (
-    Check(
-        name="carry",
-        summary="what passes between layers is used, and depends on nothing that an output must not depend on",
-        run=_carry,
-        forms=("mixer",),
-    ),
-)
+CHECKS = (_carry,)

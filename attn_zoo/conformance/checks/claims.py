@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import get_args, get_type_hints
 
 import torch
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed, refused
-from attn_zoo.conformance.subject import Subject, call
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed, refused
+from attn_zoo.conformance.subject import Subject, call, infer
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.kernels.trace import recording
@@ -52,10 +51,10 @@ def _nos(subject: Subject) -> Iterator[tuple[str, str, Callable[[], object]]]:
         yield "decode", "init_state()", lambda: module.init_state(1, device=subject.device)
     if not capabilities.key_padding_mask:
         inputs = subject.inputs(forward, subject.lengths[-1] if capabilities.variable_seq_len else forward.max_seq_len)
-        mask = torch.zeros(inputs.batch_size, inputs.key_len, dtype=torch.bool, device=subject.device)
-        yield "key_padding_mask", "a mask", lambda: call(module, replace(inputs, key_padding_mask=mask))
+        yield "key_padding_mask", "a mask", lambda: call(module, inputs.unpadded())
 
 
+@check("every declared no is refused with UnsupportedError, unknown options too")
 def _refusals(subject: Subject) -> Finding:
     try:
         subject.make(next(subject.contexts()), options={**subject.options, UNKNOWN_OPTION: 1})
@@ -71,6 +70,7 @@ def _refusals(subject: Subject) -> Finding:
     return refused(f"refuses {', '.join(seen)}") if seen else passed("refuses nothing but unknown options")
 
 
+@check("declared position schemes act, all others are refused")
 def _positions(subject: Subject) -> Finding:
     wanted: tuple[tuple[str, BuildContext], ...] = (
         ("rotary", replace(subject.build, position="rotary")),
@@ -111,6 +111,7 @@ def _have_an_effect(subject: Subject, build: BuildContext, without: BuildContext
     return largest_error(output, expected) > rounding(expected, inputs.num_terms)
 
 
+@check("the path that ran is the one that was asked for, every time")
 def _path_ran(subject: Subject) -> Finding:
     build = next(subject.contexts())
     length = subject.lengths[-1]
@@ -118,14 +119,14 @@ def _path_ran(subject: Subject) -> Finding:
     seen: list[list[str]] = []
     module = subject.make(build, seq_len=length)
     for _ in range(2):
-        with recording() as paths, torch.no_grad():
-            call(module, inputs)
+        with recording() as paths:
+            infer(module, inputs)
         seen.append(paths)
     if seen[0] != seen[1]:
         raise Violation("two equal calls took different paths", f"{inputs.words()}: {seen[0]}, then {seen[1]}")
     # The shared mixer adds no path of its own, so each backend is asked for once.
     is_wrapped = subject.form == "mixer" and subject.variant.attention is not None
-    backends = () if is_wrapped else _backends(subject)
+    backends = () if is_wrapped else subject.variant.backends
     if not backends:
         return passed(f"ran {', '.join(seen[0])}") if seen[0] else not_applicable("has one path and names none")
     ran = []
@@ -137,20 +138,14 @@ def _path_ran(subject: Subject) -> Finding:
     return passed(f"ran {', '.join(ran)}")
 
 
-def _backends(subject: Subject) -> tuple[str, ...]:
-    """Return the values of an option named `backend`, or none where there is no such choice."""
-    hint = get_type_hints(subject.variant.config).get("backend")
-    return tuple(str(value) for value in get_args(hint))
-
-
 def _path_of(subject: Subject, build: BuildContext, backend: str, dtype: torch.dtype) -> str | None:
     """Return the path that ran when `backend` was asked for, or None where it was refused."""
     length = subject.lengths[-1]
     inputs = subject.inputs(build, length, dtype=dtype)
     try:
         module = subject.make(build, seq_len=length, dtype=dtype, options={**subject.options, "backend": backend})
-        with recording() as paths, torch.no_grad():
-            call(module, inputs)
+        with recording() as paths:
+            infer(module, inputs)
     except UnsupportedError:
         return None
     asked = f"{inputs.words()}, backend={backend!r}"
@@ -161,12 +156,4 @@ def _path_of(subject: Subject, build: BuildContext, backend: str, dtype: torch.d
     return ", ".join(paths)
 
 
-CHECKS = (
-    Check(name="positions", summary="declared position schemes act, all others are refused", run=_positions),
-    Check(
-        name="refusals",
-        summary="every declared no is refused with UnsupportedError, unknown options too",
-        run=_refusals,
-    ),
-    Check(name="path_ran", summary="the path that ran is the one that was asked for, every time", run=_path_ran),
-)
+CHECKS = (_positions, _refusals, _path_ran)

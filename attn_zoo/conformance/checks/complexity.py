@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
-from attn_zoo.conformance.subject import Subject, call, call_reference
+from attn_zoo.conformance.subject import Subject, call, call_reference, count_forward
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.metadata import DEPENDS_ON_DATA
 from attn_zoo.registry import variants
@@ -222,24 +222,12 @@ def _exponent(values: Mapping[int, float]) -> float:
 
 
 def _cost_exponent(subject: Subject, build: BuildContext) -> float | None:
-    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
-
-    form = subject.variant.form
-    subject = replace(subject, form=form)
-    counts: dict[int, float] = {}
-    for multiple in COST_MULTIPLES:
-        length = multiple * subject.fit(SHORTEST_LEN)
-        try:
-            module = subject.make(replace(build, max_seq_len=length))
-        except UnsupportedError:  # these options need hidden states, as a mixer around an attention has them
-            return None
-        inputs = subject.inputs(build, length, batch_size=1)
-        with torch.no_grad():
-            counted = count_operations(partial(call, module, inputs))
-        if counted is None:
-            return None
-        projections = subject.variant.projection_flops(build.shape(1, length, config=subject.config, form=form))
-        counts[length] = counted.products - projections or counted.additions
+    subject = replace(subject, form=subject.variant.form)
+    try:
+        lengths = [multiple * subject.fit(SHORTEST_LEN) for multiple in COST_MULTIPLES]
+        counts = {length: _operations(subject, build, length) or 0.0 for length in lengths}
+    except UnsupportedError:  # these options need hidden states, as a mixer around an attention has them
+        return None
     return _exponent(counts) if min(counts.values()) > 0 else None
 
 
@@ -279,12 +267,9 @@ def _formula_slopes(subject: Subject, build: BuildContext, lengths: Sequence[int
 
 
 def _operations(subject: Subject, build: BuildContext, length: int) -> float | None:
-    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
-
+    """Count the products of one sequence without projections, or the sums where there are none."""
     build = replace(build, max_seq_len=length)
-    module, inputs = subject.make(build), subject.inputs(build, length, batch_size=1)
-    with torch.no_grad():
-        counted = count_operations(partial(call, module, inputs))
+    counted = count_forward(subject.make(build), subject.inputs(build, length, batch_size=1))
     if counted is None:
         return None
     projections = subject.variant.projection_flops(build.shape(1, length, config=subject.config, form=subject.form))
@@ -303,6 +288,7 @@ def _saved_bytes(subject: Subject, build: BuildContext, length: int) -> float:
     return float(num_bytes)
 
 
+@check("operations and what is kept for the backward grow no faster than the exponents claimed")
 def _claimed_growth(subject: Subject) -> Finding:
     if subject.form != subject.variant.form:
         return not_applicable("the claims are about the form the variant is written in")
@@ -383,6 +369,7 @@ def _seen_through(subject: Subject, build: BuildContext, inputs: Inputs, seen: T
     return gradient.ne(0).any(-1)
 
 
+@check("sequential operations and maximum path length grow with the length as claimed", forms=("mixer",))
 def _complexity_claims(subject: Subject) -> Finding:
     words = []
     try:
@@ -403,16 +390,4 @@ def _complexity_claims(subject: Subject) -> Finding:
     return passed("; ".join(words))
 
 
-CHECKS = (
-    Check(
-        name="complexity_claims",
-        summary="sequential operations and maximum path length grow with the length as claimed",
-        run=_complexity_claims,
-        forms=("mixer",),
-    ),
-    Check(
-        name="claimed_growth",
-        summary="operations and what is kept for the backward grow no faster than the exponents claimed",
-        run=_claimed_growth,
-    ),
-)
+CHECKS = (_complexity_claims, _claimed_growth)

@@ -10,22 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.effective import AttentionCall, effective_weights
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, weighted_sum
+from attn_zoo.conformance.subject import Module, Subject, call, count_forward, weighted_sum
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Shape
-
-if TYPE_CHECKING:
-    from attn_zoo.measure.flop_count import Operations
 
 AGREEMENT = 0.01
 """Relative difference that is left between a claim and a count."""
@@ -42,6 +37,7 @@ MOST_LOST = 0.25
 BATCH = 4
 
 
+@check("the FLOPs formula is positive, grows, and agrees with the claimed exponent")
 def _flops_formula(subject: Subject) -> Finding:
     complexity = subject.variant.complexity_of(subject.config)
     if complexity.flops is None:
@@ -95,13 +91,6 @@ def _counted_calls(
             yield subject.make(build, seq_len=length, dtype=dtype), inputs, shape
 
 
-def _forward_operations(module: Module, inputs: Inputs) -> Operations | None:
-    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
-
-    with torch.no_grad():
-        return count_operations(partial(call, module, inputs))
-
-
 def _visible_products(module: Module, inputs: Inputs) -> float:
     """Return the FLOPs of both products over the pairs of query and key that a call really uses; or infinity."""
     if not isinstance(module, AbstractAttention):
@@ -115,6 +104,7 @@ def _visible_products(module: Module, inputs: Inputs) -> float:
     return 4.0 * inputs.batch_size * query.shape[-1] * int(weights.count_nonzero())
 
 
+@check("the FLOPs formula agrees with what runs, or with the pairs it really uses, within 1 %")
 def _flops_count(subject: Subject) -> Finding:
     variant = subject.variant
     if variant.complexity.flops is None:
@@ -124,7 +114,7 @@ def _flops_count(subject: Subject) -> Finding:
     finding, share = not_applicable("an operation runs that cannot be counted"), 1.0
     for module, inputs, shape in _counted_calls(subject, (*COUNTED_LENGTHS, LONG_LENGTH)):
         claim, projections = variant.flops(shape), variant.projection_flops(shape)
-        counted = _forward_operations(module, inputs)
+        counted = count_forward(module, inputs)
         if counted is None or claim is None:
             continue
         words = f"{inputs.words()}: claims {claim}, counted {counted.products}"
@@ -149,8 +139,9 @@ def _flops_count(subject: Subject) -> Finding:
     return finding
 
 
+@check("the backward has as many operations for one of the forward as claimed")
 def _backward_ratio(subject: Subject) -> Finding:
-    from attn_zoo.measure.flop_count import count_operations
+    from attn_zoo.measure.flop_count import count_operations  # loads Triton
 
     variant = subject.variant
     if variant.complexity.flops is None:
@@ -164,7 +155,7 @@ def _backward_ratio(subject: Subject) -> Finding:
         def both(module: Module = module, leaves: Inputs = leaves) -> None:
             torch.autograd.backward(weighted_sum(call(module, leaves)))
 
-        forward, total = _forward_operations(module, inputs), count_operations(both)
+        forward, total = count_forward(module, inputs), count_operations(both)
         if forward is None or total is None or claim is None:
             continue
         if forward.products <= (1 + AGREEMENT) * variant.projection_flops(shape):
@@ -181,6 +172,7 @@ def _backward_ratio(subject: Subject) -> Finding:
     return finding
 
 
+@check("the least traffic is that of inputs and output, and of weights at most")
 def _least_bytes(subject: Subject) -> Finding:
     finding = not_applicable("has no form without a second sequence")
     for build in subject.contexts(with_cross=False):
@@ -201,25 +193,4 @@ def _least_bytes(subject: Subject) -> Finding:
     return finding
 
 
-CHECKS = (
-    Check(
-        name="flops_formula",
-        summary="the FLOPs formula is positive, grows, and agrees with the claimed exponent",
-        run=_flops_formula,
-    ),
-    Check(
-        name="flops_count",
-        summary="the FLOPs formula agrees with what runs, or with the pairs it really uses, within 1 %",
-        run=_flops_count,
-    ),
-    Check(
-        name="backward_ratio",
-        summary="the backward has as many operations for one of the forward as claimed",
-        run=_backward_ratio,
-    ),
-    Check(
-        name="least_bytes",
-        summary="the least traffic is that of inputs and output, and of weights at most",
-        run=_least_bytes,
-    ),
-)
+CHECKS = (_flops_formula, _flops_count, _backward_ratio, _least_bytes)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import state_bytes
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.subject import Module, Subject, call, read_positions, routing_of
-from attn_zoo.conformance.tolerance import HALF_EPS, largest_error, rounding
+from attn_zoo.conformance.tolerance import expect_close, is_half, rounding
 from attn_zoo.errors import UnsupportedError
 
 NUM_CUTS = 3
@@ -75,6 +75,7 @@ def _refused_decode(subject: Subject) -> Finding:
     return finding
 
 
+@check("a sequence cut anywhere, read by prefill and steps, equals the causal forward; or it is refused")
 def _decode(subject: Subject) -> Finding:
     if subject.capabilities.decode == "none":
         return _refused_decode(subject)
@@ -89,7 +90,7 @@ def _decode(subject: Subject) -> Finding:
         for length in subject.lengths:
             inputs = subject.inputs(context, length, batch_size=3)
             _expect_pieces(*_started(subject, context, inputs), position)
-    if not _is_wrapped(subject):
+    if not subject.is_shared_mixer:  # its state is that of an attention which is checked by itself
         _expect_long(subject, context)
     if subject.capabilities.grouped_query:
         grouped = replace(build, num_heads=4, num_kv_heads=2)
@@ -99,11 +100,6 @@ def _decode(subject: Subject) -> Finding:
     if subject.form == "mixer" and subject.capabilities.cross_attention and not subject.is_fixed:
         _cross_decode(subject)
     return passed()
-
-
-def _is_wrapped(subject: Subject) -> bool:
-    """Return whether this is the shared mixer, whose state is that of an attention which is checked by itself."""
-    return subject.form == "mixer" and subject.variant.mixer is None
 
 
 def _started(subject: Subject, build: BuildContext, inputs: Inputs) -> tuple[Module, Inputs, Callable[[], Any]]:
@@ -119,18 +115,16 @@ def _started(subject: Subject, build: BuildContext, inputs: Inputs) -> tuple[Mod
 def _expect_long(subject: Subject, build: BuildContext) -> None:
     """Check one long sequence, stepped through; a type of 16 bits may gather rounding over so many steps."""
     length = subject.fit(LONG_LEN)
-    if torch.finfo(subject.dtype).eps > HALF_EPS:
+    if is_half(subject.dtype):
         return
     context = replace(build, max_seq_len=max(build.max_seq_len, length))
     module, inputs, start = _started(subject, context, subject.inputs(context, length, batch_size=1))
     expected = call(module, inputs)
     tolerance = rounding(expected, inputs.num_terms)
+    message = "decoding differs from the causal forward"
     for position, (output, _) in enumerate(_read(module, inputs, [(range(length), False)], start())):
-        error = largest_error(output, expected[..., position : position + 1, :])
-        if error > tolerance:
-            raise Violation(
-                "decoding differs from the causal forward", f"{inputs.words()}: step {position} is off by {error:.2g}"
-            )
+        row, words = expected[..., position : position + 1, :], f"{inputs.words()}: step {position}"
+        expect_close(output, row, tolerance, message, words)
 
 
 @torch.no_grad()
@@ -145,12 +139,8 @@ def _expect_pieces(module: Module, inputs: Inputs, start: Callable[[], Any], pos
             rows = expected[..., begin:end, :]
             if output.shape != rows.shape:
                 raise Violation("reading from a state gives the wrong shape", f"{words}: {list(output.shape)}")
-            error = largest_error(output, rows)
-            if error > tolerance:
-                what = "prefill" if way == "prefill" else "decoding"
-                raise Violation(
-                    f"{what} differs from the causal forward", f"{words}: positions from {begin} are off by {error:.2g}"
-                )
+            message = f"{'prefill' if way == 'prefill' else 'decoding'} differs from the causal forward"
+            expect_close(output, rows, tolerance, message, f"{words}: positions from {begin}")
             begin = end
         if begin != inputs.query_len:
             raise Violation("reading from a state gives the wrong shape", f"{words}: {begin} positions in all")
@@ -180,6 +170,7 @@ Sequence = tuple[Module, Inputs, Callable[[], Any]]
 """What is read, by which module, and how its state begins."""
 
 
+@check("a decode state is a value: used twice, or in turns with others, it gives the same; or use is refused")
 @torch.no_grad()
 def _decode_states(subject: Subject) -> Finding:
     """Compare steps with steps: that these are right is for `decode` to say."""
@@ -189,7 +180,7 @@ def _decode_states(subject: Subject) -> Finding:
     if build is None:
         return not_applicable("decodes only in its causal form")
     length = next((length for length in subject.lengths if length >= 8), subject.lengths[-1])
-    builds = [] if _is_wrapped(subject) else [build]
+    builds = [] if subject.is_shared_mixer else [build]
     if subject.form == "mixer" and subject.capabilities.cross_attention and not subject.is_fixed:
         builds.append(replace(subject.build, is_causal=False, is_cross=True))
     for context in builds:
@@ -225,12 +216,9 @@ def _expect_turns(*sequences: Sequence) -> None:
         module, inputs, _ = sequences[number]
         at = done[number]
         output, states[number] = read_positions(module, inputs, range(at, at + 1), states[number], at_once=False)
-        error = largest_error(output, expected[number][at])
-        if error > rounding(expected[number][at], inputs.num_terms):
-            raise Violation(
-                "sequences that are decoded in turns disturb each other",
-                f"{inputs.words()}: step {at} of one is off by {error:.2g}, with {done} steps read of each",
-            )
+        before, message = expected[number][at], "sequences that are decoded in turns disturb each other"
+        words = f"{inputs.words()}: step {at} of one, with {done} steps read of each"
+        expect_close(output, before, rounding(before, inputs.num_terms), message, words)
         done[number] += 1
 
 
@@ -240,30 +228,29 @@ def _expect_value(sequence: Sequence, other: Inputs) -> None:
     expected, state = _stepped(sequence, inputs.query_len)[0], start()
 
     def expect(output: Tensor, before: Tensor, what: str) -> None:
-        error = largest_error(output, before)
-        if error > rounding(before, inputs.num_terms):
-            raise Violation("a state that is used again has changed", f"{inputs.words()}: {what} is off by {error:.2g}")
+        message, words = "a state that is used again has changed", f"{inputs.words()}: {what}"
+        expect_close(output, before, rounding(before, inputs.num_terms), message, words)
 
     for at, before in enumerate(expected):
         here = range(at, at + 1)
         if at not in {0, 5, 6, len(expected) - 2}:  # 5 and 6: a buffer that doubles has room there
             output, state = read_positions(module, inputs, here, state, at_once=False)
-            expect(output, before, f"step {at}, after others were tried before it,")
+            expect(output, before, f"step {at}, after others were tried before it")
             continue
         branch = replace(inputs, tensors=tuple(map(torch.Tensor.clone, inputs.tensors)))
         for index in range(3 if inputs.form == "attention" else 1):  # a context stays: it is in the state
             branch.tensors[index][..., at, :] = other.tensors[index][..., at, :]
-        ways = ("another token", False), ("another token, by prefill,", True)
+        ways = ("another token", False), ("another token, by prefill", True)
         alone = [read_positions(module, branch, here, _stepped(sequence, at)[1], at_once=once)[0] for _, once in ways]
         read_positions(module, branch, here, state, at_once=False)
         try:
             output, after = read_positions(module, inputs, here, state, at_once=False)
         except UnsupportedError:  # a state that can be used once only must say so
             return
-        expect(output, before, f"step {at}, after another token at it,")
+        expect(output, before, f"step {at}, after another token at it")
         for (words, at_once), output in zip(ways, alone, strict=True):
             again, _ = read_positions(module, branch, here, state, at_once=at_once)
-            expect(again, output, f"{words} at step {at}, after it was made,")
+            expect(again, output, f"{words} at step {at}, after it was made")
         state = after
 
 
@@ -278,12 +265,11 @@ def _expect_parameters_read(subject: Subject, build: BuildContext, sequence: Seq
     target.load_state_dict(source.state_dict())
     expected, outputs = (_stepped((module, inputs, start), inputs.query_len)[0] for module in (source, target))
     for at, (output, before) in enumerate(zip(outputs, expected, strict=True)):
-        error = largest_error(output, before)
-        if error > rounding(before, inputs.num_terms):
-            words = f"{inputs.words()}: step {at} is off by {error:.2g}"
-            raise Violation("steps do not use the parameters that were loaded", words)
+        message, words = "steps do not use the parameters that were loaded", f"{inputs.words()}: step {at}"
+        expect_close(output, before, rounding(before, inputs.num_terms), message, words)
 
 
+@check("the decode state has the size that is claimed, and a recurrent one does not grow")
 @torch.no_grad()
 def _decode_state_bytes(subject: Subject) -> Finding:
     kind, claim = subject.capabilities.decode, subject.variant.complexity.state_bytes
@@ -317,20 +303,4 @@ def _decode_state_bytes(subject: Subject) -> Finding:
     return passed(f"{size} bytes after {length} tokens" + ("; claims nothing" if claim is None else ""))
 
 
-CHECKS = (
-    Check(
-        name="decode",
-        summary="a sequence cut anywhere, read by prefill and steps, equals the causal forward; or it is refused",
-        run=_decode,
-    ),
-    Check(
-        name="decode_states",
-        summary="a decode state is a value: used twice, or in turns with others, it gives the same; or use is refused",
-        run=_decode_states,
-    ),
-    Check(
-        name="decode_state_bytes",
-        summary="the decode state has the size that is claimed, and a recurrent one does not grow",
-        run=_decode_state_bytes,
-    ),
-)
+CHECKS = (_decode, _decode_states, _decode_state_bytes)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
+from attn_zoo.conformance.checks.randomness import seeded_call
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, gradients
-from attn_zoo.conformance.tolerance import largest, largest_error, same_shape_tolerance
+from attn_zoo.conformance.subject import Module, Subject, gradients
+from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, same_shape_tolerance
 from attn_zoo.metadata import DropoutUnit, Form
 
 LENGTH, MANY_LENGTH = 256, 128
@@ -92,6 +93,7 @@ def _probe(inputs: Inputs) -> Inputs:
     return replace(inputs, tensors=(0.1 * query, 0.1 * key, value))
 
 
+@check("drops at the rate asked for, each draw independent of all others unless declared, and stays finite")
 def _dropout_rate(subject: Subject) -> Finding:
     if not subject.capabilities.attention_dropout:
         return not_applicable("has no dropout")
@@ -177,13 +179,12 @@ def _draws(plain: Module, module: Module, probe: Inputs, unit: DropoutUnit, rate
     """
     inputs = probe.repeated(copies)
     words = f"{inputs.words()}, dropout_p={rate}"
-    expected = _seeded(plain, probe, 0)
+    expected = seeded_call(plain, probe, 0).clone()
     tolerance = same_shape_tolerance(expected)
-    if largest_error(_seeded(module.eval(), probe, 0), expected) > tolerance:
-        raise Violation("dropout acts in evaluation", words)
+    expect_close(seeded_call(module.eval(), probe, 0), expected, tolerance, "dropout acts in evaluation", words)
     nothing = replace(probe, tensors=(*probe.tensors[:2], torch.zeros_like(probe.tensors[-1])))
-    offset = _seeded(plain, nothing, 0) if probe.form == "attention" else None
-    first, second = (_seeded(module.train(), inputs, seed) for seed in (1, 2))
+    offset = seeded_call(plain, nothing, 0) if probe.form == "attention" else None
+    first, second = (seeded_call(module.train(), inputs, seed).clone() for seed in (1, 2))
     heads = first.shape[1] if probe.form == "attention" else 1
     for head in range(heads if copies > 1 else 0):  # a few weights of one copy may all be kept
         one = (first, expected) if probe.form == "mixer" else (first[:, head], expected[:, head])
@@ -194,7 +195,7 @@ def _draws(plain: Module, module: Module, probe: Inputs, unit: DropoutUnit, rate
     if offset is not None and largest(offset):  # of tokens that the variant adds: the same seed, the same draws
         nothing = nothing.repeated(copies)
         expected = expected - offset
-        first, second = first - _seeded(module, nothing, 1), second - _seeded(module, nothing, 2)
+        first, second = first - seeded_call(module, nothing, 1), second - seeded_call(module, nothing, 2)
     count = _num_keys(inputs)
     shown, twin = slice(count), slice(count, 2 * count) if expected.shape[-1] > 1 else slice(count)
     are_twins = largest_error(expected[..., shown], expected[..., twin]) <= tolerance
@@ -202,12 +203,6 @@ def _draws(plain: Module, module: Module, probe: Inputs, unit: DropoutUnit, rate
         raise Violation("dropout drops numbers of the output, not weights", words)
     first, second = first[..., shown], second[..., shown]
     return _Draws(rate, expected[..., shown].expand_as(first), first, second, words)
-
-
-def _seeded(module: Module, inputs: Inputs, seed: int) -> Tensor:
-    with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []), torch.no_grad():
-        torch.manual_seed(seed)
-        return call(module, inputs).clone()
 
 
 def _level(draws: _Draws) -> float | None:
@@ -296,16 +291,8 @@ def _expect_finite(subject: Subject, context: BuildContext) -> None:
         inputs = subject.inputs(context, length)
         with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []):
             found = gradients(module, inputs)
-        for name, value in (("output", found.output), *found.by_name.items()):
-            if value is not None and not value.isfinite().all():
-                what = name if name == "output" else f"gradient of {name}"
-                raise Violation(f"the {what} is not finite", f"{inputs.words()}, dropout_p={rate}")
+        if found.not_finite:
+            raise Violation(f"the {found.not_finite} is not finite", f"{inputs.words()}, dropout_p={rate}")
 
 
-CHECKS = (
-    Check(
-        name="dropout_rate",
-        summary="drops at the rate asked for, each draw independent of all others unless declared, and stays finite",
-        run=_dropout_rate,
-    ),
-)
+CHECKS = (_dropout_rate,)

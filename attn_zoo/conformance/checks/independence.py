@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, random_tensor
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs, random_like
 from attn_zoo.conformance.lengths import block_sizes
-from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
-from attn_zoo.conformance.tolerance import largest, largest_error, rounding
+from attn_zoo.conformance.subject import Module, Subject, gradients, infer, weighted_sum
+from attn_zoo.conformance.tolerance import error_by_row, expect_close, largest, rounding
 
 MAX_POSITIONS = 16  # per call; shorter sequences are tried at every position
 FEW_POSITIONS = 6  # in the gate
@@ -21,6 +21,7 @@ FEW_TOKENS = 1024  # in the gate
 ORDINARY_BLOCKS = (64, 128, 256, 512)  # beside those that the options name
 
 
+@check("other entries of the batch do not matter")
 def _batch_invariance(subject: Subject) -> Finding:
     for build in subject.contexts():
         for length in subject.lengths:
@@ -29,8 +30,7 @@ def _batch_invariance(subject: Subject) -> Finding:
                 _expect_batch_invariance(module, inputs, "evaluation")
         for long_build, length in () if subject.is_fixed else list(subject.probes(build))[-1:]:
             module, inputs = subject.module(long_build, seq_len=length), subject.inputs(long_build, length)
-            with torch.no_grad():
-                _expect_alone(module, inputs, 1, call(module, inputs))
+            _expect_alone(module, inputs, 1, infer(module, inputs))
         # Statistics over the batch, as of batch normalisation, are used in training only. A gate asks for its own mode.
         if build.dropout_p == 0 and not subject.is_fixed:
             module = subject.make(build, seq_len=subject.lengths[-1]).train()
@@ -39,30 +39,23 @@ def _batch_invariance(subject: Subject) -> Finding:
     return passed()
 
 
-@torch.no_grad()
 def _expect_alone(module: Module, inputs: Inputs, entry: int, together: Tensor, mode: str = "evaluation") -> None:
-    alone = call(module, inputs.entries(slice(entry, entry + 1)))[0]
-    change = largest_error(alone, together[entry])
-    if change > rounding(together, inputs.num_terms):
-        raise Violation(
-            "an entry's output depends on the other entries of the batch",
-            f"{inputs.words()}, {mode}: output of entry {entry} changed by {change:.2g} when it was alone",
-        )
+    alone, words = (
+        inputs.entries(slice(entry, entry + 1)),
+        f"{inputs.words()}, {mode}: entry {entry}, when it was alone",
+    )
+    message = "an entry's output depends on the other entries of the batch"
+    expect_close(infer(module, alone)[0], together[entry], rounding(together, inputs.num_terms), message, words)
 
 
 def _expect_batch_invariance(module: Module, inputs: Inputs, mode: str) -> None:
-    with torch.no_grad():
-        together = call(module, inputs)
-        tolerance = rounding(together, inputs.num_terms)
-        for entry in range(inputs.batch_size):
-            _expect_alone(module, inputs, entry, together, mode)
-        order = torch.arange(inputs.batch_size - 1, -1, -1, device=together.device)
-        change = largest_error(call(module, inputs.entries(order)), together[order])
-        if change > tolerance:
-            raise Violation(
-                "permuting the batch does not permute the outputs",
-                f"{inputs.words()}, {mode}: reversing the batch changed an output by {change:.2g}",
-            )
+    together = infer(module, inputs)
+    for entry in range(inputs.batch_size):
+        _expect_alone(module, inputs, entry, together, mode)
+    order = torch.arange(inputs.batch_size - 1, -1, -1, device=together.device)
+    message, words = "permuting the batch does not permute the outputs", f"{inputs.words()}, {mode}: the batch reversed"
+    allowed = rounding(together, inputs.num_terms)
+    expect_close(infer(module, inputs.entries(order)), together[order], allowed, message, words)
     found = gradients(module, inputs, weigh=lambda output: weighted_sum(output[0])).by_name
     for name in inputs.names:
         gradient = found[name]
@@ -73,6 +66,7 @@ def _expect_batch_invariance(module: Module, inputs: Inputs, mode: str) -> None:
             )
 
 
+@check("where it is claimed, the order of the keys does not matter without positions")
 def _permutation(subject: Subject) -> Finding:
     if not subject.capabilities.is_permutation_invariant:
         return not_applicable("does not claim that the order of the keys is all the same (is_permutation_invariant)")
@@ -96,17 +90,11 @@ def _expect_permutation(module: Module, inputs: Inputs) -> None:
     for index in inputs.key_side:
         tensors[index] = tensors[index][..., order, :]
     mask = None if inputs.key_padding_mask is None else inputs.key_padding_mask[:, order]
-    with torch.no_grad():
-        expected = call(module, inputs)
-        output = call(module, replace(inputs, tensors=tuple(tensors), key_padding_mask=mask))
+    expected, output = infer(module, inputs), infer(module, replace(inputs, tensors=tuple(tensors)).under(mask))
     if inputs.is_shared:  # keys are queries: the outputs move along
         expected = expected[..., order, :]
-    change = largest_error(output, expected)
-    if change > rounding(expected, inputs.num_terms):
-        raise Violation(
-            "the order of keys matters without positions",
-            f"{inputs.words()}: an output changed by {change:.2g} when keys and values were permuted together",
-        )
+    allowed, words = rounding(expected, inputs.num_terms), f"{inputs.words()}: keys and values permuted together"
+    expect_close(output, expected, allowed, "the order of keys matters without positions", words)
 
 
 def _positions(length: int, count: int) -> list[int]:
@@ -117,6 +105,7 @@ def _positions(length: int, count: int) -> list[int]:
     return sorted({0, 1, length - 2, length - 1, *inner.tolist()})
 
 
+@check("future tokens change neither past outputs nor gradients")
 def _causality(subject: Subject) -> Finding:
     causal = replace(subject.build, is_causal=True, is_cross=False)
     if not subject.capabilities.causal:
@@ -150,20 +139,19 @@ def _expect_causal(module: Module, subject: Subject, build: BuildContext, length
     for index, tensor in enumerate(tensors):
         for entry, position in enumerate(positions, start=1):
             row = position if index in batch.key_side else position - offset
-            noise = random_tensor(tensor[entry, ..., row, :].shape, 7 * entry + index, tensor.dtype, subject.device)
-            tensor[entry, ..., row, :] = 3.0 * noise
+            tensor[entry, ..., row, :] = 3.0 * random_like(tensor[entry, ..., row, :], 7 * entry + index)
     cuts = positions[::2] if subject.is_fixed else positions
     if subject.capabilities.causal == "masked":  # what a query may choose from may change, what it then sees may not
         _expect_causal_gradient(module, single.repeated(len(cuts)), cuts, offset)
         return
-    with torch.no_grad():
-        output = call(module, replace(batch, tensors=tuple(tensors)))
+    output = infer(module, replace(batch, tensors=tuple(tensors)))
     tolerance = rounding(output[0], single.num_terms)  # a row's place decides in which order its sums run
     for entry, position in enumerate(positions, start=1):
-        seen = output[entry, ..., : position - offset, :]
-        change = (seen.double() - output[0, ..., : position - offset, :].double()).abs()
-        if not float(change.nan_to_num(nan=torch.inf).max()) <= tolerance:
-            by_row: Tensor = change.nan_to_num(nan=torch.inf).amax(-1).reshape(-1, change.shape[-2]).amax(0)
+        past = slice(position - offset)
+        by_row = (
+            error_by_row(output[entry, ..., past, :], output[0, ..., past, :]).reshape(-1, position - offset).amax(0)
+        )
+        if not float(by_row.max()) <= tolerance:
             row = int((by_row > tolerance).nonzero()[0])
             raise Violation(
                 "a future token changes a past output",
@@ -194,11 +182,10 @@ def _expect_causal_probe(module: Module, subject: Subject, build: BuildContext, 
 
     tensors = tuple(joined(*pair) for pair in zip(batch.tensors, other.tensors, strict=True))
     if subject.capabilities.causal != "masked":
-        with torch.no_grad():
-            output = call(module, replace(batch, tensors=tensors)).double()
-        change = (output - output[:1]).abs().nan_to_num(nan=torch.inf).amax(-1)
+        output = infer(module, replace(batch, tensors=tensors))
+        change = error_by_row(output, output[:1])
         change = (change if change.dim() == 2 else change.amax(1)).masked_fill(is_after, 0.0)  # [B, L]
-        if float(change.max()) > rounding(output, batch.num_terms, single.tensors[0].dtype):
+        if float(change.max()) > rounding(output, batch.num_terms):
             entry = int(change.amax(-1).argmax())
             row = int(change[entry].argmax())
             raise Violation(
@@ -228,12 +215,4 @@ def _expect_causal_gradient(module: Module, batch: Inputs, positions: list[int],
                 )
 
 
-CHECKS = (
-    Check(name="batch_invariance", summary="other entries of the batch do not matter", run=_batch_invariance),
-    Check(
-        name="permutation",
-        summary="where it is claimed, the order of the keys does not matter without positions",
-        run=_permutation,
-    ),
-    Check(name="causality", summary="future tokens change neither past outputs nor gradients", run=_causality),
-)
+CHECKS = (_batch_invariance, _permutation, _causality)

@@ -9,18 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, passed
+from attn_zoo.conformance.check import Finding, Violation, check, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Gradients, Module, Subject, call, gradients, is_own_reference, routing_of
-from attn_zoo.conformance.tolerance import HALF_EPS, largest, largest_error, rounding
+from attn_zoo.conformance.subject import Gradients, Module, Subject, gradients, infer, is_own_reference, routing_of
+from attn_zoo.conformance.tolerance import error_by_row, expect_close, is_half, largest, rounding
 
 FEW_ROWS = 0.25
 """Share of rows that another dtype may change altogether: rounding may flip a choice that the data make."""
 
+_MESSAGE = "the output depends on the mode or on whether a graph is kept"
 
+
+@check("training or evaluation, with a graph or without, and the dtype change rounding only")
 def _modes(subject: Subject) -> Finding:
     for context in subject.contexts():
         build = replace(context, dropout_p=0.0)
@@ -42,14 +44,8 @@ def _expect_one_output(module: Module, inputs: Inputs) -> None:
     for is_training in (False, True):
         module.train(is_training)
         torch.manual_seed(0)
-        with torch.no_grad():
-            change = largest_error(call(module, inputs), expected.output)
-        if change > tolerance:
-            mode = "training" if is_training else "evaluation"
-            raise Violation(
-                "the output depends on the mode or on whether a graph is kept",
-                f"{inputs.words()}: {mode} without a graph differs by {change:.2g} from evaluation with one",
-            )
+        words = f"{inputs.words()}: {'training' if is_training else 'evaluation'} without a graph, evaluation with one"
+        expect_close(infer(module, inputs), expected.output, tolerance, _MESSAGE, words)
     _expect_same_gradients(_seeded(module, inputs), expected, inputs, tolerance)
     module.eval()
 
@@ -60,25 +56,16 @@ def _seeded(module: Module, inputs: Inputs) -> Gradients:
 
 
 def _expect_same_gradients(trained: Gradients, expected: Gradients, inputs: Inputs, tolerance: float) -> None:
-    change = largest_error(trained.output, expected.output)
-    if change > tolerance:
-        raise Violation(
-            "the output depends on the mode or on whether a graph is kept",
-            f"{inputs.words()}: training with a graph differs by {change:.2g} from evaluation with a graph",
-        )
-    # A gradient that is zero by symmetry is rounding of the others.
-    scale = torch.tensor([largest(value) for value in expected.by_name.values() if value is not None] or [0.0])
-    allowed = 4 * rounding(scale, inputs.num_terms, expected.output.dtype)
+    words = f"{inputs.words()}: training, evaluation, both with a graph"
+    expect_close(trained.output, expected.output, tolerance, _MESSAGE, words)
+    allowed = 4 * rounding(expected.size, inputs.num_terms, expected.output.dtype)
     for name, value in expected.by_name.items():
         other = trained.by_name[name]
         if (value is None) != (other is None):
             raise Violation("a gradient is there in one mode only", f"{inputs.words()}: {name}")
-        if value is not None and other is not None and largest_error(other, value) > allowed:
-            change = largest_error(other, value)
-            raise Violation(
-                "a gradient depends on the mode",
-                f"{inputs.words()}: of {name}, training differs by {change:.2g} from evaluation",
-            )
+        if value is not None and other is not None:
+            words = f"{inputs.words()}: of {name}, training and evaluation"
+            expect_close(other, value, allowed, "a gradient depends on the mode", words)
 
 
 def _expect_like_widest(subject: Subject, build: BuildContext, module: Module, inputs: Inputs) -> None:
@@ -96,15 +83,14 @@ def _expect_like_widest(subject: Subject, build: BuildContext, module: Module, i
         return  # the gate has compared this dtype with the reference
     wide = subject.make(build, seq_len=inputs.query_len, dtype=getattr(torch, widest)).eval()
     wide.load_state_dict(module.state_dict())
-    with torch.no_grad():
-        torch.manual_seed(0)
-        expected = call(wide, inputs.map(lambda tensor: tensor.to(getattr(torch, widest))))
-        torch.manual_seed(0)
-        output = call(module, inputs)
-    eps = torch.finfo(dtype).eps
+    torch.manual_seed(0)
+    expected = infer(wide, inputs.map(lambda tensor: tensor.to(getattr(torch, widest))))
+    torch.manual_seed(0)
+    output = infer(module, inputs)
     # Each value passes through a few roundings of the working dtype, which softmax turns into relative errors.
-    allowed = (32.0 if eps > HALF_EPS else 64.0 + 64.0 * inputs.num_terms**0.5) * eps * largest(expected)
-    off = _by_row(output, expected) > allowed
+    growth = 32.0 if is_half(dtype) else 64.0 + 64.0 * inputs.num_terms**0.5
+    allowed = growth * torch.finfo(dtype).eps * largest(expected)
+    off = error_by_row(output, expected) > allowed
     if float(off.double().mean()) > FEW_ROWS:
         raise Violation(
             "another output in another dtype",
@@ -112,15 +98,4 @@ def _expect_like_widest(subject: Subject, build: BuildContext, module: Module, i
         )
 
 
-def _by_row(output: Tensor, expected: Tensor) -> Tensor:
-    difference: Tensor = (output.double() - expected.double()).abs().nan_to_num(nan=torch.inf).amax(-1)
-    return difference
-
-
-CHECKS = (
-    Check(
-        name="modes",
-        summary="training or evaluation, with a graph or without, and the dtype change rounding only",
-        run=_modes,
-    ),
-)
+CHECKS = (_modes,)

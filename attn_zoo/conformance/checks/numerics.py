@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,34 +13,28 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.checks.shapes import offset_calls
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.lengths import SPANS
 from attn_zoo.conformance.subject import (
-    Gradients,
     Module,
     Subject,
-    call,
     call_reference,
     gradients,
+    infer,
     is_own_reference,
     objective,
     reference_results,
     routing_of,
 )
-from attn_zoo.conformance.tolerance import largest, largest_error, rounding, working_tolerance
+from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding, working_tolerance
 
 SLOPE_STEP = 1e-7  # of a one-sided difference: its bend and the rounding of sums are far below what is allowed
+_DIFFERS = "the fast path differs from the readable reference"
 
 
-def _named(result: Gradients) -> Iterator[tuple[str, Tensor]]:
-    yield "output", result.output
-    for name, gradient in result.by_name.items():
-        if gradient is not None:
-            yield f"gradient of {name}", gradient
-
-
+@check("the fast path equals the readable reference, forward and gradients, in every dtype")
 def _matches_reference(subject: Subject) -> Finding:
     worst: tuple[float, str] = (0.0, "")
     for build in subject.contexts():
@@ -97,15 +91,11 @@ def _expect_probe(module: Module, truth_module: Module, inputs: Inputs, *, has_s
             truth, there = tuple(x[:1] for x in both), tuple(x[1:] for x in both)
         else:
             truth, there = (reference_results(truth_module, each, routing) for each in (wide, moved))
-        error = largest_error(call(module, inputs) if found is None else found.output, truth[0])
+        output = infer(module, inputs) if found is None else found.output
         tolerance = working_tolerance(0.0, largest(truth[0]), inputs.num_terms, dtype)
-        if error > tolerance:  # only then it matters how far off the plain computation is
+        if largest_error(output, truth[0]) > tolerance:  # only then it matters how far off the plain computation is
             tolerance += 2 * largest_error(call_reference(module, inputs, routing), truth[0])
-    if error > tolerance:
-        raise Violation(
-            "the fast path differs from the readable reference",
-            f"{inputs.words()}: output is off by {error:.2g}, allowed {tolerance:.2g}",
-        )
+    expect_close(output, truth[0], tolerance, _DIFFERS, f"{inputs.words()}: output")
     if found is not None and there is not None:
         slope = float(objective(*there) - objective(*truth)) / SLOPE_STEP
         _expect_slope([found.by_name[name] for name in inputs.names], directions, slope, inputs)
@@ -130,11 +120,8 @@ def _expect_slope(found: Sequence[Tensor | None], directions: Sequence[Tensor], 
     norm = torch.tensor([square**0.5, 1.0])
     allowed = 4 * rounding(norm, inputs.num_terms, inputs.tensors[0].dtype) + 1e-5 * largest(norm)
     if abs(slope - claimed) > allowed:
-        raise Violation(
-            "the fast path differs from the readable reference",
-            f"{inputs.words()}: its gradients say a slope of {claimed:.4g}, the reference {slope:.4g}, "
-            f"allowed {allowed:.2g}",
-        )
+        slopes = f"its gradients say a slope of {claimed:.4g}, the reference {slope:.4g}, allowed {allowed:.2g}"
+        raise Violation(_DIFFERS, f"{inputs.words()}: {slopes}")
 
 
 def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> tuple[float, str]:
@@ -142,13 +129,11 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
     dtype = inputs.tensors[0].dtype
     reference = partial(reference_results, routing=routing_of(module, inputs))
     truth = gradients(truth_module, inputs.map(torch.Tensor.double), reference)
-    fast = dict(_named(gradients(module, inputs)))
+    fast = dict(gradients(module, inputs).named())
     plain: dict[str, Tensor] = {}
-    largest_gradient = max([largest(value) for name, value in _named(truth) if name != "output"], default=0.0)
     found = (0.0, "")
-    for name, expected in _named(truth):
-        # A gradient that is zero by symmetry (softmax ignores a constant added to all keys) is rounding of the others.
-        scale = largest(expected) if name == "output" else largest_gradient
+    for name, expected in truth.named():
+        scale = largest(expected if name == "output" else truth.size)
         if name not in fast:
             raise Violation(f"{name}: the readable reference has one, the fast path has none", inputs.words())
         error = largest_error(fast[name], expected)
@@ -157,18 +142,15 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
         else:
             tolerance = working_tolerance(0.0, scale, inputs.num_terms, dtype)
             if error > tolerance:  # only then it matters how far off the plain computation is
-                plain = plain or dict(_named(gradients(module, inputs, reference)))
+                plain = plain or dict(gradients(module, inputs, reference).named())
                 tolerance += 2 * (largest_error(plain[name], expected) if name in plain else 0.0)
-        if error > tolerance:
-            raise Violation(
-                "the fast path differs from the readable reference",
-                f"{inputs.words()}: {name} is off by {error:.2g}, allowed {tolerance:.2g}",
-            )
+        expect_close(fast[name], expected, tolerance, _DIFFERS, f"{inputs.words()}: {name}")
         if name == "output":
             found = error / tolerance, f"at most {error / tolerance:.0%} of the tolerance ({dtype}: off by {error:.1e})"
     return found
 
 
+@check("an exact variant equals float64 softmax attention, forward and gradients", forms=("attention",))
 def _matches_oracle(subject: Subject) -> Finding:
     if not subject.capabilities.is_exact:
         return not_applicable("does not claim to be exact")
@@ -204,27 +186,21 @@ def _expect_oracle(module: Module, build: BuildContext, inputs: Inputs) -> None:
         mask = given.key_padding_mask
         return (softmax_attention(query, key, value, is_causal=build.is_causal, key_padding_mask=mask, bias=bias),)
 
-    actual = gradients(module, inputs)
-    expected = dict(_named(gradients(module, inputs.map(torch.Tensor.double), oracle)))
-    dtype = inputs.tensors[0].dtype
-    largest_value = max(largest(value) for value in expected.values())
-    for name, value in _named(actual):
-        if name not in expected:
-            continue  # the oracle has no parameters
-        # A gradient may be zero (one key: the weight is 1 whatever the query) where a kernel has rounding of its terms.
-        scale = largest(expected[name]) if name == "output" else largest_value
-        error = largest_error(value, expected[name])
-        if error > rounding(torch.full((1,), scale, dtype=dtype), inputs.num_terms):
-            position = "" if build.position == "none" else f", {build.position}"
-            raise Violation(
-                "claims to be exact but differs from float64 softmax attention",
-                f"{inputs.words()}{position}: {name} is off by {error:.2g}",
-            )
-    for name in expected.keys() - dict(_named(actual)).keys():
-        if largest(expected[name]) > 0:
+    actual = dict(gradients(module, inputs).named())
+    expected = gradients(module, inputs.map(torch.Tensor.double), oracle)
+    position = "" if build.position == "none" else f", {build.position}"
+    for name, true in expected.named():
+        if name in actual:
+            # A gradient may be zero (one key: the weight is 1 whatever the query) where a kernel rounds its terms.
+            scale = true if name == "output" else torch.maximum(expected.size, torch.tensor(largest(expected.output)))
+            allowed = rounding(scale, inputs.num_terms, inputs.tensors[0].dtype)
+            message = "claims to be exact but differs from float64 softmax attention"
+            expect_close(actual[name], true, allowed, message, f"{inputs.words()}{position}: {name}")
+        elif largest(true) > 0:
             raise Violation(f"claims to be exact but has no {name}", inputs.words())
 
 
+@check("an approximation converges to exact attention as its budget grows", forms=("attention",))
 def _converges(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     config = subject.variant.config
@@ -240,9 +216,8 @@ def _converges(subject: Subject) -> Finding:
         size = float(expected.square().mean().sqrt())
         errors: list[float] = []
         for budget in budgets:
-            with torch.no_grad():
-                module = subject.make(replace(build, max_seq_len=length), options=budget)
-                difference = call(module, inputs).double() - expected
+            module = subject.make(replace(build, max_seq_len=length), options=budget)
+            difference = infer(module, inputs).double() - expected
             errors.append(float(difference.square().mean().sqrt()) / size)
         shown = ", ".join(f"{error:.2g}" for error in errors)
         floor = config.budget_error + rounding(torch.ones(1, dtype=subject.dtype), length)
@@ -256,22 +231,4 @@ def _converges(subject: Subject) -> Finding:
     return passed(f"relative errors {shown}")
 
 
-CHECKS = (
-    Check(
-        name="matches_reference",
-        summary="the fast path equals the readable reference, forward and gradients, in every dtype",
-        run=_matches_reference,
-    ),
-    Check(
-        name="matches_oracle",
-        summary="an exact variant equals float64 softmax attention, forward and gradients",
-        run=_matches_oracle,
-        forms=("attention",),
-    ),
-    Check(
-        name="converges",
-        summary="an approximation converges to exact attention as its budget grows",
-        run=_converges,
-        forms=("attention",),
-    ),
-)
+CHECKS = (_matches_reference, _matches_oracle, _converges)

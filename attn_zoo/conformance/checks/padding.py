@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, padded_rows, random_tensor
-from attn_zoo.conformance.subject import Module, Subject, call, gradients, weighted_sum
-from attn_zoo.conformance.tolerance import largest, largest_error, rounding, same_shape_tolerance
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs, padded_rows, random_like, random_tensor
+from attn_zoo.conformance.subject import Module, Subject, gradients, infer, weighted_sum
+from attn_zoo.conformance.tolerance import expect_close, largest, rounding, same_shape_tolerance
 
 PATTERNS = ("nothing", "the start", "every other key", "all keys but one")
 """What the entries of one batch pad."""
+
+_INFLUENCE = "values under key_padding_mask influence the output"
+_INFLUENCE_ON_GRADIENT = "values under key_padding_mask influence a gradient"
 
 MAX_NAMED = 8
 """Padded positions that an example lists."""
@@ -26,11 +29,8 @@ def _refusal(subject: Subject) -> Finding | None:
         return None
     build = next(subject.contexts())
     length = subject.lengths[-1]
-    module, inputs = subject.module(build, seq_len=length), subject.inputs(build, length)
-    mask = torch.zeros(inputs.batch_size, inputs.key_len, dtype=torch.bool, device=subject.device)
-    return subject.refuses(
-        "key_padding_mask", "a call with key_padding_mask", lambda: call(module, replace(inputs, key_padding_mask=mask))
-    )
+    module, inputs = subject.module(build, seq_len=length), subject.inputs(build, length).unpadded()
+    return subject.refuses("key_padding_mask", "a call with key_padding_mask", lambda: infer(module, inputs))
 
 
 def _compared(inputs: Inputs, output: Tensor, mask: Tensor) -> Tensor:
@@ -43,11 +43,11 @@ def _noisy(inputs: Inputs, mask: Tensor, size: float) -> Inputs:
     tensors = list(inputs.tensors)
     for index in inputs.key_side:
         old = tensors[index]
-        noise = size * random_tensor(old.shape, 50 + index, old.dtype, str(old.device))
-        tensors[index] = torch.where(padded_rows(old, mask), noise, old)
+        tensors[index] = torch.where(padded_rows(old, mask), size * random_like(old, 50 + index), old)
     return replace(inputs, tensors=tuple(tensors))
 
 
+@check("values under key_padding_mask change no output and no gradient, whatever they are, NaN too")
 def _padding_content(subject: Subject) -> Finding:
     finding = _refusal(subject)
     if finding is not None:
@@ -58,12 +58,9 @@ def _padding_content(subject: Subject) -> Finding:
         for length in subject.lengths:
             module = subject.module(build, seq_len=length)
             plain, *padded = subject.calls(build, length)
-            with torch.no_grad():
-                expected = call(module, plain)
-                empty = torch.zeros(plain.batch_size, plain.key_len, dtype=torch.bool, device=subject.device)
-                change = largest_error(call(module, replace(plain, key_padding_mask=empty)), expected)
-            if change > rounding(expected, plain.num_terms):
-                raise Violation("a mask that hides nothing changes the output", f"{plain.words()}: by {change:.2g}")
+            expected, message = infer(module, plain), "a mask that hides nothing changes the output"
+            allowed = rounding(expected, plain.num_terms)
+            expect_close(infer(module, plain.unpadded()), expected, allowed, message, plain.words())
             for inputs in padded:
                 _expect_content_ignored(module, inputs, has_nan=has_nan, is_poisoned=has_nan and inputs is padded[-1])
         if padded and has_nan:
@@ -76,10 +73,9 @@ def _padding_content(subject: Subject) -> Finding:
 
 def _with_padding_only(inputs: Inputs) -> Inputs:
     """Return the inputs with an entry 0 whose keys are all padding."""
-    mask = inputs.key_padding_mask
-    if mask is None:
-        mask = torch.zeros(inputs.batch_size, inputs.key_len, dtype=torch.bool, device=inputs.tensors[0].device)
-    return replace(inputs, key_padding_mask=torch.cat([torch.ones_like(mask[:1]), mask[1:]]))
+    mask = inputs.key_padding_mask if inputs.key_padding_mask is not None else inputs.unpadded().key_padding_mask
+    assert mask is not None
+    return inputs.under(torch.cat([torch.ones_like(mask[:1]), mask[1:]]))
 
 
 def _words(inputs: Inputs) -> str:
@@ -95,17 +91,13 @@ def _expect_content_ignored_far(module: Module, inputs: Inputs) -> None:
     """Check one long call, with NaN and infinities alone."""
     mask = inputs.key_padding_mask
     assert mask is not None
-    with torch.no_grad():
-        expected = _compared(inputs, call(module, inputs), mask)
+    expected = _compared(inputs, infer(module, inputs), mask)
     found = gradients(module, inputs.poisoned(), weigh=lambda output: weighted_sum(_compared(inputs, output, mask)))
-    change = largest_error(_compared(inputs, found.output, mask), expected)
-    if change > rounding(expected, inputs.num_terms):  # with a graph and without: not the same kernels everywhere
-        message = "values under key_padding_mask influence the output"
-        raise Violation(message, f"{_words(inputs)}: by {change:.2g} when padded tokens became NaN and infinities")
-    for name, gradient in found.by_name.items():
-        if gradient is not None and not gradient.isfinite().all():
-            message = "values under key_padding_mask influence a gradient"
-            raise Violation(message, f"{_words(inputs)}: that of {name}, when they are NaN and infinities")
+    allowed = rounding(expected, inputs.num_terms)  # with a graph and without: not the same kernels everywhere
+    words = f"{_words(inputs)}, when padded tokens became NaN and infinities"
+    expect_close(_compared(inputs, found.output, mask), expected, allowed, _INFLUENCE, words)
+    if name := replace(found, output=expected).not_finite:  # the rows of padding themselves may hold anything
+        raise Violation(_INFLUENCE_ON_GRADIENT, f"{words}: the {name} is not finite")
 
 
 def _expect_content_ignored(module: Module, inputs: Inputs, *, has_nan: bool = True, is_poisoned: bool = True) -> None:
@@ -116,19 +108,15 @@ def _expect_content_ignored(module: Module, inputs: Inputs, *, has_nan: bool = T
     others = {f"{size:g} x noise": _noisy(inputs, mask, size)}
     if has_nan:
         others["NaN and infinities"] = inputs.poisoned()
-    with torch.no_grad():
-        expected = _compared(inputs, call(module, inputs), mask)
-        if not expected.isfinite().all():
-            if mask.all(-1).any():  # of an entry of padding only: another check's finding
-                return
-            raise Violation("an output is not finite under key_padding_mask", words)
-        for content, other in others.items():
-            change = largest_error(_compared(inputs, call(module, other), mask), expected)
-            if change > same_shape_tolerance(expected):
-                raise Violation(
-                    "values under key_padding_mask influence the output",
-                    f"{words}: an output changed by {change:.2g} when padded tokens became {content}",
-                )
+    expected = _compared(inputs, infer(module, inputs), mask)
+    if not expected.isfinite().all():
+        if mask.all(-1).any():  # of an entry of padding only: another check's finding
+            return
+        raise Violation("an output is not finite under key_padding_mask", words)
+    for content, other in others.items():
+        became = f"{words}, when padded tokens became {content}"
+        output = _compared(inputs, infer(module, other), mask)
+        expect_close(output, expected, same_shape_tolerance(expected), _INFLUENCE, became)
     _expect_content_sends_no_gradient(module, inputs, words, is_poisoned=is_poisoned)
 
 
@@ -139,31 +127,24 @@ def _expect_content_sends_no_gradient(module: Module, inputs: Inputs, words: str
     def weigh(output: Tensor) -> Tensor:
         return weighted_sum(_compared(inputs, output, mask))
 
-    found = gradients(module, inputs, weigh=weigh).by_name
+    found = gradients(module, inputs, weigh=weigh)
     for index in inputs.key_side:
-        gradient = found[inputs.names[index]]
+        gradient = found.by_name[inputs.names[index]]
         if gradient is not None and largest(gradient.masked_fill(~padded_rows(gradient, mask), 0.0)) > 0:
             raise Violation("a gradient reaches padding", f"{words}: to padded {inputs.names[index]}")
     if not is_poisoned:
         return
-    # One scale for all: a gradient that is nothing but rounding must not be its own measure.
-    scale = torch.tensor([1.0, *(largest(each) for each in found.values() if each is not None)]).max()
-    allowed = rounding(scale.to(inputs.tensors[0].dtype), inputs.num_terms * inputs.batch_size)
+    allowed = rounding(found.size.clamp_min(1.0), inputs.num_terms * inputs.batch_size, inputs.tensors[0].dtype)
     for name, gradient in gradients(module, inputs.poisoned(), weigh=weigh).by_name.items():
-        before = found[name]
+        before = found.by_name[name]
         if gradient is None or before is None:
             continue
         if not before.isfinite().all():
             if mask.all(-1).any():
                 continue
             raise Violation(f"a gradient of {name} is not finite under key_padding_mask", words)
-        change = largest_error(gradient, before)
-        if change > allowed:
-            raise Violation(
-                "values under key_padding_mask influence a gradient",
-                f"{words}: that of {name} changed by {change:.2g} when padded tokens became NaN and infinities; "
-                "blank_padding before anything is multiplied by them",
-            )
+        advice = "when padded tokens became NaN and infinities: blank_padding before anything is multiplied by them"
+        expect_close(gradient, before, allowed, _INFLUENCE_ON_GRADIENT, f"{words}, that of {name}, {advice}")
 
 
 def _patterns(inputs: Inputs) -> Tensor:
@@ -176,6 +157,7 @@ def _patterns(inputs: Inputs) -> Tensor:
     return mask.to(inputs.tensors[0].device)
 
 
+@check("each entry is read under its own mask, whatever its pattern, and under that of this call")
 def _padding_patterns(subject: Subject) -> Finding:
     if not subject.capabilities.key_padding_mask:
         return not_applicable("has no key_padding_mask")
@@ -187,31 +169,25 @@ def _padding_patterns(subject: Subject) -> Finding:
             inputs = subject.calls(build, length, batch_size=len(PATTERNS))[0]
             if inputs.key_len == 1:
                 continue
-            inputs = replace(inputs, key_padding_mask=_patterns(inputs))
+            inputs = inputs.under(_patterns(inputs))
             _expect_own_mask(subject.module(build, seq_len=length), inputs)
             if length == lengths[-1]:
                 _expect_mask_read_again(subject, build, inputs)
     return passed()
 
 
-@torch.no_grad()
 def _expect_own_mask(module: Module, inputs: Inputs) -> None:
     mask = inputs.key_padding_mask
     assert mask is not None
-    together = _compared(inputs, call(module, inputs), mask)
+    together = _compared(inputs, infer(module, inputs), mask)
     tolerance = rounding(together, inputs.num_terms)
     for entry, pattern in enumerate(PATTERNS):
         one = inputs.entries(slice(entry, entry + 1))
-        change = largest_error(_compared(one, call(module, one), mask[entry : entry + 1])[0], together[entry])
-        if change > tolerance:
-            raise Violation(
-                "an entry is not read under its own mask",
-                f"{inputs.words()}: output of entry {entry}, which pads {pattern}, changed by {change:.2g} when it was "
-                "alone, without the masks of the others",
-            )
+        alone = _compared(one, infer(module, one), mask[entry : entry + 1])[0]
+        words = f"{inputs.words()}: entry {entry}, which pads {pattern}, when it was alone"
+        expect_close(alone, together[entry], tolerance, "an entry is not read under its own mask", words)
 
 
-@torch.no_grad()
 def _expect_mask_read_again(subject: Subject, build: BuildContext, inputs: Inputs) -> None:
     """Check that a mask is read at each call: changed in place, made anew with as many padded keys, or left out."""
     if subject.is_fixed:
@@ -220,7 +196,7 @@ def _expect_mask_read_again(subject: Subject, build: BuildContext, inputs: Input
     assert first is not None
     module, fresh = subject.make(build, seq_len=length), subject.make(build, seq_len=length)
     held, second = first.clone(), first.flip(0, 1)
-    call(module, replace(inputs, key_padding_mask=held))
+    infer(module, inputs.under(held))
     held.copy_(second)
     apart = torch.stack([first, ~first], dim=-1)[..., 0]  # not contiguous
     for what, mask, same in (
@@ -228,16 +204,12 @@ def _expect_mask_read_again(subject: Subject, build: BuildContext, inputs: Input
         ("was another one before", apart, first),
         ("was left out after one", None, None),
     ):
-        other = replace(inputs, key_padding_mask=None if same is None else same.clone())
-        expected, output = call(fresh, other), call(module, replace(inputs, key_padding_mask=mask))
+        other = inputs.under(None if same is None else same.clone())
+        expected, output = infer(fresh, other), infer(module, inputs.under(mask))
         if same is not None:
             expected, output = (_compared(inputs, each, same) for each in (expected, output))
-        change = largest_error(output, expected)
-        if change > same_shape_tolerance(expected):
-            raise Violation(
-                "a mask of an earlier call is used again",
-                f"{inputs.words()}: an output is off by {change:.2g} where the mask {what}",
-            )
+        words = f"{inputs.words()}, where the mask {what}"
+        expect_close(output, expected, same_shape_tolerance(expected), "a mask of an earlier call is used again", words)
 
 
 def _longer(tensor: Tensor, count: int, seed: int) -> Tensor:
@@ -245,6 +217,7 @@ def _longer(tensor: Tensor, count: int, seed: int) -> Tensor:
     return torch.cat([tensor, 3.0 * random_tensor(shape, seed, tensor.dtype, str(tensor.device))], dim=-2)
 
 
+@check("where it is claimed, more padding does not matter")
 def _padding_length(subject: Subject) -> Finding:
     capabilities = subject.capabilities
     if not capabilities.key_padding_mask:
@@ -268,61 +241,32 @@ def _expect_length_ignored(module: Module, subject: Subject, build: BuildContext
     tensors = [_longer(tensor, count, 60 + i) if i in grown else tensor for i, tensor in enumerate(inputs.tensors)]
     mask = torch.zeros(inputs.batch_size, inputs.key_len + count, dtype=torch.bool, device=subject.device)
     mask[:, inputs.key_len :] = True
-    with torch.no_grad():
-        expected = call(module, inputs)
-        output = call(module, replace(inputs, tensors=tuple(tensors), key_padding_mask=mask))[..., :length, :]
-    change = largest_error(output, expected)
-    if change > rounding(expected, inputs.num_terms + count):
-        raise Violation(
-            "longer padding changes the output",
-            f"{inputs.words()}: an output changed by {change:.2g} when {count} padded tokens were appended",
-        )
+    expected, output = infer(module, inputs), infer(module, replace(inputs, tensors=tuple(tensors)).under(mask))
+    allowed, words = rounding(expected, inputs.num_terms + count), f"{inputs.words()}, {count} padded tokens appended"
+    expect_close(output[..., :length, :], expected, allowed, "longer padding changes the output", words)
 
 
+@check("an entry of padding only gives zeros and finite gradients")
 def _fully_padded_row(subject: Subject) -> Finding:
     finding = _refusal(subject)
     if finding is not None:
         return finding
-    for build in subject.contexts():
-        for length in subject.lengths:
-            module = subject.module(build, seq_len=length)
-            for inputs in subject.calls(build, length):
-                _expect_row_ignored(module, inputs)
+    for module, inputs in subject.cases(subject.lengths):
+        _expect_row_ignored(module, inputs)
     return passed()
 
 
 def _expect_row_ignored(module: Module, inputs: Inputs) -> None:
     found = gradients(module, _with_padding_only(inputs))
     words = f"{inputs.words()}, all keys of entry 0 are padding"
-    if not found.output.isfinite().all():
-        raise Violation("an entry of padding only gives an output that is not finite", words)
-    for name, gradient in found.by_name.items():
-        if gradient is not None and not gradient.isfinite().all():
-            raise Violation(f"an entry of padding only gives a gradient of {name} that is not finite", words)
+    if found.not_finite:
+        raise Violation(f"an entry of padding only: the {found.not_finite} is not finite", words)
     # A mixer may add its output bias; heads have nothing to add.
     if inputs.form == "attention" and largest(found.output[0]) > 0:
         raise Violation("an entry of padding only must give zeros", f"{words}: got {largest(found.output[0]):.2g}")
-    with torch.no_grad():
-        others = call(module, inputs.entries(slice(1, None)))
-    if largest_error(found.output[1:], others) > rounding(others, inputs.num_terms):
-        raise Violation("an entry of padding only changes the other entries", words)
+    others = infer(module, inputs.entries(slice(1, None)))
+    allowed = rounding(others, inputs.num_terms)
+    expect_close(found.output[1:], others, allowed, "an entry of padding only changes the other entries", words)
 
 
-CHECKS = (
-    Check(
-        name="padding_content",
-        summary="values under key_padding_mask change no output and no gradient, whatever they are, NaN too",
-        run=_padding_content,
-    ),
-    Check(
-        name="padding_patterns",
-        summary="each entry is read under its own mask, whatever its pattern, and under that of this call",
-        run=_padding_patterns,
-    ),
-    Check(name="padding_length", summary="where it is claimed, more padding does not matter", run=_padding_length),
-    Check(
-        name="fully_padded_row",
-        summary="an entry of padding only gives zeros and finite gradients",
-        run=_fully_padded_row,
-    ),
-)
+CHECKS = (_padding_content, _padding_patterns, _padding_length, _fully_padded_row)

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, random_tensor
-from attn_zoo.conformance.subject import Module, Subject, call, weighted_sum
-from attn_zoo.conformance.tolerance import HALF_EPS, largest, largest_error, same_shape_tolerance
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
+from attn_zoo.conformance.inputs import Inputs, random_like
+from attn_zoo.conformance.subject import Module, Subject, call, infer, weighted_sum
+from attn_zoo.conformance.tolerance import expect_close, is_half, largest, largest_error, same_shape_tolerance
 
 COPIES, FEW_COPIES = 32, 8
 """Draws of a call; in the gate few, where they drop enough."""
@@ -24,12 +24,14 @@ FEWEST = 256
 """Draws whose mean is compared number by number: among fewer none may be dropped."""
 
 
-def _seeded_call(module: Module, inputs: Inputs, seed: int) -> Tensor:
-    with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []), torch.no_grad():
+def seeded_call(module: Module, inputs: Inputs, seed: int) -> Tensor:
+    """Return the output without a graph; what is drawn depends on `seed` alone."""
+    with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []):
         torch.manual_seed(seed)
-        return call(module, inputs)
+        return infer(module, inputs)
 
 
+@check("acts in training without bias, not in evaluation, or is refused")
 def _dropout(subject: Subject) -> Finding:
     if not subject.dropout_p:
         return not_applicable("nothing is dropped")
@@ -44,22 +46,20 @@ def _dropout(subject: Subject) -> Finding:
         module = subject.make(build, seq_len=length).eval()
         module.load_state_dict(plain.state_dict())
         for inputs in subject.calls(build, length)[::2]:
-            expected = _seeded_call(plain, inputs, 0)
+            expected = seeded_call(plain, inputs, 0)
             words = f"{inputs.words()}, dropout_p={dropout_p}"
             tolerance = same_shape_tolerance(expected)
-            if largest_error(_seeded_call(module, inputs, 0), expected) > tolerance:
-                raise Violation("dropout acts in evaluation", words)
-            if largest_error(_seeded_call(plain.train(), inputs, 0), expected) > tolerance:
-                raise Violation("training mode changes the output without dropout", f"{inputs.words()}, dropout_p=0")
+            expect_close(seeded_call(module, inputs, 0), expected, tolerance, "dropout acts in evaluation", words)
+            output, message = seeded_call(plain.train(), inputs, 0), "training mode changes the output without dropout"
+            expect_close(output, expected, tolerance, message, f"{inputs.words()}, dropout_p=0")
             plain.eval()
             module.train()
             # One draw at a small rate may drop nothing that matters.
             least = dropout_p * length * (1 if subject.capabilities.dropout_unit == "tokens" else build.num_heads)
             copies = inputs.repeated(FEW_COPIES if subject.is_fixed and least * FEW_COPIES >= LEAST_DROPS else COPIES)
-            first, second = _seeded_call(module, copies, 1), _seeded_call(module, copies, 2)
+            first, second = seeded_call(module, copies, 1), seeded_call(module, copies, 2)
             # In 16 bits a share of one among many keys is lost in the tolerance; the copies among each other are not.
-            is_half = torch.finfo(first.dtype).eps > HALF_EPS
-            slack, whole = (0.0, first[:1]) if is_half else (tolerance, expected[:1])
+            slack, whole = (0.0, first[:1]) if is_half(first.dtype) else (tolerance, expected[:1])
             if largest_error(first, whole.expand_as(first)) <= slack:
                 raise Violation("dropout does nothing in training", words)
             if least * copies.batch_size >= LEAST_DROPS:
@@ -72,7 +72,7 @@ def _dropout(subject: Subject) -> Finding:
             for seed in range(3, most + 1):
                 if draws.shape[0] >= most or (subject.is_fixed and _is_precise(draws, true, dropout_p)):
                     break
-                draws = torch.cat([draws, _seeded_call(module, copies, seed).double()])
+                draws = torch.cat([draws, seeded_call(module, copies, seed).double()])
             _expect_unbiased(draws, true, words)
             if dropout_p > 4 * torch.finfo(first.dtype).eps:  # less is lost in rounding
                 _expect_unbiased_in_all(draws, true, dropout_p, words)
@@ -127,17 +127,12 @@ def _expect_same_mask_in_backward(module: Module, inputs: Inputs, words: str) ->
     with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []):
         torch.manual_seed(1)
         found = torch.autograd.grad(weighted_sum(call(module, leaves)), leaves.tensors)
-    directions = [
-        random_tensor(tensor.shape, 70 + index, tensor.dtype, str(tensor.device))
-        for index, tensor in enumerate(inputs.tensors)
-    ]
+    directions = [random_like(tensor, 70 + index) for index, tensor in enumerate(inputs.tensors)]
     claimed = sum(float((gradient * direction).sum()) for gradient, direction in zip(found, directions, strict=True))
     slope, epsilon = 0.0, 1e-6
     for sign in (1.0, -1.0):
-        moved = [
-            tensor + sign * epsilon * direction for tensor, direction in zip(inputs.tensors, directions, strict=True)
-        ]
-        value = float(weighted_sum(_seeded_call(module, replace(inputs, tensors=tuple(moved)), 1)))
+        moved = tuple(x + sign * epsilon * direction for x, direction in zip(inputs.tensors, directions, strict=True))
+        value = float(weighted_sum(seeded_call(module, replace(inputs, tensors=moved), 1)))
         slope += sign * value / (2 * epsilon)
     if abs(slope - claimed) > 1e-4 * max(1.0, abs(slope), abs(claimed)):
         raise Violation(
@@ -146,6 +141,7 @@ def _expect_same_mask_in_backward(module: Module, inputs: Inputs, words: str) ->
         )
 
 
+@check("the same seeds give the same output, bit for bit")
 def _same_seed_same_output(subject: Subject) -> Finding:
     if not subject.capabilities.is_deterministic:
         return not_applicable("declares itself not deterministic")
@@ -153,11 +149,11 @@ def _same_seed_same_output(subject: Subject) -> Finding:
         for length in subject.lengths[-2:]:
             module, again = subject.make(build, seq_len=length), subject.make(build, seq_len=length)
             for inputs in subject.calls(build, length):
-                expected = _seeded_call(module, inputs, 0)
+                expected = seeded_call(module, inputs, 0)
                 for what, output in (
-                    ("a second call under another global seed", _seeded_call(module, inputs, 1)),
-                    ("a module built again from the same seeds", _seeded_call(again, inputs, 2)),
-                    ("switching to training and back", _seeded_call(module.train().eval(), inputs, 3)),
+                    ("a second call under another global seed", seeded_call(module, inputs, 1)),
+                    ("a module built again from the same seeds", seeded_call(again, inputs, 2)),
+                    ("switching to training and back", seeded_call(module.train().eval(), inputs, 3)),
                 ):
                     if not torch.equal(output, expected):
                         change = largest_error(output, expected)
@@ -165,6 +161,7 @@ def _same_seed_same_output(subject: Subject) -> Finding:
     return passed()
 
 
+@check("saved tensors are all there is to save")
 def _state_dict_round_trip(subject: Subject) -> Finding:
     for build in subject.contexts():
         length = subject.lengths[-1]
@@ -183,26 +180,17 @@ def _expect_round_trip(source: Module, target: Module, calls: list[Inputs]) -> N
     stored = load(save({name: value.detach().clone().contiguous() for name, value in state.items()}))
     target.load_state_dict(stored, strict=True)
     for inputs in calls:
-        expected, output = _seeded_call(source, inputs, 0), _seeded_call(target, inputs, 1)
+        expected, output = seeded_call(source, inputs, 0), seeded_call(target, inputs, 1)
         if not largest_error(output, expected) <= same_shape_tolerance(expected):
             raise Violation(
                 "a module loaded from the saved state gives another output",
                 f"{inputs.words()}: by {largest_error(output, expected):.2g}",
             )
-    copied = _seeded_call(copy.deepcopy(source), calls[-1], 0)
-    if largest_error(copied, expected) > same_shape_tolerance(expected):
-        raise Violation("a deep copy of the module gives another output", calls[-1].words())
+    copied, message = seeded_call(copy.deepcopy(source), calls[-1], 0), "a deep copy of the module gives another output"
+    expect_close(copied, expected, same_shape_tolerance(expected), message, calls[-1].words())
     grown = source.state_dict().keys() ^ state.keys()
     if grown:
         raise Violation(f"a call changes the names in state_dict: {', '.join(sorted(grown))}", calls[0].words())
 
 
-CHECKS = (
-    Check(name="dropout", summary="acts in training without bias, not in evaluation, or is refused", run=_dropout),
-    Check(
-        name="same_seed_same_output",
-        summary="the same seeds give the same output, bit for bit",
-        run=_same_seed_same_output,
-    ),
-    Check(name="state_dict_round_trip", summary="saved tensors are all there is to save", run=_state_dict_round_trip),
-)
+CHECKS = (_dropout, _same_seed_same_output, _state_dict_round_trip)

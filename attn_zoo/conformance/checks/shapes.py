@@ -12,11 +12,20 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.oracle import expand_kv_heads, softmax_attention
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.lengths import across_blocks
-from attn_zoo.conformance.subject import Module, Subject, call, call_reference, gradients, results, routing_of
-from attn_zoo.conformance.tolerance import largest, largest_error, rounding
+from attn_zoo.conformance.subject import (
+    Module,
+    Subject,
+    call,
+    call_reference,
+    gradients,
+    infer,
+    results,
+    routing_of,
+)
+from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES
 
@@ -41,9 +50,8 @@ def expect_equals_reference(module: Module, inputs: Inputs, what: str) -> None:
     with torch.no_grad():
         output, expected = call(module, inputs), call_reference(module, inputs, routing_of(module, inputs))
     _expect_like_query(output, inputs)
-    error, tolerance = largest_error(output, expected), rounding(expected, inputs.num_terms)
-    if error > tolerance:
-        raise Violation(f"{what}: differs from the readable reference by {error:.2g}", inputs.words())
+    message = f"{what}: differs from the readable reference"
+    expect_close(output, expected, rounding(expected, inputs.num_terms), message, inputs.words())
 
 
 def _is_inexact(subject: Subject, module: Module, inputs: Inputs) -> bool:
@@ -51,24 +59,20 @@ def _is_inexact(subject: Subject, module: Module, inputs: Inputs) -> bool:
     if not subject.capabilities.is_exact or subject.form == "mixer":
         return False
     query, key, value = inputs.tensors
-    with torch.no_grad():
-        output = call(module, inputs)
-    mask = inputs.key_padding_mask
+    output, mask = infer(module, inputs), inputs.key_padding_mask
     expected = softmax_attention(query, key, value, is_causal=inputs.is_causal, key_padding_mask=mask)
     return largest_error(output, expected) > rounding(expected, inputs.num_terms, output.dtype)
 
 
+@check("the output has the shape, dtype and device of the input")
 def _shape_and_dtype(subject: Subject) -> Finding:
-    for build in subject.contexts():
-        for dtype in subject.dtypes:
-            for length in sorted({subject.lengths[0], subject.lengths[-1]}):
-                module = subject.module(build, seq_len=length, dtype=dtype)
-                for inputs in subject.calls(build, length, dtype=dtype):
-                    with torch.no_grad():
-                        _expect_like_query(call(module, inputs), inputs)
+    for dtype in subject.dtypes:
+        for module, inputs in subject.cases(sorted({subject.lengths[0], subject.lengths[-1]}), dtype=dtype):
+            _expect_like_query(infer(module, inputs), inputs)
     return passed()
 
 
+@check("1, 63, 100, the maximum and block sizes plus one work; longer is refused")
 def _odd_lengths(subject: Subject) -> Finding:
     longest = subject.build.max_seq_len // subject.capabilities.seq_len_multiple * subject.capabilities.seq_len_multiple
     wanted = (1, 2, 63, 65, 100, subject.capabilities.seq_len_multiple + 1, *across_blocks(subject.config))
@@ -91,6 +95,7 @@ SIZES = ((1, 6, 20), (2, 5, 8), (1, 3, 80))
 """Batch size, heads and features of a head, which a variant may refuse: no powers of two among the heads."""
 
 
+@check("other batch sizes, an empty batch, other heads, features and layers: same mathematics, or refused")
 def _batch_and_head_sizes(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     for build in subject.contexts():
@@ -153,8 +158,7 @@ def offset_calls(subject: Subject, build: BuildContext) -> Iterator[Inputs]:
             continue
         inputs = subject.inputs(build, query_len, key_len=key_len, mask=subject.masks(key_len)[-1])
         try:
-            with torch.no_grad():
-                call(module, inputs)
+            infer(module, inputs)
         except (UnsupportedError, ValueError):
             if key_len > query_len:
                 raise
@@ -162,6 +166,7 @@ def offset_calls(subject: Subject, build: BuildContext) -> Iterator[Inputs]:
         yield inputs
 
 
+@check("other key lengths work, also under a causal mask, or are refused as declared")
 def _cross_attention(subject: Subject) -> Finding:
     capabilities = subject.capabilities
     if capabilities.causal and subject.form == "attention" and not subject.is_fixed:
@@ -228,6 +233,7 @@ def _off_among_many(subject: Subject, build: BuildContext, module: Module, few: 
     return largest_error(output, expected) / rounding(expected, inputs.num_terms)
 
 
+@check("fewer key/value heads work like repeated ones, or are refused")
 def _grouped_query(subject: Subject) -> Finding:
     grouped = replace(subject.build, num_heads=4, num_kv_heads=2)
     if not subject.capabilities.grouped_query:
@@ -249,10 +255,9 @@ def _grouped_query(subject: Subject) -> Finding:
                 query, *grouped_heads = inputs.tensors
                 tensors = (query, *(expand_kv_heads(heads, num_heads) for heads in grouped_heads))
                 repeated = replace(inputs, tensors=tensors)
-                with torch.no_grad():
-                    output, expected = call(module, inputs), call(plain, repeated)
-                if largest_error(output, expected) > rounding(expected, inputs.num_terms):
-                    raise Violation("grouped heads differ from the same heads repeated", inputs.words())
+                expected, message = infer(plain, repeated), "grouped heads differ from the same heads repeated"
+                allowed = rounding(expected, inputs.num_terms)
+                expect_close(infer(module, inputs), expected, allowed, message, inputs.words())
     return passed()
 
 
@@ -311,11 +316,10 @@ UNLIKE_LAYOUTS: tuple[tuple[str, tuple[_Layout, ...]], ...] = (
 def _in_layout(inputs: Inputs, layout: tuple[_Layout, ...]) -> Inputs:
     tensors = tuple(change(tensor) for change, tensor in zip(cycle(layout), inputs.tensors, strict=False))
     mask = inputs.key_padding_mask
-    return replace(
-        inputs, tensors=tensors, key_padding_mask=None if mask is None else torch.stack([mask, ~mask], dim=-1)[..., 0]
-    )
+    return replace(inputs, tensors=tensors).under(None if mask is None else torch.stack([mask, ~mask], dim=-1)[..., 0])
 
 
+@check("the layout of the inputs in memory does not matter")
 def _non_contiguous(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     for build in subject.contexts():
@@ -330,14 +334,15 @@ def _non_contiguous(subject: Subject) -> Finding:
     return passed()
 
 
-@torch.no_grad()
 def _expect_same_outputs(module: Module, inputs: Inputs, layouts: tuple[tuple[str, tuple[_Layout, ...]], ...]) -> None:
     copies = inputs.repeated(2)
-    expected = call(module, copies)
-    tolerance = rounding(expected, inputs.num_terms)
+    expected = infer(module, copies)
     for words, layout in layouts:
-        if largest_error(call(module, _in_layout(copies, layout)), expected) > tolerance:
-            raise Violation(f"another result for the same values in another layout: {words}", inputs.words())
+        output, message = (
+            infer(module, _in_layout(copies, layout)),
+            "another result for the same values in another layout",
+        )
+        expect_close(output, expected, rounding(expected, inputs.num_terms), f"{message}: {words}", inputs.words())
 
 
 def _expect_same_gradients(module: Module, inputs: Inputs) -> None:
@@ -359,8 +364,7 @@ def _expect_same_gradients(module: Module, inputs: Inputs) -> None:
             gradients(module, inputs, weigh=torch.sum),
         ),
     ):
-        scale = max([largest(value) for value in expected.by_name.values() if value is not None], default=0.0)
-        allowed = rounding(torch.full((1,), scale, dtype=plain.output.dtype), inputs.num_terms)
+        allowed = rounding(expected.size, inputs.num_terms, plain.output.dtype)
         for name, value in expected.by_name.items():
             other = found.by_name[name]
             if value is not None and (other is None or largest_error(other, value) > allowed):
@@ -379,32 +383,29 @@ def _expect_odd_strides(subject: Subject, build: BuildContext) -> None:
         except (ConfigError, UnsupportedError):
             continue
         inputs = subject.inputs(sized, length, batch_size=1)
-        with torch.no_grad():
-            expected, output = call(module, inputs), call(module, inputs.map(_odd_strides))
-        if largest_error(output, expected) > rounding(expected, inputs.num_terms):
-            raise Violation("another result for one token whose strides are 2", inputs.words())
+        expected, output = infer(module, inputs), infer(module, inputs.map(_odd_strides))
+        allowed, message = rounding(expected, inputs.num_terms), "another result for one token whose strides are 2"
+        expect_close(output, expected, allowed, message, inputs.words())
 
 
+@check("arguments are not written to")
 def _inputs_unchanged(subject: Subject) -> Finding:
-    for build in subject.contexts():
-        for length in subject.lengths[-1 if subject.is_fixed else -2 :]:
-            module = subject.module(build, seq_len=length)
-            for inputs in subject.calls(build, length, batch_size=1):
-                named = dict(zip(inputs.names, inputs.tensors, strict=True))
-                if inputs.key_padding_mask is not None:
-                    named["key_padding_mask"] = inputs.key_padding_mask
-                before = {name: (tensor.clone(), tensor._version) for name, tensor in named.items()}
-                with torch.no_grad():
-                    call(module, inputs)
-                for name, tensor in named.items():
-                    old, version = before[name]
-                    if not torch.equal(tensor, old):
-                        raise Violation(f"changes its argument {name} in place", inputs.words())
-                    if tensor._version != version:
-                        raise Violation(f"writes to its argument {name} in place", inputs.words())
+    for module, inputs in subject.cases(subject.lengths[-1 if subject.is_fixed else -2 :], batch_size=1):
+        named = dict(zip(inputs.names, inputs.tensors, strict=True))
+        if inputs.key_padding_mask is not None:
+            named["key_padding_mask"] = inputs.key_padding_mask
+        before = {name: (tensor.clone(), tensor._version) for name, tensor in named.items()}
+        infer(module, inputs)
+        for name, tensor in named.items():
+            old, version = before[name]
+            if not torch.equal(tensor, old):
+                raise Violation(f"changes its argument {name} in place", inputs.words())
+            if tensor._version != version:
+                raise Violation(f"writes to its argument {name} in place", inputs.words())
     return passed()
 
 
+@check("declared dtypes run, all others are refused")
 def _dtype_support(subject: Subject) -> Finding:
     build = next(subject.contexts())
     length = subject.lengths[-1]
@@ -412,8 +413,7 @@ def _dtype_support(subject: Subject) -> Finding:
         dtype = getattr(torch, name)
         if name in subject.capabilities.dtypes:
             inputs = subject.calls(build, length, dtype=dtype)[0]
-            with torch.no_grad():
-                _expect_like_query(call(subject.module(build, seq_len=length, dtype=dtype), inputs), inputs)
+            _expect_like_query(infer(subject.module(build, seq_len=length, dtype=dtype), inputs), inputs)
             continue
         module = subject.make(build, seq_len=length, dtype=dtype)
         inputs = subject.inputs(build, length, dtype=dtype)
@@ -422,30 +422,12 @@ def _dtype_support(subject: Subject) -> Finding:
 
 
 CHECKS = (
-    Check(
-        name="shape_and_dtype", summary="the output has the shape, dtype and device of the input", run=_shape_and_dtype
-    ),
-    Check(
-        name="odd_lengths",
-        summary="1, 63, 100, the maximum and block sizes plus one work; longer is refused",
-        run=_odd_lengths,
-    ),
-    Check(
-        name="batch_and_head_sizes",
-        summary="other batch sizes, an empty batch, other heads, features and layers: same mathematics, or refused",
-        run=_batch_and_head_sizes,
-    ),
-    Check(
-        name="cross_attention",
-        summary="other key lengths work, also under a causal mask, or are refused as declared",
-        run=_cross_attention,
-    ),
-    Check(
-        name="grouped_query",
-        summary="fewer key/value heads work like repeated ones, or are refused",
-        run=_grouped_query,
-    ),
-    Check(name="non_contiguous", summary="the layout of the inputs in memory does not matter", run=_non_contiguous),
-    Check(name="inputs_unchanged", summary="arguments are not written to", run=_inputs_unchanged),
-    Check(name="dtype_support", summary="declared dtypes run, all others are refused", run=_dtype_support),
+    _shape_and_dtype,
+    _odd_lengths,
+    _batch_and_head_sizes,
+    _cross_attention,
+    _grouped_query,
+    _non_contiguous,
+    _inputs_unchanged,
+    _dtype_support,
 )

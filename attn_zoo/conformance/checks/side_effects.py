@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Check, Finding, Violation, not_applicable, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.global_state import TORCH_GENERATOR, changes, read_state, restored
 from attn_zoo.conformance.inputs import Inputs, padding_mask
-from attn_zoo.conformance.subject import Module, Subject, call, gradients
+from attn_zoo.conformance.subject import Module, Subject, call, count_forward, gradients, infer
 from attn_zoo.conformance.tolerance import largest_error, rounding, same_shape_tolerance
 
 NUM_REPEATS = 4
@@ -32,6 +31,7 @@ def _unchanged(what: str, words: str, *, may_draw: bool = False) -> Iterator[Non
             raise Violation(f"{what} changes {name}", f"{words}: {how}" if how else words)
 
 
+@check("building and calling leave settings of the process and its random generators as they were")
 def _global_state(subject: Subject) -> Finding:
     with restored():
         for build in subject.contexts():
@@ -42,8 +42,8 @@ def _global_state(subject: Subject) -> Finding:
                     module = subject.make(build, seq_len=length)
                 if subject.reseeds:
                     raise Violation(f"building seeds {TORCH_GENERATOR}", words)
-                with torch.no_grad(), _unchanged("a call", words, may_draw=draws):
-                    call(module, inputs)
+                with _unchanged("a call", words, may_draw=draws):
+                    infer(module, inputs)
                 with _unchanged("a call with its gradients", words, may_draw=draws):
                     gradients(module, inputs)
                 with _unchanged("a call in training", words, may_draw=True):
@@ -55,6 +55,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@check("an output shares memory with no argument, parameter, buffer or earlier output")
 def _own_output(subject: Subject) -> Finding:
     for build in subject.contexts():
         for length in subject.ends:
@@ -83,6 +84,7 @@ def _expect_own_output(module: Module, inputs: Inputs) -> None:
         raise Violation("a call writes to the output of the call before", inputs.words())
 
 
+@check("neither the output nor the work of a call depends on the calls before")
 def _no_memory(subject: Subject) -> Finding:
     if subject.is_shared_mixer:
         return not_applicable("the shared mixer keeps nothing; the attention in it is checked by itself")
@@ -91,8 +93,7 @@ def _no_memory(subject: Subject) -> Finding:
         module = subject.make(build, seq_len=length)
         for inputs in subject.calls(build, length, batch_size=1 if subject.is_fixed else 2)[::2]:
             fresh = subject.make(build, seq_len=length)
-            with torch.no_grad():
-                expected = call(fresh, inputs).clone()
+            expected = infer(fresh, inputs).clone()
             if not expected.isfinite().all():
                 continue  # another check's finding
             _expect_the_same(subject, build, module, inputs, expected)
@@ -118,14 +119,12 @@ def _others(subject: Subject, build: BuildContext, module: Module, inputs: Input
     key_len, mask = inputs.key_len, inputs.key_padding_mask
     others = [_Other("other values", inputs.map(lambda tensor: 3.0 * tensor.flip(-2)), is_telling=True)]
     if mask is not None:
-        unmasked = replace(inputs, key_padding_mask=None)
-        with torch.no_grad():
-            has_effect = not torch.equal(call(module, unmasked), expected)
-        others.append(_Other("another mask", replace(inputs, key_padding_mask=mask.flip(0, 1)), is_telling=has_effect))
-        others.append(_Other("no mask", unmasked))
+        has_effect = not torch.equal(infer(module, inputs.under(None)), expected)
+        others.append(_Other("another mask", inputs.under(mask.flip(0, 1)), is_telling=has_effect))
+        others.append(_Other("no mask", inputs.under(None)))
     elif "scattered" in subject.masks(key_len):
         mask = padding_mask(inputs.batch_size, key_len, "scattered", subject.device)
-        others.append(_Other("a mask", replace(inputs, key_padding_mask=mask)))
+        others.append(_Other("a mask", inputs.under(mask)))
     size = 3 - inputs.batch_size
     batch = subject.inputs(build, inputs.query_len, key_len=key_len, batch_size=size, seed=5)
     others.append(_Other("another batch", batch))
@@ -146,23 +145,20 @@ def _expect_the_same(subject: Subject, build: BuildContext, module: Module, inpu
     tolerance = _tolerance(subject, inputs, expected)
 
     def repeat(after: str) -> None:
-        with torch.no_grad():
-            change = largest_error(call(module, inputs), expected)
+        change = largest_error(infer(module, inputs), expected)
         if not change <= tolerance:
             raise Violation("an output depends on the calls before", f"{inputs.words()}, {after}: by {change:.2g}")
 
     repeat("as the first call")
     for other in _others(subject, build, module, inputs, expected):
         fresh = subject.make(build, seq_len=inputs.query_len)
-        with torch.no_grad():
-            alone, after = call(fresh, other.inputs), call(module, other.inputs)
+        alone, after = infer(fresh, other.inputs), infer(module, other.inputs)
         change = largest_error(after, alone)
         words = f"{other.inputs.words()}, after a call with {inputs.words()} ({other.what})"
         if not change <= _tolerance(subject, other.inputs, alone):
             raise Violation("an output depends on the calls before", f"{words}: by {change:.2g}")
-        if other.is_telling and torch.equal(
-            after, expected
-        ):  # what all modules of the class share would give both the same
+        # What all modules of the class share would give both the same.
+        if other.is_telling and torch.equal(after, expected):
             raise Violation("a call gives the output of the call before", words)
         repeat(f"after a call with {other.what}")
     gradients(module, inputs)
@@ -180,12 +176,9 @@ def _expect_the_same(subject: Subject, build: BuildContext, module: Module, inpu
 
 def _expect_as_much_work(module: Module, inputs: Inputs) -> None:
     """Compare the matrix products of a call seen before with those of a new one: a look-up would be timed as a call."""
-    from attn_zoo.measure.flop_count import count_operations  # loads Triton: not in every worker
-
-    with torch.no_grad():
-        new = count_operations(partial(call, module, inputs.map(lambda tensor: tensor.roll(1, -2))))
-        call(module, inputs)
-        seen = count_operations(partial(call, module, inputs))
+    new = count_forward(module, inputs.map(lambda tensor: tensor.roll(1, -2)))
+    infer(module, inputs)
+    seen = count_forward(module, inputs)
     # What is chosen by the data may cost more or less.
     if new is not None and seen is not None and seen.products < LEAST_WORK * new.products:
         raise Violation(
@@ -209,20 +202,4 @@ def _expect_no_cache_by_address(module: Module, inputs: Inputs, expected: Tensor
         )
 
 
-CHECKS = (
-    Check(
-        name="global_state",
-        summary="building and calling leave settings of the process and its random generators as they were",
-        run=_global_state,
-    ),
-    Check(
-        name="own_output",
-        summary="an output shares memory with no argument, parameter, buffer or earlier output",
-        run=_own_output,
-    ),
-    Check(
-        name="no_memory",
-        summary="neither the output nor the work of a call depends on the calls before",
-        run=_no_memory,
-    ),
-)
+CHECKS = (_global_state, _own_output, _no_memory)

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 
 import torch
@@ -46,6 +46,7 @@ RETAKEN_S = (0.1, 5.0)
 """Seconds of samples that are taken again: fewer are over before a neighbour is gone, more are too dear."""
 
 
+@dataclass
 class Trial:
     """One timed cell on its way to a record: `prepare`, then samples of `sampling`, then `finish`.
 
@@ -62,25 +63,18 @@ class Trial:
         phases: seconds by what they were spent on.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        make_workload: MakeWorkload,
-        budget_s: float,
-        *,
-        has_energy: bool,
-        has_count: bool,
-        is_repeat: bool,
-    ) -> None:
-        self._record, self._cell, self._budget_s = record, record.cell, budget_s
-        self._make_workload = make_workload
-        self._has_energy, self._has_count, self._is_repeat = has_energy, has_count, is_repeat
-        self.phases: dict[str, float] = {}
-        self._work: AbstractWorkload | None = None
-        self._sampling: Sampling | None = None
-        self._timing: Timing | None = None
-        self._checks: tuple[str, ...] = ()
-        self._kernels: tuple[str, ...] = ()
+    record: Record
+    make_workload: MakeWorkload
+    budget_s: float
+    has_energy: bool
+    has_count: bool
+    is_repeat: bool
+    phases: dict[str, float] = field(default_factory=dict)
+    _work: AbstractWorkload | None = None
+    _sampling: Sampling | None = None
+    _timing: Timing | None = None
+    _checks: tuple[str, ...] = ()
+    _kernels: tuple[str, ...] = ()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -90,11 +84,6 @@ class Trial:
             yield
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
-
-    @property
-    def device(self) -> str:
-        """Where it runs."""
-        return self._cell.device
 
     @property
     def sampling(self) -> Sampling:
@@ -119,20 +108,20 @@ class Trial:
             GateError: the variant is not right, so nothing was timed.
             UnsupportedError: it cannot do what the cell asks.
         """
-        cell = self._cell
+        cell = self.record.cell
         with self.phase("build"):
-            self._work = work = self._make_workload(cell, inputs)
-        if not self._is_repeat:
+            self._work = work = self.make_workload(cell, inputs)
+        if not self.is_repeat:
             with self.phase("gate"):
                 self._checks = work.gate()
         with recording() as kernels:
             with self.phase("timing"):
                 call, setup = work.make_call()
                 watch = make_stopwatch(cell.device)
-                self._sampling = Sampling(call, setup=setup, budget_s=self._budget_s, stopwatch=watch)
+                self._sampling = Sampling(call, setup=setup, budget_s=self.budget_s, stopwatch=watch)
                 output = self._sampling.begin()
             with self.phase("gate"):  # nothing of this is timed yet: the first call is reported apart
-                self._checks += work.check(output, is_repeat=self._is_repeat)
+                self._checks += work.check(output, is_repeat=self.is_repeat)
             del output
             with self.phase("timing"):
                 work.settle()
@@ -151,7 +140,7 @@ class Trial:
             AttnZooError: the work cannot have been done in the time it took.
             GateError: calls came to do something else than the first one, which was checked.
         """
-        cell, work, timing = self._cell, self._work, self._timing
+        cell, work, timing = self.record.cell, self._work, self._timing
         assert work is not None
         assert timing is not None
         claims = work.claims()
@@ -160,21 +149,21 @@ class Trial:
             with self.phase("gate"):
                 self._checks += work.check_again()
         memory = energy = counted = None
-        if not self._is_repeat:
+        if not self.is_repeat:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
                 if work.is_capturable:
                     timing = with_host_and_device_time(timing, work.make_call, cell.device)
                 work.release()
             with self.phase("memory"):
                 memory = work.memory()
-            if self._has_energy:
+            if self.has_energy:
                 with self.phase("energy"):
                     energy = _energy(work, cell.device)
-            if self._has_count and timing.median_ms < ONCE_MORE_BELOW_MS:
+            if self.has_count and timing.median_ms < ONCE_MORE_BELOW_MS:
                 with self.phase("count"):
                     counted = work.counted_flops()
         return replace(
-            self._record,
+            self.record,
             kernels=self._kernels,
             is_simulated=capabilities_of(cell.variant, cell.options).is_simulated,
             gate=self._checks,
@@ -287,7 +276,7 @@ def measure_bundle(
         except BaseException as error:  # a variant may even call sys.exit
             failed(index, error)
         if index in failures:  # outside the block above, whose traceback keeps tensors alive
-            is_usable = is_usable and _tidy(trials[index].device)
+            is_usable = is_usable and _tidy(records[index].cell.device)
 
     make_stopwatch = cache(stopwatch_for)  # one for all: it may hold a buffer that empties the cache
     inputs: Sequence[Tensor] | None = None
@@ -302,7 +291,7 @@ def measure_bundle(
             guarded(prepare, index)
     order = living() if is_usable else []
     for retakes_left in range(RETAKES, -1, -1):
-        with Conditions(trials[0].device) as conditions:
+        with Conditions(records[0].cell.device) as conditions:
             sample_in_turns(
                 [trials[index].sampling for index in order],
                 seed=seed,
@@ -317,7 +306,7 @@ def measure_bundle(
             break
         for index in order:
             trials[index].sampling.discard()
-    is_usable = is_usable and (len(living()) == len(order) or _tidy(trials[0].device))
+    is_usable = is_usable and (len(living()) == len(order) or _tidy(records[0].cell.device))
 
     def finish(index: int) -> None:
         done[index] = trials[index].finish(conditions)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from os import getpid
 
+from attn_zoo.discovery import ask_python
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.engines.process import spawn_environment
 from attn_zoo.matrix.kinds.all_kinds import kind_of
@@ -26,7 +27,6 @@ from attn_zoo.records import Ceilings
 LIMIT_S = 90.0
 """Starting Python and torch included; a few seconds is what it takes."""
 
-_TICK_S = 0.2
 _Place = tuple[str, int | None]
 Subject = tuple[str, str, int | None]
 """Device, dtype and threads."""
@@ -107,33 +107,17 @@ def measure_subjects(
 def _measure(place: _Place, dtypes: list[str], should_stop: Callable[[], bool]) -> list[Ceilings] | str:
     """Return what a process of its own measured, or why it could not."""
     device, threads = place
-    process = subprocess.Popen(
-        [sys.executable, "-m", "attn_zoo.matrix.drive.machine_ceilings", str(getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=spawn_environment(threads),
-        start_new_session=True,
-    )
-    request: bytes | None = json.dumps({"device": device, "threads": threads, "dtypes": dtypes}).encode()
+    arguments = ["-m", "attn_zoo.matrix.drive.machine_ceilings", str(getpid())]
+    request = json.dumps({"device": device, "threads": threads, "dtypes": dtypes}).encode()
+    environment = spawn_environment(threads)
     try:
-        for _ in range(round(LIMIT_S / _TICK_S)):
-            try:
-                answer, complaint = process.communicate(request, _TICK_S)
-                break
-            except subprocess.TimeoutExpired:
-                request = None
-            if should_stop():
-                return "stopped"
-        else:
-            return f"not done within {LIMIT_S:g} s"
-    finally:
-        process.kill()  # nothing happens to one that has ended
-        process.communicate()
-    if process.returncode:
-        lines = complaint.decode("utf-8", "replace").strip().splitlines() or [f"exit code {process.returncode}"]
-        return lines[-1]
-    return [Ceilings.from_dict(data, "ceilings") for data in json.loads(answer)]
+        answer = ask_python(arguments, environment, LIMIT_S, request=request, should_stop=should_stop)
+    except subprocess.TimeoutExpired:
+        return "stopped" if should_stop() else f"not done within {LIMIT_S:g} s"
+    if answer.returncode:
+        lines = answer.stderr.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else f"exit code {answer.returncode}"
+    return [Ceilings.from_dict(data, "ceilings") for data in json.loads(answer.stdout)]
 
 
 def main() -> None:

@@ -134,7 +134,7 @@ class Session(Control):
             self._summed, self._sum_s = now, 0.0
             for key, waiting in self._waiting.items():
                 num_left = waiting.separate_repeats - len(self._repeats[key])
-                jobs = 1 if kind_of(waiting.cell).is_timed else self._jobs
+                jobs = 1 if kind_of(waiting.cell).is_timed or waiting.cell.data_parallel > 1 else self._jobs
                 self._sum_s += num_left * self.forecast_s(waiting) / jobs
             self._sum_again = now + 100 * (time.monotonic() - now)
         return max(self._sum_s - (now - self._summed), 0.0)

@@ -13,9 +13,9 @@ from pydantic import Field
 from torch import Tensor
 
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
-from attn_zoo.conformance import check_output, gate
+from attn_zoo.conformance import FirstCall, check_output, gate
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.probes import FirstCall, probe, probe_dropout
+from attn_zoo.conformance.probes import probe, probe_dropout
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
@@ -55,12 +55,20 @@ class ScalingGroup(TimedGroup):
     is_causal: Axis[bool] = (False,)
     dropout_p: Axis[Annotated[float, Field(ge=0, lt=1)]] = (0.0,)
 
-    @property
-    def num_cells(self) -> int:
-        count = super().num_cells * len(self.is_causal) * len(self.dropout_p)
-        for axis in (self.passes, self.batch_size, self.num_heads, self.head_dim, self.scope):
-            count *= len(axis)
-        return count
+    def axes(self) -> dict[str, Sequence[Any]]:
+        return {
+            "scope": self.scope,
+            "dtype": self.dtypes,
+            "batch_size": self.batch_size,
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "is_causal": self.is_causal,
+            "has_padding": self.has_padding,
+            "dropout_p": self.dropout_p,
+            "pass_": self.passes,
+            "seed": self.seeds,
+            "seq_len": sorted(self.seq_len),
+        }
 
 
 class Scaling(TimedKind):
@@ -85,20 +93,7 @@ class Scaling(TimedKind):
         ]
 
     def points(self, group: ScalingGroup) -> Iterator[dict[str, Any]]:
-        axes = {
-            "scope": group.scope,
-            "dtype": group.dtypes,
-            "batch_size": group.batch_size,
-            "num_heads": group.num_heads,
-            "head_dim": group.head_dim,
-            "is_causal": group.is_causal,
-            "has_padding": group.has_padding,
-            "dropout_p": group.dropout_p,
-            "pass_": group.passes,
-            "seed": group.seeds,
-            "seq_len": sorted(group.seq_len),
-        }
-        for point in combinations(axes):
+        for point in combinations(group.axes()):
             yield {
                 "kind": self.name,
                 "protocol_version": PROTOCOL_VERSION,
@@ -172,23 +167,7 @@ class CallWorkload(AbstractWorkload):
 
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         assert isinstance(output, Tensor)
-        cell, variant = self.cell, variants[self.cell.variant]
-        is_random = self.module.training and cell.dropout_p > 0
-        held = check_output(
-            output,
-            self.inputs,
-            variant=variant,
-            config=config_of(cell),
-            form=form_of(cell),
-            build=self.build,
-            key_padding_mask=self.key_padding_mask,
-            is_random=is_random,
-        )
-        if not is_random and variant.capabilities_of(config_of(cell)).is_deterministic:
-            self.kept[:] = [_some_rows(output)]
-        if is_repeat:
-            return held
-        kind = PASSES[_pass_of(cell)]
+        cell, kind = self.cell, PASSES[_pass_of(self.cell)]
         inputs = Inputs(
             form=form_of(cell),
             tensors=tuple(self.inputs),
@@ -199,16 +178,18 @@ class CallWorkload(AbstractWorkload):
             f"parameter {name}": parameter for name, parameter in self.module.named_parameters()
         }
         first = FirstCall(
-            variant=variant,
-            capabilities=variant.capabilities_of(config_of(cell)),
             module=self.module,
             inputs=inputs,
             output=output.detach(),
             has_graph=kind.has_graph,
-            is_known="own_rows" in held,
             gradients={name: leaf.grad for name, leaf in named.items()} if kind.backwards else None,
         )
-        return (*held, *(probe_dropout(first) if is_random else probe(first)))
+        held = check_output(first)
+        if not first.is_random and first.capabilities.is_deterministic:
+            self.kept[:] = [_some_rows(output)]
+        if is_repeat:
+            return held
+        return (*held, *(probe_dropout(first) if first.is_random else probe(first, is_known="own_rows" in held)))
 
     def check_again(self) -> tuple[str, ...]:
         if not self.kept:

@@ -68,9 +68,8 @@ class StepGroup(TimedGroup):
     protocol: str = "lra-small"
     batch_size: Axis[Size] | None = None
 
-    @property
-    def num_cells(self) -> int:
-        return super().num_cells * len(self.batch_size or (None,))
+    def axes(self) -> dict[str, Sequence[Any]]:
+        return {"dtype": self.dtypes, "batch_size": self.batch_size or (None,), **super().axes()}
 
 
 class Step(TimedKind):
@@ -107,15 +106,8 @@ class Step(TimedKind):
             "head_dim": protocol.head_dim or protocol.embed_dim // protocol.num_heads,
             "dropout_p": protocol.dropout_p,
         }
-        axes = {
-            "dtype": group.dtypes,
-            "batch_size": group.batch_size or (protocol.batch_size,),
-            "has_padding": group.has_padding,
-            "seed": group.seeds,
-            "seq_len": sorted(group.seq_len),
-        }
-        for point in combinations(axes):
-            yield {**fixed, **point}
+        for point in combinations(group.axes()):
+            yield {**fixed, **point, "batch_size": point["batch_size"] or protocol.batch_size}
 
     def refusal(self, cell: Cell) -> Refusal | None:
         from attn_zoo.training.learner import step_protocol, step_spec
@@ -140,8 +132,9 @@ class Step(TimedKind):
         protocol = step_protocol(cell)
         tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim
         feed_forward = 4 * tokens * embed_dim * ffn_dim
-        num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(call_shape(cell)))
-        flops = protocol.num_layers * (forward_flops(cell) + feed_forward) * num_forwards
+        shape = call_shape(cell)
+        num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(shape))
+        flops = protocol.num_layers * (forward_flops(cell, shape) + feed_forward) * num_forwards
         seconds = rough_seconds(flops, cell, group.repeat_budget_s, group.isolation)
         saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
         return Estimate(

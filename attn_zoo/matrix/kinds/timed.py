@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -56,9 +57,14 @@ class TimedGroup(Group):
         """Seconds of sampling in each process."""
         return self.budget_s / self.repeats
 
+    def axes(self) -> dict[str, Sequence[Any]]:
+        """Return the values of each field of a cell that may have several; seq_len comes last, shorter ones first."""
+        axes = {"dtype": self.dtypes, "has_padding": self.has_padding, "seed": self.seeds}
+        return {**axes, "seq_len": sorted(self.seq_len)}
+
     @property
     def num_cells(self) -> int:
-        return super().num_cells * len(self.seq_len) * len(self.has_padding)
+        return len(self.variants) * math.prod(map(len, self.axes().values()))
 
 
 class _TimedForecast(Forecast):
@@ -86,10 +92,7 @@ class TimedKind(AbstractKind):
 
     @abstractmethod
     def points(self, group: Any) -> Iterator[dict[str, Any]]:
-        """Yield the fields of each cell that the group decides, but for members, device and threads.
-
-        Shorter sequences come first where all else is equal.
-        """
+        """Yield the fields of each cell that the group decides, but for members, device and threads."""
 
     @abstractmethod
     def refusal(self, cell: Cell) -> Refusal | None:

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
-import attn_zoo
-from attn_zoo.discovery import tried_imports
+from attn_zoo.discovery import ask_python, importable, tried_imports
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import die_with_parent
@@ -36,31 +31,14 @@ def probe(
     if not asked:
         return list(items)
     request = json.dumps({"cells": asked, "variant_files": list(variant_files)})
-    root = str(Path(attn_zoo.__path__[0]).parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    with tempfile.TemporaryFile() as asked_file, tempfile.TemporaryFile() as answers_file:
-        asked_file.write(request.encode())
-        asked_file.seek(0)
-        child = subprocess.Popen(
-            [sys.executable, "-m", "attn_zoo.matrix.plan.probe", str(os.getpid())],
-            stdin=asked_file,
-            stdout=answers_file,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **tried_imports(), "PYTHONPATH": path},
-            start_new_session=True,
-        )
-        try:
-            child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass  # what it has answered by now counts
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        answers_file.seek(0)
-        answers = answers_file.read()
+    environment = importable({**os.environ, **tried_imports()})
+    arguments = ["-m", "attn_zoo.matrix.plan.probe", str(os.getpid())]
+    try:
+        said = ask_python(arguments, environment, timeout_s, request=request.encode()).stdout
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""  # by then, which counts
     refusals: dict[str, tuple[str, str]] = {}
-    for line in answers.decode("utf-8", "replace").splitlines():
+    for line in said.decode("utf-8", "replace").splitlines():
         try:
             key, capability, reason = json.loads(line)
         except ValueError:

@@ -15,7 +15,7 @@ from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner, times_faster
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.time_tables import weights_words
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio, some
 from attn_zoo.report.wording import MARKS, outcome
 
 EXPLANATION = (
@@ -91,17 +91,13 @@ def _span(lengths: Sequence[str]) -> str:
 
 
 def _level(labels: Sequence[str]) -> str:
-    if len(labels) == 1:
-        return labels[0]
-    more = f" and {len(labels) - FEW} more" if len(labels) > FEW else ""
-    return f"{' or '.join(labels[:FEW])}{more} (level)"
+    return labels[0] if len(labels) == 1 else f"{some(labels, FEW, ' or ')} (level)"
 
 
 def _by_how_much(panel: Panel, winner: Winner) -> str:
     length = winner.seq_len
     points = {series.label: point for series in panel.series for point in series.points if point.seq_len == length}
-    exact = {point.seq_len: point for point in (panel.baseline.points if panel.baseline else ())}.get(length)
-    best = points[winner.labels[0]]
+    exact, best = panel.exact.get(length), points[winner.labels[0]]
     if exact is None or exact.record.cell.key == best.record.cell.key:
         return ""
     factor = times_faster(exact, best)
@@ -119,7 +115,8 @@ def completeness(analysis: Analysis) -> str:
                 f"{series.label} {panel.title} at {human_length(length)}"
                 for panel in analysis.panels
                 for series in panel.series
-                for length in sorted(set(panel.lengths) - {one.seq_len for one in series.outcomes})
+                for length in panel.lengths
+                if length not in series.outcomes
             )
             beside = f"; no record, where others of the panel have one: {gaps}" if gaps else ""
             said.append(f"{where}{len(run.records)} cells; how many were planned is not known{beside}.")
@@ -134,9 +131,7 @@ def completeness(analysis: Analysis) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - FEW} more" if len(every) > FEW else ""
-    return ", ".join(every[:FEW]) + more
+    return some(list(names), FEW)
 
 
 def findings(analysis: Analysis) -> list[str]:
@@ -180,18 +175,11 @@ def _crossing_line(panel: Panel) -> str:
 
 
 def _memory_line(panel: Panel) -> str:
-    longest = panel.lengths[-1]
-    peaks = {
-        series.label: point.memory.peak_bytes
-        for series in panel.series
-        for point in series.points
-        if point.seq_len == longest and point.memory.peak_bytes
-    }
-    if not peaks:
+    ranked = [f"{label} {human_bytes(peak)}" for label, peak in sorted(panel.peaks.items(), key=lambda item: item[1])]
+    if not ranked:
         return ""
-    ranked = [f"{label} {human_bytes(peak)}" for label, peak in sorted(peaks.items(), key=lambda item: item[1])]
     exact = "; exact attention's is linear too: fused kernels store no scores" if _has_linear_memory(panel) else ""
-    return f"Peak memory at {human_length(longest)}: {_listed(ranked)}{exact}."
+    return f"Peak memory at {human_length(panel.lengths[-1])}: {_listed(ranked)}{exact}."
 
 
 def _weights_line(panel: Panel) -> str:
@@ -243,7 +231,7 @@ def panel_findings(analysis: Analysis) -> list[str]:
 
 def _panel(panel: Panel) -> str:
     said = [_winners(panel)]
-    longest = [series.points[-1] for series in panel.series if series.lengths[-1:] == [panel.lengths[-1]]]
+    longest = (point for point in panel.points if point.seq_len == panel.lengths[-1])
     rates = [point for point in longest if point.tokens_per_s is not None]
     if rates:
         best = max(rates, key=lambda point: point.tokens_per_s or 0.0)
@@ -317,7 +305,7 @@ def _differences(group: AccuracyGroup) -> str:
 def _settled(group: AccuracyGroup, score: LabelScore) -> str:
     assert score.difference is not None
     gain = group.metric.gain(score.difference.mean, 0.0)
-    size = f"{group.metric.size(gain)} {group.metric.unit}"
+    size = f"{group.metric.end(abs(gain))} {group.metric.unit}"
     return f"{score.name} {'better' if gain > 0 else 'worse'} by {size} ({score.difference.num_paired} seeds)"
 
 

@@ -8,6 +8,7 @@ from attn_zoo.report.pages.findings import FEW, completeness, findings, headline
 from attn_zoo.report.pages.html import environment_rows
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.table import escape_markdown, to_markdown
+from attn_zoo.report.units import some
 
 
 def readme_text(analysis: Analysis, picture: Picture | None) -> str:
@@ -28,8 +29,7 @@ def readme_text(analysis: Analysis, picture: Picture | None) -> str:
         "",
     ]
     if warnings:
-        more = f" and {len(warnings) - FEW} more" if len(warnings) > FEW else ""
-        lines += [f"Warnings: {escape_markdown('; '.join(warnings[:FEW]))}{more}.", ""]
+        lines += [f"Warnings: {escape_markdown(some(warnings, FEW, '; '))}.", ""]
     for _, environment in sorted(analysis.results.environments.items()):
         rows = dict(environment_rows(environment))
         said = [rows[name] for name in ("GPU", "CPU", "versions") if name in rows]

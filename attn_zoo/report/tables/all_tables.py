@@ -21,10 +21,11 @@ from attn_zoo.report.tables.score_tables import (
 from attn_zoo.report.tables.table import Column, Table, text_column
 from attn_zoo.report.tables.time_tables import length_table, measurement_table, step_table, turns_table
 from attn_zoo.report.units import human_length
-from attn_zoo.report.wording import PASS_TITLES, outcome
+from attn_zoo.report.wording import OUTCOMES, PASS_TITLES, outcome
 
 _ALL_RAN = "Every planned cell was run and gave a measurement."
 _NONE_FAILED = "Every cell that was run gave a measurement; how many were planned is not known."
+_WORDS = {each.legend: each.word for each in OUTCOMES.values()}
 
 QUESTIONS: Mapping[str, str] = {
     "time": "How long does it take?",
@@ -119,7 +120,7 @@ def status_table(analysis: Analysis) -> Table:
             Column(
                 heading="outcome",
                 show=lambda row: outcome(row["status"]).legend,
-                brief=lambda row: outcome(row["status"]).word,
+                brief=lambda legend: _WORDS.get(legend, legend),
                 align="left",
                 priority=0,
             ),

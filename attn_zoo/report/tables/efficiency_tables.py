@@ -10,7 +10,7 @@ from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column
 from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
-from attn_zoo.report.wording import ceilings_words, mark_words, marks_of
+from attn_zoo.report.wording import MARKS, ceilings_words, mark_words
 
 
 def _conventions(*panels: Panel) -> str:
@@ -89,7 +89,7 @@ def _long_row(panel: Panel, point: Efficiency) -> dict[str, Any]:
         "variant": point.label,
         "pass": panel.title,
         "settings": panel.subtitle,
-        "marks": marks_of(["host"] if point.is_waiting else []),
+        "marks": MARKS["host"][0] if point.is_waiting else "",
         **{name: getattr(point, name) for name in _NUMBERS},
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,

@@ -6,7 +6,15 @@ from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.fits import Crossing, Growth
-from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column
+from attn_zoo.report.tables.table import (
+    Column,
+    Row,
+    Table,
+    interval_column,
+    interval_values,
+    number_column,
+    text_column,
+)
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import doubt_words
 
@@ -81,10 +89,7 @@ def _growth_row(growth: Growth) -> dict[str, Any]:
         "reading": growth.verdict,
         "why": growth.why,
         "lengths": f"{human_length(used[0])} to {human_length(used[-1])}" if used else "",
-        "fit_a": fit.a if fit else None,
-        "fit_b": fit.b if fit else None,
-        "fit_c": fit.c if fit else None,
-        "fit_relative_rms": fit.relative_rms if fit else None,
+        **{f"fit_{name}": getattr(fit, name, None) for name in ("a", "b", "c", "relative_rms")},
     }
 
 
@@ -156,10 +161,8 @@ def crossover_table(analysis: Analysis) -> Table:
                     "panel": panel.title,
                     "settings": panel.subtitle,
                     "outcome": result.kind if result else "no_common_length",
-                    "crossing": result.length if result else None,
-                    "crossing_low": result.low if result else None,
-                    "crossing_high": result.high if result else None,
-                    "support": result.support if result else None,
+                    **interval_values("crossing", *(getattr(result, name, None) for name in ("length", "low", "high"))),
+                    "support": getattr(result, "support", None),
                     "is_settled": crossing.is_settled,
                     "waiting": ", ".join(crossing.waiting),
                     "words": crossing_text(crossing),

@@ -13,6 +13,7 @@ from torch import Tensor
 import attn_zoo
 from attn_zoo.conformance import run_checks
 from attn_zoo.conformance.checks import dropout_rate
+from attn_zoo.conformance.checks.randomness import seeded_call
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.subject import Module
 from attn_zoo.registry import variants
@@ -42,13 +43,13 @@ def test_is_caught_in_another_dress(broken: Broken, dress: str) -> None:
 @pytest.fixture
 def at_seed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return a function that makes the check draw from other seeds."""
-    seeded = dropout_rate._seeded
+    seeded = seeded_call
 
     def shift(seed: int) -> None:
         def shifted(module: Module, inputs: Inputs, own: int) -> Tensor:
             return seeded(module, inputs, own + 10 * seed)
 
-        monkeypatch.setattr(dropout_rate, "_seeded", shifted)
+        monkeypatch.setattr(dropout_rate, "seeded_call", shifted)
 
     return shift
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-import attn_zoo
-from attn_zoo.discovery import tried_imports
+from attn_zoo.discovery import importable, tried_imports
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.cell.log import keep_short, open_log
 from attn_zoo.matrix.drive.engines.descendants import VARIABLE, end_marked
@@ -57,10 +56,7 @@ class Ended:
 
 def spawn_environment(threads: int | None) -> dict[str, str]:
     """Return the environment of processes that measure; None threads leaves OpenMP's and MKL's default."""
-    environment = {**MEASURING_VARIABLES, **os.environ, **tried_imports()}
-    # Works from the source tree too, without an installed package.
-    root = str(Path(attn_zoo.__path__[0]).parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    environment = importable({**MEASURING_VARIABLES, **os.environ, **tried_imports()})
     environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
     if threads is not None:
         environment.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))

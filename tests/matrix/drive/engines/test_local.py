@@ -115,6 +115,15 @@ def test_so_many_trainings_at_once_and_timings_alone(monkeypatch, tmp_path):
     assert [record.num_jobs for record in notes.records] == [1, 1, 3, 3, 3, 3, 3, 3]
 
 
+def test_a_training_on_several_devices_shares_them_with_no_other(monkeypatch, tmp_path):
+    fake, notes = FakeLanes(), Notes()
+    monkeypatch.setattr(local, "run_lane", fake)
+    wide = training_plan(["fake_train_ok"], seeds=[0, 1, 2], data_parallel=2)
+    LocalEngine(3).run(lanes_of(wide), Settings(logs=tmp_path), notes)
+    assert [len(names) for names in fake.together] == [1, 1, 1]
+    assert {record.num_jobs for record in notes.records} == {1}
+
+
 def test_one_job_is_one_after_the_other_in_the_order_of_the_plan(monkeypatch, tmp_path):
     fake, notes = FakeLanes(), Notes()
     monkeypatch.setattr(local, "run_lane", fake)
