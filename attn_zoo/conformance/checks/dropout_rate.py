@@ -80,7 +80,7 @@ def _num_keys(inputs: Inputs) -> int:
 
 def _probe(inputs: Inputs) -> Inputs:
     """Return the first entry; in attention form its values are ones, each in the features of one key."""
-    inputs, length = inputs.entries(slice(0, 1)), inputs.key_len
+    inputs, length = inputs.entry(0), inputs.key_len
     if inputs.form == "mixer":
         return inputs
     query, key, value = inputs.tensors
