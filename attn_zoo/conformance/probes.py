@@ -174,12 +174,7 @@ def probe_mixer(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ..
 
 
 def probe_autocast(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ...]:
-    """Compare a new module of the subject under autocast to bfloat16, as it trains, with the same without.
-
-    Args:
-        subject: in float32, as the weights.
-        seq_len: of the call.
-        mask: of the call.
+    """Compare a new module of the subject, in float32, under autocast to bfloat16, as it trains, with the same without.
 
     Raises:
         GateError: outputs or gradients differ by more than the roundings of bfloat16.

@@ -76,7 +76,9 @@ def make_plan(
         ConfigError: unknown variant, impossible shard, nothing left; a typed variant that was changed since.
         UnknownNameError: `add_variants` names no registered variant.
     """
-    has_cuda = is_remote or _has_cuda()
+    import torch
+
+    has_cuda = is_remote or torch.cuda.is_available()
     auto = "cuda" if not is_remote and has_cuda else "cpu"
     matrix = _resolved(matrix, add_variants, device, auto)
     lanes: dict[str, dict[str, PlannedCell]] = {}
@@ -171,12 +173,6 @@ def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
         is_same_curve = item.isolation == "lane" and seen.cell.curve == item.cell.curve
         counted.append(replace(item, has_count=seen is item or is_same_curve))
     return counted
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _resolved(matrix: Matrix, names: Sequence[str], device: str | None, auto: str) -> Matrix:
