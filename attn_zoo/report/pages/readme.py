@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.all_figures import Picture
-from attn_zoo.report.pages.findings import FEW, completeness, findings, headline
+from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import environment_rows
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.table import escape_markdown, to_markdown
@@ -29,7 +29,7 @@ def readme_text(analysis: Analysis, picture: Picture | None) -> str:
         "",
     ]
     if warnings:
-        lines += [f"Warnings: {escape_markdown(some(warnings, FEW, '; '))}.", ""]
+        lines += [f"Warnings: {escape_markdown(some(warnings, joint='; '))}.", ""]
     for _, environment in sorted(analysis.results.environments.items()):
         rows = dict(environment_rows(environment))
         said = [rows[name] for name in ("GPU", "CPU", "versions") if name in rows]
