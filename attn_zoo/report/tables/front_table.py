@@ -42,7 +42,7 @@ def front_table(analysis: Analysis) -> Table | None:
     )
     rows = [_row(label, panel, lengths, shown) for label in labels]
     columns = [
-        text_column("variant", "variant", priority=0),
+        text_column("variant", priority=0),
         *(_column(human_length(length), str(length), 0.1 * place) for place, length in enumerate(lengths)),
     ]
     best = {"variant": "best"} | {one.title: one.best for one in scores}
