@@ -59,6 +59,7 @@ class Curve:
 
     @property
     def label(self) -> str:
+        """Of the series."""
         return self.series.label
 
     @property
