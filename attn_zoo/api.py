@@ -223,11 +223,15 @@ def run_again(
         UnknownNameError: no such status, engine or tracker.
         UnsupportedError: the engine or the tracker is not installed.
     """
+    from attn_zoo.matrix.plan.expand import require_devices
     from attn_zoo.records import ANSWERS, STATUSES
 
     wanted = _listed(statuses) or [status for status in STATUSES if status not in ANSWERS]
+    planned = _stored_plan(Path(folder), data_dir, is_remote=engine != "local")
+    if engine == "local":
+        require_devices(planned.cells)
     return _measure(
-        _stored_plan(Path(folder), data_dir, is_remote=engine != "local"),
+        planned,
         Path(folder),
         _engine(engine, address, jobs),
         retry=wanted,
@@ -255,7 +259,7 @@ def _measure(
     from attn_zoo.matrix.store.store import Store
     from attn_zoo.records import STATUSES
 
-    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "attn_zoo.matrix.cell.worker":
+    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "").startswith("attn_zoo.matrix.cell."):
         text = "loading a variant's source starts a run: define the class outside of the function that calls run"
         raise ConfigError("run", [("", text)])
     for status in _listed(retry):
@@ -303,7 +307,7 @@ def plan(
     Beside these: `is_remote` says that the cells will run on other machines; `should_probe` asks constructors too what
     they refuse, in a process of its own.
     """
-    from attn_zoo.matrix.plan.expand import make_plan
+    from attn_zoo.matrix.plan.expand import make_plan, require_devices
     from attn_zoo.matrix.plan.schema import MAX_CELLS, load_matrix, parse_matrix
 
     names = [each if isinstance(each, str) else _name_of(each) for each in _listed(variants)]
@@ -312,7 +316,7 @@ def plan(
         read = parse_matrix(matrix, "matrix", allow_cells=most)
     else:
         read = load_matrix(matrix, allow_cells=most)
-    return make_plan(
+    planned = make_plan(
         read,
         device=None if device is None else _device(device, is_remote),
         only=_listed(only),
@@ -322,6 +326,9 @@ def plan(
         is_remote=is_remote,
         should_probe=should_probe,
     )
+    if not is_remote:
+        require_devices(planned.cells)
+    return planned
 
 
 def _listed(given: Any) -> list[Any]:

@@ -72,6 +72,16 @@ class RunInfo:
         """
         return frozenset({digest, *(name for name, one in self.environments.items() if one.digest == digest)})
 
+    def refusal(self, environment: Environment) -> str:
+        """Return why what is measured in an environment does not belong here; empty where it does."""
+        known = list(self.environments.values())
+        if not known or environment.digest in {one.digest for one in known}:
+            return ""
+        return (
+            f"measured in another environment ({'; '.join(differences(known[-1], environment))}). Numbers from two "
+            "environments do not compare: use another folder, or --allow-mixed-env to keep both apart in one"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
@@ -384,7 +394,8 @@ def read_record(path: Path, key: str = "") -> Record:
 def cell_files(folder: Path) -> list[Path]:
     """Return the files of `cells`, sorted; hidden ones are being written, perhaps by another shard."""
     cells = folder / "cells"
-    return [path for path in sorted(cells.iterdir()) if path.name[0] != "."] if cells.is_dir() else []
+    paths = sorted(cells.iterdir(), key=lambda path: path.name) if cells.is_dir() else []
+    return [path for path in paths if path.name[0] != "."]
 
 
 def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], Record | None] = lambda _: None) -> Scan:

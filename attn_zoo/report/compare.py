@@ -279,7 +279,7 @@ def _is_within(ratio: Ratio, share: float) -> bool:
 
 _SCORE_MATCH = (
     *("label", "start", "task", "level", "protocol", "overrides", "tuned", "is_causal", "dtype", "device", "threads"),
-    *("protocol_version", "data_digest"),
+    *("data_parallel", "protocol_version", "data_digest"),
 )
 
 

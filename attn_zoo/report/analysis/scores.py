@@ -217,7 +217,8 @@ def _how(setting: Setting) -> str:
     tuned = [f"tuned: {', '.join(setting.tuned)}"] if setting.tuned else []
     changes = [f"{option}={value}" for option, value in setting.changes.items()]
     threads = [f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"] if setting.threads else []
-    machine = [setting.dtype, setting.device.upper(), *threads]
+    ranks = [f"{setting.data_parallel} processes"] if setting.data_parallel > 1 else []
+    machine = [setting.dtype, setting.device.upper(), *ranks, *threads]
     return ", ".join([f"protocol {setting.protocol}", *changes, *tuned, *machine])
 
 

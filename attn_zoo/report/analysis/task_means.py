@@ -130,4 +130,5 @@ def _how(group: AccuracyGroup) -> str:
     tuned = f", tuned: {', '.join(setting.tuned)}" if setting.tuned else ""
     # Where nothing was trained from scratch the only other start counts, and does not mix with scratch elsewhere.
     start = f", self-pretrained ({group.starts[0]})" if group.starts[0] else ""
-    return f"protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}, {version}{tuned}{start}"
+    ranks = f", {setting.data_parallel} processes" if setting.data_parallel > 1 else ""
+    return f"protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}{ranks}, {version}{tuned}{start}"

@@ -36,6 +36,7 @@ class Setting:
     dtype: str
     device: str
     threads: int | None
+    data_parallel: int
     protocol_version: int
     data_digest: str
 
@@ -70,9 +71,9 @@ class TrainingRun(Observation):
 
 def group_training_runs(results: Results) -> list[tuple[Setting, list[TrainingRun]]]:
     """Return all training runs, by setting in a stable order; of a cell that occurs twice, the last."""
-    every = (*results.observations, *results.left)
-    last = {one.cell.key: one for one in every if one.is_training}
-    by_setting = grouped((one for one in every if last.get(one.cell.key) is one), lambda one: _setting(one.cell))
+    every = [one for one in (*results.observations, *results.left) if one.is_training]
+    last = {one.cell.key: one for one in every}
+    by_setting = grouped((one for one in every if last[one.cell.key] is one), lambda one: _setting(one.cell))
     order = sorted(by_setting, key=lambda setting: tuple(str(getattr(setting, name)) for name in setting.__slots__))
     return [(setting, _runs(by_setting[setting])) for setting in order]
 
@@ -96,6 +97,7 @@ def _setting(cell: Cell) -> Setting:
         dtype=cell.dtype,
         device=cell.device,
         threads=cell.threads,
+        data_parallel=cell.data_parallel,
         protocol_version=cell.protocol_version,
         data_digest=cell.data_digest,
     )

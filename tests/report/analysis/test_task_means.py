@@ -66,6 +66,7 @@ def test_one_task_metrics_of_another_kind_and_other_protocols_make_no_overview(t
     bits = runs("b", {"full": 2.0, "bigbird": 2.1}, score={"metric": "bits_per_byte"})
     assert overviews(tmp_path / "bits", runs("a", values) + bits) == ()
     assert overviews(tmp_path / "other", runs("a", values) + runs("b", values, protocol="long")) == ()
+    assert overviews(tmp_path / "ranks", runs("a", values) + runs("b", values, data_parallel=2)) == ()
 
 
 def test_overrides_may_differ_between_tasks_but_a_task_is_never_counted_twice(tmp_path):
