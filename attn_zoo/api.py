@@ -63,18 +63,7 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
 
 
 def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
-    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
-
-    Args:
-        a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
-        b: likewise.
-        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
-        limit: share by which b may be worse; by default a tenth.
-
-    Raises:
-        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
-        UnknownNameError: no such thing to allow.
-    """
+    """Compare the run in b with the reference in a; see `attn_zoo.report.compare.compare`."""
     from attn_zoo.report.compare import LIMIT
     from attn_zoo.report.compare import compare as compare_runs
 
@@ -82,11 +71,7 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), li
 
 
 def verify(source: str | Path) -> list[Fault]:
-    """Return what a reviewer would find wrong with a results folder or packed run; nothing where nothing is.
-
-    Raises:
-        ConfigError: there is no results folder, or a newer version of this package wrote it.
-    """
+    """Return what a reviewer would find wrong with results; see `attn_zoo.report.verify.verify`."""
     from attn_zoo.report.verify import verify as verify_results
 
     return verify_results(source)
@@ -230,28 +215,23 @@ def run_again(
 ) -> Run:
     """Run the cells of a results folder again that failed; the old records move to its folder `replaced`.
 
-    Args:
-        folder: results folder.
-        statuses: of the records to run again; by default every one that is no answer.
-        jobs: as in `run`, like what follows.
-        engine: likewise.
-        address: likewise.
-        time_limit_min: likewise.
-        data_dir: likewise.
-        allow_mixed_env: likewise.
-        track: likewise.
-        progress: likewise.
+    `statuses` are those of the records to run again, by default every one that is no answer; other arguments are as in
+    `run`.
 
     Raises:
         StoreError: no results folder, or one that cannot be written.
         UnknownNameError: no such status, engine or tracker.
         UnsupportedError: the engine or the tracker is not installed.
     """
+    from attn_zoo.matrix.plan.expand import require_devices
     from attn_zoo.records import ANSWERS, STATUSES
 
     wanted = _listed(statuses) or [status for status in STATUSES if status not in ANSWERS]
+    planned = _stored_plan(Path(folder), data_dir, is_remote=engine != "local")
+    if engine == "local":
+        require_devices(planned.cells)
     return _measure(
-        _stored_plan(Path(folder), data_dir, is_remote=engine != "local"),
+        planned,
         Path(folder),
         _engine(engine, address, jobs),
         retry=wanted,
@@ -279,7 +259,7 @@ def _measure(
     from attn_zoo.matrix.store.store import Store
     from attn_zoo.records import STATUSES
 
-    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "attn_zoo.matrix.cell.worker":
+    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "").startswith("attn_zoo.matrix.cell."):
         text = "loading a variant's source starts a run: define the class outside of the function that calls run"
         raise ConfigError("run", [("", text)])
     for status in _listed(retry):
@@ -322,20 +302,12 @@ def plan(
     should_probe: bool = False,
     allow_cells: int | None = None,
 ) -> Plan:
-    """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors as in `run`.
+    """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors are as in `run`.
 
-    Args:
-        matrix: as in `run`, like what follows.
-        variants: likewise.
-        only: likewise.
-        device: likewise.
-        shard: likewise.
-        data_dir: likewise.
-        is_remote: the cells will run on other machines.
-        should_probe: ask constructors too what they refuse, in a process of its own.
-        allow_cells: as in `run`.
+    Beside these: `is_remote` says that the cells will run on other machines; `should_probe` asks constructors too what
+    they refuse, in a process of its own.
     """
-    from attn_zoo.matrix.plan.expand import make_plan
+    from attn_zoo.matrix.plan.expand import make_plan, require_devices
     from attn_zoo.matrix.plan.schema import MAX_CELLS, load_matrix, parse_matrix
 
     names = [each if isinstance(each, str) else _name_of(each) for each in _listed(variants)]
@@ -344,7 +316,7 @@ def plan(
         read = parse_matrix(matrix, "matrix", allow_cells=most)
     else:
         read = load_matrix(matrix, allow_cells=most)
-    return make_plan(
+    planned = make_plan(
         read,
         device=None if device is None else _device(device, is_remote),
         only=_listed(only),
@@ -354,6 +326,9 @@ def plan(
         is_remote=is_remote,
         should_probe=should_probe,
     )
+    if not is_remote:
+        require_devices(planned.cells)
+    return planned
 
 
 def _listed(given: Any) -> list[Any]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_zoo import api
+from attn_zoo import api, console
 from attn_zoo.cli_data import data
 from attn_zoo.cli_maps import maps
 from attn_zoo.cli_options import AsJson, DataDir, VariantFiles, load_files
 from attn_zoo.cli_results import results
-from attn_zoo.errors import AttnZooError, ConfigError
+from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from attn_zoo.displays import Run
@@ -39,30 +41,27 @@ MixedEnv = Annotated[bool, typer.Option(help="Go on in a folder measured in anot
 
 def main() -> None:
     """Run the command line; our own errors become one message and an exit code, without a stack trace."""
-    from attn_zoo.console import err
-
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that knows Latin-1 only
     try:
         app()
     except AttnZooError as error:
-        err.print(str(error), markup=False, soft_wrap=True)
+        console.err.print(str(error), markup=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # `attn-zoo list | head`
         sys.stderr.close()
         sys.exit(0)
     except KeyboardInterrupt:
-        err.print("interrupted")
+        console.err.print("interrupted")
         sys.exit(130)
 
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         import attn_zoo
-        from attn_zoo.console import say
 
-        say(f"attn-zoo {attn_zoo.__version__}")
+        console.say(f"attn-zoo {attn_zoo.__version__}")
         raise typer.Exit
 
 
@@ -82,15 +81,13 @@ def list_command(
     as_json: AsJson = False,
 ) -> None:
     """List what there is by name: variants, tasks, matrices, protocols, checks."""
-    from attn_zoo.console import print_json, print_table, print_variants, variant_data
-
     load_files(files)
     if what != "variants":
         rows = _summaries(what)
         if as_json:
-            print_json([{"name": name, "summary": summary} for name, summary in rows])
+            console.print_json([{"name": name, "summary": summary} for name, summary in rows])
         else:
-            print_table("", (_LISTS[what], "what it is"), rows)
+            console.print_table("", (_LISTS[what], "what it is"), rows)
         return
     from attn_zoo.attention import describe
     from attn_zoo.registry import variants
@@ -98,9 +95,9 @@ def list_command(
     infos = [describe(name) for name in variants]
     failures = [(failure.provider, failure.reason) for failure in variants.failures]
     if as_json:
-        print_json({"variants": [variant_data(info) for info in infos], "failures": failures})
+        console.print_json({"variants": [console.variant_data(info) for info in infos], "failures": failures})
     else:
-        print_variants(infos, failures)
+        console.print_variants(infos, failures)
 
 
 _LISTS = {"tasks": "task", "matrices": "matrix", "protocols": "protocol", "checks": "check"}
@@ -113,8 +110,6 @@ def _summaries(what: str) -> list[tuple[str, str]]:
 
         return [(name, (tasks[name].__doc__ or "").strip().partition("\n")[0]) for name in tasks]
     if what == "matrices":
-        import tomllib
-
         from attn_zoo.matrix.plan.schema import shipped_matrices
 
         texts = {name: path.read_text(encoding="utf-8") for name, path in shipped_matrices().items()}
@@ -127,7 +122,6 @@ def _summaries(what: str) -> list[tuple[str, str]]:
         from attn_zoo.conformance import CHECKS
 
         return [(one.name, one.summary) for one in CHECKS]
-    from attn_zoo.errors import UnknownNameError
 
     known = ["variants", *_LISTS]
     raise UnknownNameError("list", what, known, see=f"there are {', '.join(known)}")
@@ -143,10 +137,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show everything known about a variant: source, claims, capabilities, options."""
-    from dataclasses import asdict
-
     from attn_zoo.attention import describe
-    from attn_zoo.console import print_complexity, print_json, print_variant, variant_data
 
     load_files(files)
     info = describe(name)
@@ -156,10 +147,12 @@ def show(
 
         rows = measure_complexity(name)
     if as_json:
-        print_json(variant_data(info) | ({} if rows is None else {"measured": [asdict(row) for row in rows]}))
+        console.print_json(
+            console.variant_data(info) | ({} if rows is None else {"measured": [asdict(row) for row in rows]})
+        )
         return
-    print_variant(info)
-    print_complexity(rows or ())
+    console.print_variant(info)
+    console.print_complexity(rows or ())
 
 
 @app.command()
@@ -177,24 +170,18 @@ def check(
 
     Without options it is checked under the small ones that its config names, several sets where it has several ways.
     """
-    from dataclasses import asdict
-
-    from attn_zoo.console import print_checks, print_json
-
     load_files(files)
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # whatever a variant prints
         results = api.check(name, _options(option), device=device, only=only or ())
     if as_json:
-        print_json([asdict(result) for result in results])
+        console.print_json([asdict(result) for result in results])
     else:
-        print_checks(results)
+        console.print_checks(results)
     raise typer.Exit(int(not results.is_ok))
 
 
 def _options(pairs: list[str] | None) -> dict[str, Any]:
     """Return options given as KEY=VALUE, values in TOML: `proj_len=128`, `sharing="headwise"` (or without quotes)."""
-    import tomllib
-
     options: dict[str, Any] = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
@@ -237,8 +224,6 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the cells of a matrix: what will run, what is refused and why, and rough estimates. Runs nothing."""
-    from attn_zoo.console import print_json, print_plan
-
     load_files(files)
     planned = api.plan(
         matrix,
@@ -251,9 +236,11 @@ def plan(
         allow_cells=allow_cells,
     )
     if as_json:
-        print_json([{"id": item.cell.id, "key": item.cell.key, "refusal": item.refusal} for item in planned.cells])
+        console.print_json(
+            [{"id": item.cell.id, "key": item.cell.key, "refusal": item.refusal} for item in planned.cells]
+        )
     else:
-        print_plan(planned)
+        console.print_plan(planned)
 
 
 @app.command()
@@ -299,17 +286,15 @@ def run(
 
 
 def _finish(done: Run) -> None:
-    from attn_zoo.console import print_summary
 
     assert done.summary is not None  # `run` made it
-    print_summary(done.summary)
+    console.print_summary(done.summary)
     raise typer.Exit(done.summary.exit_code)
 
 
 @app.command()
 def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Show what a results folder has, what is left, and what failed with which reason."""
-    from attn_zoo.console import print_json, print_standing
     from attn_zoo.matrix.drive.machine_ceilings import ceilings_text
     from attn_zoo.matrix.store.store import Store
 
@@ -320,9 +305,11 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
         left = [item.cell.id for item in now.left]
         begun = {item.cell.id: now.begun[item.cell.key] for item in now.left if item.cell.key in now.begun}
         ceilings = [one.to_dict() for one in store.ceilings()]
-        print_json({"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": ceilings})
+        console.print_json(
+            {"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": ceilings}
+        )
     else:
-        print_standing(now, [ceilings_text(one) for one in store.ceilings()], folder)
+        console.print_standing(now, [ceilings_text(one) for one in store.ceilings()], folder)
 
 
 @app.command()
@@ -365,31 +352,29 @@ def new(
     folder: Annotated[Path, typer.Option(help="Where to write the file.")] = Path(),
 ) -> None:
     """Write a file to start from: `new NAME` a working variant, `new matrix NAME` a matrix."""
-    from attn_zoo.console import say
     from attn_zoo.scaffold import new_matrix, new_variant
 
     if name == "matrix":
         path = new_matrix(matrix or "my-matrix", folder, like)
-        say(f"wrote {path}")
-        say(f"next: attn-zoo plan {path}")
+        console.say(f"wrote {path}")
+        console.say(f"next: attn-zoo plan {path}")
         return
     if matrix is not None:
         raise ConfigError("new", [("", f"expected one name, or `new matrix {matrix}`; got {name!r} before it")])
     path = new_variant(name, folder)
-    say(f"wrote {path}")
-    say(f"next: attn-zoo check {name} --variant-file {path}")
+    console.say(f"wrote {path}")
+    console.say(f"next: attn-zoo check {name} --variant-file {path}")
 
 
 @app.command(hidden=True)
 def docs(root: Path = Path()) -> None:
     """Write the generated tables of the documents and the index of results anew."""
-    from attn_zoo.console import out
     from attn_zoo.docs import DOCUMENTS, update_results_index, update_tables
 
     done = {name: update_tables(root / name) for name in DOCUMENTS}
     done["results"] = update_results_index(root / "results")
     for name, was_current in done.items():
-        out.print(f"{name}: {'was current' if was_current else 'updated'}")
+        console.out.print(f"{name}: {'was current' if was_current else 'updated'}")
 
 
 @app.command()

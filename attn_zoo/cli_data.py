@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attn_zoo import console
 from attn_zoo.cli_options import AsJson, DataDir, one_of
+from attn_zoo.errors import ConfigError, FolderError
 
 if TYPE_CHECKING:
     from attn_zoo.tasks.abstract_task import AbstractTask, SplitName
@@ -160,15 +162,13 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 @data.command("list")
 def list_command(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tasks, their levels, and whether their data are here. Touches no network and makes no data."""
-    from attn_zoo.console import print_json, print_table, say
-
     levels = _levels(data_dir)
     if as_json:
-        print_json(levels)
+        console.print_json(levels)
         return
-    print_table("", ("task", "level", "kind", "train/val/test", "data"), table_rows(levels))
+    console.print_table("", ("task", "level", "kind", "train/val/test", "data"), table_rows(levels))
     for line in _hints(levels):
-        say(line)
+        console.say(line)
 
 
 @data.command("show")
@@ -180,12 +180,10 @@ def show(
     data_dir: DataDir = None,
 ) -> None:
     """Print examples as a person reads them."""
-    from attn_zoo.console import out, say
-
     made = _task(task, level, data_dir)
     examples = made.split(_split(split))
     spec = made.spec
-    out.print(
+    console.out.print(
         f"{task}, level {made.level}, {split}: {len(examples)} examples of at most {spec.max_seq_len} tokens, "
         f"{spec.num_classes} classes, guessing scores {spec.chance:g} ({spec.metric.replace('_', ' ')})",
         soft_wrap=True,
@@ -197,8 +195,8 @@ def show(
         sizes = f"{len(example.tokens)} tokens"
         if example.other_tokens is not None:
             sizes += f" and {len(example.other_tokens)}"
-        say(f"\n{index}: {made.show(example)}")
-        say(f"   ({', '.join(filter(None, [sizes, groups]))})")
+        console.say(f"\n{index}: {made.show(example)}")
+        console.say(f"   ({', '.join(filter(None, [sizes, groups]))})")
 
 
 @data.command("fetch")
@@ -209,16 +207,15 @@ def fetch_command(
     force: Annotated[bool, typer.Option("--force", help="Fetch again, over files that are there.")] = False,
 ) -> None:
     """Fetch the data of a task, check them, and write a manifest. No other command uses the network."""
-    from attn_zoo.console import out, say
     from attn_zoo.tasks.sources.fetch import fetch
 
     sources = _sources(task, level)
     if not sources:
-        out.print(f"{task} is generated here; there is nothing to fetch", markup=False)
+        console.out.print(f"{task} is generated here; there is nothing to fetch", markup=False)
     for source in sources.values():
         if source.terms:
-            say(f"{source.name}: terms: {source.terms}")
-        fetch(source, data_dir=data_dir, force=force, say=say)
+            console.say(f"{source.name}: terms: {source.terms}")
+        fetch(source, data_dir=data_dir, force=force, say=console.say)
 
 
 def _verdict(source: Source, data_dir: Path | None, *, record: bool) -> dict[str, Any]:
@@ -268,22 +265,19 @@ def verify_command(
     as_json: AsJson = False,
 ) -> None:
     """Compare data files with their manifests; exit code 1 if one is missing, cut short or changed."""
-    from attn_zoo.console import out, print_json, say
-    from attn_zoo.errors import ConfigError
-
     if level is not None and task is None:
         raise ConfigError("--level", [("", "expected a task before it")])
     sources = _sources(task, level)
     states: dict[str, Any] = {name: _verdict(source, data_dir, record=record) for name, source in sources.items()}
     if as_json:
-        print_json(states)
+        console.print_json(states)
     elif not states:
-        out.print(f"{task or 'every task'} is generated here; there is nothing to verify", markup=False)
+        console.out.print(f"{task or 'every task'} is generated here; there is nothing to verify", markup=False)
     else:
         for name, state in states.items():
-            say(f"{name}: {state['verdict']}")
+            console.say(f"{name}: {state['verdict']}")
             for line in state["details"]:
-                say(f"  {line}")
+                console.say(f"  {line}")
     raise typer.Exit(int(any(state["is_bad"] for state in states.values())))
 
 
@@ -296,12 +290,9 @@ def export(
     data_dir: DataDir = None,
 ) -> None:
     """Write a split for other programs: JSON Lines, or the task's published form, or pictures."""
-    from attn_zoo.console import say
-    from attn_zoo.errors import FolderError
-
     name = _split(split)
     made = _task(task, level, data_dir)
     if out.exists():
         raise FolderError(f"{out}: exists already and is not overwritten; delete it or choose another name")
     for path in made.export(name, out):
-        say(f"wrote {path}")
+        console.say(f"wrote {path}")

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attn_zoo import console
 from attn_zoo.cli_options import DataDir, VariantFiles, load_files, one_of
+from attn_zoo.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,21 +24,19 @@ Out = Annotated[Path, typer.Option(help="File to write, .png or .svg.", show_def
 
 def _know(folder: Path | None, files: list[Path] | None) -> None:
     """Load the files that were named, and what the folder keeps of variants that are not known otherwise."""
-    from attn_zoo.console import err
     from attn_zoo.matrix.store.kept_sources import load_kept
 
     load_files(files)
     for path in load_kept(folder) if folder else []:
         text = f"not loaded: {path} was not measured by you; if it is needed, read it and say --variant-file {path}"
-        err.print(text, markup=False, soft_wrap=True)
+        console.err.print(text, markup=False, soft_wrap=True)
 
 
 def _write(figure: Figure, out: Path) -> None:
-    from attn_zoo.console import say
     from attn_zoo.report.figures.svg import save_figure
 
     save_figure(figure, out)
-    say(f"wrote {out}")
+    console.say(f"wrote {out}")
 
 
 @maps.command()
@@ -54,7 +54,6 @@ def attention(
     files: VariantFiles = None,
 ) -> None:
     """Draw which positions each head of a trained model looks at: the weights that it really uses."""
-    from attn_zoo.errors import ConfigError
     from attn_zoo.maps.attention import attention_map
     from attn_zoo.maps.head_panels import Pool
     from attn_zoo.report.figures.svg import format_of
@@ -90,7 +89,6 @@ def positions(
     files: VariantFiles = None,
 ) -> None:
     """Draw the positions that a model adds to its embeddings, and how alike they are."""
-    from attn_zoo.errors import ConfigError
     from attn_zoo.maps.position_table import AddedPosition, position_map
     from attn_zoo.report.figures.svg import format_of
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from attn_zoo.errors import UnknownNameError
+
 VariantFiles = Annotated[
     list[Path] | None, typer.Option("--variant-file", help="Python file that registers variants; may be repeated.")
 ]
@@ -16,8 +18,6 @@ DataDir = Annotated[Path | None, typer.Option(envvar="ATTN_ZOO_DATA", help="Wher
 
 def one_of(choices: Any, kind: str, text: str) -> Any:
     """Return a text that is one of the choices of a `Literal`; `kind` says what it is, for the message."""
-    from attn_zoo.errors import UnknownNameError
-
     if text not in get_args(choices):
         raise UnknownNameError(kind, text, get_args(choices), f"there are {', '.join(get_args(choices))}")
     return text

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attn_zoo import api
+from attn_zoo import api, console
 from attn_zoo.cli_options import AsJson
 from attn_zoo.errors import ConfigError
 
@@ -30,8 +31,6 @@ def report(
     ] = False,
 ) -> None:
     """Write tables, figures and one self-contained report.html; print the tables."""
-    from attn_zoo.console import out as console
-    from attn_zoo.console import say
     from attn_zoo.report import print_report
 
     if index:
@@ -45,13 +44,13 @@ def report(
             )
         for path, text in pages.items():
             write_whole(path, text)
-            say(f"wrote {path}")
+            console.say(f"wrote {path}")
         return
     loaded = api.load(folders)
     page = loaded.report(out, has_readme=readme)
-    print_report(loaded.analysis, console)
-    console.print()
-    say(f"wrote tables and figures; open {page}")
+    print_report(loaded.analysis, console.out)
+    console.out.print()
+    console.say(f"wrote tables and figures; open {page}")
 
 
 Source = Annotated[
@@ -82,25 +81,23 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare two runs, times, memory and scores: how far apart, and whether they agree within their intervals."""
-    from attn_zoo.console import err, print_json, say
-    from attn_zoo.console import out as console
     from attn_zoo.report.tables.table import to_terminal
 
     also = ["environment"] if allow_other_env else []
     found = api.compare(before, after, allow=[*(allow or ()), *also], limit=_share("--fail-above", fail_above))
     tables = found.tables()
     if as_json:
-        print_json(found.rows)
+        console.print_json(found.rows)
     elif markdown:
         print(found.markdown())  # noqa: T201 # as it is, at any width
     else:
         for table in tables:
-            to_terminal(table, console)
+            to_terminal(table, console.out)
         if found.agreement:
-            say(found.agreement)
+            console.say(found.agreement)
     worse = found.worse if fail_above else []
     for text in worse if not markdown else ():
-        err.print(f"worse: {text}", markup=False, soft_wrap=True)
+        console.err.print(f"worse: {text}", markup=False, soft_wrap=True)
     is_worse = fail and {row["verdict"] for row in found.rows} & {"slower", "worse"}
     raise typer.Exit(3 if worse or is_worse else 0)
 
@@ -128,31 +125,27 @@ def export(
     ] = None,
 ) -> None:
     """Write all observations as one flat file, one row each; or the tables of the report."""
-    from attn_zoo.console import say
     from attn_zoo.report.export import export as export_runs
 
     path = export_runs(folders, fmt, out, table)
-    say(f"wrote {path}")
+    console.say(f"wrote {path}")
 
 
 @results.command()
 def verify(source: Source, as_json: AsJson = False) -> None:
     """Check results as a reviewer would: whole, possible, gated, on equal terms; exit code 1 if something is wrong."""
-    from dataclasses import asdict
-
-    from attn_zoo.console import print_json, print_table, say
     from attn_zoo.report.units import clean
     from attn_zoo.report.verify import CHECKS
 
     faults = api.verify(source)
     if as_json:
-        print_json([asdict(fault) for fault in faults])
+        console.print_json([asdict(fault) for fault in faults])
     else:
         rows = [(fault.check, clean(fault.where), clean(fault.text)) for fault in faults]
         if rows:
-            print_table("", ("check", "where", "what is wrong"), rows)
+            console.print_table("", ("check", "where", "what is wrong"), rows)
         counts = {name: sum(fault.check == name for fault in faults) for name in CHECKS}
-        say("; ".join(f"{name}: {f'{count} wrong' if count else 'passed'}" for name, count in counts.items()))
+        console.say("; ".join(f"{name}: {f'{count} wrong' if count else 'passed'}" for name, count in counts.items()))
     raise typer.Exit(int(bool(faults)))
 
 
@@ -162,11 +155,10 @@ def share(
     out: Annotated[Path | None, typer.Option(help="File to write, .zip; by default the folder's name, here.")] = None,
 ) -> None:
     """Pack a run into one file that report, compare, export, verify and merge open; without logs and weights."""
-    from attn_zoo.console import say
     from attn_zoo.report.units import human_bytes
 
     path = api.share(folder, out)
-    say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {path} opens it")
+    console.say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {path} opens it")
 
 
 @results.command()
@@ -177,9 +169,7 @@ def merge(
     out: Annotated[Path, typer.Option(help="Results folder to make.", show_default=False)],
 ) -> None:
     """Make one results folder of the shards of one plan; refuse unlike plans and cells that were measured twice."""
-    from attn_zoo.console import say
-
-    say(f"wrote {api.merge(sources, out)}; next: attn-zoo status {out}")
+    console.say(f"wrote {api.merge(sources, out)}; next: attn-zoo status {out}")
 
 
 @results.command()
@@ -193,8 +183,6 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """Show the times of a results folder over the commits that changed it, with intervals."""
-    from attn_zoo.console import out as console
-    from attn_zoo.console import print_json, say
     from attn_zoo.report.figures.svg import save_figure
     from attn_zoo.report.tables.table import to_terminal
 
@@ -202,8 +190,8 @@ def history(
     if out is not None:
         save_figure(found.page().figure, out)
     if as_json:
-        print_json(list(found.table().rows))
+        console.print_json(list(found.table().rows))
         return
-    to_terminal(found.table(), console)
+    to_terminal(found.table(), console.out)
     if out is not None:
-        say(f"wrote {out}")
+        console.say(f"wrote {out}")

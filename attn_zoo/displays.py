@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attn_zoo.errors import ConfigError, UnknownNameError
 
@@ -45,21 +45,9 @@ class Run:
         """One row per record, units in the names (`median_ms`, `peak_bytes`); what was not measured is empty."""
         from attn_zoo.report.export import flat_frame
 
-        within = [
-            "run",
-            "kind",
-            "label",
-            "scope",
-            "pass",
-            "task",
-            "level",
-            "is_causal",
-            "has_padding",
-            "dtype",
-            "head_dim",
-        ]
         frame = flat_frame(self.analysis.results.observations)
-        return frame.sort_values([*within, "seq_len", "seed"], ignore_index=True)
+        within = ["run", "kind", "label", "scope", "pass", "task", "level", "is_causal", "has_padding", "dtype"]
+        return frame.sort_values([*within, "head_dim", "seq_len", "seed"], ignore_index=True)
 
     def best(self) -> pd.DataFrame:
         """Return the fastest variant at each length of each panel, beside the next one.
@@ -70,6 +58,7 @@ class Run:
         import pandas as pd
 
         from attn_zoo.report.analysis.winners import times_faster
+        from attn_zoo.report.tables.table import interval_values
 
         rows = []
         for panel in self.analysis.panels:
@@ -77,16 +66,16 @@ class Run:
             points.sort(key=lambda pair: (pair[1].median_ms, pair[0]))
             for one in panel.winners:
                 (label, first), *others = [pair for pair in points if pair[1].seq_len == one.seq_len]
-                row = {"panel": panel.name, "seq_len": one.seq_len, "variant": label, "median_ms": first.median_ms}
+                row: dict[str, Any] = {
+                    "panel": panel.name,
+                    "seq_len": one.seq_len,
+                    "variant": label,
+                    "median_ms": first.median_ms,
+                }
                 row |= {"low_ms": first.low_ms, "high_ms": first.high_ms}
                 for other, second in others[:1]:
                     ratio = times_faster(second, first)
-                    row |= {
-                        "next_variant": other,
-                        "ratio": ratio.value,
-                        "ratio_low": ratio.low,
-                        "ratio_high": ratio.high,
-                    }
+                    row |= {"next_variant": other, **interval_values("ratio", ratio.value, ratio.low, ratio.high)}
                 rows.append(row | {"is_settled": len(one.labels) == 1})
         return pd.DataFrame(rows)
 

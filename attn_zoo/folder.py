@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,8 +28,6 @@ class Claim:
     Args:
         time_exponent: power of the sequence length that time grows with.
         memory_exponent: likewise for memory, inputs and outputs included.
-        time: display string, such as `"B H L S D"`.
-        memory: likewise.
         is_exact: equals softmax attention up to rounding, so it can serve as a baseline.
         routing_sees_future: its causal form masks every query, but decides with knowledge of the future which keys a
             query may choose from. False in runs of older versions.
@@ -37,8 +35,6 @@ class Claim:
 
     time_exponent: float | None = None
     memory_exponent: float | None = None
-    time: str = ""
-    memory: str = ""
     is_exact: bool = False
     routing_sees_future: bool = False
 
@@ -75,6 +71,16 @@ class RunInfo:
         Folders of older versions have one for each host, however alike they are.
         """
         return frozenset({digest, *(name for name, one in self.environments.items() if one.digest == digest)})
+
+    def refusal(self, environment: Environment) -> str:
+        """Return why what is measured in an environment does not belong here; empty where it does."""
+        known = list(self.environments.values())
+        if not known or environment.digest in {one.digest for one in known}:
+            return ""
+        return (
+            f"measured in another environment ({'; '.join(differences(known[-1], environment))}). Numbers from two "
+            "environments do not compare: use another folder, or --allow-mixed-env to keep both apart in one"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,8 +196,6 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     return Claim(
         time_exponent=exponent("time_exponent"),
         memory_exponent=exponent("memory_exponent"),
-        time=str(entry.get("time") or ""),
-        memory=str(entry.get("memory") or ""),
         is_exact=entry.get("is_exact") is True,
         routing_sees_future=entry.get("routing_sees_future") is True,
     )
@@ -249,20 +253,17 @@ def pack_cells(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     """
     groups: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        values = cell.to_dict()
         common = {
-            each.name: values[each.name]
-            for each in fields(Cell)
-            if each.name not in {"seq_len", "seed"}
-            and (each.name == "protocol_version" or values[each.name] != _default(each))
+            name: value
+            for name, value in cell.to_dict().items()
+            if name not in {"seq_len", "seed"} and (name == "protocol_version" or value != _DEFAULTS[name])
         }
         group = groups.setdefault(json.dumps(common, sort_keys=True), {"cell": common, "at": []})
         group["at"].append([cell.seq_len, cell.seed])
     return list(groups.values())
 
 
-def _default(each: Any) -> Any:
-    return each.default if each.default_factory is MISSING else each.default_factory()
+_DEFAULTS = Cell(kind="", variant="").to_dict()
 
 
 def unpack_cells(groups: Iterable[Mapping[str, Any]]) -> tuple[Cell, ...]:
@@ -393,7 +394,8 @@ def read_record(path: Path, key: str = "") -> Record:
 def cell_files(folder: Path) -> list[Path]:
     """Return the files of `cells`, sorted; hidden ones are being written, perhaps by another shard."""
     cells = folder / "cells"
-    return [path for path in sorted(cells.iterdir()) if path.name[0] != "."] if cells.is_dir() else []
+    paths = sorted(cells.iterdir(), key=lambda path: path.name) if cells.is_dir() else []
+    return [path for path in paths if path.name[0] != "."]
 
 
 def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], Record | None] = lambda _: None) -> Scan:

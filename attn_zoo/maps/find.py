@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.records import Cell
+from attn_zoo.report.units import some
 
 MAX_SHOWN = 8
 
@@ -57,16 +58,11 @@ def find_weights(folder: Path, pattern: str | None = None) -> Path:
     if not matches:
         names = [cell.id for cell in cells.values()]
         patterns = [f"{name.partition('/')[0]}/*" for name in names]
-        raise UnknownNameError("cell", wanted, [*patterns, *names], f"it keeps {_some(names)}")
+        raise UnknownNameError("cell", wanted, [*patterns, *names], f"it keeps {some(names, MAX_SHOWN)}")
     if len(matches) > 1:
         # Ids repeat where a matrix tunes overrides: then only keys tell cells apart.
         ids = [cell.id for cell in matches.values()]
         names = [f"{cell.id} ({cell.key})" if ids.count(cell.id) > 1 else cell.id for cell in matches.values()]
         what = f"expected one cell; {pattern!r} matches {len(names)}" if pattern else f"it keeps {len(names)} cells"
-        raise ConfigError(str(folder), [("--cell", f"{what}; name one of {_some(names)}")])
+        raise ConfigError(str(folder), [("--cell", f"{what}; name one of {some(names, MAX_SHOWN)}")])
     return next(iter(matches))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
-    return ", ".join(names[:MAX_SHOWN]) + more

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from attn_zoo.attention import BuildContext
@@ -96,13 +96,27 @@ def call_shape(cell: Cell) -> Shape:
     return context.shape(cell.batch_size, context.max_seq_len, config=config_of(cell), form=form_of(cell))
 
 
-def forward_flops(cell: Cell) -> float:
-    """Return the FLOPs of one forward of the variant, by its formula or else its claimed exponent."""
-    shape, variant = call_shape(cell), variants[cell.variant]
-    if (flops := variant.flops(shape)) is not None:
+def forward_flops(cell: Cell, shape: Shape) -> float:
+    """Return the FLOPs of one forward of the variant, by its formula or else its claimed exponent.
+
+    Args:
+        cell: of the variant.
+        shape: `call_shape` of the cell.
+    """
+    variant = variants[cell.variant]
+    try:
+        flops = _remembered(variant.flops, shape)
+    except TypeError:  # options that have no hash
+        flops = variant.flops(shape)
+    if flops is not None:
         return float(flops)
     growth = float(shape.query_len ** variant.complexity_of(config_of(cell)).time_exponent)
     return 4.0 * shape.batch_size * shape.num_heads * growth * shape.head_dim
+
+
+@lru_cache(maxsize=4096)  # a matrix asks again for each pass, type and seed
+def _remembered(formula: Callable[[Shape], int | None], shape: Shape) -> int | None:
+    return formula(shape)
 
 
 def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ cells, and unchanged code gets a false verdict in one of a hundred.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.records import Environment, Record
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import (
@@ -31,11 +29,13 @@ from attn_zoo.report.analysis.scores import (
     make_accuracy_groups,
     pair,
 )
-from attn_zoo.report.tables.table import Column, Row, Table, escape_markdown, interval_values, text_column, time_column
+from attn_zoo.report.analysis.timed_cells import MATCH, SIDE, setting_of, side_of, timed_cells
+from attn_zoo.report.tables.comparison_tables import RATIO, SAME_WITHIN, scores_table, times_table
+from attn_zoo.report.tables.table import Row, Table, escape_markdown, interval_values, plain_rows
 from attn_zoo.report.tables.table import to_markdown as table_markdown
-from attn_zoo.report.units import human_length, human_number, percent
-from attn_zoo.report.wording import FLAG_MARKS, PANEL_FIELDS, doubt_words
-from attn_zoo.statistics import Ratio, pool_records, process_spread, ratio_of_runs
+from attn_zoo.report.units import human_number, percent
+from attn_zoo.report.wording import FLAG_MARKS
+from attn_zoo.statistics import Ratio, process_spread, ratio_of_runs
 
 ALLOWED = ("environment", "protocol", "flagged")
 """What is compared only where that is asked for: other machines or software, other ways to measure or to train, rows
@@ -44,12 +44,7 @@ that something else disturbed."""
 LIMIT = 0.10
 """`same` is a ratio of which a change by more than this share is excluded."""
 
-SAME_WITHIN = 0.02
-"""A whole interval within this share of 1 is `same`: what lasts for a whole run differs by as much."""
-
-_MATCH = ("label", "options", "overrides", "seq_len", *(name for name in PANEL_FIELDS if name != "environment"))
 _SHOWN = ("label", "seq_len", "pass", "dtype", "device", "scope", "is_causal", "has_padding", "batch_size", "num_heads")
-_SIDE = ("median_ms", "low_ms", "high_ms", "num_processes", "flags", "kernel", "peak_bytes")
 _ALONE = ("only in a", "only in b")
 _ONE_PROCESS = "apart, but of one process, so that nobody can say"
 _TOO_WIDE = "too uncertain to say"
@@ -78,19 +73,19 @@ class Comparison:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """All rows as plain data, times first; what is not known is None."""
-        return [*_plain_rows(self.times), *self.scores]
+        return [*plain_rows(self.times), *self.scores]
 
     @property
     def worse(self) -> list[str]:
         """What b does worse by more than the limit whatever the noise was, one sentence each, and what it lost."""
         said = []
-        for row in _plain_rows(self.times):
+        for row in plain_rows(self.times):
             name = " ".join(str(row[key]) for key in ("label", "pass") if row[key])
             name += f" L{row['seq_len']}" if row["seq_len"] else ""
             if row["verdict"] == "failed in b":
                 said.append(f"{name}: {row['why']}")
             if row["verdict"] == "slower" and row["ratio_low"] > 1 + self.limit:
-                said.append(f"{name}: {_ratio(row)} times the time")
+                said.append(f"{name}: {RATIO.show(row)} times the time")
             if (row["memory_ratio"] or 0.0) > 1 + self.limit:
                 said.append(f"{name}: {human_number(row['memory_ratio'])} times the memory")
         for row in self.scores:
@@ -108,16 +103,15 @@ class Comparison:
         Raises:
             ConfigError: they have nothing in common; the message names what differs.
         """
-        timed = [row for row in _plain_rows(self.times) if row["verdict"] not in _ALONE]
+        timed = [row for row in plain_rows(self.times) if row["verdict"] not in _ALONE]
         scored = [row for row in self.scores if row["verdict"] not in _ALONE]
         if not timed and not scored:
             raise ConfigError("compare", [("", self._why_nothing())])
-        tables = [_time_table(timed)] if timed else []
-        return [*tables, *([_score_table(scored)] if scored else [])]
+        return [table(rows) for table, rows in ((times_table, timed), (scores_table, scored)) if rows]
 
     def _why_nothing(self) -> str:
-        timed, scored = _plain_rows(self.times), self.scores
-        why = _why_apart(timed, _MATCH) if timed else _why_apart(scored, _SCORE_MATCH)
+        timed, scored = plain_rows(self.times), self.scores
+        why = _why_apart(timed, MATCH) if timed else _why_apart(scored, _SCORE_MATCH)
         sides = [[row for row in timed or scored if row["verdict"] == alone] for alone in _ALONE]
         examples = [_example(side) for side in sides]
         text = f"expected two runs with cells in common; the first has {examples[0]}, the second {examples[1]}"
@@ -147,7 +141,7 @@ class Comparison:
             )
             if count
         ]
-        why = _why_apart(_plain_rows(self.times), ("protocol", "protocol_version"))
+        why = _why_apart(plain_rows(self.times), ("protocol", "protocol_version"))
         return "; ".join([said, *others]) + (f": they differ in {why}" if why else "")
 
     def markdown(self, worst: int = 10) -> str:
@@ -186,16 +180,11 @@ def _severity(row: Row) -> tuple[int, float]:
     return (1 if is_larger and row["verdict"] in {"same", "cannot say"} else order.index(row["verdict"])), -size
 
 
-def _plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    rows = frame.astype(object).where(frame.notna(), None).to_dict(orient="records")
-    return [{str(name): value for name, value in row.items()} for row in rows]
-
-
 def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: float = LIMIT) -> Comparison:
     """Compare the run in b with the reference in a; whatever the version of the variants' sources.
 
     Args:
-        a: results folder, packed run, export, `REV:folder` of a git repository, or JSON of pytest-benchmark.
+        a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
         b: likewise.
         allow: of `ALLOWED`.
         limit: see `Comparison`.
@@ -218,76 +207,8 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
     return Comparison(times=times, scores=tuple(scores), limit=limit)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedCell:
-    """What became of one cell in one run: several seeds or repeats are one record."""
-
-    record: Record
-    label: str
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether it was measured."""
-        return self.record.status == "ok" and self.record.timing is not None
-
-    @property
-    def disturbances(self) -> list[str]:
-        """Flags that say that something else slowed the machine."""
-        flags = self.record.timing.flags if self.record.timing else ()
-        return [flag.replace("_", " ") for flag in flags if flag in FLAG_MARKS]
-
-    def values(self) -> dict[str, Any]:
-        """Return what a row says of this side."""
-        record, timing, memory = self.record, self.record.timing, self.record.memory
-        if not self.is_timed or timing is None:
-            return dict.fromkeys(_SIDE)
-        return {
-            "median_ms": timing.median_ms,
-            "low_ms": timing.low_ms,
-            "high_ms": timing.high_ms,
-            "num_processes": max(1, len(timing.process_sizes)),
-            "flags": " + ".join(timing.flags),
-            "kernel": " + ".join(record.kernels),
-            "peak_bytes": memory.peak_bytes if memory else None,
-        }
-
-
-def timed_cells(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], TimedCell]:
-    """Return what a run timed or failed at. Of a variant whose source changed meanwhile, the latest counts."""
-    by_key: dict[tuple[Any, ...], list[Observation]] = {}
-    for one in results.observations:
-        if not one.is_training:
-            by_key.setdefault(_identity(one, allowed), []).append(one)
-    found = {}
-    for key, every in by_key.items():
-        able = [one for one in every if one.is_timed] or every
-        last = max(able, key=lambda one: one.record.started)
-        same = [one for one in able if _version(one) == _version(last)]
-        record = pool_records([one.record for one in same]) if last.is_timed else last.record
-        found[key] = TimedCell(record=record, label=last.cell.label or last.cell.variant)
-    return found
-
-
-def _version(one: Observation) -> tuple[str, str]:
-    return one.cell.variant_digest, one.environment
-
-
-def _setting(cell: Any) -> dict[str, Any]:
-    names = {"pass": "pass_"}
-    said = {name: getattr(cell, names.get(name, name), None) for name in _MATCH}
-    return said | {name: json.dumps(said[name], sort_keys=True) for name in ("options", "overrides")}
-
-
-def _identity(one: Observation, allowed: set[str]) -> tuple[Any, ...]:
-    """Return what must agree before two times may be compared."""
-    said = _setting(one.cell) | {"label": one.cell.variant, "environment": one.environment}
-    ignored = {"protocol_version"} if "protocol" in allowed else set()
-    ignored |= {"environment"} if "environment" in allowed else set()
-    return tuple(value for name, value in sorted(said.items()) if name not in ignored)
-
-
 def _compare_times(
-    a: Mapping[tuple[Any, ...], TimedCell], b: Mapping[tuple[Any, ...], TimedCell], allowed: set[str], limit: float
+    a: Mapping[tuple[Any, ...], Observation], b: Mapping[tuple[Any, ...], Observation], allowed: set[str], limit: float
 ) -> pd.DataFrame:
     least_spread = _usual_spread(b.values()), _usual_spread(a.values())
     rows = []
@@ -298,21 +219,21 @@ def _compare_times(
         if not any(cell is not None and cell.is_timed for cell in (first, second)):
             continue
         ratio, verdict, why = _judge(first, second, "flagged" in allowed, limit, least_spread)
-        sides = [cell.values() if cell else dict.fromkeys(_SIDE) for cell in (first, second)]
-        row = _setting(known.record.cell) | {"label": known.label, "verdict": verdict, "why": why}
+        sides = [side_of(cell) for cell in (first, second)]
+        row = setting_of(known.cell) | {"label": known.label, "verdict": verdict, "why": why}
         row |= interval_values("ratio", *((ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)))
         before, after = (side["peak_bytes"] for side in sides)
         row["memory_ratio"] = after / before if before and after else None
         rows.append(row | {f"{name}_{end}": side[name] for end, side in zip("ab", sides, strict=True) for name in side})
     numbers = ("median_ms_a", "median_ms_b", "ratio", "ratio_low", "ratio_high", "memory_ratio", "verdict", "why")
-    columns = [*_SHOWN, *numbers, *(f"{name}_{end}" for name in _SIDE[1:] for end in "ab")]
-    frame = pd.DataFrame(rows, columns=[*columns, *(name for name in _MATCH if name not in _SHOWN)])
+    columns = [*_SHOWN, *numbers, *(f"{name}_{end}" for name in SIDE[1:] for end in "ab")]
+    frame = pd.DataFrame(rows, columns=[*columns, *(name for name in MATCH if name not in _SHOWN)])
     for name in ("ratio", "ratio_low", "ratio_high", "memory_ratio"):
         frame[name] = frame[name].astype("float64")
     return frame.sort_values(list(_SHOWN), ignore_index=True)
 
 
-def _usual_spread(cells: Iterable[TimedCell]) -> float:
+def _usual_spread(cells: Iterable[Observation]) -> float:
     """Return how much the processes of a run differ in the middle of its cells; 0 where each has one process."""
     timings = [cell.record.timing for cell in cells if cell.record.timing is not None]
     spreads = [process_spread(timing.samples_ms, timing.process_sizes) for timing in timings if timing.samples_ms]
@@ -321,8 +242,8 @@ def _usual_spread(cells: Iterable[TimedCell]) -> float:
 
 
 def _judge(
-    first: TimedCell | None,
-    second: TimedCell | None,
+    first: Observation | None,
+    second: Observation | None,
     allows_flagged: bool,
     limit: float,
     least_spread: tuple[float, float],
@@ -340,7 +261,7 @@ def _judge(
     sizes = [timing.process_sizes for timing in (after, before)]
     ratio = ratio_of_runs(*samples, sizes_a=sizes[0], sizes_b=sizes[1], least_spread=least_spread)
     is_known = min(map(len, sizes)) > 1
-    disturbances = list(dict.fromkeys([*first.disturbances, *second.disturbances]))
+    disturbances = dict.fromkeys(flag.replace("_", " ") for flag in (*before.flags, *after.flags) if flag in FLAG_MARKS)
     if disturbances and not allows_flagged:
         return ratio, "cannot say", f"disturbed ({', '.join(disturbances)})"
     if _is_within(ratio, SAME_WITHIN) or (ratio.low <= 1.0 <= ratio.high and _is_within(ratio, limit)):
@@ -358,7 +279,7 @@ def _is_within(ratio: Ratio, share: float) -> bool:
 
 _SCORE_MATCH = (
     *("label", "start", "task", "level", "protocol", "overrides", "tuned", "is_causal", "dtype", "device", "threads"),
-    *("protocol_version", "data_digest"),
+    *("data_parallel", "protocol_version", "data_digest"),
 )
 
 
@@ -442,109 +363,16 @@ def _example(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(rows)}, such as {row['label']} {row['pass']} L{row['seq_len']} {row['dtype']} on {row['device']}"
 
 
-def _time_table(rows: Sequence[Row]) -> Table:
-    counts = [int(count) for row in rows for side in "ab" if (count := row[f"num_processes_{side}"])]
-    return Table(
-        name="compare",
-        title="Two runs, cell by cell",
-        note=(
-            "Ratio: time of the second over that of the first, with its 95 % interval. They agree where a change by "
-            "more than the limit is excluded. Cannot say: the interval is too wide for that, one is of a single "
-            "process (two runs of the same code differ by more than it knows), or something else disturbed the "
-            f"machine. {doubt_words(counts)}"
-        ),
-        columns=(
-            text_column("variant", "label", priority=0),
-            text_column("pass", "pass", priority=0),
-            Column(heading="length", show=_length, sort=lambda row: row["seq_len"], priority=0),
-            *([text_column("dtype", "dtype", priority=0)] if len({row["dtype"] for row in rows}) > 1 else []),
-            time_column("first", suffix="_a", priority=2),
-            time_column("second", suffix="_b", priority=2),
-            Column(heading="ratio", show=_ratio, sort=lambda row: row["ratio"], priority=0),
-            *([_MEMORY] if any(_has_other_memory(row) for row in rows) else []),
-            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
-        ),
-        rows=tuple({**row, "word": str(row["verdict"]).partition(" ")[0]} for row in rows),
-    )
-
-
-def _has_other_memory(row: Row) -> bool:
-    return row["memory_ratio"] is not None and abs(row["memory_ratio"] - 1.0) > SAME_WITHIN
-
-
-_MEMORY = Column(
-    heading="memory",
-    show=lambda row: human_number(row["memory_ratio"]) if _has_other_memory(row) else "",
-    sort=lambda row: row["memory_ratio"],
-    priority=1,
-)
-
-
-def _length(row: Row) -> str:
-    return "" if row["seq_len"] is None else human_length(row["seq_len"])
-
-
-def _ratio(row: Row) -> str:
-    if row["ratio"] is None:
-        return ""
-    return f"{human_number(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]"
-
-
-def _verdict_word(row: Row) -> str:
-    word = "agree" if row["verdict"] == "same" else str(row["verdict"])
-    kernels = [row.get(f"kernel_{side}") for side in "ab"]
-    return f"{word}, {' -> '.join(map(str, kernels))}" if all(kernels) and kernels[0] != kernels[1] else word
-
-
-def _score_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    def difference(row: Row) -> str:
-        metric = Metric(row["metric"])
-        if row["difference"] is None:
-            return ""
-        ends = (row["difference_low"], row["difference_high"])
-        text = metric.signed(row["difference"])
-        return text if None in ends else f"{text} [{metric.signed(ends[0])}, {metric.signed(ends[1])}]"
-
-    first, second = (
-        Column(
-            heading=heading,
-            show=lambda row, key=key: "" if row[key] is None else Metric(row["metric"]).show(row[key]),  # type: ignore[misc]
-            priority=1,
-        )
-        for heading, key in (("first", "score_a"), ("second", "score_b"))
-    )
-    return Table(
-        name="compare-scores",
-        title="Two runs, score by score",
-        note=(
-            "Mean scores on test; the difference is the second minus the first, paired by seed, with its 95 % "
-            f"interval. Better or worse only where it is more than seeds and test set explain; {LEAST_SEEDS} common "
-            "seeds are needed."
-        ),
-        columns=(
-            text_column("variant", "label", priority=0),
-            text_column("task", "task", priority=0),
-            text_column("start", "start", priority=3),
-            first,
-            second,
-            Column(heading="difference", show=difference, sort=lambda row: row["difference"], priority=0),
-            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
-        ),
-        rows=tuple(rows),
-    )
-
-
 def _environment_differences(a: Results, b: Results) -> str:
     """Return the names of the fields that differ, or an empty string."""
-    used_a, used_b = ({one.environment for one in results.observations} - {""} for results in (a, b))
-    if used_a == used_b:
+    used = [{one.environment for one in results.observations} - {""} for results in (a, b)]
+    if used[0] == used[1]:
         return ""
-    first, second = _first_known(used_a, a.environments), _first_known(used_b, b.environments)
-    if first is None or second is None:
+    known = [
+        [results.environments[digest] for digest in sorted(own) if digest in results.environments]
+        for own, results in zip(used, (a, b), strict=True)
+    ]
+    if not all(known):
         return "not described in run.json"
-    own, other = first.deciding(), second.deciding()
+    own, other = (environments[0].deciding() for environments in known)
     return ", ".join(name for name in own if own[name] != other[name])
-
-
-def _first_known(used: set[str], known: Mapping[str, Environment]) -> Environment | None:
-    return next((known[digest] for digest in sorted(used) if digest in known), None)

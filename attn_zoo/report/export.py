@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.observations import Observation, read_results
 from attn_zoo.report.flat_records import FIELDS, flat_row
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.tables.all_tables import find_table, summary_tables
-from attn_zoo.report.tables.table import Table, guard_frame, to_csv, to_latex, to_markdown
+from attn_zoo.report.tables.table import Table, guard_frame, plain_rows, to_csv, to_latex, to_markdown
 from attn_zoo.whole_files import write_whole
 
 _COMPUTED: Mapping[str, type] = {
@@ -114,8 +114,7 @@ def _csv(dirs: Iterable[str | Path]) -> bytes:
 
 
 def _jsonl(dirs: Iterable[str | Path]) -> bytes:
-    frame = _frame(dirs).astype(object)
-    rows = frame.where(frame.notna(), None).to_dict("records")
+    rows = plain_rows(_frame(dirs))
     return "".join(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in rows).encode()
 
 

@@ -10,20 +10,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.packed_run import Commit, commits
+from attn_zoo.packed_run import commits
 from attn_zoo.report.analysis.observations import read_results
-from attn_zoo.report.compare import TimedCell, timed_cells
+from attn_zoo.report.analysis.timed_cells import setting_of, side_of, timed_cells
 from attn_zoo.report.figures.axes import draw_curve, set_ticks, value_axis
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MARK, MUTED, SOLID, make_looks, plain, styled
-from attn_zoo.report.tables.table import Column, Table, text_column, time_column
-from attn_zoo.report.units import human_length, human_ms
+from attn_zoo.report.tables.table import Column, Table, plain_rows, text_column, time_column
+from attn_zoo.report.units import capital, human_length, human_ms
 from attn_zoo.report.wording import PASS_TITLES
 
 _SETTING = ("pass", "seq_len", "scope", "dtype", "device", "is_causal", "batch_size", "num_heads", "threads")
@@ -44,20 +44,19 @@ class History:
 
     def table(self) -> Table:
         """Return one row for each commit and variant, for people."""
-        rows = self.frame.astype(object).where(self.frame.notna(), None).to_dict(orient="records")
         return Table(
             name="history",
             title=self.title,
             note="Median with its 95 % interval. Times of other eras (machine, versions, protocol) do not compare.",
             columns=(
                 Column(heading="commit", show=lambda row: str(row["commit"])[:9], align="left", priority=0),
-                text_column("date", "date", priority=2),
+                text_column("date", priority=2),
                 text_column("variant", "label", priority=0),
                 time_column("time", priority=0),
                 Column(heading="era", show=lambda row: str(row["era"]), priority=1),
-                text_column("subject", "subject", priority=3),
+                text_column("subject", priority=3),
             ),
-            rows=tuple({str(name): value for name, value in row.items()} for row in rows),
+            rows=tuple(plain_rows(self.frame)),
             fields_if_empty=tuple(self.frame.columns),
         )
 
@@ -101,7 +100,7 @@ class History:
             axes.set_xlabel("commit, oldest first")
             draw_end_labels(axes, ends)
         said = (f"{name}: {', '.join(human_ms(point[1]) for point in curve)}" for name, curve in curves.items())
-        return page.describe("; ".join(said))
+        return page.describe(said)
 
 
 def history(
@@ -133,20 +132,28 @@ def history(
             results = read_results([f"{commit.digest}:{folder}"])
         except ConfigError:
             continue  # of a commit that took the folder away, or of a folder that a newer version wrote
-        for cell in timed_cells(results, set()).values():
-            if cell.is_timed:
-                claim = results.claim(cell.record.cell.variant)
-                rows.append(_row(commit, cell) | {"is_exact": claim is not None and claim.is_exact})
+        for one in timed_cells(results, set()).values():
+            if one.is_timed:
+                claim = results.claim(one.cell.variant)
+                row: dict[str, Any] = {
+                    "commit": commit.digest,
+                    "date": commit.date[:10],
+                    "subject": commit.subject,
+                    "label": one.label,
+                }
+                row |= setting_of(one.cell, _SETTING) | side_of(one)
+                row |= {"protocol_version": one.cell.protocol_version, "environment": one.record.environment}
+                rows.append(row | {"is_exact": claim is not None and claim.is_exact})
     if not rows:
         why = f"none of its {len(log)} commits holds times" if log else "no commit of a git repository here changed it"
         raise ConfigError("history", [("", f"{folder}: {why}")])
-    rows = _chosen(rows, "pass", pass_, lambda row: row["pass"])
+    rows = _chosen(rows, "pass", pass_)
     wanted = set(variants)
     labels = sorted({row["label"] for row in rows})
     for name in sorted(wanted - set(labels)):
         raise UnknownNameError("variant", name, labels, f"the commits timed {', '.join(labels)}")
     rows = [row for row in rows if not wanted or row["label"] in wanted]
-    rows = _chosen(rows, "length", seq_len, lambda row: row["seq_len"])
+    rows = _chosen(rows, "seq_len", seq_len)
     settings = Counter(tuple(row[name] for name in _SETTING) for row in rows)
     setting = max(settings, key=lambda one: (settings[one], str(one)))
     rows = [row for row in rows if tuple(row[name] for name in _SETTING) == setting]
@@ -156,32 +163,16 @@ def history(
     said = dict(zip(_SETTING, setting, strict=True))
     length = f", {human_length(said['seq_len'])} tokens" if said["seq_len"] else ""
     how = ", ".join(str(word) for word in (said["dtype"], said["device"]) if word)
-    title = f"{PASS_TITLES.get(said['pass'], 'time')}{length}, {how}"
-    return History(frame=pd.DataFrame(rows), title=f"{title[:1].upper()}{title[1:]}, over commits")
+    title = f"{PASS_TITLES.get(said['pass'], 'time')}{length}, {how}, over commits"
+    return History(frame=pd.DataFrame(rows), title=capital(title))
 
 
-def _row(commit: Commit, cell: TimedCell) -> dict[str, Any]:
-    own = cell.record.cell
-    names = {"pass": "pass_"}
-    return {
-        "commit": commit.digest,
-        "date": commit.date[:10],
-        "subject": commit.subject,
-        "label": cell.label,
-        **{name: getattr(own, names.get(name, name)) for name in _SETTING},
-        **cell.values(),
-        "protocol_version": own.protocol_version,
-        "environment": cell.record.environment,
-    }
-
-
-def _chosen(rows: Sequence[dict[str, Any]], what: str, wanted: Any, value: Any) -> list[dict[str, Any]]:
-    """Return the rows with the value that was asked for; else with the most frequent one, the larger among equals."""
-    counts = Counter(value(row) for row in rows)
+def _chosen(rows: Sequence[dict[str, Any]], field: Literal["pass", "seq_len"], wanted: Any) -> list[dict[str, Any]]:
+    """Return the rows with the value asked for; else with the most frequent one, of lengths the longer among equals."""
+    counts = Counter(row[field] for row in rows)
     if wanted is None:
-        wanted = max(counts, key=lambda one: (counts[one], one or 0, str(one)) if what == "length" else (counts[one],))
+        wanted = max(counts, key=lambda one: (counts[one], (one or 0) if field == "seq_len" else 0))
     elif wanted not in counts:
-        raise UnknownNameError(
-            what, str(wanted), [str(one) for one in counts], f"there are {', '.join(map(str, counts))}"
-        )
-    return [row for row in rows if value(row) == wanted]
+        what, known = field.replace("seq_len", "length"), [str(one) for one in counts]
+        raise UnknownNameError(what, str(wanted), known, f"there are {', '.join(known)}")
+    return [row for row in rows if row[field] == wanted]

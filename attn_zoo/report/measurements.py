@@ -14,31 +14,31 @@ from attn_zoo.records import Record
 from attn_zoo.report.units import human_bytes, human_flops, human_ms, human_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """One number of a record.
 
     Args:
         name: of the column in files, with its unit.
         part: of the record that holds it.
-        field: its name there; empty where that is `name`.
         heading: above its column.
         show: a value, for people.
         priority: of its column, see `attn_zoo.report.tables.table.Column`.
-        pool: what several records give together.
-        is_of_time: means little where cells shared a device.
         tables: of calls that show it; where no record knows it, they leave it out.
+        field: its name in the record; empty where that is `name`.
+        pool: what several trainings give together.
+        is_of_time: means little where cells shared a device.
     """
 
     name: str
     part: Literal["record", "timing", "memory", "score"]
-    field: str = ""
     heading: str
     show: Callable[[float], str]
     priority: float = 1
+    tables: tuple[Literal["scaling", "steps"], ...] = ()
+    field: str = ""
     pool: Literal["mean", "most"] = "mean"
     is_of_time: bool = False
-    tables: tuple[Literal["scaling", "steps"], ...] = ()
 
     def read(self, record: Record) -> float | None:
         """Return the value of a record, or None where it was not measured."""
@@ -53,61 +53,26 @@ class Measurement:
 
 
 CALLS: tuple[Measurement, ...] = (
-    Measurement(name="host_ms", part="timing", heading="host", show=human_ms, priority=5, tables=("scaling",)),
-    Measurement(name="graph_ms", part="timing", heading="from a graph", show=human_ms, priority=4, tables=("scaling",)),
-    Measurement(
-        name="peak_bytes",
-        part="memory",
-        heading="peak memory",
-        show=human_bytes,
-        pool="most",
-        tables=("scaling", "steps"),
-    ),
-    Measurement(
-        name="extra_bytes",
-        part="memory",
-        heading="extra memory",
-        show=human_bytes,
-        priority=5,
-        pool="most",
-        tables=("scaling",),
-    ),
-    Measurement(
-        name="saved_bytes",
-        part="memory",
-        heading="saved",
-        show=human_bytes,
-        priority=2,
-        pool="most",
-        tables=("scaling", "steps"),
-    ),
-    Measurement(name="first_ms", part="timing", heading="first step", show=human_ms, priority=4, tables=("steps",)),
+    Measurement("host_ms", "timing", "host", human_ms, 5, ("scaling",)),
+    Measurement("graph_ms", "timing", "from a graph", human_ms, 4, ("scaling",)),
+    Measurement("peak_bytes", "memory", "peak memory", human_bytes, 1, ("scaling", "steps")),
+    Measurement("extra_bytes", "memory", "extra memory", human_bytes, 5, ("scaling",)),
+    Measurement("saved_bytes", "memory", "saved", human_bytes, 2, ("scaling", "steps")),
+    Measurement("first_ms", "timing", "first step", human_ms, 4, ("steps",)),
 )
 """Of one call or training step, beside its time."""
 
 COSTS: tuple[Measurement, ...] = (
-    Measurement(name="num_params", part="score", heading="parameters", show="{:,.0f}".format, pool="most"),
-    Measurement(name="train_flops", part="score", heading="compute", show=human_flops, priority=1.5),
-    Measurement(name="train_s", part="score", heading="time", show=human_s, is_of_time=True),
-    Measurement(name="compile_s", part="score", heading="compiling", show=human_s, priority=2.7, is_of_time=True),
-    Measurement(name="eval_s", part="score", heading="evaluating", show=human_s, priority=2.8, is_of_time=True),
-    Measurement(name="pretrain_flops", part="score", heading="pretraining", show=human_flops, priority=2.5),
-    Measurement(name="pretrain_s", part="score", heading="its time", show=human_s, priority=2.6, is_of_time=True),
-    Measurement(
-        name="tokens_per_s", part="score", heading="tokens/s", show="{:,.0f}".format, priority=2, is_of_time=True
-    ),
-    Measurement(
-        name="train_peak_bytes",
-        part="score",
-        field="peak_bytes",
-        heading="memory",
-        show=human_bytes,
-        priority=1.2,
-        pool="most",
-    ),
-    Measurement(
-        name="padding_frac", part="score", heading="padding", show=lambda value: f"{100 * value:.0f} %", priority=2.2
-    ),
+    Measurement("num_params", "score", "parameters", "{:,.0f}".format, pool="most"),
+    Measurement("train_flops", "score", "compute", human_flops, 1.5),
+    Measurement("train_s", "score", "time", human_s, is_of_time=True),
+    Measurement("compile_s", "score", "compiling", human_s, 2.7, is_of_time=True),
+    Measurement("eval_s", "score", "evaluating", human_s, 2.8, is_of_time=True),
+    Measurement("pretrain_flops", "score", "pretraining", human_flops, 2.5),
+    Measurement("pretrain_s", "score", "its time", human_s, 2.6, is_of_time=True),
+    Measurement("tokens_per_s", "score", "tokens/s", "{:,.0f}".format, 2, is_of_time=True),
+    Measurement("train_peak_bytes", "score", "memory", human_bytes, 1.2, field="peak_bytes", pool="most"),
+    Measurement("padding_frac", "score", "padding", lambda value: f"{100 * value:.0f} %", 2.2),
 )
 """Of one training run: what its score cost."""
 

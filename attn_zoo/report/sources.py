@@ -15,7 +15,7 @@ from attn_zoo.folder import Run, read_run
 from attn_zoo.packed_run import opened
 from attn_zoo.records import Cell, Environment, Record, Timing
 from attn_zoo.report.flat_records import record_of
-from attn_zoo.report.tables.table import unguarded
+from attn_zoo.report.tables.table import plain_rows, unguarded
 from attn_zoo.statistics import time_summary
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -84,14 +84,11 @@ def _rows_of_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def _rows_of_parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        frame = pd.read_parquet(path, engine="pyarrow")
+        yield from plain_rows(pd.read_parquet(path, engine="pyarrow"))
     except ImportError:
         raise UnsupportedError(
             "parquet", "parquet needs pyarrow, which is not installed; pip install pyarrow"
         ) from None
-    frame = frame.astype(object)
-    for row in frame.where(frame.notna(), None).to_dict("records"):
-        yield {str(name): value for name, value in row.items()}
 
 
 _ROWS: Mapping[str, Callable[[Path], Iterator[dict[str, Any]]]] = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,6 +42,8 @@ class Units:
     ('512 B', '3 MiB', '1.5 GiB')
     >>> human_flops(2.5e9), human_flops(3.21e15), human_bandwidth(14.9e9), human_bandwidth(4.8e12)
     ('2.5 GFLOP', '3.21 PFLOP', '14.9 GB/s', '4.8 TB/s')
+    >>> human_rate.interval(15_284, 15_100, 15_600), human_rate.interval(850, 800, 900)
+    ('15.3 k [15.1, 15.6]', '850 [800, 900]')
     """
 
     steps: tuple[tuple[float, str], ...]
@@ -47,13 +51,13 @@ class Units:
     def __call__(self, value: float) -> str:
         """Return a value with its unit."""
         size, name = self._step(value)
-        return f"{human_number(value / size)} {name}"
+        return f"{human_number(value / size)} {name}".strip()
 
     def interval(self, value: float, low: float, high: float) -> str:
         """Return a value and its interval, all in the unit of the value."""
-        size, name = self._step(value)
-        number, first, last = (human_number(each / size) for each in (value, low, high))
-        return f"{number} {name} [{first}, {last}]"
+        size, _ = self._step(value)
+        first, last = (human_number(each / size) for each in (low, high))
+        return f"{self(value)} [{first}, {last}]"
 
     def fixed(self, values: Iterable[float | None]) -> Units:
         """Return the one unit that suits all of these values best, for a column of them.
@@ -82,16 +86,8 @@ human_flop_rate = Units(tuple((size, f"{name}/s") for size, name in human_flops.
 human_bandwidth = Units(((1e6, "MB/s"), (1e9, "GB/s"), (1e12, "TB/s")))
 """Bytes per second, with decimal units, as makers of memory count."""
 
-
-def interval_rate(value: float, low: float, high: float) -> str:
-    """Return a number per second with its interval, in thousands or millions where it is large.
-
-    >>> interval_rate(15_284, 15_100, 15_600), interval_rate(2.5e6, 2.4e6, 2.6e6), interval_rate(850, 800, 900)
-    ('15.3 k [15.1, 15.6]', '2.5 M [2.4, 2.6]', '850 [800, 900]')
-    """
-    unit, factor = next(((unit, end) for unit, end in ((" M", 1e6), (" k", 1e3)) if value >= 0.9995 * end), ("", 1.0))
-    number, first, last = (human_number(each / factor) for each in (value, low, high))
-    return f"{number}{unit} [{first}, {last}]"
+human_rate = Units(((1.0, ""), (1e3, "k"), (1e6, "M")))
+"""Things per second."""
 
 
 def human_count(value: int) -> str:
@@ -138,6 +134,11 @@ def ratio(value: float) -> str:
     return f"{human_number(value)}{TIMES}"
 
 
+def ratio_interval(value: float, low: float, high: float) -> str:
+    """Return a factor with its interval."""
+    return f"{ratio(value)} [{human_number(low)}, {human_number(high)}]"
+
+
 def capital(text: str) -> str:
     """Return `text` as the beginning of a sentence.
 
@@ -167,6 +168,21 @@ def shorten(text: str, width: int) -> str:
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
+FEW = 3
+"""Things named in one line."""
+
+
+def some(names: Iterable[str], most: int = FEW, joint: str = ", ") -> str:
+    """Return the first names, and how many more there are.
+
+    >>> some(["a", "b", "c"], 2), some(["a", "b"], 2, " or ")
+    ('a, b and 1 more', 'a or b')
+    """
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return joint.join(every[:most]) + more
+
+
 def slug(*parts: str) -> str:
     """Return a file name stem of lower-case letters, digits, `-` and `_`.
 
@@ -174,7 +190,17 @@ def slug(*parts: str) -> str:
     'time-fwd-bwd-cpu'
     """
     joined = "-".join(part for part in parts if part).lower()
-    safe = "".join(
-        character if character.isascii() and character.isalnum() else "_-"[character != "_"] for character in joined
-    )
-    return "-".join(piece for piece in safe.split("-") if piece)[:100] or "unnamed"
+    return re.sub("[^a-z0-9_]+", "-", joined).strip("-")[:100] or "unnamed"
+
+
+def unique_name(name: str, taken: set[str]) -> str:
+    """Return `name`, with a number behind it if it is among those that are `taken`, and add it to these.
+
+    >>> taken = {"time-fwd"}
+    >>> unique_name("time-fwd", taken), unique_name("time-fwd", taken)
+    ('time-fwd-2', 'time-fwd-3')
+    """
+    numbered = (f"{name}-{count}" for count in itertools.count(2))
+    free = next(each for each in itertools.chain([name], numbered) if each not in taken)
+    taken.add(free)
+    return free

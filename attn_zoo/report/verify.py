@@ -9,9 +9,10 @@ from pathlib import Path
 from attn_zoo.errors import ConfigError, StoreError
 from attn_zoo.folder import RunInfo, Scan, read_ceilings, read_info, scan_cells
 from attn_zoo.packed_run import opened
-from attn_zoo.records import PASSES, Timing
+from attn_zoo.records import Timing
+from attn_zoo.report.analysis.efficiency import pass_flops
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
-from attn_zoo.report.analysis.scores import PARAMS_TOLERANCE, AccuracyGroup, LabelScore, make_accuracy_groups
+from attn_zoo.report.analysis.scores import PARAMS_TOLERANCE, AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.units import human_flops, human_ms
 
 ABOVE_MEASURED = 1.25
@@ -48,7 +49,7 @@ class _Subject:
     def timed(self) -> Iterator[tuple[Observation, Timing]]:
         """Records of calls and steps that were measured."""
         for one in self.results.observations:
-            if one.record.status == "ok" and one.record.timing is not None:
+            if one.is_timed and one.record.timing is not None:
                 yield one, one.record.timing
 
 
@@ -69,13 +70,8 @@ def verify(source: str | Path) -> list[Fault]:
         except StoreError as error:
             problem = str(error)
         results = read_results([folder])
-        subject = _Subject(
-            info=info,
-            scan=scan,
-            results=results,
-            groups=tuple(make_accuracy_groups(results)),
-            ceilings_problem=problem,
-        )
+        groups = tuple(make_accuracy_groups(results))
+        subject = _Subject(info=info, scan=scan, results=results, groups=groups, ceilings_problem=problem)
         return [
             Fault(check=name, where=where, text=text)
             for name, (_, find) in CHECKS.items()
@@ -133,11 +129,11 @@ def _numbers(subject: _Subject) -> Found:
 
 def _limits(subject: _Subject) -> Found:
     for one, timing in subject.timed:
-        record, cell = one.record, one.cell
+        cell = one.cell
         roof = subject.results.ceilings(one.environment, cell.device, cell.dtype, cell.threads)
-        if roof is None or record.flops is None or record.backward_ratio is None or record.is_simulated:
+        flops = pass_flops(one.record, cell.pass_ or "fwd")
+        if roof is None or flops is None or one.record.is_simulated:
             continue
-        flops = record.flops * PASSES[cell.pass_ or "fwd"].num_forwards(record.backward_ratio)
         fastest_ms = min(timing.median_ms, timing.graph_ms or timing.median_ms)
         rate = flops / max(fastest_ms * 1e-3, 1e-12)
         sheet, measured = roof.sheet_flops_per_s, ABOVE_MEASURED * roof.matmul_flops_per_s
@@ -171,15 +167,12 @@ def _trials(subject: _Subject) -> Found:
     for group in subject.groups:
         for warning in group.warnings:
             yield group.title, warning.removeprefix(f"{group.title}: ")
-        counts = {score.name: len(score.runs) for score in group.scores if _could_run(score)}
+        able = (score for score in group.scores if any(run.record.status != "unsupported" for run in score.runs))
+        counts = {score.name: len(score.runs) for score in able}
         most = max(counts.values(), default=0)
         for name, count in counts.items():
             if count < most:
                 yield f"{name} on {group.title}", f"{count} seeds; others have {most}"
-
-
-def _could_run(score: LabelScore) -> bool:
-    return any(run.record.status != "unsupported" for run in score.runs)
 
 
 CHECKS: dict[str, tuple[str, Callable[[_Subject], Found]]] = {

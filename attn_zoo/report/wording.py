@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,9 +163,9 @@ FLAG_MARKS: Mapping[str, str] = {
 """The mark of each flag of a timing that has one. The others are about the spread, which the interval shows."""
 
 
-def marks_of(doubts: Iterable[str]) -> str:
-    """Return the marks that stand behind a number."""
-    return "".join(MARKS[doubt][0] for doubt in doubts)
+def marks_of(doubts: Iterable[str], shown: Container[str]) -> str:
+    """Return the marks that stand behind a number: of its doubts those that are shown."""
+    return "".join(MARKS[doubt][0] for doubt in doubts if doubt in shown)
 
 
 def mark_words(doubts: Iterable[str]) -> str:

@@ -49,15 +49,14 @@ def local_slopes(samples_by_length: Samples, seed: int = 0, sizes: Sizes | None 
     [1.0, 2.0]
     """
     lengths, logs, resampled = log_medians(samples_by_length, seed, sizes)
-    slopes = []
-    for index, (low_len, high_len) in enumerate(pairwise(lengths)):
-        step = np.log(high_len / low_len)
-        low, high = np.quantile((resampled[:, index + 1] - resampled[:, index]) / step, TAILS)
-        slope = float((logs[index + 1] - logs[index]) / step)
-        slopes.append(
-            LocalSlope(low_len=low_len, high_len=high_len, slope=slope, ci_low=float(low), ci_high=float(high))
-        )
-    return slopes
+    if len(lengths) < 2:
+        return []
+    steps = np.log([high / low for low, high in pairwise(lengths)])
+    ends = np.quantile(np.diff(resampled, axis=0) / steps[:, None], TAILS, axis=1)
+    return [
+        LocalSlope(low_len=pair[0], high_len=pair[1], slope=float(slope), ci_low=float(low), ci_high=float(high))
+        for pair, slope, low, high in zip(pairwise(lengths), np.diff(logs) / steps, *ends, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +93,7 @@ def fit_exponent(
     lengths, logs, resampled = log_medians(used, seed, sizes)
     centred = np.log(lengths) - np.log(lengths).mean()
     weights = centred / (centred @ centred)
-    low, high = np.quantile(resampled @ weights, TAILS)
+    low, high = np.quantile(np.ascontiguousarray(resampled.T) @ weights, TAILS)
     return Exponent(value=float(logs @ weights), low=float(low), high=float(high), lengths=tuple(lengths))
 
 
@@ -204,17 +203,21 @@ class Crossover:
     lengths: tuple[int, ...]
 
 
-def _last_crossing(log_lengths: NDArray[np.float64], gap: NDArray[np.float64]) -> float:
-    """Return the log length at which `gap` turns negative for good; -inf if it always is, +inf if not at the end."""
-    gap = np.where(np.abs(gap) < 1e-9, 0.0, gap)  # equal up to rounding is not cheaper
-    above = np.flatnonzero(gap >= 0)
-    if above.size == 0:
-        return -np.inf
-    left = int(above[-1])
-    if left == gap.size - 1:
-        return np.inf
-    share = gap[left] / (gap[left] - gap[left + 1])
-    return float(log_lengths[left] + share * (log_lengths[left + 1] - log_lengths[left]))
+def _last_crossings(log_lengths: NDArray[np.float64], gaps: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the log lengths at which gaps turn negative for good; -inf where one always is, +inf if not at the end.
+
+    Args:
+        log_lengths: ascending.
+        gaps: `[lengths, resamples]`.
+    """
+    gaps = np.where(np.abs(gaps) < 1e-9, 0.0, gaps)  # equal up to rounding is not cheaper
+    last, every = len(gaps) - 1, np.arange(gaps.shape[1])
+    left = last - np.argmax(gaps[::-1] >= 0, axis=0)
+    right = np.minimum(left + 1, last)
+    before, after = gaps[left, every], gaps[right, every]
+    with np.errstate(divide="ignore", invalid="ignore"):  # where nothing crosses
+        crossing = log_lengths[left] + before / (before - after) * (log_lengths[right] - log_lengths[left])
+    return np.where((gaps < 0).all(axis=0), -np.inf, np.where(left == last, np.inf, crossing))
 
 
 def crossover(
@@ -250,8 +253,8 @@ def crossover(
     baseline = {n: samples_baseline[n] for n in common}
     _, logs_baseline, resampled_baseline = log_medians(baseline, seed + 1, sizes_baseline)
     log_lengths = np.log(common)
-    point = _last_crossing(log_lengths, logs_x - logs_baseline)
-    drawn = np.array([_last_crossing(log_lengths, gap) for gap in resampled_x - resampled_baseline])
+    point = float(_last_crossings(log_lengths, (logs_x - logs_baseline)[:, None])[0])
+    drawn = _last_crossings(log_lengths, resampled_x - resampled_baseline)
     # method="lower": interpolating between a finite crossing and an infinite one has no meaning.
     low, high = np.quantile(drawn, TAILS, method="lower")
     is_crossing = bool(np.isfinite(point))

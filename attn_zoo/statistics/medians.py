@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,50 @@ def _middle(processes: Processes) -> float:
     Args:
         processes: the samples of each; positive where there are several.
     """
-    if len(processes) == 1:
-        return float(np.median(processes[0]))
-    return float(np.exp(np.mean([np.log(np.median(part)) for part in processes])))
+    medians = _medians(processes)
+    return medians[0] if len(medians) == 1 else float(np.exp(np.mean(np.log(medians))))
 
 
-def _resampled_medians(processes: Processes, rng: np.random.Generator) -> NDArray[np.float64]:
+def _medians(processes: Processes) -> list[float]:
+    """Return the median of each process; for so few samples numpy's own takes ten times as long."""
+    ordered = (np.sort(part) for part in processes)
+    return [float((part[(part.size - 1) // 2] + part[part.size // 2]) / 2) for part in ordered]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Which samples the resampled medians of some processes lie between: decided by the seed and the sizes alone.
+
+    Args:
+        middles: of each process, ranks of its samples: both middle ones of each resample, equal where it is odd.
+        shifts: Student's t for each resample, shuffled; None for a single process.
+    """
+
+    middles: tuple[tuple[NDArray[np.uint32], NDArray[np.uint32]], ...]
+    shifts: NDArray[np.float64] | None
+
+
+@lru_cache(maxsize=128)  # some 50 KiB each
+def _draws(seed: int | tuple[int, int], *groups: tuple[int, ...]) -> tuple[_Draw, ...]:
+    """Draw the samples of each process with replacement, `NUM_RESAMPLES` times.
+
+    Args:
+        seed: of the draws.
+        groups: how many samples each process took; of several groups one after the other.
+    """
+    rng, draws = np.random.default_rng(seed), []
+    for sizes in groups:
+        middles = []
+        for size in sizes:
+            ranks = rng.integers(0, size, size=(NUM_RESAMPLES, size))
+            below, above = (size - 1) // 2, size // 2
+            ranks.partition((below, above), axis=1)
+            middles.append((ranks[:, below].astype(np.uint32), ranks[:, above].astype(np.uint32)))
+        draws.append(_Draw(tuple(middles), rng.permutation(_student(len(sizes) - 1)) if len(sizes) > 1 else None))
+    return tuple(draws)
+
+
+def _resampled_medians(processes: Processes, draw: _Draw) -> NDArray[np.float64]:
     """Return `NUM_RESAMPLES` values that `_middle` might as well have had.
 
     The samples of each process are drawn with replacement. With several processes the mean of each draw is also
@@ -74,21 +113,25 @@ def _resampled_medians(processes: Processes, rng: np.random.Generator) -> NDArra
 
     Args:
         processes: the samples of each; positive where there are several.
-        rng: of the draws.
+        draw: for processes of these sizes.
     """
-    # Sorted within each process: within one the order does not matter.
+    # Sorted, the ranks of a resample give its median, and the order of the samples does not matter.
+    ordered = [np.sort(part) for part in processes]
     medians: list[NDArray[np.float64]] = [
-        np.median(np.sort(part)[rng.integers(0, part.size, size=(NUM_RESAMPLES, part.size))], axis=1)
-        for part in processes
+        (part[below] + part[above]) / 2 for part, (below, above) in zip(ordered, draw.middles, strict=True)
     ]
-    count = len(processes)
-    if count == 1:
+    if draw.shifts is None:
         return medians[0]
-    spread = np.log([np.median(part) for part in processes]).std(ddof=1)
+    count = len(processes)
+    spread = np.log(_medians(processes)).std(ddof=1)
     # Of two processes, the outermost of these quantiles would take a time beyond what a float holds.
-    shift = np.clip(rng.permutation(_student(count - 1)) * spread / count**0.5, -MAX_SHIFT, MAX_SHIFT)
+    shift = np.clip(draw.shifts * spread / count**0.5, -MAX_SHIFT, MAX_SHIFT)
     shifted: NDArray[np.float64] = np.exp(np.log(medians).mean(axis=0) + shift)
     return shifted
+
+
+def _sizes(processes: Processes) -> tuple[int, ...]:
+    return tuple(part.size for part in processes)
 
 
 def _student(degrees: int) -> NDArray[np.float64]:
@@ -102,24 +145,34 @@ def _student(degrees: int) -> NDArray[np.float64]:
 def log_medians(
     samples: Samples, seed: int, sizes: Sizes | None = None
 ) -> tuple[list[int], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the ascending lengths, the logs of `_middle` [lengths], and those resampled [resamples, lengths].
+    """Return the ascending lengths, the logs of `_middle` [lengths], and those resampled [lengths, resamples].
 
     Raises:
         ValueError: a length or sample is not positive and finite, or sizes do not add up.
     """
     lengths = sorted(samples)
-    medians, columns = [], []
-    for length in lengths:
-        array = np.asarray(samples[length], dtype=np.float64)
-        if length < 1 or array.size == 0 or not (np.isfinite(array).all() and (array > 0).all()):
-            raise ValueError(
-                f"length {length}: expected a positive length with positive, finite samples; got {array.tolist()}"
-            )
-        processes = _by_process(array, (sizes or {}).get(length, ()), f"length {length}")
-        # A generator per length, so that a longer run gives the lengths it shares with a shorter one the same slopes.
-        columns.append(_resampled_medians(processes, np.random.default_rng((seed, length))))
-        medians.append(_middle(processes))
-    return lengths, np.log(medians), np.log(np.stack(columns, axis=1)) if columns else np.empty((0, 0))
+    # A generator per length, so that a longer run gives the lengths it shares with a shorter one the same slopes.
+    found = [_log_median(tuple(samples[n]), tuple((sizes or {}).get(n, ())), (seed, n)) for n in lengths]
+    logs = np.array([log for log, _ in found])
+    if all(len(samples[n]) == 1 for n in lengths):
+        return lengths, logs, logs[:, None]  # nothing varies: one resample says it all
+    return lengths, logs, np.stack([column for _, column in found])
+
+
+@lru_cache(maxsize=512)  # the curves of a figure: each is asked for its slopes, its exponent and its crossings
+def _log_median(
+    samples: tuple[float, ...], sizes: tuple[int, ...], seed: tuple[int, int]
+) -> tuple[np.float64, NDArray[np.float64]]:
+    """Return the log of `_middle` of one length, and those resampled; the second of `seed` is the length."""
+    length, array = seed[1], np.asarray(samples, dtype=np.float64)
+    if length < 1 or array.size == 0 or not (np.isfinite(array).all() and (array > 0).all()):
+        raise ValueError(
+            f"length {length}: expected a positive length with positive, finite samples; got {array.tolist()}"
+        )
+    if array.size == 1:
+        return np.log(array[0]), np.full(NUM_RESAMPLES, np.log(array[0]))
+    processes = _by_process(array, sizes, f"length {length}")
+    return np.log(_middle(processes)), np.log(_resampled_medians(processes, *_draws(seed, _sizes(processes))))
 
 
 def finite(values: Sequence[float], minimum: int, what: str) -> NDArray[np.float64]:
@@ -196,7 +249,7 @@ def median_interval(
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
     processes = _processes(samples, process_sizes, "samples")
-    return _tails(_resampled_medians(processes, np.random.default_rng(seed)), confidence)
+    return _tails(_resampled_medians(processes, *_draws(seed, _sizes(processes))), confidence)
 
 
 def time_summary(samples_ms: Sequence[float], process_sizes: Sequence[int] = ()) -> dict[str, Any]:
@@ -273,16 +326,16 @@ def time_ratio(
     first, second = _processes(samples_a, sizes_a, "samples_a"), _processes(samples_b, sizes_b, "samples_b")
     if min(float(part.min()) for part in (*first, *second)) <= 0:
         raise ValueError("expected positive samples; a time of zero has no ratio")
-    rng = np.random.default_rng(seed)
     if not is_paired:
         value = _middle(first) / _middle(second)
-        low, high = _tails(_resampled_medians(first, rng) / _resampled_medians(second, rng), confidence)
+        draws = _draws(seed, _sizes(first), _sizes(second))
+        low, high = _tails(_resampled_medians(first, draws[0]) / _resampled_medians(second, draws[1]), confidence)
         return Ratio(value=value, low=low, high=high, num_pairs=0)
     if len(first) != len(second):
         raise ValueError(f"expected pairs of as many processes; got {len(first)} and {len(second)}")
     rounds = [min(a.size, b.size) for a, b in zip(first, second, strict=True)]
     ratios = [a[:count] / b[:count] for a, b, count in zip(first, second, rounds, strict=True)]
-    low, high = _tails(_resampled_medians(ratios, rng), confidence)
+    low, high = _tails(_resampled_medians(ratios, *_draws(seed, _sizes(ratios))), confidence)
     return Ratio(value=_middle(ratios), low=low, high=high, num_pairs=sum(rounds))
 
 
@@ -293,7 +346,7 @@ def process_spread(samples: Sequence[float], sizes: Sequence[int]) -> float | No
         ValueError: see `median_interval`.
     """
     processes = _processes(samples, sizes, "samples")
-    return float(np.log([np.median(part) for part in processes]).std(ddof=1)) if len(processes) > 1 else None
+    return float(np.log(_medians(processes)).std(ddof=1)) if len(processes) > 1 else None
 
 
 def ratio_of_runs(
@@ -333,7 +386,7 @@ def ratio_of_runs(
         return time_ratio(samples_a, samples_b, is_paired=False, sizes_a=sizes_a, sizes_b=sizes_b)
     from scipy import special  # a fifth of a second that no worker needs
 
-    logs = [np.log([np.median(part) for part in side]) for side in sides]
+    logs = [np.log(_medians(side)) for side in sides]
     errors = [  # squared, of each mean
         max(float(each.std(ddof=1)), least) ** 2 / each.size for each, least in zip(logs, least_spread, strict=True)
     ]

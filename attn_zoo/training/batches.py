@@ -8,7 +8,7 @@ positions: a token id never says what is padding.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Batch:
         num_positions: tokens and padding.
         other_tokens: int64 `[B, L']`: second input, or target as the decoder reads it.
         other_padding_mask: of those.
+        weight: share of the items of a larger batch, whose numbers the two above then are; None for a whole batch.
     """
 
     tokens: Tensor
@@ -44,6 +45,23 @@ class Batch:
     num_positions: int
     other_tokens: Tensor | None = None
     other_padding_mask: Tensor | None = None
+    weight: Tensor | None = None
+
+    def part(self, index: int, count: int) -> Batch:
+        """Return every `count`-th example, from `index` on, padded as all are."""
+        own = slice(index, None, count)
+        masks = (self.key_padding_mask, self.other_padding_mask)
+        key_padding_mask, other_padding_mask = (None if mask is None else mask[own] for mask in masks)
+        is_item = self.labels != IGNORED_LABEL
+        return replace(
+            self,
+            tokens=self.tokens[own],
+            key_padding_mask=key_padding_mask,
+            labels=self.labels[own],
+            other_tokens=None if self.other_tokens is None else self.other_tokens[own],
+            other_padding_mask=other_padding_mask,
+            weight=is_item[own].sum().double() / is_item.sum().clamp(min=1),
+        )
 
     @property
     def shapes(self) -> tuple[torch.Size | None, ...]:

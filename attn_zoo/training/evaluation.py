@@ -15,6 +15,7 @@ from attn_zoo.tasks import Metric
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.batches import Batch, Batcher, Feed
 from attn_zoo.training.objective import AbstractObjective
+from attn_zoo.training.ranks import ALONE, Ranks
 from attn_zoo.training.seeding import derive_seed, seed_everything
 
 
@@ -80,8 +81,11 @@ def evaluate(
     dtype: str = "float32",
     is_test: bool = False,
     score_full: Callable[[Batch], Scored] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Score a model as it is on all examples, in order; the last batch may be smaller and counts like any other.
+
+    Of several ranks each scores every N-th batch, and all return the whole.
 
     Only with `is_test` may predictions cost more than one forward. The model is put into evaluation mode. `score_full`
     does for batches of `batch_size` examples what `score_batch` does, such as compiled.
@@ -90,21 +94,24 @@ def evaluate(
     seed_everything(derive_seed(seed, "evaluation"))  # for variants that draw at evaluation too
     losses, correct, counts = [], [], []
     parts: list[Scored] = []
-    for rows in torch.split(torch.arange(len(feed.lengths)), batch_size):
+    batches = torch.split(torch.arange(len(feed.lengths)), batch_size)
+    for rows in batches[ranks.rank :: ranks.size]:
         batch = batcher.batch(feed, rows)
         if score_full is not None and len(rows) == batch_size:
             parts.append(score_full(batch))
         else:
             parts.append(score_batch(model, objective, dtype, batch, is_test=is_test))
     for batch_losses, batch_correct, is_item in parts:  # the device has all of its work by now
-        losses.append(batch_losses[is_item].cpu())
-        correct.append(batch_correct[is_item].cpu())
-        counts.append(is_item.view(len(is_item), -1).sum(1).cpu())
-    all_losses, all_correct = torch.cat(losses), torch.cat(correct)
+        losses.append(batch_losses[is_item])
+        correct.append(batch_correct[is_item])
+        counts.append(is_item.view(len(is_item), -1).sum(1))
+    all_losses = ranks.joined(losses, len(batches), torch.float64)
+    all_correct = ranks.joined(correct, len(batches), torch.bool)
+    all_counts = ranks.joined(counts, len(batches), torch.int64)
     if not len(all_losses):
         raise ValueError("evaluate: no label of the split is scored")
     value = _value(batcher.spec.metric, all_losses, all_correct)
-    return Evaluation(float(all_losses.mean()), value, all_losses, all_correct, torch.cat(counts))
+    return Evaluation(float(all_losses.mean()), value, all_losses, all_correct, all_counts)
 
 
 def breakdown(

@@ -19,6 +19,7 @@ from attn_zoo.training.evaluation import Evaluation, Scored, evaluate, is_better
 from attn_zoo.training.graphed import Graphed
 from attn_zoo.training.objective import objective_for
 from attn_zoo.training.protocol import Protocol, require, weight_dtype
+from attn_zoo.training.ranks import ALONE, Ranks
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.updates import DivergedError, Updater
 
@@ -63,6 +64,7 @@ class Trainer(Updater):
             dtype=self.dtype,
             is_test=is_test,
             score_full=None if is_test else self._score,
+            ranks=self.ranks,
         )
         self.numbers.eval_s += self._now() - start
         return scored
@@ -86,7 +88,7 @@ class Trainer(Updater):
         )
 
 
-def make_trainer(cell: Cell, spec: TaskSpec, protocol: Protocol) -> tuple[Trainer, ModelConfig]:
+def make_trainer(cell: Cell, spec: TaskSpec, protocol: Protocol, ranks: Ranks = ALONE) -> tuple[Trainer, ModelConfig]:
     """Return a trainer of a new model around the cell's variant, and what the model was made of.
 
     Raises:
@@ -106,6 +108,13 @@ def make_trainer(cell: Cell, spec: TaskSpec, protocol: Protocol) -> tuple[Traine
     seed_everything(config.seed)  # for variants that draw at construction without a generator of their own
     model = objective.build_model(config).to(cell.device, weight_dtype(cell.dtype))
     trainer = Trainer(
-        model, objective, batcher, protocol, num_steps=protocol.num_steps, seed=cell.seed, dtype=cell.dtype
+        model,
+        objective,
+        batcher,
+        protocol,
+        num_steps=protocol.num_steps,
+        seed=cell.seed,
+        dtype=cell.dtype,
+        ranks=ranks,
     )
     return trainer, config

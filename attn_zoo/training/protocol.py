@@ -341,6 +341,9 @@ def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -
         raise UnsupportedError("causal", f"is_causal: a task of kind {spec.kind} does not leave the direction open")
     if protocol.pretrain and spec.kind in ("causal_lm", "seq2seq"):
         raise UnsupportedError("pretrain", f"pretrain: a model for {spec.kind} has no encoder over one input")
+    if protocol.norm == "batch_norm" and cell.data_parallel > 1:
+        reason = "data_parallel: batch_norm needs the whole batch, of which each process sees a part"
+        raise UnsupportedError("data_parallel", reason)
     for variant, request in requests(cell, spec, protocol, has_mask=has_mask):
         options = cell.options if variant == cell.variant else {}
         capabilities_of(variant, options).require(variant, request)

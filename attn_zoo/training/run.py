@@ -36,6 +36,7 @@ from attn_zoo.training.evaluation import breakdown
 from attn_zoo.training.loop import Trainer, make_trainer
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.protocol import Protocol, resolve_protocol, weight_dtype
+from attn_zoo.training.ranks import ALONE, Ranks, joined_ranks
 from attn_zoo.training.seeding import derive_seed
 from attn_zoo.training.updates import DivergedError, Updater
 from attn_zoo.training.weights import save_weights
@@ -69,7 +70,7 @@ class TrainingResult:
     Args:
         status: `ok`, `unsupported` or `diverged`.
         reason: one sentence for every status but `ok`.
-        score: for `ok`.
+        score: for `ok`, of the first rank.
         kernels: paths that ran, in order of first use.
         num_params: trainable parameters, where a model was built.
     """
@@ -95,6 +96,9 @@ def run_training(
 
     Weights are selected on validation; test is scored once, with the selected weights.
 
+    A cell with `data_parallel` = N is trained by N processes that `torchrun` starts and that all call this: see
+    `attn_zoo.training.ranks`. The first alone writes, checks and gives a score.
+
     Args:
         cell: of kind `"accuracy"`, with task, level and protocol.
         data_dir: where tasks find local data.
@@ -107,7 +111,8 @@ def run_training(
 
     Raises:
         UnknownNameError: variant, task, level or protocol does not exist.
-        ConfigError: the cell is not of kind accuracy, or an option or override is wrong.
+        ConfigError: the cell is not of kind accuracy, an option or override is wrong, or this is not one of as many
+            processes as it asks for.
     """
     if cell.kind != "accuracy" or cell.task is None or cell.level is None or cell.protocol is None:
         raise ConfigError(cell.id, [("", "expected a cell of kind accuracy with task, level and protocol")])
@@ -118,9 +123,11 @@ def run_training(
         protocol = replace(protocol, compile=torch.device(cell.device).type == "cuda")
     kernels: list[str] = []
     try:
-        with recording() as kernels:
+        with recording() as kernels, joined_ranks(cell) as ranks:
             hooks = _Hooks(progress, before_training, after_evaluation)
-            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, hooks)
+            if not ranks.is_first:
+                hooks, weights_path = _Hooks(progress), None
+            return _train(cell, task, protocol, kernels, checkpoint_dir, weights_path, hooks, ranks)
     except UnsupportedError as error:
         return TrainingResult(status="unsupported", reason=error.reason, kernels=tuple(kernels))
 
@@ -130,8 +137,8 @@ class _Hooks:
     """What the caller wants to hear of; see `run_training`."""
 
     progress: Callable[[Progress], None] | None
-    before_training: Callable[[nn.Module, bool], object] | None
-    after_evaluation: Callable[[str, Mapping[str, float]], object] | None
+    before_training: Callable[[nn.Module, bool], object] | None = None
+    after_evaluation: Callable[[str, Mapping[str, float]], object] | None = None
 
 
 def _train(
@@ -142,12 +149,13 @@ def _train(
     checkpoint_dir: Path | None,
     weights_path: Path | None,
     hooks: _Hooks,
+    ranks: Ranks,
 ) -> TrainingResult:
-    trainer, config = make_trainer(cell, task.spec, protocol)
+    trainer, config = make_trainer(cell, task.spec, protocol, ranks)
     objective, batcher, model = trainer.objective, trainer.batcher, trainer.model
     pretrainer = None
     if protocol.pretrain:
-        pretrainer = make_pretrainer(config, batcher, protocol, seed=cell.seed, dtype=cell.dtype)
+        pretrainer = make_pretrainer(config, batcher, protocol, seed=cell.seed, dtype=cell.dtype, ranks=ranks)
         pretrainer.check(objective.encoder(model))
     if hooks.before_training is not None:
         for each in (trainer, pretrainer):
@@ -178,7 +186,7 @@ def _train(
             save_weights(weights_path, cell, config, model)
         result = TrainingResult(status="ok", score=score, kernels=tuple(kernels), num_params=num_params)
     for ended in (now, before):
-        if ended is not None:
+        if ended is not None and ranks.is_first:
             ended.forget()
     return result
 
@@ -191,13 +199,18 @@ def _examples(task: AbstractTask, name: SplitName) -> Split:
     return split
 
 
-def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score:
-    """Score the selected weights on test, which nothing else reads; a loss that is not finite has diverged."""
+def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:
+    """Score the selected weights on test, which nothing else reads; a loss that is not finite has diverged.
+
+    Of several ranks the first gives the score.
+    """
     feed = trainer.batcher.feed(_examples(task, "test"))
     test = trainer.evaluate(feed, is_test=True)
     numbers, spec, protocol = trainer.numbers, task.spec, trainer.protocol
     if not math.isfinite(test.loss):
         raise DivergedError(numbers.best_step, "test loss")
+    if not trainer.ranks.is_first:
+        return None  # floors take time
     assert numbers.best is not None  # there is an evaluation after the last update
     has_correct = spec.metric == "accuracy" and len(test.correct) <= _MOST_CORRECT
     return Score(
@@ -295,14 +308,14 @@ class DenoisingObjective(AbstractObjective):
         return Denoiser(config, is_causal=self.is_causal, has_cls=self.has_cls)
 
     def prepare(self, batch: Batch, step: int) -> Batch:
-        """Return the batch with tokens hidden, and with the labels of all sequences in one row, as `outputs` are."""
+        """Return the batch with tokens hidden, and with the labels of both inputs side by side, as `outputs` are."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "hidden", step))
         task = self._next if self.is_causal else self._hidden
         tokens, labels = task(batch.tokens, batch.key_padding_mask, generator)
         if batch.other_tokens is None:
-            return replace(batch, tokens=tokens, labels=labels.flatten())
+            return replace(batch, tokens=tokens, labels=labels)
         other_tokens, other_labels = task(batch.other_tokens, batch.other_padding_mask, generator)
-        labels = torch.cat([labels.flatten(), other_labels.flatten()])
+        labels = torch.cat([labels, other_labels], dim=1)
         return replace(batch, tokens=tokens, labels=labels, other_tokens=other_tokens)
 
     def _hidden(self, tokens: Tensor, padding: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -320,8 +333,8 @@ class DenoisingObjective(AbstractObjective):
         return tokens, labels
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return logits `[positions of all sequences, V]`."""
-        return torch.cat([model(tokens, padding).flatten(0, 1) for tokens, padding in _sequences(batch)])
+        """Return logits `[B, positions of both inputs, V]`."""
+        return torch.cat([model(tokens, padding) for tokens, padding in _sequences(batch)], dim=1)
 
 
 def _sequences(batch: Batch) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -368,7 +381,9 @@ class Pretrainer(Updater):
         self.numbers.curve.append({"step": float(self.numbers.step), "train_loss": train_loss})
 
 
-def make_pretrainer(config: ModelConfig, batcher: Batcher, protocol: Protocol, *, seed: int, dtype: str) -> Pretrainer:
+def make_pretrainer(
+    config: ModelConfig, batcher: Batcher, protocol: Protocol, *, seed: int, dtype: str, ranks: Ranks = ALONE
+) -> Pretrainer:
     """Return what pretrains a model under its protocol, from streams of random numbers of its own.
 
     Raises:
@@ -383,4 +398,5 @@ def make_pretrainer(config: ModelConfig, batcher: Batcher, protocol: Protocol, *
         seed=seed,
     )
     model = objective.build_model(config).to(batcher.device, weight_dtype(dtype))
-    return Pretrainer(model, objective, batcher, protocol, num_steps=protocol.pretrain_steps, seed=seed, dtype=dtype)
+    steps = protocol.pretrain_steps
+    return Pretrainer(model, objective, batcher, protocol, num_steps=steps, seed=seed, dtype=dtype, ranks=ranks)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Stream = Literal["init", "data", "dropout", "evaluation", "buckets", "pretrain", "hidden"]
+Stream = Literal["init", "data", "dropout", "evaluation", "buckets", "pretrain", "hidden", "rank"]
 
 
 def derive_seed(seed: int, stream: Stream, index: int = 0) -> int:

@@ -26,6 +26,7 @@ from attn_zoo.training.evaluation import precision
 from attn_zoo.training.graphed import NUM_PLAIN, Graphed
 from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.protocol import Protocol, learning_rate
+from attn_zoo.training.ranks import ALONE, Ranks
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
@@ -62,7 +63,8 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
 class Updater:
     """A model on its device, its optimiser, and their progress.
 
-    With dtype `"bfloat16"` it trains under autocast; other types are the model's own.
+    With dtype `"bfloat16"` it trains under autocast; other types are the model's own. Of several `ranks` each makes the
+    same updates, from its part of every batch.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class Updater:
         num_steps: int,
         seed: int,
         dtype: str,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.objective, self.batcher, self.protocol = model, objective, batcher, protocol
-        self.num_steps, self.seed, self.dtype = num_steps, seed, dtype
+        self.num_steps, self.seed, self.dtype, self.ranks = num_steps, seed, dtype, ranks
         self.optimizer = make_optimizer(model, protocol)
         self.flops = CompiledFlopCounter(model) if protocol.compile else FlopCounter(model)
         self.compiled: nn.Module = model
@@ -85,7 +88,8 @@ class Updater:
         if protocol.compile:
             dynamic = False if batcher.is_full_length else None
             self.compiled = cast(nn.Module, torch.compile(model, dynamic=dynamic))
-            if batcher.device.type == "cuda":
+            # Not with several ranks: a graph would hold their messages, and one rank might capture while another runs.
+            if batcher.device.type == "cuda" and ranks.size == 1:
                 self._run = Graphed(self._learn)
         self._num_seen: Counter[Hashable] = Counter()  # updates by their shape
         self.numbers = Numbers()
@@ -104,6 +108,7 @@ class Updater:
     def resume(self, path: Path, identity: str) -> bool:
         """Continue from the checkpoint at `path`; return whether there is one for this run."""
         checkpoint = load_checkpoint(path, identity)
+        self.ranks.require_equal(-1 if checkpoint is None else checkpoint.numbers.step, "checkpoint")
         if checkpoint is None:
             return False
         self.model.load_state_dict(checkpoint.weights)
@@ -111,12 +116,13 @@ class Updater:
         self.optimizer.load_state_dict({"state": checkpoint.optimizer, "param_groups": groups})
         self.best_weights = {name: tensor.to(self.batcher.device) for name, tensor in checkpoint.best_weights.items()}
         self.numbers = checkpoint.numbers
-        self.flops.restore(checkpoint.numbers.train_flops)
+        self.flops.restore(checkpoint.numbers.train_flops if self.ranks.is_first else 0.0)
         return True
 
     def save(self, path: Path, identity: str) -> None:
-        """Write a checkpoint."""
-        save_checkpoint(path, identity, self.numbers, self.model, self.best_weights, self.optimizer)
+        """Write a checkpoint, of several ranks the first."""
+        if self.ranks.is_first:
+            save_checkpoint(path, identity, self.numbers, self.model, self.best_weights, self.optimizer)
 
     def _advance(self, feed: Feed, order: DataOrder, after_step: Callable[[int], None] | None) -> float:
         """Make the updates up to the next evaluation; return their mean loss."""
@@ -133,9 +139,11 @@ class Updater:
         self._look()
         mean_loss = float(self._loss_sum) / (stop - first + 1)
         self.numbers.train_s += self._now() - start
-        self.numbers.train_flops = self.flops.training_flops
+        flops = self.flops.training_flops
+        self.numbers.train_flops = None if flops is None else self.ranks.total(flops)
         if (peak := _peak_bytes(self.batcher.device)) is not None:
-            self.numbers.peak_bytes = max(peak, self.numbers.peak_bytes or 0)
+            self.numbers.peak_bytes = max(int(self.ranks.largest(peak)), self.numbers.peak_bytes or 0)
+        self.ranks.follow_first(self.model.buffers())  # what a mixer keeps of the batches that it saw
         return mean_loss
 
     def make_updates(
@@ -157,6 +165,7 @@ class Updater:
             DivergedError: loss or gradient is not finite.
         """
         order = self.order(feed)
+        self.ranks.follow_first([*self.model.parameters(), *self.model.buffers()])
         while self.numbers.step < self.num_steps:
             record(self._advance(feed, order, after_step))
             if after_evaluation is not None:
@@ -196,7 +205,8 @@ class Updater:
     def _update(self, step: int, batch: Batch) -> None:
         """Set learning rate and seed of the update, then run it."""
         protocol = self.protocol
-        batch = self.objective.prepare(batch, step)
+        whole = self.objective.prepare(batch, step)
+        batch = self.ranks.part(whole)
         if isinstance(self.flops, CompiledFlopCounter):
             with precision(self.dtype, self.batcher.device):
                 self.flops.add(batch.shapes, partial(self.objective.outputs, self.model, batch))
@@ -214,7 +224,7 @@ class Updater:
             else:
                 group["lr"] = rate
         self._step.fill_(step)
-        seed_everything(derive_seed(self.seed, "dropout", step))
+        seed_everything(self.ranks.seed(derive_seed(self.seed, "dropout", step)))
         self._run(batch)
         self.numbers.num_tokens += batch.num_tokens
         self.numbers.num_positions += batch.num_positions
@@ -224,16 +234,19 @@ class Updater:
         with precision(self.dtype, self.batcher.device):
             outputs = self.objective.outputs(self.compiled, batch)
         loss = self.objective.loss(outputs, batch)
+        if batch.weight is not None:
+            loss = loss * batch.weight.to(loss.dtype)
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        loss = self.ranks.sum_gradients(self.model.parameters(), loss.detach())
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if self.protocol.clip_norm:
             nn.utils.clip_grads_with_norm_(parameters, self.protocol.clip_norm, norm)
         self.optimizer.step()
-        is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm)) & (self._first_bad == 0)
+        is_bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) & (self._first_bad == 0)
         self._first_bad += is_bad * self._step
-        self._loss_sum += loss.detach()
+        self._loss_sum += loss
         return ()
 
     def _look(self) -> None:

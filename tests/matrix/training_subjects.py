@@ -141,11 +141,15 @@ class Slow(Plain):
 
 @register("fake_train_told")
 class Told(Plain):
-    """Takes its time and says every step."""
+    """Says every step, and waits at the 20th until it may go on."""
+
+    num_calls = 0
 
     def misbehave(self) -> None:
         os.write(1, b"step\n")
-        time.sleep(0.1)
+        self.num_calls += 1
+        while self.num_calls >= 20 and not Path(os.environ["FAKE_MARK"]).exists():
+            time.sleep(0.02)
 
 
 @register("fake_train_hang")
@@ -183,6 +187,24 @@ class Killed(Plain):
         if not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register("fake_train_rank_killed")
+class RankKilled(Plain):
+    """Has its second rank killed from outside the first time, and waits to be told to go on the second time."""
+
+    def misbehave(self) -> None:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        rank, marks = os.environ.get("RANK"), Path(os.environ.get("FAKE_MARKS", "/"))
+        if rank is None or (marks / "go").exists():
+            return
+        if not (marks / "killed").exists():
+            if self.num_calls == 4 and rank == "1":
+                (marks / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif self.num_calls == 1:
+            (marks / f"waiting-{rank}").touch()
+            time.sleep(300)
 
 
 @register("fake_train_one_way", causal=False, cross_attention=False)

@@ -44,8 +44,8 @@ def test_a_share_of_the_tokens_is_hidden_and_never_padding(toy, level):
     batch = batcher.batch(batcher.feed(task.split("train")), torch.arange(200))
     objective = objective_of(task)
     seen = objective.prepare(batch, step=1)
-    before = torch.cat([part.flatten() for part in (batch.tokens, batch.other_tokens) if part is not None])
-    after = torch.cat([part.flatten() for part in (seen.tokens, seen.other_tokens) if part is not None])
+    before = torch.cat([part for part in (batch.tokens, batch.other_tokens) if part is not None], dim=1)
+    after = torch.cat([part for part in (seen.tokens, seen.other_tokens) if part is not None], dim=1)
     is_hidden = after == task.spec.vocab_size
     assert int(is_hidden.sum()) / batch.num_tokens == pytest.approx(0.3, abs=0.03)
     assert not (is_hidden & (before == 0)).any(), "padding is never hidden"
@@ -62,7 +62,7 @@ def test_causal_pretraining_asks_for_each_next_token(toy):
     batch = batcher.batch(batcher.feed(task.split("train")), torch.arange(50))
     seen = objective_of(task, is_causal=True).prepare(batch, step=1)
     assert torch.equal(seen.tokens, batch.tokens)
-    labels = seen.labels.view_as(batch.tokens)
+    labels = seen.labels
     is_item = labels != IGNORED_LABEL
     assert is_item.sum() == batch.num_tokens - 50, "the last token of a row has no next one"
     assert torch.equal(labels[:, :-1][is_item[:, :-1]], batch.tokens[:, 1:][is_item[:, :-1]])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
@@ -60,6 +60,9 @@ class AccuracyGroup(Group):
         protocol: named training protocol.
         overrides: fields of the protocol that this group changes; part of the cell's key.
         grid: values to try for further fields of the protocol: every combination, the same for every variant.
+        data_parallel: processes that train a model together, on one device each, by `torchrun`: the same batches,
+            learning rates and evaluations, so the same training up to rounding and what dropout draws. `threads` is of
+            each; absent, they share the cores.
         keep_weights: store what was trained, as `weights/<key>.safetensors` in the results folder.
         timeout_s: seconds one training may take.
     """
@@ -70,6 +73,7 @@ class AccuracyGroup(Group):
     protocol: str = "cpu-small"
     overrides: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, Axis[Any]] = Field(default_factory=dict)
+    data_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     keep_weights: bool = False
     timeout_s: Seconds = 7 * 86_400.0
 
@@ -126,6 +130,7 @@ class Accuracy(AbstractKind):
                     kind=self.name,
                     device=group.device,
                     threads=group.threads,
+                    data_parallel=group.data_parallel,
                     dtype=dtype,
                     is_causal=is_causal,
                     task=task,
@@ -297,19 +302,26 @@ def _protocol_problems(task: type[AbstractTask], group: Mapping[str, Any], where
         axes = {}
     settings = task.settings.get(protocol)
     try:
-        resolve_protocol(protocol, task_settings=settings, overrides=overrides)
+        batch_sizes = [resolve_protocol(protocol, task_settings=settings, overrides=overrides).batch_size]
     except UnknownNameError as error:
         return [*problems, (f"{where}.protocol", str(error))]
     except ConfigError as error:
         path = f"{where}.overrides"
         return [*problems, *((f"{path}.{key}" if key else path, text) for key, text in error.problems)]
+    if "batch_size" in axes:
+        batch_sizes.clear()
     for trial in combinations(axes) if axes else ():
         try:
-            resolve_protocol(protocol, task_settings=settings, overrides={**overrides, **trial})
+            resolved = resolve_protocol(protocol, task_settings=settings, overrides={**overrides, **trial})
+            batch_sizes.append(resolved.batch_size)
         except ConfigError as error:
             for key, text in error.problems:
                 # A field may be wrong beside one that the grid sets; then it stands elsewhere.
                 problems.append((f"{where}.grid.{key}", text) if key in axes else (f"{where}.grid", f"{key}: {text}"))
+    ranks, smallest = group.get("data_parallel", 1), min(batch_sizes, default=math.inf)
+    if isinstance(ranks, int) and ranks > smallest:
+        text = f"expected at most batch_size, {smallest}, so that every process has an example; got {ranks}"
+        problems.append((f"{where}.data_parallel", text))
     return problems
 
 
@@ -331,7 +343,7 @@ class TrainingForecast(Forecast):
     @staticmethod
     def _likenesses(cell: Cell) -> Iterator[str]:
         """Yield what must be equal, most first: all but the seed, all but the trial too, task and protocol alone."""
-        place = [cell.task, cell.level, cell.protocol, cell.device]
+        place = [cell.task, cell.level, cell.protocol, cell.device, cell.data_parallel]
         fixed = {name: value for name, value in cell.overrides.items() if name not in cell.grid}
         for extra in ([cell.label, cell.dtype, cell.overrides], [cell.label, cell.dtype, fixed], []):
             yield json.dumps([*place, *extra], sort_keys=True)

@@ -132,8 +132,9 @@ class Step(TimedKind):
         protocol = step_protocol(cell)
         tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim
         feed_forward = 4 * tokens * embed_dim * ffn_dim
-        num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(call_shape(cell)))
-        flops = protocol.num_layers * (forward_flops(cell) + feed_forward) * num_forwards
+        shape = call_shape(cell)
+        num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(shape))
+        flops = protocol.num_layers * (forward_flops(cell, shape) + feed_forward) * num_forwards
         seconds = rough_seconds(flops, cell, group.repeat_budget_s, group.isolation)
         saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
         return Estimate(

@@ -39,7 +39,7 @@ def call_estimate(cell: Cell, budget_s: float, isolation: str) -> Estimate:
     shape, pass_ = call_shape(cell), PASSES[cell.pass_ or "fwd"]
     claim = variants[cell.variant].complexity_of(config_of(cell))
     try:
-        flops = forward_flops(cell) * pass_.num_forwards(claim.ratio(shape))
+        flops = forward_flops(cell, shape) * pass_.num_forwards(claim.ratio(shape))
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
         return Estimate()
     has_grads = pass_.backwards > 0

@@ -13,6 +13,7 @@ from typing import Any
 from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Entry, Group, Member
+from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.probe import probe
 from attn_zoo.matrix.plan.schema import Matrix
@@ -123,6 +124,26 @@ def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> li
     return [[item for item in lane if piece(item) in mine] for lane in lanes]
 
 
+def require_devices(cells: Iterable[PlannedCell]) -> None:
+    """Look whether this machine has as many devices as any cell asks for at once.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    most = {item.cell.device: item.cell for item in sorted(cells, key=lambda item: item.cell.data_parallel)}
+    for device, cell in most.items():
+        if cell.data_parallel == 1 or (device == "cuda" and not _has_cuda()):  # where none is here, that was refused
+            continue
+        count, what = num_cores(), "CPU cores"
+        if device == "cuda":
+            import torch
+
+            count, what = torch.cuda.device_count(), "GPUs"
+        if cell.data_parallel > count:
+            text = f"expected at most {count}, the {what} of this machine; got {cell.data_parallel}"
+            raise ConfigError(cell.id, [("data_parallel", text)])
+
+
 def plain_files(cells: Iterable[PlannedCell]) -> dict[str, list[str]]:
     """Return the plain files that know the variants and tasks of the cells, each with the names it is needed for.
 
@@ -169,9 +190,9 @@ def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
     counted: list[PlannedCell] = []
     first: dict[str, PlannedCell] = {}
     for item in cells:
-        seen = first.setdefault(replace(item.cell, pass_=None, together="").curve, item)
+        seen = first.setdefault(item.cell.all_but("seq_len", "pass_", "together"), item)
         is_same_curve = item.isolation == "lane" and seen.cell.curve == item.cell.curve
-        counted.append(replace(item, has_count=seen is item or is_same_curve))
+        counted.append(item if seen is item or is_same_curve else replace(item, has_count=False))
     return counted
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,8 +63,7 @@ class PlannedCell(Json):
             return self.cell.together
         if self.isolation == "cell":
             return self.cell.curve
-        data = {name: value for name, value in self.cell.values().items() if name not in {"seq_len", "pass_"}}
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:20]
+        return hashlib.sha256(self.cell.all_but("seq_len", "pass_").encode()).hexdigest()[:20]
 
     @property
     def bundle(self) -> tuple[str, int | None, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 from typing import Literal
@@ -17,25 +16,20 @@ What = Literal["validation", "train_loss"]
 AXES: tuple[Axis, ...] = ("steps", "flops", "seconds")
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """From a step to a place on an axis: `before` is what self-pretraining took, `per_step` what each step takes."""
+def _scale(run: TrainingRun, axis: Axis) -> tuple[float, float] | None:
+    """Return what self-pretraining took and what each step takes, or None where the run does not know it.
 
-    before: float
-    per_step: float
-
-
-def _scale(run: TrainingRun, axis: Axis) -> _Scale | None:
-    """Return the scale, or None where the run does not know it. Steps of one run cost about the same."""
+    Steps of one run cost about the same.
+    """
     if axis == "steps":
-        return _Scale(0.0, 1.0)
+        return 0.0, 1.0
     score = run.score
     if score is None:
         return None
     total, before = (score.train_flops, score.pretrain_flops) if axis == "flops" else (score.train_s, score.pretrain_s)
     if not total or not score.num_steps or (run.start and before is None):
         return None
-    return _Scale(before or 0.0, total / score.num_steps)
+    return before or 0.0, total / score.num_steps
 
 
 def seed_curves(score: LabelScore, what: What, axis: Axis) -> list[list[tuple[float, float]]]:
@@ -45,8 +39,9 @@ def seed_curves(score: LabelScore, what: What, axis: Axis) -> list[list[tuple[fl
         scale = _scale(run, axis)
         if run.score is None or scale is None:
             continue
+        before, per_step = scale
         points = [
-            (scale.before + scale.per_step * entry["step"], entry[what])
+            (before + per_step * entry["step"], entry[what])
             for entry in run.score.curve
             if "step" in entry and what in entry
         ]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attn_zoo.records import LOWER_IS_BETTER
+from attn_zoo.report.units import capital
 
 MINUS = "\u2212"
 
@@ -48,8 +49,7 @@ class Metric:
     @property
     def title(self) -> str:
         """Return the name at the start of a line, and its direction where it is not the usual one."""
-        words = self.words[:1].upper() + self.words[1:]
-        return f"{words} (lower is better)" if self.is_lower_better else words
+        return capital(self.axis)
 
     @property
     def axis(self) -> str:
@@ -58,14 +58,14 @@ class Metric:
 
     def show(self, value: float) -> str:
         """Return a score: percent with one decimal for fractions, three decimals for everything else."""
-        return f"{value:.3f}" if self.is_lower_better else f"{100 * value:.1f} %"
+        return self.end(value) + ("" if self.is_lower_better else " %")
 
     def tick(self, value: float) -> str:
         """Return a score as short as it can be said, for an axis."""
         return f"{value:g}" if self.is_lower_better else f"{100 * value:g} %"
 
     def end(self, value: float) -> str:
-        """Return a score without its unit, for the end of an interval whose middle has it."""
+        """Return a score without its unit: the end of an interval whose middle has it, or a difference in `unit`."""
         return f"{value:.3f}" if self.is_lower_better else f"{100 * value:.1f}"
 
     def number(self, value: float) -> str:
@@ -74,11 +74,7 @@ class Metric:
 
     def signed(self, value: float) -> str:
         """Return a difference of two scores with its sign, in `unit`."""
-        return f"{'+' if value >= 0 else MINUS}{self.size(value)}"
-
-    def size(self, value: float) -> str:
-        """Return the size of a difference of two scores, in `unit`."""
-        return f"{abs(value):.3f}" if self.is_lower_better else f"{100 * abs(value):.1f}"
+        return f"{'+' if value >= 0 else MINUS}{self.end(abs(value))}"
 
     @property
     def unit(self) -> str:

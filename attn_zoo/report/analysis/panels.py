@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from attn_zoo.metadata import ROUTING_SEES_FUTURE
 from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series
 from attn_zoo.report.analysis.winners import Winner, winners
+from attn_zoo.report.units import unique_name
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Panel:
     """Series that differ in nothing but the mechanism.
 
@@ -56,19 +59,37 @@ class Panel:
     winners: tuple[Winner, ...]
     efficiency: dict[str, list[Efficiency]]
 
-    @property
+    @cached_property
     def points(self) -> list[Point]:
         """All measured lengths of all series."""
         return [point for series in self.series for point in series.points]
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """All lengths, measured or failed, ascending."""
-        return sorted({one.seq_len for series in self.series for one in series.outcomes})
+        return sorted({length for series in self.series for length in series.outcomes})
 
-    def crossing(self, label: str) -> Crossing | None:
-        """Return where `label` gets faster than the fastest exact series, if both were measured."""
-        return next((one for one in self.crossings if one.is_fastest and one.label == label), None)
+    @cached_property
+    def exact(self) -> dict[int, Point]:
+        """The fastest exact point of each length."""
+        return {point.seq_len: point for point in (self.baseline.points if self.baseline else ())}
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Peak memory of each curve at the longest length, by label."""
+        points = ((series.label, point) for series in self.series for point in series.points)
+        longest = [(label, point) for label, point in points if point.seq_len == self.lengths[-1]]
+        return {label: point.memory.peak_bytes for label, point in longest if point.memory.peak_bytes}
+
+    def crossing(self, label: str, *, is_device: bool = False) -> Crossing | None:
+        """Return where `label` gets faster than the fastest exact series, if both were measured.
+
+        Args:
+            label: of the approximate series.
+            is_device: on the GPU alone.
+        """
+        every = self.device_crossings if is_device else self.crossings
+        return next((one for one in every if one.is_fastest and one.label == label), None)
 
 
 def lead_panel(panels: Sequence[Panel]) -> Panel | None:
@@ -85,10 +106,9 @@ def _setting(one: Observation) -> dict[str, Any]:
 
 def make_panels(results: Results) -> list[Panel]:
     """Return the panels of all that was to be timed, in a stable order."""
-    groups: dict[tuple[Any, ...], list[Observation]] = {}
-    for one in (*results.observations, *results.left):
-        if not one.is_training and one.cell.seq_len is not None:
-            groups.setdefault(tuple(_setting(one).values()), []).append(one)
+    every = (*results.observations, *results.left)
+    timed = (one for one in every if not one.is_training and one.cell.seq_len is not None)
+    groups = grouped(timed, lambda one: tuple(_setting(one).values()))
     passes = list(PASS_TITLES)
 
     def order(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -100,7 +120,7 @@ def make_panels(results: Results) -> list[Panel]:
     varying = {name for name in PANEL_FIELDS if len({setting[name] for setting in settings.values()}) > 1}
     names: set[str] = set()
     return [
-        _panel(setting, groups[key], _unique(panel_name(setting, varying), names), results, varying)
+        _panel(setting, groups[key], unique_name(panel_name(setting, varying), names), results, varying)
         for key, setting in settings.items()
     ]
 
@@ -108,9 +128,7 @@ def make_panels(results: Results) -> list[Panel]:
 def _panel(
     setting: Mapping[str, Any], members: Sequence[Observation], name: str, results: Results, varying: set[str]
 ) -> Panel:
-    by_label: dict[str, list[Observation]] = {}
-    for one in members:
-        by_label.setdefault(one.label, []).append(one)
+    by_label = grouped(members, lambda one: one.label)
     series = [make_series(label, by_label[label], setting["scope"], results) for label in sorted(by_label)]
     baseline = fastest_exact(series)
     ceilings = results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads")))
@@ -137,11 +155,3 @@ def _panel(
         winners=tuple(winners(series)),
         efficiency=efficiencies(series, baseline, setting["pass"], ceilings),
     )
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    candidate, count = name, 2
-    while candidate in taken:
-        candidate, count = f"{name}-{count}", count + 1
-    taken.add(candidate)
-    return candidate

@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 
 from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error, with_chance
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Results
 from attn_zoo.report.analysis.training_runs import (
@@ -20,7 +21,7 @@ from attn_zoo.report.analysis.training_runs import (
     unequal_trials,
 )
 from attn_zoo.report.measurements import COSTS
-from attn_zoo.report.units import slug
+from attn_zoo.report.units import slug, unique_name
 from attn_zoo.report.wording import failure_words
 from attn_zoo.statistics import mean_interval, paired_difference
 
@@ -172,6 +173,11 @@ class AccuracyGroup:
         return sorted(self.scores, key=lambda score: (self.metric.order(score.mean), score.name))
 
     @property
+    def means(self) -> dict[str, float]:
+        """The mean scores that there are, by name, best first."""
+        return {score.name: score.mean for score in self.ranked if score.mean is not None}
+
+    @property
     def starts(self) -> tuple[str, ...]:
         """What models had learned before, random weights first."""
         return tuple(sorted({score.start for score in self.scores}))
@@ -195,12 +201,10 @@ class AccuracyGroup:
 def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
     """Return one group for each task, level, protocol and data set, in a stable order."""
     groups = []
-    taken: dict[str, int] = {}
+    names: set[str] = set()
     for setting, runs in group_training_runs(results):
         name = slug(setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "")
-        taken[name] = taken.get(name, 0) + 1
-        suffix = f"-{taken[name]}" if taken[name] > 1 else ""
-        groups.append(_group(setting, runs, results, name + suffix))
+        groups.append(_group(setting, runs, results, unique_name(name, names)))
     return groups
 
 
@@ -213,7 +217,8 @@ def _how(setting: Setting) -> str:
     tuned = [f"tuned: {', '.join(setting.tuned)}"] if setting.tuned else []
     changes = [f"{option}={value}" for option, value in setting.changes.items()]
     threads = [f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"] if setting.threads else []
-    machine = [setting.dtype, setting.device.upper(), *threads]
+    ranks = [f"{setting.data_parallel} processes"] if setting.data_parallel > 1 else []
+    machine = [setting.dtype, setting.device.upper(), *ranks, *threads]
     return ", ".join([f"protocol {setting.protocol}", *changes, *tuned, *machine])
 
 
@@ -226,9 +231,7 @@ def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name: str) -> AccuracyGroup:
     scores = [run.score for run in runs if run.score]
     metric = Metric(scores[0].metric if scores else "score")
-    members: dict[tuple[str, str], list[TrainingRun]] = {}
-    for run in runs:
-        members.setdefault((run.label, run.start), []).append(run)
+    members = grouped(runs, lambda run: (run.label, run.start))
     trials = {key: make_trials(own, metric) for key, own in sorted(members.items())}
     chosen = {key: next(trial for trial in own if trial.is_selected) for key, own in trials.items()}
     baseline = _baseline(chosen, results)
@@ -249,14 +252,12 @@ def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name
         references=_means([score.references for score in scores]),
         scores=tuple(
             _label_score(
-                key,
+                names[key],
                 chosen[key],
                 chosen.get((baseline, key[1])),
+                num_trials=len(trials[key]),
                 metric=metric,
                 marks=with_chance(floors, chance),
-                name=names[key],
-                num_trials=len(trials[key]),
-                is_baseline=key[0] == baseline,
             )
             for key in trials
         ),
@@ -285,15 +286,13 @@ def _baseline(chosen: Mapping[tuple[str, str], Trial], results: Results) -> str:
 
 
 def _label_score(
-    key: tuple[str, str],
+    name: str,
     trial: Trial,
     baseline: Trial | None,
     *,
+    num_trials: int,
     metric: Metric,
     marks: Mapping[str, float],
-    name: str,
-    num_trials: int,
-    is_baseline: bool,
 ) -> LabelScore:
     """Return the score of a label and start from its selected trial, beside that of the baseline with this start."""
     scores = [run.score for run in trial.runs if run.score]
@@ -305,8 +304,8 @@ def _label_score(
         for own in (trial, baseline)
     )
     return LabelScore(
-        label=key[0],
-        start=key[1],
+        label=trial.runs[0].label,
+        start=trial.runs[0].start,
         name=name,
         runs=trial.runs,
         trial=trial.words,
@@ -316,7 +315,7 @@ def _label_score(
         high=metric.inside(high),
         size_error=error,
         standing=None if mean is None else judge(mean, margin(low, high, error), marks, metric),
-        difference=pair(trial.runs, baseline.runs) if baseline and not is_baseline else None,
+        difference=pair(trial.runs, baseline.runs) if baseline and baseline is not trial else None,
         params_excess=params / other_params - 1.0 if params and other_params else None,
         costs={cost.name: cost.pooled(run.record for run in trial.scored) for cost in COSTS},
     )

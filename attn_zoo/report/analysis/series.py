@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from attn_zoo.folder import Claim
 from attn_zoo.records import Memory, Record, Timing
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.wording import FLAG_MARKS, MARKS, missing_word
@@ -78,11 +80,6 @@ class Point:
         return max(1, len(self.timing.process_sizes))
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether it is a training step through `torch.compile`."""
-        return self.record.cell.overrides.get("compile") is True
-
-    @property
     def kernel(self) -> str:
         """Paths that ran."""
         return " + ".join(self.record.kernels)
@@ -118,18 +115,8 @@ class Failure:
         """What a table says of it."""
         return missing_word(self.record)
 
-    @property
-    def status(self) -> str:
-        """What became of it."""
-        return self.record.status
 
-    @property
-    def reason(self) -> str:
-        """Why, in one sentence."""
-        return self.record.reason
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Series:
     """One curve: a label over lengths, ascending."""
 
@@ -145,15 +132,11 @@ class Series:
         """Lengths at which a call waits for the host that launches it, so that its time is not the mechanism's."""
         return frozenset(point.seq_len for point in self.points if point.is_waiting)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Measured lengths in tokens."""
-        return [point.seq_len for point in self.points]
-
-    @property
-    def outcomes(self) -> list[Point | Failure]:
+    @cached_property
+    def outcomes(self) -> dict[int, Point | Failure]:
         """What became of every length, shortest first."""
-        return sorted((*self.points, *self.failures), key=lambda one: one.seq_len)
+        every: list[Point | Failure] = [*self.points, *self.failures]
+        return {one.seq_len: one for one in sorted(every, key=lambda one: one.seq_len)}
 
     @property
     def is_exact(self) -> bool:
@@ -186,9 +169,7 @@ def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
 
 def make_series(label: str, members: Sequence[Observation], scope: str | None, results: Results) -> Series:
     """Return the curve of one label within one panel."""
-    by_length: dict[int, list[Observation]] = {}
-    for one in members:
-        by_length.setdefault(one.cell.seq_len or 0, []).append(one)
+    by_length = grouped(members, lambda one: one.cell.seq_len or 0)
     points, failures = [], []
     for _, same in sorted(by_length.items()):
         timed = [one.record for one in same if one.is_timed]

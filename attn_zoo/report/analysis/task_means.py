@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
-from attn_zoo.report.units import slug
+from attn_zoo.report.units import slug, unique_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,12 @@ class Overview:
         """Return the mean over the common tasks; None for a label without a score in one of them."""
         values = [score.mean for score in self.scores(label) if score.mean is not None]
         return fmean(values) if len(values) == len(self.common) and len(values) > 1 else None
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The means that there are, by label, best first."""
+        known = [(label, mean) for label in self.labels if (mean := self.mean(label)) is not None]
+        return dict(sorted(known, key=lambda item: self.metric.order(item[1])))
 
     def speed(self, label: str) -> float | None:
         """Return the geometric mean of tokens per second over the common tasks, whose lengths differ."""
@@ -82,6 +89,7 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
     Overrides may differ between tasks, as published settings do, unless a task occurs with several of them.
     """
     overviews: list[Overview] = []
+    names: set[str] = set()
     for how, members in _by_protocol(groups).items():
         metric = members[0].metric
         seen = {score.label for group in members for score in group.scores}
@@ -92,7 +100,7 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
         common = tuple(group for group in members if all(_scored(group, label) for label in labels))
         overviews.append(
             Overview(
-                name=_name(members[0], [each.name for each in overviews]),
+                name=unique_name(slug("tasks", metric.name, members[0].setting.protocol), names),
                 how=how,
                 metric=metric,
                 groups=tuple(members),
@@ -104,18 +112,9 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
     return overviews
 
 
-def _name(group: AccuracyGroup, taken: Sequence[str]) -> str:
-    name = slug("tasks", group.metric.name, group.setting.protocol)
-    count = sum(other.startswith(name) for other in taken)
-    return f"{name}-{count + 1}" if count else name
-
-
 def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGroup]]:
-    by_how: dict[str, list[AccuracyGroup]] = {}
-    for group in groups:
-        # A mean has no meaning over bits of different data, whose scales differ.
-        if any(score.mean is not None for score in group.scores) and not group.metric.is_lower_better:
-            by_how.setdefault(_how(group), []).append(group)
+    # A mean has no meaning over bits of different data, whose scales differ.
+    by_how = grouped((group for group in groups if group.means and not group.metric.is_lower_better), _how)
     split: dict[str, list[AccuracyGroup]] = {}
     for how, members in by_how.items():
         is_repeated = len({group.title for group in members}) < len(members)
@@ -131,4 +130,5 @@ def _how(group: AccuracyGroup) -> str:
     tuned = f", tuned: {', '.join(setting.tuned)}" if setting.tuned else ""
     # Where nothing was trained from scratch the only other start counts, and does not mix with scratch elsewhere.
     start = f", self-pretrained ({group.starts[0]})" if group.starts[0] else ""
-    return f"protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}, {version}{tuned}{start}"
+    ranks = f", {setting.data_parallel} processes" if setting.data_parallel > 1 else ""
+    return f"protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}{ranks}, {version}{tuned}{start}"

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from attn_zoo.records import Cell, Record, Score
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results
 
@@ -35,6 +36,7 @@ class Setting:
     dtype: str
     device: str
     threads: int | None
+    data_parallel: int
     protocol_version: int
     data_digest: str
 
@@ -45,47 +47,33 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingRun:
+class TrainingRun(Observation):
     """One training run.
 
     Args:
-        record: as stored.
-        label: of the mechanism.
-        environment: digest of the machine.
         start: what the weights were before training: empty for random ones, else what was learned before.
         trial: values of the tuned settings, as JSON; `{}` where nothing was tuned.
     """
 
-    record: Record
-    label: str
-    environment: str
     start: str
     trial: str
 
     @property
     def seed(self) -> int:
         """Of initialisation and data order."""
-        return self.record.cell.seed
+        return self.cell.seed
 
     @property
     def score(self) -> Score | None:
         """What it scored, or None where it did not finish."""
         return self.record.score if self.record.status == "ok" else None
 
-    @property
-    def value(self) -> float | None:
-        """Score on test."""
-        return None if self.score is None else self.score.value
-
 
 def group_training_runs(results: Results) -> list[tuple[Setting, list[TrainingRun]]]:
     """Return all training runs, by setting in a stable order; of a cell that occurs twice, the last."""
-    every = (*results.observations, *results.left)
-    last = {one.cell.key: one for one in every if one.is_training}
-    by_setting: dict[Setting, list[Observation]] = {}
-    for one in every:
-        if last.get(one.cell.key) is one:
-            by_setting.setdefault(_setting(one.cell), []).append(one)
+    every = [one for one in (*results.observations, *results.left) if one.is_training]
+    last = {one.cell.key: one for one in every}
+    by_setting = grouped((one for one in every if last[one.cell.key] is one), lambda one: _setting(one.cell))
     order = sorted(by_setting, key=lambda setting: tuple(str(getattr(setting, name)) for name in setting.__slots__))
     return [(setting, _runs(by_setting[setting])) for setting in order]
 
@@ -109,6 +97,7 @@ def _setting(cell: Cell) -> Setting:
         dtype=cell.dtype,
         device=cell.device,
         threads=cell.threads,
+        data_parallel=cell.data_parallel,
         protocol_version=cell.protocol_version,
         data_digest=cell.data_digest,
     )
@@ -118,8 +107,9 @@ def _runs(members: Sequence[Observation]) -> list[TrainingRun]:
     runs = [
         TrainingRun(
             record=one.record,
-            label=one.label,
+            run=one.run,
             environment=one.environment,
+            label=one.label,
             start=start,
             trial=json.dumps(_parts(one.cell)[0], sort_keys=True),
         )
@@ -192,13 +182,11 @@ def make_trials(runs: Sequence[TrainingRun], metric: Metric) -> tuple[Trial, ...
 
     A trial of which a seed failed does not win over one of which none did, because its mean leaves out its failure.
     """
-    by_values: dict[str, list[TrainingRun]] = {}
-    for run in runs:
-        by_values.setdefault(run.trial, []).append(run)
     trials = [
-        Trial(values=values, runs=tuple(by_values[text]))
-        for text, values in sorted(((text, json.loads(text)) for text in by_values), key=lambda item: _order(item[1]))
+        Trial(values=json.loads(text), runs=tuple(members))
+        for text, members in grouped(runs, lambda run: run.trial).items()
     ]
+    trials.sort(key=lambda trial: _order(trial.values))
     most = max(len(trial.scored) for trial in trials)
     able = [trial for trial in trials if len(trial.scored) == most]
     best = min(able, key=lambda trial: metric.order(trial.validation))

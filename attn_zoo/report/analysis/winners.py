@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.statistics import Ratio, time_ratio
 
@@ -34,13 +35,10 @@ def times_faster(slow: Point, fast: Point) -> Ratio:
 
 def winners(every: Sequence[Series]) -> list[Winner]:
     """Return the fastest of each length, shortest first; one that computes dense scores underneath is not judged."""
-    by_length: dict[int, list[tuple[Point, str]]] = {}
-    for series in every:
-        for point in series.points:
-            if not series.is_simulated and point.median_ms > 0:
-                by_length.setdefault(point.seq_len, []).append((point, series.label))
+    judged = ((point, series.label) for series in every if not series.is_simulated for point in series.points)
+    measured = (rival for rival in judged if rival[0].median_ms > 0)
     found = []
-    for length, rivals in sorted(by_length.items()):
+    for length, rivals in sorted(grouped(measured, lambda rival: rival[0].seq_len).items()):
         (best, label), *others = sorted(rivals, key=lambda rival: (rival[0].median_ms, rival[1]))
         near = [(point, other) for point, other in others if point.low_ms <= best.high_ms]  # the rest is clear
         level = [other for point, other in near if times_faster(point, best).low <= 1.0]

@@ -7,14 +7,14 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment as Jinja
 from jinja2 import StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
+from attn_zoo.folder import Run
 from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.all_figures import Picture, front_picture
@@ -32,15 +32,8 @@ from attn_zoo.report.pages.findings import (
 )
 from attn_zoo.report.tables.all_tables import QUESTIONS
 from attn_zoo.report.tables.front_table import front_table
-from attn_zoo.report.tables.table import MISSING, Table
+from attn_zoo.report.tables.table import Table
 from attn_zoo.report.units import clean, human_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    text: str
-    sort: str
-    align: str
 
 
 def build_page(
@@ -54,19 +47,7 @@ def build_page(
         pictures: in order, each with its SVG.
     """
     definitions, drawings = inline_figures([svg for _, svg in pictures])
-    figures = [
-        (
-            picture,
-            {
-                "title": clean(picture.title),
-                "question": picture.question,
-                "alt": clean(picture.alt),
-                "view_box": drawing.view_box,
-                "drawing": Markup(drawing.markup),  # noqa: S704  # likewise
-            },
-        )
-        for (picture, _), drawing in zip(pictures, drawings, strict=True)
-    ]
+    figures = [(picture, drawing) for (picture, _), drawing in zip(pictures, drawings, strict=True)]
     front = front_picture(analysis, [picture for picture, _ in pictures])
     scores = [overview_finding(overview) for overview in analysis.overviews]
     scores += [text for group in analysis.accuracy for text in accuracy_findings(group)]
@@ -75,20 +56,20 @@ def build_page(
         "report.html.j2",
         fonts=FONTS,
         title=clean(analysis.title) or "no results",
-        headline=clean(headline(analysis)),
-        completeness=clean(completeness(analysis)),
-        findings=[clean(text) for text in findings(analysis)],
+        headline=headline(analysis),
+        completeness=completeness(analysis),
+        findings=findings(analysis),
         explanation=EXPLANATION if analysis.panels else "",
-        warnings=[clean(text) for text in analysis.results.warnings],
-        definitions=Markup(definitions),  # noqa: S704  # made by an XML writer, which escapes every word
-        front_figures=[drawn for picture, drawn in figures if picture is front],
+        warnings=analysis.results.warnings,
+        definitions=definitions,
+        front_figures=[figure for figure in figures if figure[0] is front],
         front_table=_table(table) if (table := front_table(analysis)) is not None else None,
         sections=[
             {
                 "name": name,
                 "question": question,
-                "sentences": [clean(text) for text in sentences.get(name, [])],
-                "figures": [drawn for picture, drawn in figures if picture.section == name and picture is not front],
+                "sentences": sentences.get(name, []),
+                "figures": [pair for pair in figures if pair[0].section == name and pair[0] is not front],
                 "tables": [_table(table) for table in tables.get(name, [])],
             }
             for name, question in QUESTIONS.items()
@@ -98,19 +79,25 @@ def build_page(
             {"digest": digest, "rows": environment_rows(environment)}
             for digest, environment in sorted(analysis.results.environments.items())
         ],
-        runs=[_run(run.name, run.matrices, len(run.records)) for run in analysis.results.runs],
+        runs=[
+            {"name": run.name, "count": len(run.records), "description": " ".join(dict.fromkeys(_descriptions(run)))}
+            for run in analysis.results.runs
+        ],
         versions=f"record schema {SCHEMA_VERSION}, measurement protocol {PROTOCOL_VERSION}",
     )
 
 
 def render_page(template: str, **content: Any) -> str:
-    """Return a page from one of our templates: all text is escaped, and only our own style and script are let in."""
+    """Return a page from one of our templates: all text is cleaned and escaped, only our style and script are let in.
+
+    What a template calls safe was made by an XML writer, which escapes every word.
+    """
     folder = files("attn_zoo.report.pages") / "templates"
     style, script, text = (
         (folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", template)
     )
     style += dark_rules(DARK)
-    jinja = Jinja(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja = Jinja(autoescape=True, finalize=_finished, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.from_string(text).render(
         policy=(
             f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
@@ -126,28 +113,26 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _run(name: str, matrices: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    texts = dict.fromkeys(str(matrix["description"]) for matrix in matrices if matrix.get("description"))
-    described = " ".join(texts)
-    return {"name": clean(name), "description": clean(described), "count": count}
+def _descriptions(run: Run) -> list[str]:
+    return [str(matrix["description"]) for matrix in run.matrices if matrix.get("description")]
+
+
+def _finished(value: Any) -> Any:
+    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _table(table: Table) -> dict[str, Any]:
     return {
         "name": table.name,
-        "title": clean(table.title),
-        "note": clean(table.note),
-        "columns": [{"heading": column.heading, "align": column.align} for column in table.columns],
+        "title": table.title,
+        "note": table.note,
+        "columns": table.columns,
         "rows": [
             [
-                _Cell(
-                    _unbroken(clean(column.show(row)) or MISSING),
-                    _sort_value(column.sort(row) if column.sort else None),
-                    column.align,
-                )
-                for column in table.columns
+                (column, escape(_unbroken(text)), _sort_value(column.sort(row) if column.sort else None))
+                for column, text in zip(table.columns, texts, strict=True)
             ]
-            for row in table.rows
+            for row, texts in zip(table.rows, table.texts(), strict=True)
         ],
     }
 
@@ -184,4 +169,4 @@ def environment_rows(environment: Environment) -> list[tuple[str, str]]:
         ("variables", variables),
         ("host (hashed)", environment.host),
     ]
-    return [(heading, clean(text)) for heading, text in rows if text.strip()]
+    return [(heading, text) for heading, text in rows if text.strip()]

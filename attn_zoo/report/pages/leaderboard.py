@@ -19,9 +19,9 @@ from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING, escape_markdown
-from attn_zoo.report.tables.time_tables import host_words, shown_doubts, weights_words
-from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio
-from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
+from attn_zoo.report.tables.time_tables import shown_doubts, time_caveats, weights_words
+from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio_interval
+from attn_zoo.report.wording import NO_RECORD, marks_of
 
 MOST_LENGTHS = 6
 FORWARD = ("infer", "fwd")
@@ -135,10 +135,7 @@ def front_pages(folder: Path) -> dict[Path, str]:
         ConfigError: as `read_machines`.
     """
     machines = read_machines(folder)
-    return {
-        folder / "README.md": leaderboard_readme(machines),
-        folder / "index.html": leaderboard_page(machines),
-    }
+    return {folder / "README.md": leaderboard_readme(machines), folder / "index.html": leaderboard_page(machines)}
 
 
 def leaderboard_page(machines: Sequence[Machine]) -> str:
@@ -210,7 +207,7 @@ def _boards(folder: Path, where: str, analysis: Analysis) -> Iterator[Board]:
     lead = lead_panel(panels)
     for panel in sorted(panels, key=lambda panel: panel is not lead):
         yield _scaling_board(folder, where, panel, is_folded=panel is not lead)
-    groups = [group for group in analysis.accuracy if any(score.mean is not None for score in group.scores)]
+    groups = [group for group in analysis.accuracy if group.means]
     if groups:
         yield _accuracy_board(where, analysis, groups)
 
@@ -229,13 +226,12 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         return f"{where}/{record}" if (folder / record).is_file() else f"{where}/report.html"
 
     def row(series: Series) -> tuple[Entry, ...]:
-        outcomes = {one.seq_len: one for one in series.outcomes}
         entries = [Entry(text=clean(series.label))]
         for length in lengths:
-            one = outcomes.get(length)
+            one = series.outcomes.get(length)
             if isinstance(one, Point):
-                marks = marks_of(doubt for doubt in one.doubts if doubt in shown)
-                text = f"{human_ms.interval(one.median_ms, one.low_ms, one.high_ms)} {marks}".strip()
+                time = human_ms.interval(one.median_ms, one.low_ms, one.high_ms)
+                text = f"{time} {marks_of(one.doubts, shown)}".strip()
                 if one.device_ms is not None and one.is_waiting:
                     text += f", GPU alone {human_number(one.device_ms)} ms"
                 is_best = series.label in best.get(length, ())
@@ -248,7 +244,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         return (*entries, _memory(series, link))
 
     rows = [series for series in panel.series if series.outcomes]
-    caveats = [doubt_words(point.num_processes for point in panel.points), mark_words(shown), host_words(panel)]
+    caveats = time_caveats(panel, shown)
     if any(series.is_simulated for series in rows):
         caveats.append("Simulated ones compute dense scores underneath, and are not judged.")
     return Board(
@@ -267,20 +263,17 @@ _BEST = "Bold: the fastest of its length, and all that the intervals do not tell
 
 def _cheaper(panel: Panel, series: Series) -> str:
     """Return where a variant gets cheaper than exact attention; of one length that was timed in turns, by how much."""
-    assert panel.baseline is not None
     if series.is_exact or series.is_simulated:
         return "exact" if series.is_exact else "not judged"
-    exact = {point.seq_len: point for point in panel.baseline.points}
-    common = [point for point in series.points if point.seq_len in exact]
+    common = [point for point in series.points if point.seq_len in panel.exact]
     if panel.turns and len(common) == 1:
-        factor = times_faster(exact[common[0].seq_len], common[0])
-        ends = f"[{human_number(factor.low)}, {human_number(factor.high)}]"
-        return f"{ratio(factor.value)} {ends} as fast at {human_length(common[0].seq_len)}"
+        factor = times_faster(panel.exact[common[0].seq_len], common[0])
+        return f"{ratio_interval(factor.value, factor.low, factor.high)} as fast at {human_length(common[0].seq_len)}"
     crossing = panel.crossing(series.label)
     if crossing is None:
         return MISSING
-    alone = [one for one in panel.device_crossings if one.is_fastest and one.label == series.label]
-    return "; ".join([crossing_text(crossing), *(f"the GPU alone {crossing_text(one)}" for one in alone)])
+    alone = panel.crossing(series.label, is_device=True)
+    return crossing_text(crossing) + (f"; the GPU alone {crossing_text(alone)}" if alone else "")
 
 
 def _memory(series: Series, link: Callable[[Point], str]) -> Entry:

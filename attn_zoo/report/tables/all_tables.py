@@ -21,10 +21,11 @@ from attn_zoo.report.tables.score_tables import (
 from attn_zoo.report.tables.table import Column, Table, text_column
 from attn_zoo.report.tables.time_tables import length_table, measurement_table, step_table, turns_table
 from attn_zoo.report.units import human_length
-from attn_zoo.report.wording import PASS_TITLES, outcome
+from attn_zoo.report.wording import OUTCOMES, PASS_TITLES, outcome
 
 _ALL_RAN = "Every planned cell was run and gave a measurement."
 _NONE_FAILED = "Every cell that was run gave a measurement; how many were planned is not known."
+_WORDS = {each.legend: each.word for each in OUTCOMES.values()}
 
 QUESTIONS: Mapping[str, str] = {
     "time": "How long does it take?",
@@ -115,17 +116,17 @@ def status_table(analysis: Analysis) -> Table:
         title="What did not run, and why",
         note="" if rows else _ALL_RAN if is_known else _NONE_FAILED,
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             Column(
                 heading="outcome",
                 show=lambda row: outcome(row["status"]).legend,
-                brief=lambda row: outcome(row["status"]).word,
+                brief=lambda legend: _WORDS.get(legend, legend),
                 align="left",
                 priority=0,
             ),
             text_column("of", "what", priority=3),
-            text_column("lengths", "lengths", priority=1),
-            text_column("reason", "reason", priority=2),
+            text_column("lengths", priority=1),
+            text_column("reason", priority=2),
         ),
         rows=tuple(rows),
         fields_if_empty=fields,

@@ -10,7 +10,7 @@ from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column
 from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
-from attn_zoo.report.wording import ceilings_words, mark_words, marks_of
+from attn_zoo.report.wording import MARKS, ceilings_words, mark_words
 
 
 def _conventions(*panels: Panel) -> str:
@@ -60,8 +60,8 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         title="Efficiency at the longest length" if is_brief else "Efficiency",
         note=f"{note} {analysis.caveats}".strip(),
         columns=(
-            text_column("variant", "variant", priority=0),
-            text_column("pass", "pass", priority=0 if len(panels) > 1 else 5),
+            text_column("variant", priority=0),
+            text_column("pass", priority=0 if len(panels) > 1 else 5),
             number_column("length", "seq_len", human_length, priority=0),
             Column(
                 heading="time",
@@ -75,7 +75,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             number_column("of the roof", "roof_frac", percent, priority=0),
             *([number_column("MFU", "mfu", percent, priority=2)] if has_mfu else []),
             number_column("realised", "realised", percent, priority=1),
-            text_column("doubt", "doubt", priority=6),
+            text_column("doubt", priority=6),
         ),
         rows=tuple(rows),
         is_view=is_brief,
@@ -89,7 +89,7 @@ def _long_row(panel: Panel, point: Efficiency) -> dict[str, Any]:
         "variant": point.label,
         "pass": panel.title,
         "settings": panel.subtitle,
-        "marks": marks_of(["host"] if point.is_waiting else []),
+        "marks": MARKS["host"][0] if point.is_waiting else "",
         **{name: getattr(point, name) for name in _NUMBERS},
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,
@@ -128,10 +128,10 @@ def flops_table(analysis: Analysis) -> Table | None:
             "causal attention counted as dense: below 1 is what a mask hides. (!): above 1 more is claimed than ran."
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             text_column("of", "setting", priority=1),
             Column(heading="formula / count", show=_flops_ratio, sort=lambda row: row["most"], priority=0),
-            text_column("lengths", "lengths", priority=2),
+            text_column("lengths", priority=2),
         ),
         rows=tuple(rows),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
@@ -13,10 +12,10 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.analysis.winners import times_faster
-from attn_zoo.report.tables.table import Column, Row, Table, text_column
-from attn_zoo.report.tables.time_tables import by_importance, host_words, shown_doubts, weights_words
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, human_number, ratio
-from attn_zoo.report.wording import NO_RECORD, doubt_words, mark_words, marks_of
+from attn_zoo.report.tables.table import Column, Table, text_column, without_interval
+from attn_zoo.report.tables.time_tables import by_importance, shown_doubts, time_caveats, weights_words
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval
+from attn_zoo.report.wording import NO_RECORD, marks_of
 
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
 MOST_LENGTHS = 5
@@ -37,19 +36,20 @@ def front_table(analysis: Analysis) -> Table | None:
     scores = _score_columns(analysis)
     if panel is None and not scores:
         return None
-    series = {one.label: one for one in panel.series} if panel else {}
     shown = shown_doubts(panel.points) if panel else frozenset()
-    labels = sorted({*series, *(label for one in scores for label in one.texts)})
-    rows = [_row(label, series.get(label), panel, lengths, shown) for label in labels]
+    labels = sorted(
+        {*(one.label for one in (panel.series if panel else ())), *(label for one in scores for label in one.texts)}
+    )
+    rows = [_row(label, panel, lengths, shown) for label in labels]
     columns = [
-        text_column("variant", "variant", priority=0),
+        text_column("variant", priority=0),
         *(_column(human_length(length), str(length), 0.1 * place) for place, length in enumerate(lengths)),
     ]
     best = {"variant": "best"} | {one.title: one.best for one in scores}
     if panel is not None and lengths:
         fastest = {str(one.seq_len): " or ".join(one.labels[:3]) for one in panel.winners if one.num_rivals > 1}
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
-        if peaks := _peaks(panel):
+        if peaks := panel.peaks:
             columns.append(_column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
             least = min(peaks.values())
             best["memory"] = " or ".join([label for label, peak in peaks.items() if peak <= LEVEL * least][:3])
@@ -76,53 +76,33 @@ def _lengths(panel: Panel) -> list[int]:
 
 
 def _column(heading: str, key: str, priority: float) -> Column:
-    brief = partial(_brief, key=key)
-    return Column(heading=heading, show=lambda row: str(row[key]), brief=brief, priority=priority)
+    return Column(heading=heading, show=lambda row: str(row[key]), brief=without_interval, priority=priority)
 
 
-def _brief(row: Row, key: str) -> str:
-    """Return a cell without its interval, marks kept."""
-    before, _, after = str(row[key]).partition(" [")
-    return before + after.partition("]")[2]
-
-
-def _row(
-    label: str,
-    series: Series | None,
-    panel: Panel | None,
-    lengths: Sequence[int],
-    shown: frozenset[str],
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"variant": label, "memory": NOT_TIMED}
-    outcomes = {one.seq_len: one for one in series.outcomes} if series else {}
-    exact = {point.seq_len: point for point in panel.baseline.points} if panel and panel.baseline else {}
+def _row(label: str, panel: Panel | None, lengths: Sequence[int], shown: frozenset[str]) -> dict[str, Any]:
+    series = next((one for one in panel.series if one.label == label), None) if panel else None
+    if panel is None or series is None:
+        return {"variant": label, "memory": NOT_TIMED, **{str(length): NOT_TIMED for length in lengths}}
+    row = {"variant": label}
     for length in lengths:
-        one = outcomes.get(length)
+        one = series.outcomes.get(length)
         if isinstance(one, Point):
-            marks = marks_of(doubt for doubt in one.doubts if doubt in shown)
-            row[str(length)] = f"{_speed(one, exact.get(length), series)} {marks}".strip()
+            speed = _speed(one, panel.exact.get(length), series)
+            row[str(length)] = f"{speed} {marks_of(one.doubts, shown)}".strip()
         else:
-            row[str(length)] = (NOT_TIMED if series is None else NO_RECORD) if one is None else one.word
-    if panel is not None and series is not None:
-        peaks, last, weights = _peaks(panel), outcomes.get(panel.lengths[-1]), weights_words(series)
-        missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else last.word
-        row["memory"] = human_bytes.fixed(peaks.values())(peaks[label]) if label in peaks else missing
-        row["memory"] += f"; weights {weights}" if weights else ""
+            row[str(length)] = NO_RECORD if one is None else one.word
+    peaks, last, weights = panel.peaks, series.outcomes.get(panel.lengths[-1]), weights_words(series)
+    missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else last.word
+    row["memory"] = human_bytes.fixed(peaks.values())(peaks[label]) if label in peaks else missing
+    row["memory"] += f"; weights {weights}" if weights else ""
     return row
 
 
-def _peaks(panel: Panel) -> dict[str, int]:
-    """Return the peak memory of each curve at the longest length."""
-    points = ((series.label, point) for series in panel.series for point in series.points)
-    longest = [(label, point) for label, point in points if point.seq_len == panel.lengths[-1]]
-    return {label: point.memory.peak_bytes for label, point in longest if point.memory.peak_bytes}
-
-
-def _speed(point: Point, exact: Point | None, series: Series | None) -> str:
-    if exact is None or series is None or series.is_exact:
+def _speed(point: Point, exact: Point | None, series: Series) -> str:
+    if exact is None or series.is_exact:
         return human_ms(point.median_ms)
     factor = times_faster(exact, point)
-    return f"{ratio(factor.value)} [{human_number(factor.low)}, {human_number(factor.high)}]"
+    return ratio_interval(factor.value, factor.low, factor.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +120,14 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
     if len(groups) > MOST_TASKS and analysis.overviews:
         groups = [group for each in analysis.overviews for group in each.common]
         for each in analysis.overviews:
-            means = {label: mean for label in each.labels if (mean := each.mean(label)) is not None}
-            texts = {label: each.metric.show(mean) for label, mean in means.items()}
-            best = min(means, key=lambda label: each.metric.order(means[label]), default="none")
-            columns.append(_Scores(f"mean of {len(each.common)} tasks", texts, best))
+            texts = {label: each.metric.show(mean) for label, mean in each.means.items()}
+            columns.append(_Scores(f"mean of {len(each.common)} tasks", texts, next(iter(texts), "none")))
     for group in groups[:MOST_TASKS]:
         texts = {
             score.name: score.failed if score.mean is None else _score(score.mean, score.standing, group.metric)
             for score in group.ranked
         }
-        if any(score.mean is not None for score in group.ranked):
+        if group.means:
             best = f"{group.ranked[0].name} (by mean)"
             columns.append(_Scores(f"{group.heading}, {group.metric.words}", texts, best))
     return columns
@@ -168,7 +146,7 @@ def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str
                 f"Speed-up over {panel.baseline.label}, the fastest exact one; in its own row the median time. In "
                 "brackets: 95 % interval."
             )
-        said += [doubt_words(point.num_processes for point in panel.points), mark_words(shown), host_words(panel)]
+        said += time_caveats(panel, shown)
         said.append(f"{capital(panel.title)}; {panel.subtitle}.")
     if analysis.accuracy:
         said.append("Scores: mean over seeds on test; floor: the best of chance and trivial models.")

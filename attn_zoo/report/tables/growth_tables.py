@@ -6,7 +6,15 @@ from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.fits import Crossing, Growth
-from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column
+from attn_zoo.report.tables.table import (
+    Column,
+    Row,
+    Table,
+    interval_column,
+    interval_values,
+    number_column,
+    text_column,
+)
 from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import doubt_words
 
@@ -34,16 +42,16 @@ def exponent_table(analysis: Analysis) -> Table:
             else _NOTHING_GROWS
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             text_column("of", "quantity", priority=0),
             text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
             interval_column("exponent", "exponent", slope, priority=0),
             Column(heading="claimed", show=_claimed, sort=lambda row: row["claimed_exponent"]),
             number_column("formula", "formula_exponent", slope, priority=4),
             interval_column("last slope", "last_slope", slope, priority=4),
-            text_column("reading", "reading", priority=2),
-            text_column("why", "why", priority=2.5),
-            text_column("lengths", "lengths", priority=5),
+            text_column("reading", priority=2),
+            text_column("why", priority=2.5),
+            text_column("lengths", priority=5),
         ),
         rows=tuple(rows),
         fields_if_empty=("variant", "quantity", "exponent", "claimed_exponent"),
@@ -81,10 +89,7 @@ def _growth_row(growth: Growth) -> dict[str, Any]:
         "reading": growth.verdict,
         "why": growth.why,
         "lengths": f"{human_length(used[0])} to {human_length(used[-1])}" if used else "",
-        "fit_a": fit.a if fit else None,
-        "fit_b": fit.b if fit else None,
-        "fit_c": fit.c if fit else None,
-        "fit_relative_rms": fit.relative_rms if fit else None,
+        **{f"fit_{name}": getattr(fit, name, None) for name in ("a", "b", "c", "relative_rms")},
     }
 
 
@@ -156,10 +161,8 @@ def crossover_table(analysis: Analysis) -> Table:
                     "panel": panel.title,
                     "settings": panel.subtitle,
                     "outcome": result.kind if result else "no_common_length",
-                    "crossing": result.length if result else None,
-                    "crossing_low": result.low if result else None,
-                    "crossing_high": result.high if result else None,
-                    "support": result.support if result else None,
+                    **interval_values("crossing", *(getattr(result, name, None) for name in ("length", "low", "high"))),
+                    "support": getattr(result, "support", None),
                     "is_settled": crossing.is_settled,
                     "waiting": ", ".join(crossing.waiting),
                     "words": crossing_text(crossing),
@@ -170,7 +173,7 @@ def crossover_table(analysis: Analysis) -> Table:
         title="Cheaper than exact attention",
         note=f"{_CHEAPER} {_doubt(analysis)}".strip() if rows else _NO_BASELINE,
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             text_column("of", "quantity", priority=1),
             text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
             Column(heading="crossover", show=lambda row: row["words"], sort=_crossing_rank, align="left", priority=0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.floor import CHANCE
 from attn_zoo.report.analysis.learning import AXES, Axis, best_within, budgets, seed_curves
-from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval, pair
+from attn_zoo.report.analysis.metric import MINUS, Metric
+from attn_zoo.report.analysis.scores import AccuracyGroup, Difference, LabelScore, mean_with_interval, pair
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.training_runs import TrainingRun, Trial
 from attn_zoo.report.measurements import COSTS, Measurement
@@ -24,20 +24,15 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.units import capital, human_flops, human_s
+from attn_zoo.report.units import Units, capital, human_flops, human_s
 from attn_zoo.report.wording import failure_words
-
-
-def params_words(score: LabelScore) -> str:
-    """Return how far the number of parameters is from the baseline's, where that is more than a tenth."""
-    if not score.has_other_size or score.params_excess is None:
-        return ""
-    return f"{'+' if score.params_excess > 0 else chr(0x2212)}{100 * abs(score.params_excess):.0f} %"
 
 
 def _row(score: LabelScore) -> dict[str, Any]:
     difference, standing = score.difference, score.standing
-    extra = params_words(score)
+    extra = ""
+    if score.has_other_size and score.params_excess is not None:
+        extra = f"{'+' if score.params_excess > 0 else MINUS}{100 * abs(score.params_excess):.0f} %"
     return {
         "variant": f"{score.name} (params {extra})" if extra else score.name,
         "name": score.name,
@@ -45,12 +40,12 @@ def _row(score: LabelScore) -> dict[str, Any]:
         "start": score.start or "scratch",
         "tuned": score.trial,
         "num_trials": score.num_trials,
-        **interval_values("score", score.mean, score.low, score.high),
+        **_interval("score", score),
         "size_error": score.size_error,
         "validation": score.validation,
         "num_seeds": len(score.values),
         "num_runs": len(score.runs),
-        **interval_values("difference", *(getattr(difference, name, None) for name in ("mean", "low", "high"))),
+        **_interval("difference", difference),
         "num_paired": difference.num_paired if difference else None,
         "is_settled": difference.is_settled if difference else None,
         "best_floor": standing.floor if standing else "",
@@ -111,13 +106,13 @@ def accuracy_table(group: AccuracyGroup) -> Table:
             f"{size + '.' if size else ''}"
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             interval_column(metric.words, "score", metric.show, priority=0, show_end=metric.end),
             Column(heading="seeds", show=_seeds, sort=lambda row: row["num_seeds"]),
             interval_column(f"{against}, {metric.unit}", "difference", metric.signed, priority=1.5),
             number_column(f"over floor, {metric.unit}", "gain_over_floor", metric.signed, priority=3),
             *([text_column("no score", "failed", priority=3.1)] if any(row["failed"] for row in rows) else []),
-            *([text_column("tuned", "tuned", priority=3.5)] if group.setting.tuned else []),
+            *([text_column("tuned", priority=3.5)] if group.setting.tuned else []),
             text_column("best floor", "stands", priority=4),
             *([number_column("error of test size", "size_error", metric.show, priority=5)] if errors else []),
         ),
@@ -146,7 +141,7 @@ def cost_table(group: AccuracyGroup) -> Table:
         columns=(
             text_column("variant", "name", priority=0),
             number_column(group.metric.words, "score", group.metric.show, priority=0),
-            *(_cost_column(cost) for cost in COSTS if any(row[cost.name] is not None for row in rows)),
+            *(_cost_column(cost, rows) for cost in COSTS if any(row[cost.name] is not None for row in rows)),
         ),
         rows=rows,
     )
@@ -158,21 +153,17 @@ def _seeds(row: Row) -> str:
     return f"{row['num_seeds']}" + (f" of {row['num_runs']}" if row["num_runs"] > row["num_seeds"] else "")
 
 
-def _cost_column(cost: Measurement) -> Column:
-    plain = number_column(cost.heading, cost.name, cost.show, priority=cost.priority)
+def _cost_column(cost: Measurement, rows: Sequence[Row]) -> Column:
+    show = cost.show.fixed(row[cost.name] for row in rows) if isinstance(cost.show, Units) else cost.show
 
-    def noted(column: Column) -> Column:
-        def show(row: Row) -> str:
-            extra = row["params"] if cost.name == "num_params" else ""
-            if cost.is_of_time and row["is_time_shared"]:
-                extra = "shared"
-            text = column.show(row)
-            return f"{text} ({extra})" if text and extra else text
+    def noted(row: Row) -> str:
+        extra = row["params"] if cost.name == "num_params" else ""
+        if cost.is_of_time and row["is_time_shared"]:
+            extra = "shared"
+        text = "" if row[cost.name] is None else show(row[cost.name])
+        return f"{text} ({extra})" if text and extra else text
 
-        return replace(column, show=show, fit=None)
-
-    fit = plain.fit
-    return noted(plain) if fit is None else replace(plain, fit=lambda rows: noted(fit(rows)))
+    return replace(number_column(cost.heading, cost.name, show, priority=cost.priority), show=noted, fit=None)
 
 
 def equal_cost_table(group: AccuracyGroup) -> Table | None:
@@ -204,7 +195,7 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
             "spent. FLOPs and seconds of an evaluation are those of the whole run times its share of the steps."
             + shared
         ),
-        columns=(text_column("variant", "variant", priority=0), *columns),
+        columns=(text_column("variant", priority=0), *columns),
         rows=rows,
     )
 
@@ -251,7 +242,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
             "seeds, among those with most finished seeds; only its test score is shown."
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             Column(heading=", ".join(group.setting.tuned), show=_trial, align="left", priority=0),
             interval_column("validation", "validation", group.metric.show, priority=0, show_end=group.metric.end),
             number_column("seeds", "num_seeds", "{:.0f}".format),
@@ -275,7 +266,7 @@ def pretraining_table(group: AccuracyGroup) -> Table | None:
     rows = [_gains(group, label, others) for label in labels]
     metric = group.metric
     columns: list[Column] = [
-        text_column("variant", "variant", priority=0),
+        text_column("variant", priority=0),
         interval_column("from scratch", "scratch", metric.show, priority=0, show_end=metric.end),
     ]
     for index, start in enumerate(others):
@@ -317,8 +308,8 @@ def _gains(group: AccuracyGroup, label: str, starts: list[str]) -> dict[str, Any
     return row
 
 
-def _interval(key: str, score: LabelScore | None) -> dict[str, Any]:
-    return interval_values(key, *((score.mean, score.low, score.high) if score else (None, None, None)))
+def _interval(key: str, found: LabelScore | Difference | None) -> dict[str, Any]:
+    return interval_values(key, *((found.mean, found.low, found.high) if found else (None, None, None)))
 
 
 def overview_table(overview: Overview) -> Table:
@@ -349,7 +340,7 @@ def overview_table(overview: Overview) -> Table:
         title=f"{overview.metric.title} on all tasks, {overview.groups[0].setting.protocol}",
         note=f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
             *(
                 _task_column(group.title, overview.metric, 1 + index / 100)
@@ -414,7 +405,7 @@ def _score_rows(group: AccuracyGroup, trial: Trial, run: TrainingRun) -> list[Ro
         "status": run.record.status,
         "metric": group.metric.name,
         "part": "",
-        "value": run.value,
+        "value": score.value if score else None,
         "num_items": score.num_examples if score else None,
         "validation": score.validation if score else None,
     }

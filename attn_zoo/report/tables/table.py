@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import pandas as pd
@@ -33,7 +32,7 @@ class Column:
     Args:
         heading: words above it.
         show: text of one row.
-        brief: shorter text for narrow terminals; None means `show`.
+        brief: makes that text shorter for narrow terminals.
         sort: what to sort by; None means the text.
         align: numbers go right.
         priority: the column with the largest number is left out first where space is short; 0 never is.
@@ -42,7 +41,7 @@ class Column:
 
     heading: str
     show: Callable[[Row], str]
-    brief: Callable[[Row], str] | None = None
+    brief: Callable[[str], str] = str
     sort: Callable[[Row], float | str | None] | None = None
     align: Literal["left", "right"] = "right"
     priority: float = 1
@@ -85,9 +84,10 @@ class Table:
         return [[clean(column.show(row)) or MISSING for column in self.columns] for row in self.rows]
 
 
-def text_column(heading: str, key: str, priority: float = 1) -> Column:
-    """Return a column of text, to the left."""
-    return Column(heading=heading, show=lambda row: str(row[key] or ""), align="left", priority=priority)
+def text_column(heading: str, key: str = "", priority: float = 1) -> Column:
+    """Return a column of text, to the left; its heading is also its key, unless that is given."""
+    field = key or heading
+    return Column(heading=heading, show=lambda row: str(row[field] or ""), align="left", priority=priority)
 
 
 def number_column(heading: str, key: str, show: Callable[[float], str], priority: float = 1) -> Column:
@@ -107,6 +107,15 @@ def number_column(heading: str, key: str, show: Callable[[float], str], priority
     return column(show)
 
 
+def without_interval(text: str) -> str:
+    """Return a text without its interval in brackets.
+
+    >>> without_interval("12.3 ms [12.1, 12.6] ¹")
+    '12.3 ms ¹'
+    """
+    return re.sub(r" \[[^\]]*\]", "", text)
+
+
 def interval_column(
     heading: str,
     key: str,
@@ -115,7 +124,7 @@ def interval_column(
     *,
     show_end: Callable[[float], str] | None = None,
 ) -> Column:
-    """Return a column of `value [low, high]`, brief `value`; the ends may be written shorter than the value."""
+    """Return a column of `value [low, high]`; the ends may be written shorter than the value."""
     end = show_end or show
 
     def full(row: Row) -> str:
@@ -127,7 +136,7 @@ def interval_column(
     return Column(
         heading=heading,
         show=full,
-        brief=lambda row: "" if row[key] is None else show(row[key]),
+        brief=without_interval,
         sort=lambda row: row[key],
         priority=priority,
     )
@@ -150,22 +159,24 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
     """
     median, low, high = (f"{name}_ms{suffix}" for name in ("median", "low", "high"))
 
-    def show(row: Row, units: Units, is_brief: bool) -> str:
-        if row[median] is None:
-            return str(row.get("word") or outcome(row["status"]).word)
-        text = units(row[median]) if is_brief else units.interval(row[median], row[low], row[high])
-        return f"{text} {marks}" if (marks := row.get(f"marks{suffix}")) else text
-
     def column(units: Units) -> Column:
+        def show(row: Row) -> str:
+            if row[median] is None:
+                return str(row.get("word") or outcome(row["status"]).word)
+            text = units.interval(row[median], row[low], row[high])
+            return f"{text} {marks}" if (marks := row.get(f"marks{suffix}")) else text
+
         return Column(
-            heading=heading,
-            show=partial(show, units=units, is_brief=False),
-            brief=partial(show, units=units, is_brief=True),
-            sort=lambda row: row[median],
-            priority=priority,
+            heading=heading, show=show, brief=without_interval, sort=lambda row: row[median], priority=priority
         )
 
     return replace(column(human_ms), fit=lambda rows: column(human_ms.fixed(row[median] for row in rows)))
+
+
+def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a frame as plain data; what is missing is None."""
+    rows = frame.astype(object).where(frame.notna(), None).to_dict(orient="records")
+    return [{str(name): value for name, value in row.items()} for row in rows]
 
 
 def guard_frame(frame: pd.DataFrame) -> pd.DataFrame:
@@ -275,7 +286,8 @@ _OF_INTERVALS = re.compile(r"\binterval\b|[Ii]n brackets")
 
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
     """Return the texts to print and the columns that fit: first without the optional columns, then with brief texts."""
-    full = [[shorten(text, _NAME_WIDTH * 2) for text in row] for row in table.texts()]
+    texts = table.texts()
+    full = [[shorten(text, _NAME_WIDTH * 2) for text in row] for row in texts]
     wanted = list(range(len(table.columns)))
     while _width(table, full, wanted) > width:
         worst = max(wanted, key=lambda index: (table.columns[index].priority, index))
@@ -287,8 +299,8 @@ def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
     brief = full
     for longest in (40, 32, _NAME_WIDTH, 18):
         brief = [
-            [shorten((column.brief or column.show)(row) or MISSING, longest) for column in table.columns]
-            for row in table.rows
+            [shorten(column.brief(text), longest) for column, text in zip(table.columns, row, strict=True)]
+            for row in texts
         ]
         if _width(table, brief, wanted) <= width:
             return brief, wanted

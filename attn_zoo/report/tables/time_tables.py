@@ -7,23 +7,32 @@ from functools import partial
 from typing import Any, Literal
 
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.observations import Observation
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series
+from attn_zoo.report.analysis.winners import times_faster
 from attn_zoo.report.measurements import CALLS, token_rates
-from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column, time_column
+from attn_zoo.report.tables.table import (
+    Column,
+    Row,
+    Table,
+    interval_values,
+    number_column,
+    text_column,
+    time_column,
+    without_interval,
+)
 from attn_zoo.report.units import (
     Units,
     human_bytes,
     human_count,
     human_length,
     human_ms,
-    human_number,
-    interval_rate,
+    human_rate,
     ratio,
+    ratio_interval,
 )
-from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, mark_words, marks_of
-from attn_zoo.statistics import time_ratio
+from attn_zoo.report.wording import NO_RECORD, doubt_words, held_words, mark_words, marks_of
 
 _GRAPHS = "In parentheses: the same call replayed from a CUDA graph, cache warm: the time of the GPU alone."
 
@@ -36,18 +45,17 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     lengths = panel.lengths
     ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
     shown = shown_doubts(panel.points)
-    columns = [text_column("variant", "variant", priority=0)]
+    columns = [text_column("variant", priority=0)]
     for length in lengths:
         here = [point for point in panel.points if point.seq_len == length]
-        units = human_ms.fixed(point.median_ms for point in here)
-        sizes = human_bytes.fixed(point.memory.peak_bytes for point in here)
-        texts: Sequence[Callable[[Point], str]] = (partial(_memory, units=sizes),) * 2
         if quantity == "time":
-            texts = (partial(_time, shown=shown, units=units), partial(_brief_time, shown=shown, units=units))
-        show, brief = (partial(_at, length=str(length), show=text) for text in texts)
+            text = partial(_time, shown=shown, units=human_ms.fixed(point.median_ms for point in here))
+        else:
+            text = partial(_memory, units=human_bytes.fixed(point.memory.peak_bytes for point in here))
+        show = partial(_at, length=str(length), show=text)
         sort = partial(_sort_at, length=str(length), quantity=quantity)
         priority = 1 + ranks[length] / (len(ranks) + 1)
-        columns.append(Column(heading=human_length(length), show=show, brief=brief, sort=sort, priority=priority))
+        columns.append(Column(heading=human_length(length), show=show, brief=_brief, sort=sort, priority=priority))
     weights = {series.label: weights_words(series) for series in panel.series}
     if any(weights.values()):
         columns.append(text_column("weights that grow", "weights", priority=2.5))
@@ -57,8 +65,8 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
         note=" ".join(filter(None, (*_how_to_read(panel, quantity, shown), f"{panel.subtitle}."))),
         columns=tuple(columns),
         rows=tuple(
-            {"variant": series.label, "weights": weights[series.label], **dict.fromkeys(map(str, lengths))}
-            | {str(one.seq_len): one for one in series.outcomes}
+            {"variant": series.label, "weights": weights[series.label]}
+            | {str(length): series.outcomes.get(length) for length in lengths}
             for series in panel.series
         ),
         is_view=True,
@@ -70,17 +78,17 @@ def _how_to_read(panel: Panel, quantity: Literal["time", "memory"], shown: froze
         return (f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included.",)
     return (
         "Median time. In brackets: its 95 % interval.",
-        doubt_words(point.num_processes for point in panel.points),
-        mark_words(shown),
-        host_words(panel),
+        *time_caveats(panel, shown),
         _GRAPHS if any(point.device_ms for point in panel.points) else "",
     )
 
 
-def host_words(panel: Panel) -> str:
-    """Return how we know that calls wait for the host, where nobody measured the time of the GPU alone."""
-    is_inferred = any(point.is_waiting and point.device_ms is None for point in panel.points)
-    return "That they wait is inferred from times that hardly grow: the GPU alone was not timed." if is_inferred else ""
+def time_caveats(panel: Panel, shown: frozenset[str]) -> list[str]:
+    """Return what intervals of times know, what the marks that are shown mean, and how we know of waiting calls."""
+    caveats = [doubt_words(point.num_processes for point in panel.points), mark_words(shown)]
+    if any(point.is_waiting and point.device_ms is None for point in panel.points):
+        caveats.append("That they wait is inferred from times that hardly grow: the GPU alone was not timed.")
+    return caveats
 
 
 def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
@@ -122,17 +130,14 @@ def _sort_at(row: Row, length: str, quantity: Literal["time", "memory"]) -> floa
 
 
 def _time(point: Point, shown: frozenset[str], units: Units) -> str:
-    text = units.interval(point.median_ms, point.low_ms, point.high_ms) + _marks(point, shown)
-    return f"{text} ({units(point.device_ms)})" if point.device_ms else text
+    marks = marks_of(point.doubts, shown)
+    alone = f"({units(point.device_ms)})" if point.device_ms else ""
+    return " ".join(filter(None, (units.interval(point.median_ms, point.low_ms, point.high_ms), marks, alone)))
 
 
-def _brief_time(point: Point, shown: frozenset[str], units: Units) -> str:
-    return units(point.median_ms) + _marks(point, shown)
-
-
-def _marks(point: Point, shown: frozenset[str]) -> str:
-    marks = marks_of(doubt for doubt in point.doubts if doubt in shown)
-    return f" {marks}" if marks else ""
+def _brief(text: str) -> str:
+    """Return a time without its interval and that of the GPU alone."""
+    return without_interval(text).partition(" (")[0]
 
 
 def _memory(point: Point, units: Units) -> str:
@@ -155,7 +160,8 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
     extra = ("num_processes", "num_params", "flops", "kernel", "flags", "marks", "is_waiting", "is_compiled")
     if isinstance(point, Failure):
         names = (*_TIMES, *_RATES, *(each.name for each in CALLS), *extra)
-        return row | {"status": point.status, "word": point.word, "reason": point.reason, **dict.fromkeys(names)}
+        record = point.record
+        return row | {"status": record.status, "word": point.word, "reason": record.reason, **dict.fromkeys(names)}
     rates = token_rates(point.record)
     return row | {
         "status": "ok",
@@ -169,14 +175,14 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
         "flops": point.record.flops,
         "kernel": point.kernel,
         "flags": point.flags,
-        "marks": marks_of(doubt for doubt in point.doubts if doubt in shown),
+        "marks": marks_of(point.doubts, shown),
         "is_waiting": point.is_waiting,
-        "is_compiled": point.is_compiled,
+        "is_compiled": point.record.cell.overrides.get("compile") is True,
     }
 
 
 def _rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    return [_row(panel, series, point, shown) for series in panel.series for point in series.outcomes]
+    return [_row(panel, series, point, shown) for series in panel.series for point in series.outcomes.values()]
 
 
 def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) -> list[Column]:
@@ -190,10 +196,9 @@ def measurement_table(analysis: Analysis) -> Table:
     rows = []
     shown = shown_doubts(point for panel in analysis.panels for point in panel.points)
     for panel in analysis.panels:
-        exact = {point.seq_len: point.median_ms for point in (panel.baseline.points if panel.baseline else ())}
         for row in _rows(panel, shown):
-            is_comparable = row["seq_len"] in exact and bool(row["median_ms"])
-            rows.append(row | {"speed_up": exact[row["seq_len"]] / row["median_ms"] if is_comparable else None})
+            exact = panel.exact.get(row["seq_len"])
+            rows.append(row | {"speed_up": exact.median_ms / row["median_ms"] if exact and row["median_ms"] else None})
     has_graphs = any(row["graph_ms"] for row in rows)
     graphs = " From a graph: the same call replayed from a CUDA graph, cache warm." if has_graphs else ""
     is_step = any(row["tokens_per_s"] for row in rows)
@@ -204,29 +209,24 @@ def measurement_table(analysis: Analysis) -> Table:
         note=(
             f"Median with 95 % interval. {doubt_words(row['num_processes'] for row in rows if row['num_processes'])} "
             f"Extra memory: peak without inputs, output and gradients of the inputs{steps}. Saved: "
-            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} {_marked(rows)} "
-            f"{analysis.caveats}"
+            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} "
+            f"{mark_words(shown)} {analysis.caveats}"
         ).strip(),
         columns=(
-            text_column("variant", "variant", priority=0),
-            text_column("pass", "pass", priority=0 if len(analysis.panels) > 1 else 5),
+            text_column("variant", priority=0),
+            text_column("pass", priority=0 if len(analysis.panels) > 1 else 5),
             number_column("length", "seq_len", human_length, priority=0),
             time_column("time", priority=0),
             number_column("speed-up", "speed_up", ratio, priority=3),
             *_measured(rows, "scaling"),
             number_column("processes", "num_processes", str, priority=5),
             number_column("parameters", "num_params", "{:,.0f}".format, priority=6),
-            text_column("kernel", "kernel", priority=7),
-            text_column("flags", "flags", priority=8),
+            text_column("kernel", priority=7),
+            text_column("flags", priority=8),
         ),
         rows=tuple(rows),
         fields_if_empty=("variant", "pass", "seq_len", "status", "median_ms"),
     )
-
-
-def _marked(rows: Iterable[Row]) -> str:
-    marks = {mark for row in rows for mark in row["marks"] or ""}
-    return mark_words(doubt for doubt, (mark, *_) in MARKS.items() if mark in marks)
 
 
 def step_table(analysis: Analysis) -> Table | None:
@@ -249,20 +249,20 @@ def step_table(analysis: Analysis) -> Table | None:
         title="Training steps",
         note=(
             "A step: forward, loss, backward, clipping and update. Median time, and tokens per second without padding "
-            f"(k: 1000), each with its 95 % interval. {doubt} {_marked(rows)} Peak memory: weights, gradients, "
+            f"(k: 1000), each with its 95 % interval. {doubt} {mark_words(shown)} Peak memory: weights, gradients, "
             "averages and data included. Saved: what autograd keeps from forward to backward, weights and data "
             f"included. First step: compilation included, of which a cache may have spared a part. {subtitles}"
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
-            *([text_column("pass", "pass", priority=0)] if len(panels) > 1 else []),
+            text_column("variant", priority=0),
+            *([text_column("pass", priority=0)] if len(panels) > 1 else []),
             number_column("length", "seq_len", human_length, priority=0),
             Column(heading="mode", show=_mode, align="left", priority=3),
             time_column("time", priority=0),
             Column(
                 heading="tokens/s",
                 show=_rate,
-                brief=lambda row: _rate(row).partition(" [")[0],
+                brief=without_interval,
                 sort=lambda row: row["tokens_per_s"],
                 priority=0,
             ),
@@ -277,7 +277,7 @@ def _mode(row: Row) -> str:
 
 
 def _rate(row: Row) -> str:
-    return "" if row["tokens_per_s"] is None else interval_rate(*(row[name] for name in _RATES))
+    return "" if row["tokens_per_s"] is None else human_rate.interval(*(row[name] for name in _RATES))
 
 
 def turns_table(analysis: Analysis) -> Table | None:
@@ -294,69 +294,55 @@ def turns_table(analysis: Analysis) -> Table | None:
         title="Timed in turns",
         note=(
             f"Each group was timed in one process, in rounds of one call each{again}. Beside the fastest: median over "
-            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. {_marked(rows)} "
-            f"{analysis.caveats}"
+            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. "
+            f"{mark_words(shown)} {analysis.caveats}"
         ).strip(),
         columns=(
-            text_column("pass", "pass", priority=0),
+            text_column("pass", priority=0),
             number_column("length", "seq_len", human_length, priority=0),
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             time_column("time", priority=1),
             Column(
                 heading="beside the fastest",
                 show=_ratio,
-                brief=lambda row: _ratio(row).partition(" [")[0],
+                brief=lambda text: text.partition(" [")[0],
                 sort=lambda row: float(row["ratio"]),
                 priority=0,
             ),
             number_column("rounds", "num_rounds", str, priority=3),
-            text_column("kernel", "kernel", priority=4),
+            text_column("kernel", priority=4),
         ),
         rows=tuple(rows),
     )
 
 
 def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    bundles: dict[tuple[int, str], list[Observation]] = {}
-    for turn in panel.turns:
-        bundles.setdefault((turn.cell.seq_len or 0, turn.record.bundle), []).append(turn)
+    bundles = grouped(panel.turns, lambda turn: (turn.cell.seq_len or 0, turn.record.bundle))
     rows = []
-    for (seq_len, bundle), members in sorted(bundles.items()):
-        timed = sorted(
-            ((each.record.timing, each) for each in members if each.record.timing is not None),
-            key=lambda pair: (pair[0].median_ms, pair[1].label),
+    for (seq_len, bundle), turns in sorted(bundles.items()):
+        members = sorted(
+            ((Point(turn.record), turn.label) for turn in turns), key=lambda pair: (pair[0].median_ms, pair[1])
         )
-        fastest, fastest_label = timed[0][0], timed[0][1].label
-        ratios = [
-            time_ratio(
-                timing.samples_ms,
-                fastest.samples_ms,
-                is_paired=True,
-                sizes_a=timing.process_sizes,
-                sizes_b=fastest.process_sizes,
-            )
-            for timing, _ in timed
-        ]
+        fastest, fastest_label = members[0]
+        ratios = [times_faster(point, fastest) for point, _ in members]
         num_level = sum(compared.low <= 1.0 for compared in ratios)
-        for (timing, turn), compared in zip(timed, ratios, strict=True):
+        for (point, label), compared in zip(members, ratios, strict=True):
             rows.append(
                 {
                     "pass": panel.title,
                     "settings": panel.subtitle,
                     "seq_len": seq_len,
-                    "variant": turn.label,
-                    "median_ms": timing.median_ms,
-                    "low_ms": timing.low_ms,
-                    "high_ms": timing.high_ms,
+                    "variant": label,
+                    "median_ms": point.median_ms,
+                    "low_ms": point.low_ms,
+                    "high_ms": point.high_ms,
                     "fastest": fastest_label,
-                    "ratio": compared.value,
-                    "ratio_low": compared.low,
-                    "ratio_high": compared.high,
+                    **interval_values("ratio", compared.value, compared.low, compared.high),
                     "is_level": compared.low <= 1.0 and num_level > 1,
                     "num_rounds": compared.num_pairs,
-                    "num_processes": max(1, len(timing.process_sizes)),
-                    "kernel": " + ".join(turn.record.kernels),
-                    "marks": marks_of(doubt for doubt in Point(turn.record).doubts if doubt in shown),
+                    "num_processes": point.num_processes,
+                    "kernel": point.kernel,
+                    "marks": marks_of(point.doubts, shown),
                     "bundle": bundle,
                 }
             )
@@ -367,4 +353,4 @@ def _ratio(row: Row) -> str:
     level = ", level" if row["is_level"] else ""
     if row["variant"] == row["fastest"]:
         return f"fastest{level}"
-    return f"{ratio(row['ratio'])} [{human_number(row['ratio_low'])}, {human_number(row['ratio_high'])}]{level}"
+    return f"{ratio_interval(row['ratio'], row['ratio_low'], row['ratio_high'])}{level}"

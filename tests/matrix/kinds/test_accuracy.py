@@ -2,16 +2,20 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from attn_zoo import api
 from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.kinds.accuracy import TrainingForecast
-from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.expand import make_plan, require_devices
 from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix, restore_matrix
 from attn_zoo.records import Record, Score
 from tests.matrix.conftest import TINY_TRAINING, run_cell, training_plan
+
+RANKS = {"data_parallel": 2}
 
 
 def problems_of(**group) -> list[str]:
@@ -92,6 +96,49 @@ def test_an_encoder_decoder_needs_a_causal_form_and_cross_attention():
     assert item.refusal == ("cross_attention", "fake_train_no_cross: no cross-attention")
     (item,) = training_plan(["fake_train_ok"], level="copy").cells
     assert item.refusal is None
+
+
+def test_processes_that_train_together_are_part_of_the_key_and_need_enough_of_everything(monkeypatch):
+    one, same, two = (training_plan(["fake_train_ok"], **more).cells[0] for more in ({}, {"data_parallel": 1}, RANKS))
+    assert one == same
+    assert two.cell.key != one.cell.key
+    assert two.cell.id == "fake_train_ok/accuracy/fake_task/short/cpu-small/2ranks/seed0"
+    assert "data_parallel" not in TINY_TRAINING, "two processes have the batch of one"
+    forecast = TrainingForecast()
+    forecast.add(TestForecast().record(one, 8.0))
+    assert (forecast.seconds(one), forecast.seconds(two)) == (8.0, 0.0)
+
+    (item,) = training_plan(["fake_train_ok"], overrides={**TINY_TRAINING, "norm": "batch_norm"}, **RANKS).cells
+    assert item.refusal is not None
+    assert item.refusal[0] == "data_parallel"
+    few = {"data_parallel": 9, "overrides": TINY_TRAINING}
+    wanted = "accuracy[0].data_parallel: expected at most batch_size, 8, so that every process has an example; got 9"
+    assert problems_of(**few) == [wanted]
+    few = {"data_parallel": 9, "overrides": {}, "grid": {"batch_size": [16, 8]}}
+    assert problems_of(**few) == [wanted]
+
+    monkeypatch.setattr("attn_zoo.matrix.plan.expand.num_cores", lambda: 1)
+    with pytest.raises(ConfigError, match="expected at most 1, the CPU cores of this machine; got 2"):
+        require_devices([one, two])
+    require_devices([one])
+    gpus = [replace(two, cell=replace(two.cell, device="cuda"))]
+    monkeypatch.setattr("attn_zoo.matrix.plan.expand._has_cuda", lambda: False)
+    require_devices(gpus)  # refused for another reason already
+    monkeypatch.setattr("attn_zoo.matrix.plan.expand._has_cuda", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="expected at most 1, the GPUs of this machine; got 2"):
+        require_devices(gpus)
+
+
+def test_too_few_devices_end_a_run_before_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_zoo.matrix.plan.expand.num_cores", lambda: 1)
+    group = {"variants": ["fake_train_ok"], "task": "fake_task", "device": "cpu", "overrides": TINY_TRAINING, **RANKS}
+    for call in (api.plan, partial(api.run, out=tmp_path / "run", progress=False)):
+        with pytest.raises(ConfigError, match="expected at most 1, the CPU cores") as caught:
+            call({"name": "x", "accuracy": [group]})
+        assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
+    assert api.plan({"name": "x", "accuracy": [group]}, is_remote=True).cells
 
 
 def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a cell occupies: a timing all of its device, a training a share.
+    """What a cell occupies: a timing all of its device, a training a share, or several devices of one machine.
 
     The processors of a machine are divided among the cells that it can hold: on the CPU, a timing has them all.
 
@@ -80,22 +80,29 @@ class Place:
         device: `"cpu"` or `"cuda"`.
         is_timed: of the kind of the cell.
         jobs: cells on one device at once.
+        num_devices: that a cell has to itself.
     """
 
     device: str
     is_timed: bool
     jobs: int = 1
+    num_devices: int = 1
 
     def room(self, machine: Machine) -> int:
         """Return how many such cells the machine holds at once."""
         if machine.num_cpus <= 0 or (self.is_timed and not machine.may_time):
             return 0
-        return self.jobs * (int(machine.num_gpus) if self.device == "cuda" else 1)
+        return self.jobs * (int(machine.num_gpus) // self.num_devices if self.device == "cuda" else 1)
 
     def share(self, machine: Machine) -> tuple[float, float]:
         """Return (processors, GPUs) of the machine that each of them has."""
         num_cpus = machine.num_cpus / self.room(machine)
-        return float(int(num_cpus)) if num_cpus > 1 else num_cpus, 1 / self.jobs if self.device == "cuda" else 0.0
+        return float(int(num_cpus)) if num_cpus > 1 else num_cpus, self.num_gpus
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs that each of them has."""
+        return self.num_devices / self.jobs if self.device == "cuda" else 0.0
 
 
 class Cluster(Protocol):
@@ -214,7 +221,8 @@ class Dispatcher:
         """Make a chain of what waits for each other: cells that are timed in turns, otherwise those of one curve."""
         first = items[0]
         is_timed = kind_of(first.cell).is_timed
-        place = Place(first.cell.device, is_timed, 1 if is_timed else jobs)
+        num_devices = first.cell.data_parallel
+        place = Place(first.cell.device, is_timed, 1 if is_timed or num_devices > 1 else jobs, num_devices)
         for record in prior:
             self._note_stopper(record)
             self._checked.add(record.cell.key)
@@ -312,7 +320,7 @@ class Dispatcher:
                 self._agents[self._cluster.start(machine, place)] = _Agent(machine, place)
             if num_wanted > len(seats):
                 largest = max((place.share(machine) for machine in usable if place.room(machine)), default=None)
-                shares = [largest or (1.0, 1 / place.jobs if place.device == "cuda" else 0.0)]
+                shares = [largest or (1.0, place.num_gpus)]
                 wishes += shares * min(num_wanted - len(seats) + sum(held.values()), 1000)
         if wishes:
             self._cluster.wish(wishes)
@@ -343,7 +351,11 @@ class Dispatcher:
             return
         if self._unpin(usable):
             return
-        devices = sorted({place.device for (place, _), count in self._waiting.items() if count})
+        places = {place for (place, _), count in self._waiting.items() if count}
+        devices = sorted(
+            place.device if place.num_devices == 1 else f"{place.num_devices} {place.device} devices"
+            for place in places
+        )
         need = f"no machine of the cluster offers {' or '.join(devices)} for what is left"
         if not self._has_said_wait:
             self._has_said_wait = True
@@ -519,14 +531,16 @@ class Dispatcher:
 
     def _take_ready(self, handle: Any, agent: _Agent, event: Event) -> None:
         self._failures[agent.machine.id] = 0
-        if event["problem"]:
+        problem = event["problem"]
+        if not problem:
+            environment = Environment.from_dict(event["environment"])
+            problem = self._control.moved_to(environment)
+        if problem:
             del self._agents[handle]
             self._cluster.end(handle)
-            self._leave_out(agent.machine, event["problem"])
+            self._leave_out(agent.machine, problem)
             return
-        environment = Environment.from_dict(event["environment"])
         agent.environment = self._environments[agent.machine.id] = environment.digest
-        self._control.moved_to(environment)
 
     def _take_record(self, agent: _Agent, record: Record, event: Event) -> None:
         item = agent.open.pop((record.cell.key, event["repeat"]), None)

@@ -75,8 +75,16 @@ class _SharedControl(Control):
             self._control.say(text)
 
 
+def _may_share(lane: Lane) -> bool:
+    """Tell whether other lanes may run beside this one."""
+    cell = lane[0][0].cell
+    return not kind_of(cell).is_timed and cell.data_parallel == 1
+
+
 class LocalEngine:
     """Runs timing lanes one after another, for two at once would measure each other; then trainings, `jobs` at once.
+
+    A training on several devices runs alone too.
 
     Each lane is supervised by a thread of its own, so that all of them are watched as closely as one would be.
 
@@ -96,14 +104,14 @@ class LocalEngine:
 
     def run(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
         """Run all lanes; `control` is asked before each cell and told after it."""
-        alone = [lane for lane in lanes if self.jobs == 1 or kind_of(lane[0][0].cell).is_timed]
+        alone = [lane for lane in lanes if self.jobs == 1 or not _may_share(lane)]
         ahead = [item for items, _ in alone for item in items]
         with WorkerPool(settings, control.should_stop, control.is_over, ahead) as pool:
             for items, prior in alone:
                 if control.is_over():
                     return
                 run_lane(items, pool, control, prior)
-        trainings = [lane for lane in lanes if self.jobs > 1 and not kind_of(lane[0][0].cell).is_timed]
+        trainings = [lane for lane in lanes if self.jobs > 1 and _may_share(lane)]
         if trainings and not control.is_over():
             self._run_at_once(trainings, settings, control)
 

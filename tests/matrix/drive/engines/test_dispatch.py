@@ -114,6 +114,8 @@ def test_one_timing_on_a_gpu_and_none_beside_one_on_the_processors():
     assert (cpu.room(node), cpu.share(node)) == (1, (32.0, 0.0))
     half = Place("cuda", is_timed=False, jobs=2)
     assert (half.room(node), half.share(node)) == (16, (2.0, 0.5))
+    several = Place("cuda", is_timed=False, num_devices=3)
+    assert (several.room(node), several.share(node)) == (2, (16.0, 3.0))
     few = Place("cpu", is_timed=False, jobs=64)
     assert few.share(node) == (0.5, 0.0)
     plain = tiny_plan(["fake_ok"], seq_len=[16, 64])
@@ -133,6 +135,18 @@ def test_so_many_trainings_share_a_gpu():
         driver = dispatch(cells, cluster, jobs=jobs)
         assert Counter(at for *_, at in cluster.began).most_common(1)[0][1] == at_once
         assert {record.num_jobs for record in driver.records} == {jobs}
+
+
+def test_a_training_on_several_gpus_has_them_to_itself_on_one_machine():
+    cells = on_gpu(training_plan(["fake_train_ok"], seeds=list(range(4)), data_parallel=2))
+    cluster = SimulatedCluster(machines(2, num_gpus=3))
+    driver = dispatch(cells, cluster, jobs=3)
+    assert Counter(at for *_, at in cluster.began).most_common(1)[0][1] == 2, "one on each machine"
+    assert {record.num_jobs for record in driver.records} == {1}
+    few = SimulatedCluster(machines(2, num_gpus=1))
+    with pytest.raises(UnsupportedError, match="no machine of the cluster offers 2 cuda devices for what is left"):
+        dispatch(cells, few, Driver(), patience_s=100)
+    assert few.wishes[0][0] == (1.0, 2.0)
 
 
 def test_timings_go_to_the_machines_that_are_offered_for_them():
@@ -310,6 +324,21 @@ def test_machines_that_cannot_be_used_are_left_out_in_words():
     foreign = {"0", "1"}
     with pytest.raises(UnsupportedError, match="machine 0: other sources; machine 1: other sources"):
         dispatch(cells, Foreign(machines(2)))
+
+
+def test_a_folder_takes_no_records_of_another_environment_unless_asked(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 64]), Store(tmp_path / "run")
+    with store.writing({"name": "test"}, OTHER):
+        pass
+    there = {"0": OTHER}
+    summary = run(plan, store, engine=OnCluster(SimulatedCluster(machines(3), there)))
+    assert {record.environment for record in store.records()} == set(store.info().environments) == {OTHER.digest}
+    assert (summary.new, summary.exit_code) == (2, 0)
+    longer = tiny_plan(["fake_ok"], seq_len=[16, 64, 256])
+    with pytest.raises(UnsupportedError, match=r"measured in another environment \(cpu: then another, now .*mixed-env"):
+        run(longer, store, engine=OnCluster(SimulatedCluster(machines(1))))
+    run(longer, store, engine=OnCluster(SimulatedCluster(machines(1))), allow_mixed_env=True)
+    assert set(store.info().environments) == {OTHER.digest, ENVIRONMENT.digest}
 
 
 def test_an_answer_that_is_none_costs_the_machine_its_agent_not_the_run():

@@ -1,0 +1,103 @@
+"""Two runs side by side, for people: times cell by cell, scores task by task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.scores import LEAST_SEEDS
+from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column, time_column
+from attn_zoo.report.units import human_length, human_number
+from attn_zoo.report.wording import doubt_words
+
+SAME_WITHIN = 0.02
+"""A whole interval within this share of 1 is `same`: what lasts for a whole run differs by as much."""
+
+RATIO = replace(interval_column("ratio", "ratio", human_number, priority=0), brief=str)
+"""Of the time of the second run over that of the first; the interval is never left out."""
+
+
+def times_table(rows: Sequence[Row]) -> Table:
+    """Return the times of cells that both runs have; see `attn_zoo.report.compare.Comparison`."""
+    counts = [int(count) for row in rows for side in "ab" if (count := row[f"num_processes_{side}"])]
+    return Table(
+        name="compare",
+        title="Two runs, cell by cell",
+        note=(
+            "Ratio: time of the second over that of the first, with its 95 % interval. They agree where a change by "
+            "more than the limit is excluded. Cannot say: the interval is too wide for that, one is of a single "
+            "process (two runs of the same code differ by more than it knows), or something else disturbed the "
+            f"machine. {doubt_words(counts)}"
+        ),
+        columns=(
+            text_column("variant", "label", priority=0),
+            text_column("pass", priority=0),
+            number_column("length", "seq_len", human_length, priority=0),
+            *([text_column("dtype", priority=0)] if len({row["dtype"] for row in rows}) > 1 else []),
+            time_column("first", suffix="_a", priority=2),
+            time_column("second", suffix="_b", priority=2),
+            RATIO,
+            *([_MEMORY] if any(_has_other_memory(row) for row in rows) else []),
+            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
+        ),
+        rows=tuple({**row, "word": str(row["verdict"]).partition(" ")[0]} for row in rows),
+    )
+
+
+def _has_other_memory(row: Row) -> bool:
+    return row["memory_ratio"] is not None and abs(row["memory_ratio"] - 1.0) > SAME_WITHIN
+
+
+_MEMORY = Column(
+    heading="memory",
+    show=lambda row: human_number(row["memory_ratio"]) if _has_other_memory(row) else "",
+    sort=lambda row: row["memory_ratio"],
+    priority=1,
+)
+
+
+def _verdict_word(row: Row) -> str:
+    word = "agree" if row["verdict"] == "same" else str(row["verdict"])
+    kernels = [row.get(f"kernel_{side}") for side in "ab"]
+    return f"{word}, {' -> '.join(map(str, kernels))}" if all(kernels) and kernels[0] != kernels[1] else word
+
+
+def scores_table(rows: Sequence[Row]) -> Table:
+    """Return the scores of variants that both runs trained."""
+
+    def difference(row: Row) -> str:
+        metric = Metric(row["metric"])
+        if row["difference"] is None:
+            return ""
+        ends = (row["difference_low"], row["difference_high"])
+        text = metric.signed(row["difference"])
+        return text if None in ends else f"{text} [{metric.signed(ends[0])}, {metric.signed(ends[1])}]"
+
+    first, second = (
+        Column(
+            heading=heading,
+            show=lambda row, key=key: "" if row[key] is None else Metric(row["metric"]).show(row[key]),  # type: ignore[misc]
+            priority=1,
+        )
+        for heading, key in (("first", "score_a"), ("second", "score_b"))
+    )
+    return Table(
+        name="compare-scores",
+        title="Two runs, score by score",
+        note=(
+            "Mean scores on test; the difference is the second minus the first, paired by seed, with its 95 % "
+            f"interval. Better or worse only where it is more than seeds and test set explain; {LEAST_SEEDS} common "
+            "seeds are needed."
+        ),
+        columns=(
+            text_column("variant", "label", priority=0),
+            text_column("task", priority=0),
+            text_column("start", priority=3),
+            first,
+            second,
+            Column(heading="difference", show=difference, sort=lambda row: row["difference"], priority=0),
+            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
+        ),
+        rows=tuple(rows),
+    )
