@@ -17,8 +17,7 @@ from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Cell, Record
 from tests.matrix.conftest import TINY_TRAINING, prepare_process, training_plan
-from tests.matrix.drive.test_interruptions import is_gone, wait_for
-from tests.processes import start_process
+from tests.processes import is_gone, start_process, wait_for
 
 
 def plan_of() -> Plan:

@@ -531,14 +531,16 @@ class Dispatcher:
 
     def _take_ready(self, handle: Any, agent: _Agent, event: Event) -> None:
         self._failures[agent.machine.id] = 0
-        if event["problem"]:
+        problem = event["problem"]
+        if not problem:
+            environment = Environment.from_dict(event["environment"])
+            problem = self._control.moved_to(environment)
+        if problem:
             del self._agents[handle]
             self._cluster.end(handle)
-            self._leave_out(agent.machine, event["problem"])
+            self._leave_out(agent.machine, problem)
             return
-        environment = Environment.from_dict(event["environment"])
         agent.environment = self._environments[agent.machine.id] = environment.digest
-        self._control.moved_to(environment)
 
     def _take_record(self, agent: _Agent, record: Record, event: Event) -> None:
         item = agent.open.pop((record.cell.key, event["repeat"]), None)

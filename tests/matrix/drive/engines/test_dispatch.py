@@ -326,6 +326,21 @@ def test_machines_that_cannot_be_used_are_left_out_in_words():
         dispatch(cells, Foreign(machines(2)))
 
 
+def test_a_folder_takes_no_records_of_another_environment_unless_asked(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 64]), Store(tmp_path / "run")
+    with store.writing({"name": "test"}, OTHER):
+        pass
+    there = {"0": OTHER}
+    summary = run(plan, store, engine=OnCluster(SimulatedCluster(machines(3), there)))
+    assert {record.environment for record in store.records()} == set(store.info().environments) == {OTHER.digest}
+    assert (summary.new, summary.exit_code) == (2, 0)
+    longer = tiny_plan(["fake_ok"], seq_len=[16, 64, 256])
+    with pytest.raises(UnsupportedError, match=r"measured in another environment \(cpu: then another, now .*mixed-env"):
+        run(longer, store, engine=OnCluster(SimulatedCluster(machines(1))))
+    run(longer, store, engine=OnCluster(SimulatedCluster(machines(1))), allow_mixed_env=True)
+    assert set(store.info().environments) == {OTHER.digest, ENVIRONMENT.digest}
+
+
 def test_an_answer_that_is_none_costs_the_machine_its_agent_not_the_run():
     plan = tiny_plan(["fake_ok"], seq_len=[16, 64])
 
