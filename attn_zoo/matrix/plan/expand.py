@@ -77,9 +77,7 @@ def make_plan(
         ConfigError: unknown variant, impossible shard, nothing left; a typed variant that was changed since.
         UnknownNameError: `add_variants` names no registered variant.
     """
-    import torch
-
-    has_cuda = is_remote or torch.cuda.is_available()
+    has_cuda = is_remote or _has_cuda()
     auto = "cuda" if not is_remote and has_cuda else "cpu"
     matrix = _resolved(matrix, add_variants, device, auto)
     lanes: dict[str, dict[str, PlannedCell]] = {}
@@ -194,6 +192,12 @@ def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
         is_same_curve = item.isolation == "lane" and seen.cell.curve == item.cell.curve
         counted.append(item if seen is item or is_same_curve else replace(item, has_count=False))
     return counted
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _resolved(matrix: Matrix, names: Sequence[str], device: str | None, auto: str) -> Matrix:

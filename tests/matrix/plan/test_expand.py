@@ -128,7 +128,7 @@ def test_what_a_folder_stores_gives_the_same_cells_without_the_command_line():
 
 
 def test_without_a_gpu_cuda_cells_are_refused_but_not_for_a_cluster(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("attn_zoo.matrix.plan.expand._has_cuda", lambda: False)
     matrix = make_matrix(["full"], device="cuda")
     assert {item.refusal for item in make_plan(matrix).cells} == {("cuda", "no CUDA device here")}
     assert {item.refusal for item in make_plan(matrix, is_remote=True).cells} == {None}
