@@ -90,3 +90,10 @@ def test_self_pretrained_tasks_are_not_averaged_with_others(tmp_path):
     values = {"full": 0.4, "bigbird": 0.3}
     records = runs("a", values) + runs("b", values, score={"pretrain": "masked"}, overrides={"pretrain": "masked"})
     assert overviews(tmp_path, records) == ()
+
+
+def test_a_protocol_whose_name_begins_another_one_needs_no_number(tmp_path):
+    scores = {"full": 0.4, "bigbird": 0.3}
+    records = runs("a", scores, protocol="cpu-small") + runs("b", scores, protocol="cpu-small")
+    records += runs("b", scores, protocol="cpu") + runs("c", scores, protocol="cpu")
+    assert [each.name for each in overviews(tmp_path, records)] == ["tasks-accuracy-cpu-small", "tasks-accuracy-cpu"]
