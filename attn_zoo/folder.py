@@ -72,6 +72,16 @@ class RunInfo:
         """
         return frozenset({digest, *(name for name, one in self.environments.items() if one.digest == digest)})
 
+    def refusal(self, environment: Environment) -> str:
+        """Return why what is measured in an environment does not belong here; empty where it does."""
+        known = list(self.environments.values())
+        if not known or environment.digest in {one.digest for one in known}:
+            return ""
+        return (
+            f"measured in another environment ({'; '.join(differences(known[-1], environment))}). Numbers from two "
+            "environments do not compare: use another folder, or --allow-mixed-env to keep both apart in one"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:

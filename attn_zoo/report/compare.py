@@ -19,7 +19,6 @@ from typing import Any
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.records import Environment
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import (
@@ -366,15 +365,14 @@ def _example(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _environment_differences(a: Results, b: Results) -> str:
     """Return the names of the fields that differ, or an empty string."""
-    used_a, used_b = ({one.environment for one in results.observations} - {""} for results in (a, b))
-    if used_a == used_b:
+    used = [{one.environment for one in results.observations} - {""} for results in (a, b)]
+    if used[0] == used[1]:
         return ""
-    first, second = _first_known(used_a, a.environments), _first_known(used_b, b.environments)
-    if first is None or second is None:
+    known = [
+        [results.environments[digest] for digest in sorted(own) if digest in results.environments]
+        for own, results in zip(used, (a, b), strict=True)
+    ]
+    if not all(known):
         return "not described in run.json"
-    own, other = first.deciding(), second.deciding()
+    own, other = (environments[0].deciding() for environments in known)
     return ", ".join(name for name in own if own[name] != other[name])
-
-
-def _first_known(used: set[str], known: Mapping[str, Environment]) -> Environment | None:
-    return next((known[digest] for digest in sorted(used) if digest in known), None)

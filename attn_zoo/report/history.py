@@ -50,11 +50,11 @@ class History:
             note="Median with its 95 % interval. Times of other eras (machine, versions, protocol) do not compare.",
             columns=(
                 Column(heading="commit", show=lambda row: str(row["commit"])[:9], align="left", priority=0),
-                text_column("date", "date", priority=2),
+                text_column("date", priority=2),
                 text_column("variant", "label", priority=0),
                 time_column("time", priority=0),
                 Column(heading="era", show=lambda row: str(row["era"]), priority=1),
-                text_column("subject", "subject", priority=3),
+                text_column("subject", priority=3),
             ),
             rows=tuple(plain_rows(self.frame)),
             fields_if_empty=tuple(self.frame.columns),
@@ -100,7 +100,7 @@ class History:
             axes.set_xlabel("commit, oldest first")
             draw_end_labels(axes, ends)
         said = (f"{name}: {', '.join(human_ms(point[1]) for point in curve)}" for name, curve in curves.items())
-        return page.describe("; ".join(said))
+        return page.describe(said)
 
 
 def history(

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 TIMES = "\u00d7"  # multiplication sign
@@ -168,14 +168,19 @@ def shorten(text: str, width: int) -> str:
     return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
-def some(names: Sequence[str], most: int, joint: str = ", ") -> str:
+FEW = 3
+"""Things named in one line."""
+
+
+def some(names: Iterable[str], most: int = FEW, joint: str = ", ") -> str:
     """Return the first names, and how many more there are.
 
     >>> some(["a", "b", "c"], 2), some(["a", "b"], 2, " or ")
     ('a, b and 1 more', 'a or b')
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return joint.join(names[:most]) + more
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return joint.join(every[:most]) + more
 
 
 def slug(*parts: str) -> str:

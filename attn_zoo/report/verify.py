@@ -9,7 +9,8 @@ from pathlib import Path
 from attn_zoo.errors import ConfigError, StoreError
 from attn_zoo.folder import RunInfo, Scan, read_ceilings, read_info, scan_cells
 from attn_zoo.packed_run import opened
-from attn_zoo.records import PASSES, Timing
+from attn_zoo.records import Timing
+from attn_zoo.report.analysis.efficiency import pass_flops
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import PARAMS_TOLERANCE, AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.units import human_flops, human_ms
@@ -128,11 +129,11 @@ def _numbers(subject: _Subject) -> Found:
 
 def _limits(subject: _Subject) -> Found:
     for one, timing in subject.timed:
-        record, cell = one.record, one.cell
+        cell = one.cell
         roof = subject.results.ceilings(one.environment, cell.device, cell.dtype, cell.threads)
-        if roof is None or record.flops is None or record.backward_ratio is None or record.is_simulated:
+        flops = pass_flops(one.record, cell.pass_ or "fwd")
+        if roof is None or flops is None or one.record.is_simulated:
             continue
-        flops = record.flops * PASSES[cell.pass_ or "fwd"].num_forwards(record.backward_ratio)
         fastest_ms = min(timing.median_ms, timing.graph_ms or timing.median_ms)
         rate = flops / max(fastest_ms * 1e-3, 1e-12)
         sheet, measured = roof.sheet_flops_per_s, ABOVE_MEASURED * roof.matmul_flops_per_s

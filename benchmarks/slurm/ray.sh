@@ -12,8 +12,8 @@
 set -euo pipefail
 matrix=$1 folder=$2
 shift 2
-head=$(scontrol show hostnames "${SLURM_JOB_NODELIST:?submit it with sbatch}" | head -n 1)
-address=$head:${RAY_PORT:-6379}
+hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST:?submit it with sbatch}")
+address=${hosts%%$'\n'*}:${RAY_PORT:-6379}  # no pipe into head: it may end before scontrol has written all
 # Only who knows the token may join, on nodes that others use too.
 RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0

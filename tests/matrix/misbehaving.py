@@ -7,6 +7,7 @@ import stat
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,6 +166,15 @@ class Slow(Plain):
 
     def misbehave(self) -> None:
         time.sleep(0.1)
+
+
+@register("fake_waits")
+class Waits(Plain):
+    """Goes on when it may."""
+
+    def misbehave(self) -> None:
+        while not Path(os.environ["FAKE_MARK"]).exists():
+            time.sleep(0.02)
 
 
 @register("fake_loud")

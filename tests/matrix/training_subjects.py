@@ -141,11 +141,15 @@ class Slow(Plain):
 
 @register("fake_train_told")
 class Told(Plain):
-    """Takes its time and says every step."""
+    """Says every step, and waits at the 20th until it may go on."""
+
+    num_calls = 0
 
     def misbehave(self) -> None:
         os.write(1, b"step\n")
-        time.sleep(0.1)
+        self.num_calls += 1
+        while self.num_calls >= 20 and not Path(os.environ["FAKE_MARK"]).exists():
+            time.sleep(0.02)
 
 
 @register("fake_train_hang")

@@ -73,9 +73,12 @@ def check_tracker(text: str) -> str:
 
 @contextmanager
 def tracked(cell: Cell) -> Iterator[Callable[[str, Values], None] | None]:
-    """Yield what to call at each evaluation with the phase and an entry of the curve; None where nobody asks."""
+    """Yield what to call at each evaluation with the phase and an entry of the curve; None where nobody asks.
+
+    Of processes that train together the first sends the curve.
+    """
     name, _, place = os.environ.get(VARIABLE, "").partition(":")
-    if not name:
+    if not name or (cell.data_parallel > 1 and os.environ.get("RANK") != "0"):
         yield None
         return
     if name not in TRACKERS:

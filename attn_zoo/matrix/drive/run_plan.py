@@ -47,6 +47,7 @@ class Session(Control):
         earlier: records that there are already.
         jobs: trainings at once.
         repeats: of `todo`, by key.
+        refuse: tells why an environment does not belong here; empty where it does.
 
     Attributes:
         stopped: why no further cell may start, or None.
@@ -62,8 +63,9 @@ class Session(Control):
         earlier: Sequence[Record],
         jobs: int,
         repeats: Mapping[str, Sequence[Record]],
+        refuse: Callable[[Environment], str] = lambda _: "",
     ) -> None:
-        self._store, self._progress, self._jobs = store, progress, jobs
+        self._store, self._progress, self._jobs, self._refuse = store, progress, jobs, refuse
         self._began = time.monotonic()
         self._deadline = None if time_limit_s is None else self._began + time_limit_s
         self._waiting = {item.cell.key: item for item in todo}
@@ -189,10 +191,13 @@ class Session(Control):
         self.new.append(record)
         self._progress.finished(record, step, num_done)
 
-    def moved_to(self, environment: Environment) -> None:
+    def moved_to(self, environment: Environment) -> str:
+        if problem := self._refuse(environment):
+            return f"the folder was {problem}"
         if environment.digest not in self._environments:
             self._environments.add(environment.digest)
             self._store.add_environment(environment)
+        return ""
 
     def measured(self, ceilings: Sequence[Ceilings]) -> None:
         try:
@@ -342,7 +347,7 @@ def run(
         raise ConfigError(name, [("", f"{text}; write it to {name}.py and load that (attn_zoo.load_file)")])
     engine = engine or LocalEngine()
     progress = progress or Progress()
-    environment = capture_environment()
+    environment = None if engine.is_remote else capture_environment()  # this machine need be like no node
     matrix = plan.matrix.model_dump(mode="json")
     with store.writing(
         matrix,
@@ -363,12 +368,15 @@ def run(
                 del records[key]
         left = standing(plan.cells, list(records.values())).left
         limit_s = None if time_limit_min is None else time_limit_min * 60
-        here = None if engine.is_remote else store.info().names_of(environment.digest)
+        info = store.info()
+        refuse = (lambda _: "") if allow_mixed_env else info.refusal
+        here = None if environment is None else info.names_of(environment.digest)
         repeats = _repeats(store, plan, records, here)
-        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, repeats)
+        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, repeats, refuse)
+        digest = "" if environment is None else environment.digest
         settings = Settings(
             logs=store.logs,
-            environment=environment.digest,
+            environment=digest,
             variant_files=plan.variant_files,
             data_dir=data_dir,
             checkpoints=store.checkpoints,
@@ -383,12 +391,12 @@ def run(
         try:
             with _signals(session.interrupt):
                 if not engine.is_remote:
-                    measure_missing(left, store, environment.digest, progress.say, session.is_over)
+                    measure_missing(left, store, digest, progress.say, session.is_over)
                 for item in left:
                     if item.refusal is not None:
                         started = datetime.now(UTC).isoformat(timespec="seconds")
                         record = Record(cell=item.cell, status="unsupported", reason=item.refusal[1], started=started)
-                        session.finished(replace(record, environment=environment.digest))
+                        session.finished(replace(record, environment=digest))
                 engine.run(lanes_of(left, records, repeats), settings, session)
         finally:
             progress.end()

@@ -47,8 +47,9 @@ class Control:
     def finished(self, record: Record) -> None:
         """Take the record of a cell."""
 
-    def moved_to(self, environment: Environment) -> None:
-        """Take note of another machine that records come from."""
+    def moved_to(self, environment: Environment) -> str:  # noqa: ARG002
+        """Take note of another machine that records come from; return why none may, empty where they may."""
+        return ""
 
     def measured(self, ceilings: Sequence[Ceilings]) -> None:
         """Take note of what such a machine can do."""

@@ -24,7 +24,7 @@ def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
 
     All must have run the same matrices from the same sources. A record that several have is kept once; where two differ
     the cell was measured twice, and nothing here chooses. Machines stay apart, as everywhere, by their environments.
-    Repeats of cells that are not complete are left behind.
+    Repeats of a cell that no shard has completed are kept likewise: a run into the merged folder goes on from them.
 
     Args:
         sources: results folders or packed runs, one for each shard.
@@ -46,8 +46,11 @@ def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
             merged = Store(folder)
             merged.write_info(_merged_info(list(infos.values())))
             merged.add_ceilings(one for store in reversed(stores.values()) for one in store.ceilings())
-            for record in records.values():
-                merged.write(record)
+            for (key, number), record in records.items():
+                if number == 0:
+                    merged.write(record)
+                elif (key, 0) not in records:
+                    merged.repeats.write(record, number)
             for store in stores.values():
                 for name in _KEPT:
                     if (store.folder / name).is_dir():
@@ -76,20 +79,27 @@ def _refuse_other_plans(infos: Mapping[Path, RunInfo]) -> None:
         raise ConfigError("merge", [("", f"expected shards of one plan; {first} and {path} are not: {why}")])
 
 
-def _records(path: Path, store: Store) -> dict[str, Record]:
+_Place = tuple[str, int]
+"""Key of a cell, and which of its repeats; 0 for its record."""
+
+
+def _records(path: Path, store: Store) -> dict[_Place, Record]:
     scan = store.scan()
     for name, reason in scan.problems.items():
         raise ConfigError("merge", [("", f"{path}/cells/{name} is no record: {reason}")])
-    return scan.records
+    found = {(key, 0): record for key, record in scan.records.items()}
+    for key in sorted(store.repeats.count()):
+        found |= {(key, number): record for number, record in enumerate(store.repeats.read(key), 1)}
+    return found
 
 
-def _union(by_path: Mapping[Path, Mapping[str, Record]]) -> dict[str, Record]:
-    """Return all records by key."""
-    union: dict[str, tuple[Path, Record]] = {}
+def _union(by_path: Mapping[Path, Mapping[_Place, Record]]) -> dict[_Place, Record]:
+    """Return all records, and all repeats."""
+    union: dict[_Place, tuple[Path, Record]] = {}
     digests: dict[tuple[str, str, str], dict[Path, set[str]]] = {}
     for path, records in by_path.items():
-        for key, record in records.items():
-            before, known = union.setdefault(key, (path, record))
+        for place, record in records.items():
+            before, known = union.setdefault(place, (path, record))
             if known.to_json() != record.to_json():
                 text = f"{record.cell.id} was measured in {before} and in {path}: compare them, and merge only one"
                 raise ConfigError("merge", [("", text)])
@@ -102,7 +112,7 @@ def _union(by_path: Mapping[Path, Mapping[str, Record]]) -> dict[str, Record]:
             if not found & first[1]:
                 text = f"{variant} has one source in {first[0]} and another in {path}: these are not shards of one plan"
                 raise ConfigError("merge", [("", text)])
-    return {key: record for key, (_, record) in union.items()}
+    return {place: record for place, (_, record) in union.items()}
 
 
 def _merged_info(infos: list[RunInfo]) -> RunInfo:

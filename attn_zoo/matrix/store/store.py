@@ -28,7 +28,6 @@ from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.folder import (
     RunInfo,
     Scan,
-    differences,
     pack_cells,
     read_ceilings,
     read_info,
@@ -69,6 +68,21 @@ class Repeats:
         """Return how many repeats each cell has that has any, by key; without reading them."""
         return dict(Counter(path.name.partition("-")[0] for path in self._folder.glob("[!.]*-*.json")))
 
+    def read(self, key: str) -> list[Record]:
+        """Return the repeats of a cell, the first of them first.
+
+        Raises:
+            StoreError: a newer version of this package wrote one.
+        """
+        found: list[Record] = []
+        while True:
+            try:
+                found.append(read_record(self._path(key, len(found) + 1), key))
+            except StoreError as error:
+                if isinstance(error, FolderError):
+                    raise
+                return found  # absent, or damaged: what comes after it is of no use
+
     def take(self, key: str, environments: Collection[str] | None, most: int) -> list[Record]:
         """Return the repeats of a cell that a run can go on from, and move its others to `replaced`.
 
@@ -82,13 +96,7 @@ class Repeats:
             StoreError: a file cannot be moved, or a newer version of this package wrote it.
         """
         usable: list[Record] = []
-        for number in range(1, most + 1):
-            try:
-                record = read_record(self._path(key, number), key)
-            except StoreError as error:
-                if isinstance(error, FolderError):
-                    raise
-                break  # absent, or damaged: what comes after it is of no use
+        for record in self.read(key)[:most]:
             environments = {record.environment} if environments is None else environments
             if record.environment not in environments or record.status != "ok":
                 break
@@ -203,7 +211,7 @@ class Store:
     def writing(
         self,
         matrix: Mapping[str, Any],
-        environment: Environment,
+        environment: Environment | None,
         *,
         allow_mixed_env: bool = False,
         shard: tuple[int, int] | None = None,
@@ -218,7 +226,7 @@ class Store:
 
         Args:
             matrix: resolved.
-            environment: of this machine.
+            environment: of this machine; None if it measures nothing.
             allow_mixed_env: go on in a folder of another environment.
             shard: which part of the matrix this run is, or None for all.
             claims: of the variants.
@@ -254,7 +262,7 @@ class Store:
     def _enter(
         self,
         matrix: Mapping[str, Any],
-        environment: Environment,
+        environment: Environment | None,
         allow_mixed_env: bool,
         claims: Mapping[str, dict[str, Any]],
         planned: Sequence[Cell] = (),
@@ -262,20 +270,16 @@ class Store:
         """Note matrix, environment and plan in `run.json`."""
         if self.exists:
             info = self.info()
-            known = {one.digest for one in info.environments.values()}
-            if known and environment.digest not in known and not allow_mixed_env:
-                differing = differences(list(info.environments.values())[-1], environment)
-                raise FolderError(
-                    f"{self.folder}: measured in another environment ({'; '.join(differing)}). Numbers from two "
-                    "environments do not compare: use another folder, or --allow-mixed-env to keep both apart in one"
-                )
+            if environment is not None and not allow_mixed_env and (problem := info.refusal(environment)):
+                raise FolderError(f"{self.folder}: {problem}")
         else:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             info = RunInfo(created=now, version=attn_zoo.__version__, planned=())
         matrices = info.matrices if dict(matrix) in info.matrices else (*info.matrices, dict(matrix))
-        if (before := info.environments.get(environment.digest)) is not None:
-            environment = environment.following(before)
-        environments = {**info.environments, environment.digest: environment}
+        environments = dict(info.environments)
+        if environment is not None:
+            before = environments.get(digest := environment.digest)
+            environments[digest] = environment if before is None else environment.following(before)
         cells = None
         if info.planned is not None:  # else the folder began under a version that noted no plan, and stays unknown
             ids = {cell.id for cell in planned}

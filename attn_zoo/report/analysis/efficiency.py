@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_zoo.records import PASSES, Ceilings
+from attn_zoo.records import PASSES, Ceilings, Record
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.units import percent
 
@@ -87,21 +87,20 @@ def efficiencies(
     return by_label
 
 
-def pass_flops(point: Point, pass_: str) -> float | None:
+def pass_flops(record: Record, pass_: str) -> float | None:
     """Return the useful FLOPs of a pass, or None where the record has no formula."""
-    flops, ratio = point.record.flops, point.record.backward_ratio
-    if flops is None or ratio is None:
+    if record.flops is None or record.backward_ratio is None:
         return None
-    return flops * PASSES[pass_].num_forwards(ratio)
+    return record.flops * PASSES[pass_].num_forwards(record.backward_ratio)
 
 
 def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
-    flops = pass_flops(point, pass_) or 0.0
+    flops = pass_flops(point.record, pass_) or 0.0
     min_bytes = float(point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
     time_ms = point.device_ms or point.median_ms
     roof_frac = ceilings.floor_s(flops, min_bytes) / (time_ms * 1e-3)
     peak = ceilings.sheet_flops_per_s
-    promised = None if exact is None or series.is_exact else pass_flops(exact, pass_)
+    promised = None if exact is None or series.is_exact else pass_flops(exact.record, pass_)
     return Efficiency(
         label=series.label,
         seq_len=point.seq_len,

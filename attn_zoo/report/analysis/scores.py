@@ -173,6 +173,11 @@ class AccuracyGroup:
         return sorted(self.scores, key=lambda score: (self.metric.order(score.mean), score.name))
 
     @property
+    def means(self) -> dict[str, float]:
+        """The mean scores that there are, by name, best first."""
+        return {score.name: score.mean for score in self.ranked if score.mean is not None}
+
+    @property
     def starts(self) -> tuple[str, ...]:
         """What models had learned before, random weights first."""
         return tuple(sorted({score.start for score in self.scores}))

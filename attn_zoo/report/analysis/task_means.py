@@ -44,6 +44,12 @@ class Overview:
         values = [score.mean for score in self.scores(label) if score.mean is not None]
         return fmean(values) if len(values) == len(self.common) and len(values) > 1 else None
 
+    @property
+    def means(self) -> dict[str, float]:
+        """The means that there are, by label, best first."""
+        known = [(label, mean) for label in self.labels if (mean := self.mean(label)) is not None]
+        return dict(sorted(known, key=lambda item: self.metric.order(item[1])))
+
     def speed(self, label: str) -> float | None:
         """Return the geometric mean of tokens per second over the common tasks, whose lengths differ."""
         speeds = [speed for score in self.scores(label) if (speed := score.costs["tokens_per_s"])]
@@ -107,9 +113,8 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
 
 
 def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGroup]]:
-    scored = (group for group in groups if any(score.mean is not None for score in group.scores))
     # A mean has no meaning over bits of different data, whose scales differ.
-    by_how = grouped((group for group in scored if not group.metric.is_lower_better), _how)
+    by_how = grouped((group for group in groups if group.means and not group.metric.is_lower_better), _how)
     split: dict[str, list[AccuracyGroup]] = {}
     for how, members in by_how.items():
         is_repeated = len({group.title for group in members}) < len(members)

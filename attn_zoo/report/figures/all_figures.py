@@ -81,7 +81,7 @@ class Picture:
 def front_picture(analysis: Analysis, pictures: Sequence[Picture]) -> Picture | None:
     """Return the one figure for the top of a report: times of the panel that says most, else the first scores."""
     panel = lead_panel(analysis.panels)
-    groups = sorted(analysis.accuracy, key=lambda group: -sum(score.mean is not None for score in group.scores))
+    groups = sorted(analysis.accuracy, key=lambda group: -len(group.means))
     wanted = f"time-{panel.name}" if panel is not None else f"accuracy-{groups[0].name}" if groups else ""
     return next((picture for picture in pictures if picture.name == wanted), None)
 

@@ -43,7 +43,7 @@ def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
     draw = _draw_curves if len(axes) == 1 else _draw_maps
     page = draw(group, scores, axes, looks, title, note)
     words = (f"{score.name}: {_alt(parts(score, axes), axes, group.metric)}" for score in scores)
-    return page.describe("; ".join(words))
+    return page.describe(words)
 
 
 def _words(name: str) -> str:

@@ -127,7 +127,7 @@ def _draw(
     draw_point_names(axes, names, frame, taken)
     if has_peaks:
         _draw_size_legend(page, most, page.width - 1.34, top)
-    return page.describe("; ".join(_alt(bubble, metric) for bubble in bubbles))
+    return page.describe(_alt(bubble, metric) for bubble in bubbles)
 
 
 def _alt(bubble: _Bubble, metric: Metric) -> str:

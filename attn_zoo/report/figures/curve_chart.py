@@ -59,6 +59,7 @@ class Curve:
 
     @property
     def label(self) -> str:
+        """Of the series."""
         return self.series.label
 
     @property
@@ -138,7 +139,7 @@ def draw_chart(panel: Panel, looks: Looks, curves: Sequence[Curve], chart: Chart
     for series in failed:
         at = ", ".join(human_length(failure.seq_len) for failure in series.failures)
         words.append(f"{series.label}: {outcome(series.failures[0].record.status).legend} at {at}")
-    return page.describe("; ".join(words))
+    return page.describe(words)
 
 
 def _draw_lengths(

@@ -52,7 +52,7 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
         _draw_curves(panel, scores, looks, "validation", axis, group.metric.show)
         _draw_best_floor(panel, group)
         score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
-    return page.describe("; ".join(_alt(score, group) for score in scores))
+    return page.describe(_alt(score, group) for score in scores)
 
 
 def _legend_entry(score: LabelScore, looks: Looks) -> Line2D:

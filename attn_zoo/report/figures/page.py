@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from textwrap import wrap
 from typing import Any
@@ -143,15 +143,15 @@ class Page:
         """Let a reader of the page change logarithmic axes into linear ones."""
         self._linear.append(axes)
 
-    def describe(self, words: str) -> Page:
-        """Return the finished page; `words` tell what the curves show to a reader who cannot see them."""
+    def describe(self, said: Iterable[str]) -> Page:
+        """Return the finished page; what is `said` of each curve tells a reader who cannot see it what it shows."""
         for axes in self._linear:
             box, height = axes.get_position(), 72 * self.bottom
             left, right = (72 * self.width * edge for edge in (box.x0, box.x1))
             edges = (left, height * (1 - box.y1), right, height * (1 - box.y0))
             Tag(is_log=True).put_on(axes.xaxis, axes.yaxis)
             Tag(axes=(*edges, axes.get_xscale(), *axes.get_xlim(), axes.get_yscale(), *axes.get_ylim())).put_on(axes)
-        self.alt = f"{self.title}. {self.note}. {words}."
+        self.alt = f"{self.title}. {self.note}. {'; '.join(said)}."
         return self
 
     def _from_top_left(self, left: float, top: float) -> Transform:

@@ -75,7 +75,7 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     draw_point_names(roof, names, frame, taken)
     _draw_bytes(below, rows, looks, ceilings)
     draw_end_labels(below, labels)
-    return page.describe("; ".join(_alt(label, row[-1]) for label, row in rows.items()))
+    return page.describe(_alt(label, row[-1]) for label, row in rows.items())
 
 
 def _alt(label: str, last: Efficiency) -> str:

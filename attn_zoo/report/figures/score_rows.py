@@ -47,9 +47,9 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
     score_axis(axes.xaxis, metric, f"{metric.axis} on test", num_ticks=5)
     _draw_floors(axes, marks, len(rows), metric)
     draw_rows(axes, rows, metric.bounds)
-    said = "; ".join(row.tip for row in rows)
     floors = "; ".join(f"{name}: {metric.show(value)}" for name, value in group.marks.items())
-    return page.describe(f"{said}. {floors}" if floors else said)
+    said = "; ".join(row.tip for row in rows)
+    return page.describe([f"{said}. {floors}" if floors else said])
 
 
 def _draw_floors(axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metric: Metric) -> None:

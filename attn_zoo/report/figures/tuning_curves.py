@@ -77,7 +77,7 @@ def draw_tuning(group: AccuracyGroup, looks: Looks) -> Page | None:
         )
         for key, curve in curves.items()
     ]
-    return page.describe("; ".join(words))
+    return page.describe(words)
 
 
 def _scored(curve: dict[float, Trial]) -> list[tuple[float, float]]:

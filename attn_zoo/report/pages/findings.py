@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from attn_zoo.report.analysis.analyse import Analysis
@@ -15,7 +15,7 @@ from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner, times_faster
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.time_tables import weights_words
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio, some
+from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, ratio, some
 from attn_zoo.report.wording import MARKS, outcome
 
 EXPLANATION = (
@@ -32,8 +32,6 @@ WHY_LINEAR = (
 
 MOST = 6
 """Variants named in one sentence; the tables have the rest."""
-FEW = 3
-"""Things named in one line at the top of a report."""
 MOST_BULLETS = 7
 
 
@@ -50,12 +48,10 @@ def headline(analysis: Analysis) -> str:
 
 
 def _mean_line(overview: Overview) -> str:
-    means = {label: mean for label in overview.labels if (mean := overview.mean(label)) is not None}
-    ranked = sorted(means, key=lambda label: overview.metric.order(means[label]))
     floor = overview.floor()
     beside = f"; {floor[0]} {overview.metric.show(floor[1])}" if floor else ""
-    said = _listed(f"{label} {overview.metric.show(means[label])}" for label in ranked)
-    return f"{overview.metric.title}, mean over {len(overview.common)} tasks: {said}{beside}." if means else ""
+    said = some(f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items())
+    return f"{overview.metric.title}, mean over {len(overview.common)} tasks: {said}{beside}." if said else ""
 
 
 def _machine(analysis: Analysis, panel: Panel) -> str:
@@ -91,7 +87,7 @@ def _span(lengths: Sequence[str]) -> str:
 
 
 def _level(labels: Sequence[str]) -> str:
-    return labels[0] if len(labels) == 1 else f"{some(labels, FEW, ' or ')} (level)"
+    return labels[0] if len(labels) == 1 else f"{some(labels, joint=' or ')} (level)"
 
 
 def _by_how_much(panel: Panel, winner: Winner) -> str:
@@ -111,7 +107,7 @@ def completeness(analysis: Analysis) -> str:
     for run in analysis.results.runs:
         where = f"{run.name}: " if len(analysis.results.runs) > 1 else ""
         if run.planned is None:
-            gaps = _listed(
+            gaps = some(
                 f"{series.label} {panel.title} at {human_length(length)}"
                 for panel in analysis.panels
                 for series in panel.series
@@ -125,13 +121,9 @@ def completeness(analysis: Analysis) -> str:
             why = f" ({run.stopped})" if run.stopped else ""
             num_begun = len({record.cell.key for record in run.begun})
             begun = f"{num_begun} with fewer processes than planned, shown all the same" if num_begun else ""
-            listed = "; ".join(part for part in (begun, _listed(one.cell.id for one in left)) if part)
+            listed = "; ".join(part for part in (begun, some(one.cell.id for one in left)) if part)
             said.append(f"{where}{run.planned - len(run.left)} of {run.planned} cells; left{why}: {listed}.")
     return " ".join(said)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return some(list(names), FEW)
 
 
 def findings(analysis: Analysis) -> list[str]:
@@ -150,7 +142,7 @@ def findings(analysis: Analysis) -> list[str]:
 def _growth_line(panel: Panel) -> str:
     grown = [growth for growth in panel.time.values() if growth.slopes]
     said = [
-        f"{word}: {_listed(names)}"
+        f"{word}: {some(names)}"
         for word in ("constant", "linear", "quadratic")
         if (names := [growth.label for growth in grown if growth.is_settled and growth.verdict == word])
     ]
@@ -158,7 +150,7 @@ def _growth_line(panel: Panel) -> str:
     if len(unsettled) == 1:
         said.append(f"not settled: {unsettled[0].label} ({unsettled[0].why})")
     elif unsettled:
-        said.append(f"not settled: {_listed(growth.label for growth in unsettled)}")
+        said.append(f"not settled: {some(growth.label for growth in unsettled)}")
     return f"Time grows, {'; '.join(said)}." if said else ""
 
 
@@ -171,7 +163,7 @@ def _crossing_line(panel: Panel) -> str:
         f"{one.label} {crossing_text(one)}" + (f", on the GPU alone {alone[one.label]}" if one.label in alone else "")
         for one in crossings
     ]
-    return f"Cheaper than {panel.baseline.label}: {_listed(said)}."
+    return f"Cheaper than {panel.baseline.label}: {some(said)}."
 
 
 def _memory_line(panel: Panel) -> str:
@@ -179,25 +171,22 @@ def _memory_line(panel: Panel) -> str:
     if not ranked:
         return ""
     exact = "; exact attention's is linear too: fused kernels store no scores" if _has_linear_memory(panel) else ""
-    return f"Peak memory at {human_length(panel.lengths[-1])}: {_listed(ranked)}{exact}."
+    return f"Peak memory at {human_length(panel.lengths[-1])}: {some(ranked)}{exact}."
 
 
 def _weights_line(panel: Panel) -> str:
     grown = [f"{series.label} {words}" for series in panel.series if (words := weights_words(series))]
-    return f"Weights grow with the length, in parameters a layer: {_listed(grown)}." if grown else ""
+    return f"Weights grow with the length, in parameters a layer: {some(grown)}." if grown else ""
 
 
 def _score_line(group: AccuracyGroup) -> str:
-    scored = [score for score in group.ranked if score.mean is not None]
-    if not scored:
-        return ""
-    means = _listed(f"{score.name} {group.metric.show(score.mean or 0.0)}" for score in scored)
-    below = [score.name for score in scored if score.standing and score.standing.verdict == "not above"]
-    none = (
-        "none above what needs no attention" if len(below) == len(scored) else f"not above the floors: {_listed(below)}"
-    )
-    floor = f"; {none}" if below else ""
-    return f"{group.metric.title} on {group.title}: {means}{floor}."
+    means = [f"{name} {group.metric.show(mean)}" for name, mean in group.means.items()]
+    below = [score.name for score in group.ranked if score.standing and score.standing.verdict == "not above"]
+    said = [some(means)]
+    if below:
+        is_all = len(below) == len(means)
+        said.append("none above what needs no attention" if is_all else f"not above the floors: {some(below)}")
+    return f"{group.metric.title} on {group.title}: {'; '.join(said)}." if means else ""
 
 
 def _doubt_line(analysis: Analysis) -> str:
@@ -212,7 +201,7 @@ def _missing_line(analysis: Analysis) -> str:
     counts.pop("measured", None)
     said = [f"{count} {words}" for words, count in counts.most_common()]
     total = len(analysis.results.observations)
-    return f"{sum(counts.values())} of {total} cells gave no measurement: {_listed(said)}." if said else ""
+    return f"{sum(counts.values())} of {total} cells gave no measurement: {some(said)}." if said else ""
 
 
 def memory_findings(analysis: Analysis) -> list[str]:
@@ -336,11 +325,10 @@ def _names(scores: Sequence[LabelScore]) -> str:
 
 def overview_finding(overview: Overview) -> str:
     """Return the ranking by the mean over the tasks that every variant has, or that there is no such mean."""
-    ranked = sorted(overview.labels, key=lambda label: overview.metric.order(overview.mean(label)))
-    means = [(label, mean) for label in ranked if (mean := overview.mean(label)) is not None][:MOST]
+    means = [f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items()][:MOST]
     if not means:
         return f"No mean over tasks ({overview.how}): fewer than two of them have a score of every variant."
-    said = ", ".join(f"{label} {overview.metric.show(mean)}" for label, mean in means)
+    said = ", ".join(means)
     floor = overview.floor()
     beside = f"; {floor[0]}: {overview.metric.show(floor[1])}" if floor else ""
     return f"{overview.metric.title}, {overview.scope()}: {said}{beside}."

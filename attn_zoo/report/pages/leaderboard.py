@@ -207,7 +207,7 @@ def _boards(folder: Path, where: str, analysis: Analysis) -> Iterator[Board]:
     lead = lead_panel(panels)
     for panel in sorted(panels, key=lambda panel: panel is not lead):
         yield _scaling_board(folder, where, panel, is_folded=panel is not lead)
-    groups = [group for group in analysis.accuracy if any(score.mean is not None for score in group.scores)]
+    groups = [group for group in analysis.accuracy if group.means]
     if groups:
         yield _accuracy_board(where, analysis, groups)
 

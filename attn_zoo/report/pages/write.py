@@ -1,4 +1,4 @@
-"""Write a report: tables as CSV and Markdown, figures as SVG and PNG, and one self-contained page."""
+"""Write a report: tables as CSV and Markdown, figures as SVG and PNG, one self-contained page, a README if asked."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.figures.all_figures import Picture, draw_pictures, front_picture
 from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
-from attn_zoo.report.pages.html import build_page
-from attn_zoo.report.pages.readme import readme_text
+from attn_zoo.report.pages.html import build_page, environment_rows
 from attn_zoo.report.tables.all_tables import MOST_ROWS, shown_tables, summary_tables, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
-from attn_zoo.report.tables.table import to_csv, to_markdown, to_terminal
-from attn_zoo.report.units import clean
+from attn_zoo.report.tables.table import escape_markdown, to_csv, to_markdown, to_terminal
+from attn_zoo.report.units import clean, some
 from attn_zoo.whole_files import refuse_links, write_whole
 
 
@@ -66,10 +65,38 @@ def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = Fa
         if not table.is_view:
             files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
     if has_readme:
-        files[out / "README.md"] = readme_text(analysis, front_picture(analysis, [one for one, _ in pictures])).encode()
+        files[out / "README.md"] = _readme(analysis, front_picture(analysis, [one for one, _ in pictures])).encode()
     for path, content in files.items():
         write_whole(path, content)
     return list(files)
+
+
+def _readme(analysis: Analysis, picture: Picture | None) -> str:
+    """Return the Markdown text, two screens of it; its figure is linked as `figures/NAME.svg`."""
+    observations = analysis.results.observations
+    started = sorted(one.record.started[:10] for one in observations if one.record.started)
+    when = f", measured {' to '.join(dict.fromkeys((started[0], started[-1])))}" if started else ""
+    table, unfinished, warnings = front_table(analysis), completeness(analysis), analysis.results.warnings
+    lines = [
+        f"# {escape_markdown(analysis.title)}",
+        "",
+        f"**{escape_markdown(headline(analysis))}**",
+        "",
+        *([escape_markdown(unfinished), ""] if unfinished else []),
+        *([f"![{escape_markdown(picture.alt)}](figures/{picture.name}.svg)", ""] if picture else []),
+        *([to_markdown(table)] if table else []),
+        *(f"- {escape_markdown(text)}" for text in findings(analysis)),
+        "",
+    ]
+    if warnings:
+        lines += [f"Warnings: {escape_markdown(some(warnings, joint='; '))}.", ""]
+    for _, environment in sorted(analysis.results.environments.items()):
+        rows = dict(environment_rows(environment))
+        said = [rows[name] for name in ("GPU", "CPU", "versions") if name in rows]
+        lines += [f"Measured on {escape_markdown('; '.join(said))}.", ""]
+    where = "[report.html](report.html) has every answer, `figures/` and `tables/` the rest, `cells/` the records."
+    lines += [f"{len(observations)} cells{when}. {where} Generated from the records; do not edit.", ""]
+    return "\n".join(lines)
 
 
 def print_report(analysis: Analysis, console: Console) -> None:

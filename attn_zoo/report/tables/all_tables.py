@@ -126,7 +126,7 @@ def status_table(analysis: Analysis) -> Table:
         title="What did not run, and why",
         note="" if rows else _ALL_RAN if is_known else _NONE_FAILED,
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             Column(
                 heading="outcome",
                 show=lambda row: outcome(row["status"]).legend,
@@ -135,8 +135,8 @@ def status_table(analysis: Analysis) -> Table:
                 priority=0,
             ),
             text_column("of", "what", priority=3),
-            text_column("lengths", "lengths", priority=1),
-            text_column("reason", "reason", priority=2),
+            text_column("lengths", priority=1),
+            text_column("reason", priority=2),
         ),
         rows=tuple(rows),
         fields_if_empty=fields,

@@ -32,9 +32,9 @@ def times_table(rows: Sequence[Row]) -> Table:
         ),
         columns=(
             text_column("variant", "label", priority=0),
-            text_column("pass", "pass", priority=0),
+            text_column("pass", priority=0),
             number_column("length", "seq_len", human_length, priority=0),
-            *([text_column("dtype", "dtype", priority=0)] if len({row["dtype"] for row in rows}) > 1 else []),
+            *([text_column("dtype", priority=0)] if len({row["dtype"] for row in rows}) > 1 else []),
             time_column("first", suffix="_a", priority=2),
             time_column("second", suffix="_b", priority=2),
             RATIO,
@@ -92,8 +92,8 @@ def scores_table(rows: Sequence[Row]) -> Table:
         ),
         columns=(
             text_column("variant", "label", priority=0),
-            text_column("task", "task", priority=0),
-            text_column("start", "start", priority=3),
+            text_column("task", priority=0),
+            text_column("start", priority=3),
             first,
             second,
             Column(heading="difference", show=difference, sort=lambda row: row["difference"], priority=0),

@@ -60,8 +60,8 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         title="Efficiency at the longest length" if is_brief else "Efficiency",
         note=f"{note} {analysis.caveats}".strip(),
         columns=(
-            text_column("variant", "variant", priority=0),
-            text_column("pass", "pass", priority=0 if len(panels) > 1 else 5),
+            text_column("variant", priority=0),
+            text_column("pass", priority=0 if len(panels) > 1 else 5),
             number_column("length", "seq_len", human_length, priority=0),
             Column(
                 heading="time",
@@ -75,7 +75,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             number_column("of the roof", "roof_frac", percent, priority=0),
             *([number_column("MFU", "mfu", percent, priority=2)] if has_mfu else []),
             number_column("realised", "realised", percent, priority=1),
-            text_column("doubt", "doubt", priority=6),
+            text_column("doubt", priority=6),
         ),
         rows=tuple(rows),
         is_view=is_brief,
@@ -128,10 +128,10 @@ def flops_table(analysis: Analysis) -> Table | None:
             "causal attention counted as dense: below 1 is what a mask hides. (!): above 1 more is claimed than ran."
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             text_column("of", "setting", priority=1),
             Column(heading="formula / count", show=_flops_ratio, sort=lambda row: row["most"], priority=0),
-            text_column("lengths", "lengths", priority=2),
+            text_column("lengths", priority=2),
         ),
         rows=tuple(rows),
     )

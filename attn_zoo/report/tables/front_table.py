@@ -36,12 +36,13 @@ def front_table(analysis: Analysis) -> Table | None:
     scores = _score_columns(analysis)
     if panel is None and not scores:
         return None
-    series = {one.label: one for one in panel.series} if panel else {}
     shown = shown_doubts(panel.points) if panel else frozenset()
-    labels = sorted({*series, *(label for one in scores for label in one.texts)})
-    rows = [_row(label, series.get(label), panel, lengths, shown) for label in labels]
+    labels = sorted(
+        {*(one.label for one in (panel.series if panel else ())), *(label for one in scores for label in one.texts)}
+    )
+    rows = [_row(label, panel, lengths, shown) for label in labels]
     columns = [
-        text_column("variant", "variant", priority=0),
+        text_column("variant", priority=0),
         *(_column(human_length(length), str(length), 0.1 * place) for place, length in enumerate(lengths)),
     ]
     best = {"variant": "best"} | {one.title: one.best for one in scores}
@@ -78,32 +79,27 @@ def _column(heading: str, key: str, priority: float) -> Column:
     return Column(heading=heading, show=lambda row: str(row[key]), brief=without_interval, priority=priority)
 
 
-def _row(
-    label: str,
-    series: Series | None,
-    panel: Panel | None,
-    lengths: Sequence[int],
-    shown: frozenset[str],
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"variant": label, "memory": NOT_TIMED}
-    outcomes, exact = series.outcomes if series else {}, panel.exact if panel else {}
+def _row(label: str, panel: Panel | None, lengths: Sequence[int], shown: frozenset[str]) -> dict[str, Any]:
+    series = next((one for one in panel.series if one.label == label), None) if panel else None
+    if panel is None or series is None:
+        return {"variant": label, "memory": NOT_TIMED, **{str(length): NOT_TIMED for length in lengths}}
+    row = {"variant": label}
     for length in lengths:
-        one = outcomes.get(length)
+        one = series.outcomes.get(length)
         if isinstance(one, Point):
-            speed = _speed(one, exact.get(length), series)
+            speed = _speed(one, panel.exact.get(length), series)
             row[str(length)] = f"{speed} {marks_of(one.doubts, shown)}".strip()
         else:
-            row[str(length)] = (NOT_TIMED if series is None else NO_RECORD) if one is None else one.word
-    if panel is not None and series is not None:
-        peaks, last, weights = panel.peaks, outcomes.get(panel.lengths[-1]), weights_words(series)
-        missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else last.word
-        row["memory"] = human_bytes.fixed(peaks.values())(peaks[label]) if label in peaks else missing
-        row["memory"] += f"; weights {weights}" if weights else ""
+            row[str(length)] = NO_RECORD if one is None else one.word
+    peaks, last, weights = panel.peaks, series.outcomes.get(panel.lengths[-1]), weights_words(series)
+    missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else last.word
+    row["memory"] = human_bytes.fixed(peaks.values())(peaks[label]) if label in peaks else missing
+    row["memory"] += f"; weights {weights}" if weights else ""
     return row
 
 
-def _speed(point: Point, exact: Point | None, series: Series | None) -> str:
-    if exact is None or series is None or series.is_exact:
+def _speed(point: Point, exact: Point | None, series: Series) -> str:
+    if exact is None or series.is_exact:
         return human_ms(point.median_ms)
     factor = times_faster(exact, point)
     return ratio_interval(factor.value, factor.low, factor.high)
@@ -124,16 +120,14 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
     if len(groups) > MOST_TASKS and analysis.overviews:
         groups = [group for each in analysis.overviews for group in each.common]
         for each in analysis.overviews:
-            means = {label: mean for label in each.labels if (mean := each.mean(label)) is not None}
-            texts = {label: each.metric.show(mean) for label, mean in means.items()}
-            best = min(means, key=lambda label: each.metric.order(means[label]), default="none")
-            columns.append(_Scores(f"mean of {len(each.common)} tasks", texts, best))
+            texts = {label: each.metric.show(mean) for label, mean in each.means.items()}
+            columns.append(_Scores(f"mean of {len(each.common)} tasks", texts, next(iter(texts), "none")))
     for group in groups[:MOST_TASKS]:
         texts = {
             score.name: score.failed if score.mean is None else _score(score.mean, score.standing, group.metric)
             for score in group.ranked
         }
-        if any(score.mean is not None for score in group.ranked):
+        if group.means:
             best = f"{group.ranked[0].name} (by mean)"
             columns.append(_Scores(f"{group.heading}, {group.metric.words}", texts, best))
     return columns

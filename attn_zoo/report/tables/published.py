@@ -98,7 +98,7 @@ def published_table(group: AccuracyGroup, variants: Mapping[str, str]) -> Table 
         title=f"Published values, not ours: {task}",
         note=_note(group, sources),
         columns=(
-            replace(text_column("model", "model", priority=0), brief=lambda text: text.partition(" / ")[0]),
+            replace(text_column("model", priority=0), brief=lambda text: text.partition(" / ")[0]),
             *(_value_column(source.name) for source in sources),
             *([text_column("hours, GB (printed)", "cost", priority=3)] if costs else []),
             text_column(f"ours ({group.setting.level})", "ours", priority=0.5),
@@ -184,7 +184,7 @@ def sources_table(groups: Sequence[AccuracyGroup]) -> Table | None:
             note="",
             columns=(
                 text_column("source", "name", priority=0),
-                text_column("repository", "repository", priority=0),
+                text_column("repository", priority=0),
                 text_column("what", "title", priority=1),
                 text_column("set-up", "setup", priority=4),
                 text_column("address", "url", priority=5),

@@ -106,13 +106,13 @@ def accuracy_table(group: AccuracyGroup) -> Table:
             f"{size + '.' if size else ''}"
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             interval_column(metric.words, "score", metric.show, priority=0, show_end=metric.end),
             Column(heading="seeds", show=_seeds, sort=lambda row: row["num_seeds"]),
             interval_column(f"{against}, {metric.unit}", "difference", metric.signed, priority=1.5),
             number_column(f"over floor, {metric.unit}", "gain_over_floor", metric.signed, priority=3),
             *([text_column("no score", "failed", priority=3.1)] if any(row["failed"] for row in rows) else []),
-            *([text_column("tuned", "tuned", priority=3.5)] if group.setting.tuned else []),
+            *([text_column("tuned", priority=3.5)] if group.setting.tuned else []),
             text_column("best floor", "stands", priority=4),
             *([number_column("error of test size", "size_error", metric.show, priority=5)] if errors else []),
         ),
@@ -195,7 +195,7 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
             "spent. FLOPs and seconds of an evaluation are those of the whole run times its share of the steps."
             + shared
         ),
-        columns=(text_column("variant", "variant", priority=0), *columns),
+        columns=(text_column("variant", priority=0), *columns),
         rows=rows,
     )
 
@@ -242,7 +242,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
             "seeds, among those with most finished seeds; only its test score is shown."
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             Column(heading=", ".join(group.setting.tuned), show=_trial, align="left", priority=0),
             interval_column("validation", "validation", group.metric.show, priority=0, show_end=group.metric.end),
             number_column("seeds", "num_seeds", "{:.0f}".format),
@@ -266,7 +266,7 @@ def pretraining_table(group: AccuracyGroup) -> Table | None:
     rows = [_gains(group, label, others) for label in labels]
     metric = group.metric
     columns: list[Column] = [
-        text_column("variant", "variant", priority=0),
+        text_column("variant", priority=0),
         interval_column("from scratch", "scratch", metric.show, priority=0, show_end=metric.end),
     ]
     for index, start in enumerate(others):
@@ -340,7 +340,7 @@ def overview_table(overview: Overview) -> Table:
         title=f"{overview.metric.title} on all tasks, {overview.groups[0].setting.protocol}",
         note=f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
         columns=(
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
             *(
                 _task_column(group.title, overview.metric, 1 + index / 100)

@@ -92,9 +92,10 @@ class Table:
         return [[clean(column.show(row)) or MISSING for column in self.columns] for row in self.rows]
 
 
-def text_column(heading: str, key: str, priority: float = 1) -> Column:
-    """Return a column of text, to the left."""
-    return Column(heading=heading, show=lambda row: str(row[key] or ""), align="left", priority=priority)
+def text_column(heading: str, key: str = "", priority: float = 1) -> Column:
+    """Return a column of text, to the left; its heading is also its key, unless that is given."""
+    field = key or heading
+    return Column(heading=heading, show=lambda row: str(row[field] or ""), align="left", priority=priority)
 
 
 def number_column(heading: str, key: str, show: Callable[[float], str], priority: float = 1) -> Column:

@@ -45,7 +45,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     lengths = panel.lengths
     ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
     shown = shown_doubts(panel.points)
-    columns = [text_column("variant", "variant", priority=0)]
+    columns = [text_column("variant", priority=0)]
     for length in lengths:
         here = [point for point in panel.points if point.seq_len == length]
         if quantity == "time":
@@ -213,16 +213,16 @@ def measurement_table(analysis: Analysis) -> Table:
             f"{mark_words(shown)} {analysis.caveats}"
         ).strip(),
         columns=(
-            text_column("variant", "variant", priority=0),
-            text_column("pass", "pass", priority=0 if len(analysis.panels) > 1 else 5),
+            text_column("variant", priority=0),
+            text_column("pass", priority=0 if len(analysis.panels) > 1 else 5),
             number_column("length", "seq_len", human_length, priority=0),
             time_column("time", priority=0),
             number_column("speed-up", "speed_up", ratio, priority=3),
             *_measured(rows, "scaling"),
             number_column("processes", "num_processes", str, priority=5),
             number_column("parameters", "num_params", "{:,.0f}".format, priority=6),
-            text_column("kernel", "kernel", priority=7),
-            text_column("flags", "flags", priority=8),
+            text_column("kernel", priority=7),
+            text_column("flags", priority=8),
         ),
         rows=tuple(rows),
         fields_if_empty=("variant", "pass", "seq_len", "status", "median_ms"),
@@ -254,8 +254,8 @@ def step_table(analysis: Analysis) -> Table | None:
             f"included. First step: compilation included, of which a cache may have spared a part. {subtitles}"
         ),
         columns=(
-            text_column("variant", "variant", priority=0),
-            *([text_column("pass", "pass", priority=0)] if len(panels) > 1 else []),
+            text_column("variant", priority=0),
+            *([text_column("pass", priority=0)] if len(panels) > 1 else []),
             number_column("length", "seq_len", human_length, priority=0),
             Column(heading="mode", show=_mode, align="left", priority=3),
             time_column("time", priority=0),
@@ -298,9 +298,9 @@ def turns_table(analysis: Analysis) -> Table | None:
             f"{mark_words(shown)} {analysis.caveats}"
         ).strip(),
         columns=(
-            text_column("pass", "pass", priority=0),
+            text_column("pass", priority=0),
             number_column("length", "seq_len", human_length, priority=0),
-            text_column("variant", "variant", priority=0),
+            text_column("variant", priority=0),
             time_column("time", priority=1),
             Column(
                 heading="beside the fastest",
@@ -310,7 +310,7 @@ def turns_table(analysis: Analysis) -> Table | None:
                 priority=0,
             ),
             number_column("rounds", "num_rounds", str, priority=3),
-            text_column("kernel", "kernel", priority=4),
+            text_column("kernel", priority=4),
         ),
         rows=tuple(rows),
     )

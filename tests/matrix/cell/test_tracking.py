@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import attn_zoo
 from attn_zoo.errors import UnknownNameError, UnsupportedError
-from attn_zoo.matrix.cell.tracking import TRACKERS, VARIABLE, check_tracker
+from attn_zoo.matrix.cell.tracking import TRACKERS, VARIABLE, check_tracker, tracked
 from tests.matrix.conftest import TINY_TRAINING, run_cell, training_plan
 
 
@@ -95,6 +96,18 @@ def test_tensorboard_writes_scalars_into_a_folder_for_each_cell(monkeypatch, tmp
     assert written[0] == str(tmp_path / cell.id)
     assert {name for name, *_ in written[1:-1]} == {"train/train_loss", "train/validation_loss", "train/validation"}
     assert written[-1] == "closed"
+
+
+def test_of_processes_that_train_together_the_first_sends_the_curve(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Tracker("wandb"))
+    monkeypatch.setenv(VARIABLE, "wandb")
+    sends = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        for size in (1, 2):
+            with tracked(replace(cell_of(), data_parallel=size)) as send:
+                sends[rank, size] = send is not None
+    assert sends == {("0", 1): True, ("0", 2): True, ("1", 1): True, ("1", 2): False}
 
 
 def test_a_folder_is_the_same_for_processes_that_run_elsewhere(monkeypatch, tmp_path):

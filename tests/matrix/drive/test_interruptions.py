@@ -18,7 +18,7 @@ from attn_zoo.matrix.plan.expand import Plan
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import prepare_process, tiny_plan
-from tests.processes import start_process
+from tests.processes import is_gone, start_process, wait_for
 
 LENGTHS = (16, 24, 32, 48, 900, 1000)
 
@@ -75,20 +75,6 @@ def records_on_disk(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "cells").glob("*.json")}
 
 
-def wait_for(condition, limit_s: float = 120.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 @pytest.mark.slow
 def test_kill_9_at_many_moments_loses_at_most_the_running_cell(tmp_path, start_runner):
     folder, lengths = tmp_path / "run", range(16, 336, 8)
@@ -101,7 +87,7 @@ def test_kill_9_at_many_moments_loses_at_most_the_running_cell(tmp_path, start_r
         workers = runner.workers()
         runner.process.kill()
         assert runner.end()[0] == -signal.SIGKILL
-        wait_for(lambda workers=workers: all(is_gone(worker) for worker in workers), 10)
+        wait_for(lambda workers=workers: all(is_gone(worker) for worker in workers))
         found = records_on_disk(folder)
         for name, content in found.items():
             record = Record.from_dict(json.loads(content))
@@ -147,7 +133,7 @@ def test_ctrl_c_twice_ends_at_once_without_half_a_record(tmp_path, start_runner)
     assert runner.end(60)[0] == 130
     assert time.monotonic() - begin < 20
     assert len(records_on_disk(folder)) == 4
-    wait_for(lambda: all(is_gone(worker) for worker in workers), 10)
+    wait_for(lambda: all(is_gone(worker) for worker in workers))
 
 
 def test_a_second_runner_is_refused_and_the_first_not_disturbed(tmp_path, start_runner):
@@ -175,5 +161,5 @@ def test_what_left_the_session_of_a_worker_does_not_outlive_a_killed_runner(tmp_
     wait_for(lambda: len(workers_of(runner.pid)) >= 3)
     runner.process.kill()
     runner.end()
-    wait_for(lambda: all(is_gone(each) for each in workers_of(runner.pid)), 10)
+    wait_for(lambda: all(is_gone(each) for each in workers_of(runner.pid)))
     assert len(records_on_disk(folder)) == 1

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from attn_zoo import api
 from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.kinds.accuracy import TrainingForecast
 from attn_zoo.matrix.plan.expand import make_plan, require_devices
@@ -126,6 +128,17 @@ def test_processes_that_train_together_are_part_of_the_key_and_need_enough_of_ev
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match="expected at most 1, the GPUs of this machine; got 2"):
         require_devices(gpus)
+
+
+def test_too_few_devices_end_a_run_before_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_zoo.matrix.plan.expand.num_cores", lambda: 1)
+    group = {"variants": ["fake_train_ok"], "task": "fake_task", "device": "cpu", "overrides": TINY_TRAINING, **RANKS}
+    for call in (api.plan, partial(api.run, out=tmp_path / "run", progress=False)):
+        with pytest.raises(ConfigError, match="expected at most 1, the CPU cores") as caught:
+            call({"name": "x", "accuracy": [group]})
+        assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
+    assert api.plan({"name": "x", "accuracy": [group]}, is_remote=True).cells
 
 
 def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch):

@@ -56,6 +56,21 @@ def test_a_cell_that_was_measured_twice_is_refused(tmp_path):
     assert not (tmp_path / "all").exists()
 
 
+def test_repeats_that_were_begun_are_taken_over_each_once(tmp_path):
+    first, second = shard(tmp_path / "1", [512]), shard(tmp_path / "2", [1024])
+    parts = [scaling("full", 2048, 10.0 + number) for number in range(3)]
+    for folder, kept in ((first, parts[:1]), (second, parts[:2])):
+        for number, record in enumerate(kept, 1):
+            Store(folder).repeats.write(record, number)
+    Store(second).repeats.write(scaling("full", 512), 1)  # complete in the first
+    merged = Store(merge([first, second], tmp_path / "all"))
+    assert merged.repeats.count() == {parts[0].cell.key: 2}
+    assert merged.repeats.read(parts[0].cell.key) == parts[:2]
+    Store(first).repeats.write(parts[2], 2)
+    with pytest.raises(ConfigError, match=r"L2048.* was measured in .*1 and in .*2"):
+        merge([first, second], tmp_path / "other")
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

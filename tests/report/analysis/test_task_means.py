@@ -66,6 +66,7 @@ def test_one_task_metrics_of_another_kind_and_other_protocols_make_no_overview(t
     bits = runs("b", {"full": 2.0, "bigbird": 2.1}, score={"metric": "bits_per_byte"})
     assert overviews(tmp_path / "bits", runs("a", values) + bits) == ()
     assert overviews(tmp_path / "other", runs("a", values) + runs("b", values, protocol="long")) == ()
+    assert overviews(tmp_path / "ranks", runs("a", values) + runs("b", values, data_parallel=2)) == ()
 
 
 def test_overrides_may_differ_between_tasks_but_a_task_is_never_counted_twice(tmp_path):
@@ -89,3 +90,10 @@ def test_self_pretrained_tasks_are_not_averaged_with_others(tmp_path):
     values = {"full": 0.4, "bigbird": 0.3}
     records = runs("a", values) + runs("b", values, score={"pretrain": "masked"}, overrides={"pretrain": "masked"})
     assert overviews(tmp_path, records) == ()
+
+
+def test_a_protocol_whose_name_begins_another_one_needs_no_number(tmp_path):
+    scores = {"full": 0.4, "bigbird": 0.3}
+    records = runs("a", scores, protocol="cpu-small") + runs("b", scores, protocol="cpu-small")
+    records += runs("b", scores, protocol="cpu") + runs("c", scores, protocol="cpu")
+    assert [each.name for each in overviews(tmp_path, records)] == ["tasks-accuracy-cpu-small", "tasks-accuracy-cpu"]

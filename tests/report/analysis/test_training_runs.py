@@ -83,6 +83,14 @@ def test_trials_of_all_variants_stand_in_one_group_and_other_overrides_do_not(tm
     assert sorted(one.setting.changes.get("num_steps", 0) for one in found) == [0, 10, 20]
 
 
+def test_times_of_unlike_numbers_of_processes_do_not_meet(tmp_path):
+    records = [accuracy(name, 0, 0.5, data_parallel=ranks) for name in ("full", "bigbird") for ranks in (1, 4)]
+    groups = analysed(tmp_path, records).accuracy
+    assert [(group.setting.data_parallel, len(group.scores)) for group in groups] == [(1, 2), (4, 2)]
+    assert ["4 processes" in group.how for group in groups] == [False, True]
+    assert len({group.name for group in groups}) == 2
+
+
 def test_unequal_trials_are_a_warning(tmp_path):
     records = tuned("full", {1e-3: (0.5,), 1e-2: (0.6,), 3e-2: (0.6,)})
     records += tuned("bigbird", {1e-3: (0.5,)})

@@ -1,13 +1,15 @@
 """End whatever came of a worker process, also what left its session, and also when the one who watches it is killed.
 
 A worker carries a mark in its environment, which all that it starts inherits, wherever they go. A worker itself dies
-with its supervisor; what it has started is ended by a keeper, a small process that waits for the supervisor's end.
-This file is the keeper's program too, so it imports nothing of this package.
+with its supervisor; what it has started is ended by a keeper, a small process that waits for the supervisor's end, and
+removes what that would have left on the disk. This file is the keeper's program too, so it imports nothing of this
+package.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ VARIABLE = "ATTN_ZOO_WORKER"
 """Of the environment: the mark."""
 
 _ROUNDS = 5
+_DONE = b"done"
 
 
 def _marked(mark: str) -> list[int]:
@@ -48,28 +51,35 @@ class Keeper:
 
     Args:
         mark: that the marks of all workers begin with.
+        scratch: folder to remove then.
     """
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, scratch: str | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, mark],
+            [sys.executable, "-I", "-S", __file__, mark, *([scratch] if scratch else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._process.wait()  # that forked the keeper
 
     def close(self) -> None:
         """End it: every worker was ended by whoever watched it."""
-        self._process.kill()
-        self._process.communicate()
+        with suppress(BrokenPipeError):  # somebody killed it
+            self._process.communicate(_DONE)
 
 
 def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sys.stdin.buffer.read()  # until whoever holds the other end is gone
+    if os.fork():  # Ray kills the children of a process that it ends
+        return
+    if sys.stdin.buffer.read() == _DONE:  # else whoever holds the other end is gone
+        return
     end_marked(sys.argv[1])
+    for scratch in sys.argv[2:]:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import attn_zoo
+from attn_zoo.matrix.drive.engines.descendants import Keeper
 from attn_zoo.matrix.drive.machine_ceilings import measure_subjects, subjects_of
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
@@ -134,6 +135,7 @@ class NodeAgent:
     ) -> None:
         self._room, self._package = room, package
         self._folder = tempfile.TemporaryDirectory(prefix="attn-zoo-", ignore_cleanup_errors=True)
+        self._keeper = Keeper(self._folder.name, self._folder.name)
         folder = Path(self._folder.name)
         for name, text in files.items():
             path = folder / "sources" / name
@@ -184,6 +186,7 @@ class NodeAgent:
     def close(self) -> None:
         """Remove what is on this node's disk."""
         self._folder.cleanup()
+        self._keeper.close()
 
     def _serve(self) -> None:
         try:

@@ -25,7 +25,7 @@ from attn_zoo.matrix.plan.expand import Plan
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import TINY_TRAINING, prepare_process, tiny_plan, training_plan
-from tests.processes import start_process
+from tests.processes import is_gone, start_process, wait_for
 
 
 class Notes(Control):
@@ -61,9 +61,6 @@ class Notes(Control):
     def finished(self, record):
         self.check()
         self.records.append(record)
-
-    def moved_to(self, environment):
-        self.check()
 
     def say(self, text):
         self.said.append(text)
@@ -248,20 +245,6 @@ def run_it(folder: Path, num_steps: int) -> int:
     return run(slow_plan(num_steps), Store(folder), progress=PlainProgress(), engine=LocalEngine(2)).exit_code
 
 
-def wait_for(condition, limit_s: float = 120.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 @pytest.mark.parametrize("way", ["kill -9", pytest.param("Ctrl-C twice", marks=pytest.mark.slow)])
 def test_a_run_with_several_trainings_can_be_ended_and_goes_on(way, tmp_path):
     folder, num_steps = tmp_path / "run", 30
@@ -282,7 +265,7 @@ def test_a_run_with_several_trainings_can_be_ended_and_goes_on(way, tmp_path):
         runner.kill()
     assert "Traceback" not in (tmp_path / "errors").read_text()
     assert runner.exitcode == (-signal.SIGKILL if way == "kill -9" else 130)
-    wait_for(lambda: all(is_gone(each) for each in started), 10)
+    wait_for(lambda: all(is_gone(each) for each in started))
     store = Store(folder)
     before = {record.cell.key for record in store.records()}
     assert len(before) < 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,30 @@ from attn_zoo.matrix.drive.engines.node_agent import NodeAgent, package_digest
 from attn_zoo.matrix.drive.engines.ray import _sources
 from attn_zoo.records import Record
 from tests.matrix.conftest import TRAINING_FILE, VARIANT_FILE, tiny_plan, training_plan
+from tests.processes import start_process, wait_for
 
 
 def turn_of(*lanes, **fields):
     return {"lanes": [[item.to_dict() for item in lane] for lane in lanes], "prior": [], "ceilings": [], **fields}
+
+
+def wait_on_a_node(note: Path) -> None:
+    """What an agent does that is killed."""
+    agent = NodeAgent({"mine.py": ""}, ["mine.py"], None, 1, package_digest())
+    whole = note.with_suffix(".new")
+    whole.write_text(str(agent._settings.logs.parent))
+    whole.rename(note)
+    time.sleep(600)
+
+
+def test_a_killed_agent_leaves_nothing_on_its_node(tmp_path):
+    process = start_process(wait_on_a_node, note := tmp_path / "note", errors=tmp_path / "errors")
+    wait_for(note.exists)
+    folder = Path(note.read_text())
+    assert (folder / "sources" / "mine.py").exists()
+    process.kill()
+    process.join()
+    wait_for(lambda: not folder.exists())
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import types
 from pathlib import Path
 
@@ -20,17 +19,17 @@ import torch
 from attn_zoo import api
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.drive.engines import ray as engine_module
-from attn_zoo.matrix.drive.engines.ray import RayEngine
+from attn_zoo.matrix.drive.engines.dispatch import Place
+from attn_zoo.matrix.drive.engines.ray import RayEngine, _RayCluster
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.drive.supervise import Control
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.store.store import Store
-from attn_zoo.measure.environment import capture_environment
 from attn_zoo.records import Record
 from attn_zoo.training.checkpoint import read_tensors
 from tests.matrix.conftest import TINY_TRAINING, prepare_process, run_cell, tiny_plan, training_plan
-from tests.processes import start_process
+from tests.processes import is_gone, start_process, wait_for
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
@@ -71,6 +70,7 @@ def cluster(tracker):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "a token of the tests that is long enough")
+        patch.setenv("FAKE_MARK", str(tracker / "go on"))
         patch.delenv("OMP_NUM_THREADS", raising=False)
         # Imported now: it reads these once.
         pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
@@ -83,7 +83,8 @@ def cluster(tracker):
 
 @pytest.fixture
 def second(cluster):
-    """The node beside the head, new for each test."""
+    """The node beside the head, new for each test; what waits for it waits again."""
+    Path(os.environ["FAKE_MARK"]).unlink(missing_ok=True)
     node = cluster.add_node(**NODE)
     yield node
     if node in cluster.worker_nodes:
@@ -102,23 +103,23 @@ def workers_of(node) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition, limit_s: float = 150.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
-
-
 class Killer:
-    """Ends a node, with all its processes, as soon as `condition` holds."""
+    """Ends a node that measures, with all its processes, as soon as `condition` holds; who waits for that goes on."""
 
-    def __init__(self, cluster, node, condition):
+    def __init__(self, cluster, node, condition=lambda: True):
         self.left: list[psutil.Process] = []
 
-        def work():
-            wait_for(condition)
+        def is_time():
             self.left = workers_of(node)
-            cluster.remove_node(node, allow_graceful=False)
+            return self.left and condition()
+
+        def work():
+            try:
+                wait_for(is_time)
+                self.folders = {Path(f"/proc/{worker.pid}/fd/2").readlink().parents[1] for worker in self.left}
+                cluster.remove_node(node, allow_graceful=False)
+            finally:
+                Path(os.environ["FAKE_MARK"]).touch()
 
         self.thread = threading.Thread(target=work)
 
@@ -129,14 +130,8 @@ class Killer:
     def __exit__(self, *_):
         self.thread.join()
         assert self.left, "nothing ran there"
-        wait_for(lambda: all(is_gone(worker) for worker in self.left), 10)
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        wait_for(lambda: all(is_gone(worker) for worker in self.left))
+        wait_for(lambda: not any(folder.exists() for folder in self.folders))
 
 
 class Lines(Progress):
@@ -154,39 +149,40 @@ def outcomes(store):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # from Ray's own threads and sockets
 def test_a_node_that_is_lost_in_the_middle_of_a_lane_changes_no_record(tmp_path, cluster, second):
-    plan = tiny_plan(["fake_segfault", "fake_slow"], seq_len=[16, 900], isolation="lane")
+    plan = tiny_plan(["fake_segfault", "fake_waits"], seq_len=[900, 1000, 1100], isolation="lane", timeout_s=600)
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
-    run(plan, here)
     lines = Lines()
-    with Killer(cluster, second, lambda: workers_of(second)):
+    with Killer(cluster, second):
         summary = run(plan, there, engine=RayEngine(cluster.address), progress=lines)
     assert summary.left == ()
+    run(plan, here)
     assert outcomes(there) == outcomes(here)
     records = there.records()
     assert any("lost" in text and "under way" in text for text in lines.said)
     assert all(there.log(item.cell.key).is_file() for item in records)
     environments = there.info().environments
-    assert {item.environment for item in records} <= set(environments)
-    for digest in {item.environment for item in records}:
+    assert {item.environment for item in records} == set(environments), "not the driver's"
+    for digest in environments:
         assert "OMP_NUM_THREADS" not in environments[digest].variables, "Ray's own, which changes times"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_training_goes_on_elsewhere_when_its_node_is_lost(tmp_path, cluster, second):
-    overrides = {**TINY_TRAINING, "num_steps": 100, "eval_every": 3}
-    plan = training_plan(["fake_train_told"], seeds=[0, 1], overrides=overrides, threads=1)  # which decide rounding
+    overrides = {**TINY_TRAINING, "num_steps": 40, "eval_every": 3}
+    more = {"threads": 1, "timeout_s": 600}  # the first decide rounding
+    plan = training_plan(["fake_train_told"], seeds=[0, 1], overrides=overrides, **more)
     there = Store(tmp_path / "there")
     keys = [item.cell.key for item in plan.cells]
 
     def is_well_under_way():
-        return workers_of(second) and all(there.log(key).parent.is_dir() and steps_of(there, key) >= 12 for key in keys)
+        return all(steps_of(there, key) >= 12 for key in keys)
 
     with Killer(cluster, second, is_well_under_way):
         summary = run(plan, there, engine=RayEngine(cluster.address))
     assert summary.left == ()
     (again,) = [item for item in there.records() if item.attempt == 2]
-    assert there.log(again.cell.key).read_text().count("step") <= 100 - 12, "it did not begin anew"
+    assert there.log(again.cell.key).read_text().count("step") <= 40 - 12, "it did not begin anew"
     whole = run_cell(again.cell)
     assert again.score is not None
     assert whole.score is not None
@@ -201,15 +197,10 @@ def steps_of(store, key) -> int:
     return 0
 
 
-def run_on(address: str, folder: Path, threads: int, variables: dict[str, str]) -> int:
-    """What a driver does that is killed; a driver with other threads would be another environment.
-
-    The server that forks it may be older than the variables of the cluster.
-    """
-    os.environ.clear()
-    os.environ.update(variables)
+def run_on(address: str, folder: Path) -> int:
+    """What a driver does that is killed; its threads make it another environment, in which nothing is measured."""
     prepare_process()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(torch.get_num_threads() + 1)
     return run(slow_plan(), Store(folder), engine=RayEngine(address)).exit_code
 
 
@@ -222,13 +213,12 @@ def slow_plan():
 def test_a_run_goes_on_after_its_driver_was_killed_or_interrupted(tmp_path, cluster):
     store = Store(tmp_path / "run")
     cells = tmp_path / "run" / "cells"
-    same = torch.get_num_threads(), dict(os.environ)
-    driver = start_process(run_on, cluster.address, store.folder, *same, errors=tmp_path / "errors")
+    driver = start_process(run_on, cluster.address, store.folder, errors=tmp_path / "errors")
     wait_for(lambda: list(cells.glob("*.json")))
     left = workers_of(cluster.head_node)
     driver.kill()
     driver.join()
-    wait_for(lambda: all(is_gone(worker) for worker in left), 30)
+    wait_for(lambda: all(is_gone(worker) for worker in left))
     known = {path.name: path.read_bytes() for path in cells.glob("*.json")}
 
     class Impatient(Progress):
@@ -239,7 +229,7 @@ def test_a_run_goes_on_after_its_driver_was_killed_or_interrupted(tmp_path, clus
     assert (summary.stopped, summary.exit_code) == ("interrupted", 130)
     assert 1 <= summary.new <= 2
     assert summary.left
-    wait_for(lambda: not workers_of(cluster.head_node), 30)
+    wait_for(lambda: not workers_of(cluster.head_node))
     summary = run(slow_plan(), store, engine=RayEngine(cluster.address))
     assert summary.left == ()
     found = {path.name: path.read_bytes() for path in cells.glob("*.json")}
@@ -253,7 +243,7 @@ def test_a_run_goes_on_after_its_driver_was_killed_or_interrupted(tmp_path, clus
 def test_cells_run_again_on_a_cluster_and_its_nodes_send_curves(tmp_path, cluster, tracker, monkeypatch):
     plan, store, sent = training_plan(["fake_train_ok"]), Store(tmp_path / "run"), tmp_path / "sent"
     cell = plan.cells[0].cell
-    with store.writing(plan.matrix.model_dump(mode="json"), capture_environment(), planned=[cell]):
+    with store.writing(plan.matrix.model_dump(mode="json"), None, planned=[cell]):
         store.write(Record(cell=cell, status="timeout"))
     sent.mkdir()
     monkeypatch.syspath_prepend(str(tracker))
@@ -265,6 +255,60 @@ def test_cells_run_again_on_a_cluster_and_its_nodes_send_curves(tmp_path, cluste
     curve = [json.loads(line)[0] for line in (sent / cell.key).read_text().splitlines()]
     assert curve == [entry["step"] for entry in record.score.curve]
     assert len(list((store.folder / "replaced").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_timings_have_a_gpu_to_themselves_and_trainings_share_one(cluster, monkeypatch):
+    """Of a node that says that it has two GPUs: Ray hands out their numbers, whatever is there."""
+
+    class Agent:
+        def __init__(self, *_):
+            pass
+
+        def hello(self):
+            return {"event": "ready", "devices": os.environ["CUDA_VISIBLE_DEVICES"]}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(engine_module, "_actor", lambda: Agent)
+    node = cluster.add_node(**{**NODE, "num_cpus": 4, "num_gpus": 2})
+    engine = RayEngine(cluster.address)
+    engine._connect()
+    try:
+        nodes = _RayCluster(engine._ray, Settings(logs=Path()))
+        (machine,) = [each for each in nodes.machines() if each.num_gpus]
+
+        def devices_of(place, count):
+            agents = [nodes.start(machine, place) for _ in range(count)]
+            devices: dict[object, str] = {}
+            while len(devices) < count:
+                devices.update((agent, event["devices"]) for agent, event in nodes.events(1))
+            for agent in agents:
+                nodes.end(agent)
+            return sorted(devices.values())
+
+        assert devices_of(Place("cuda", is_timed=True), 2) == ["0", "1"]
+        assert devices_of(Place("cuda", is_timed=False, jobs=2), 4) == ["0", "0", "1", "1"]
+        assert not nodes.can_grow()
+    finally:
+        engine._ray.shutdown()
+        cluster.remove_node(node)
+
+
+def test_a_cluster_that_wants_a_token_says_so(monkeypatch):
+    pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        engine = RayEngine(f"127.0.0.1:{server.getsockname()[1]}")
+
+        def init(**_):
+            refused = RuntimeError("ray.exceptions.AuthenticationError: Authentication token is missing")
+            raise ConnectionError("Failed to connect") from refused
+
+        monkeypatch.setattr(engine._ray, "init", init)
+        with pytest.raises(UnsupportedError, match=r"Failed to connect; it wants its token: set RAY_AUTH_MODE=token"):
+            engine.run([(slow_plan().cells, [])], Settings(logs=Path()), Control())
 
 
 def test_an_address_that_does_not_answer_is_said_soon(tmp_path):
