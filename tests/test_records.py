@@ -174,9 +174,13 @@ def test_equal_cells_have_equal_keys_after_a_trip_through_json(cell):
 
 
 def test_a_key_is_made_once_and_no_copy_inherits_it(monkeypatch):
-    read = []
-    values = Cell.values
-    monkeypatch.setattr(Cell, "values", lambda self: read.append(self) or values(self))
+    read, values = [], Cell.values
+
+    def noting(self):
+        read.append(self)
+        return values(self)
+
+    monkeypatch.setattr(Cell, "values", noting)
     cell = replace(CELL, seed=77)
     assert cell.key == cell.key
     assert read == [cell]

@@ -140,9 +140,13 @@ def test_two_processes_that_tell_nothing_give_a_finite_interval():
 
 def test_draws_are_made_once_for_all_samples_of_the_same_sizes(monkeypatch):
     """A folder of 100 000 records has few sizes, and drawing takes ten times as long as all the rest."""
-    made = []
-    real = medians.np.random.default_rng
-    monkeypatch.setattr(medians.np.random, "default_rng", lambda seed: made.append(seed) or real(seed))
+    made, real = [], np.random.default_rng
+
+    def noting(seed):
+        made.append(seed)
+        return real(seed)
+
+    monkeypatch.setattr(np.random, "default_rng", noting)
     medians._draws.cache_clear()
     rng = np.random.default_rng(3)
     made.clear()

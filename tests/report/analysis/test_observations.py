@@ -154,9 +154,12 @@ def test_a_summary_is_made_anew_only_where_it_is_not_the_one_of_today(tmp_path, 
         timing = replace(record.timing, samples_ms=samples, process_sizes=sizes, **summary)
         records.append(replace(record, timing=timing))
     made = []
-    monkeypatch.setattr(
-        "attn_zoo.report.analysis.observations.time_summary", lambda *args: made.append(args) or time_summary(*args)
-    )
+
+    def noting(*args):
+        made.append(args)
+        return time_summary(*args)
+
+    monkeypatch.setattr("attn_zoo.report.analysis.observations.time_summary", noting)
     found = read_results([write_run(tmp_path / "run", records)])
     assert made == [(samples, sizes)]
     for one in found.observations:
