@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,17 +55,119 @@ def _sources(task: str | None, level: str | None) -> dict[str, Source]:
     return sources
 
 
+_SPLITS = ("train", "validation", "test")
+
+
+def _levels(data_dir: Path | None) -> list[dict[str, Any]]:
+    """Return what is known of each level of each task without making data.
+
+    Each has `task`, `level`, `kind`, `sizes` by split (of generated levels; those of files are known when they are
+    read), `data` (`generated`, `here` or `missing`); and for levels with files `folder` (None where they are missing),
+    `source`, `missing`, `hint`, `terms`, `num_bytes`, `is_fetchable`.
+    """
+    from attn_zoo.registry import tasks
+
+    rows = []
+    for name in tasks:
+        for level, config in tasks[name].levels.items():
+            row = {"task": name, "level": level, "kind": tasks[name](level, data_dir=data_dir).spec.kind}
+            source = tasks[name].source(level)
+            if source is not None:
+                rows.append({**row, "sizes": {}, **_files(source, data_dir)})
+                continue
+            counted = {split: _count(asdict(config), f"num_{split}") for split in _SPLITS}
+            sizes = {split: count for split, count in counted.items() if count is not None}
+            rows.append({**row, "sizes": sizes, "data": "generated"})
+    return rows
+
+
+def _files(source: Source, data_dir: Path | None) -> dict[str, Any]:
+    folder = source.found(data_dir)
+    return {
+        "data": "missing" if folder is None else "here",
+        "folder": None if folder is None else str(folder),
+        "source": source.name,
+        "missing": source.missing(data_dir),
+        "hint": source.hint,
+        "terms": source.terms,
+        "num_bytes": source.num_bytes,
+        "is_fetchable": source.is_fetchable,
+    }
+
+
+def _count(described: object, field: str) -> int | None:
+    """Return the sum of a field over a level's description, whose parts may be nested; None where it has none."""
+    if isinstance(described, dict):
+        own = described.get(field)
+        counts = [own if isinstance(own, int) else None, *(_count(part, field) for part in described.values())]
+    elif isinstance(described, list | tuple):
+        counts = [_count(part, field) for part in described]
+    else:
+        return None
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _short(count: int) -> str:
+    """Return a count in four characters at most."""
+    if count < 1000:
+        return str(count)
+    return f"{count / 1000:.2g}k" if count < 9_950 else f"{count / 1000:.0f}k"
+
+
+def table_rows(levels: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return the cells of a table: task (once), level, kind, rounded sizes, data."""
+    rows: list[tuple[str, ...]] = []
+    previous = ""
+    for row in levels:
+        sizes = "/".join(_short(row["sizes"][split]) if split in row["sizes"] else "-" for split in _SPLITS)
+        task = "" if row["task"] == previous else row["task"]
+        kind = row["kind"].replace("token_classification", "token classes").replace("_", " ")
+        rows.append((task, row["level"], kind, sizes if row["sizes"] else "-", row["data"]))
+        previous = row["task"]
+    return rows
+
+
+def _hints(levels: list[dict[str, Any]]) -> list[str]:
+    """Return where the files are that are here, and how to get those that are missing: a block for each source."""
+    firsts: dict[tuple[str, str], dict[str, Any]] = {}  # of the levels that share a source
+    for row in levels:
+        if "source" in row:
+            firsts.setdefault((row["task"], row["source"]), row)
+    num_sources = Counter(task for task, _ in firsts)
+    lines: list[str] = []
+    for (task, source), first in firsts.items():
+        lines += ["", *_wrapped(f"{task}: {source}, {first['data']}", "")]
+        if first["folder"]:
+            lines.append(f"  in {first['folder']}")
+            continue
+        lines += _wrapped(f"missing {', '.join(first['missing'])}")
+        lines += _wrapped(first["hint"])
+        command = f"attn-zoo data fetch {task}" + (f" --level {first['level']}" if num_sources[task] > 1 else "")
+        if first["is_fetchable"] and command not in first["hint"]:
+            size = f"  ({first['num_bytes'] / 1e6:,.0f} MB)" if first["num_bytes"] else ""
+            lines += _wrapped(f"{command}{size}")
+        if first["terms"]:
+            lines += _wrapped(f"terms: {first['terms']}")
+    return lines
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    """Return lines of at most 79 characters, without breaking words."""
+    return textwrap.wrap(
+        text, 79, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 @data.command("list")
 def list_command(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tasks, their levels, and whether their data are here. Touches no network and makes no data."""
-    from attn_zoo.tasks.sources.manifest import describe_levels, hints, table_rows
-
-    levels = describe_levels(data_dir)
+    levels = _levels(data_dir)
     if as_json:
         console.print_json(levels)
         return
     console.print_table("", ("task", "level", "kind", "train/val/test", "data"), table_rows(levels))
-    for line in hints(levels):
+    for line in _hints(levels):
         console.say(line)
 
 
@@ -113,6 +218,44 @@ def fetch_command(
         fetch(source, data_dir=data_dir, force=force, say=console.say)
 
 
+def _verdict(source: Source, data_dir: Path | None, *, record: bool) -> dict[str, Any]:
+    """Return how the files of a source compare with the manifest beside them; `record` writes one where there is none.
+
+    Returns:
+        `source`, `folder`, `verdict` (one sentence), `details` (lines), `is_bad` (whether a file is not as it should
+        be; missing data that were never fetched are not).
+
+    Raises:
+        ConfigError: a manifest or file cannot be read.
+        FolderError: a manifest cannot be written.
+    """
+    from attn_zoo.tasks.sources.manifest import MANIFEST, describe, read_manifest, verify, write_manifest
+
+    noted = (at for at in source.folders(data_dir) if (at / MANIFEST).is_file())
+    folder = source.found(data_dir) or next(noted, None)
+    answer: dict[str, Any] = {"source": source.name, "folder": None, "details": [], "is_bad": False}
+    if folder is None:
+        return {**answer, "verdict": f"{source.name} is not here"}
+    answer["folder"] = str(folder)
+    known = read_manifest(folder)
+    if source.found(data_dir) is not None:
+        paths = {path.relative_to(folder).as_posix(): path for path in source.locate(data_dir).values()}
+        new = {name: path for name, path in paths.items() if known is None or name not in known}
+        if new and record:
+            write_manifest(folder, {name: describe(path, "local") for name, path in new.items()})
+            return {**answer, "verdict": f"recorded {', '.join(new)} in {folder / MANIFEST}"}
+        if new:
+            verdict = f"{', '.join(new)} in {folder} are in no {MANIFEST} to compare with (--record writes one)"
+            return {**answer, "verdict": verdict}
+    result = verify(folder)
+    if result.is_good:
+        verdict = f"{len(result.good)} files in {folder} are as recorded"
+    else:
+        way = "; attn-zoo data fetch --force fetches them again" if source.is_fetchable else ""
+        verdict = f"files in {folder} are not as recorded{way}"
+    return {**answer, "verdict": verdict, "details": result.sentences(), "is_bad": not result.is_good}
+
+
 @data.command("verify")
 def verify_command(
     task: Annotated[str | None, typer.Argument(help="Name of a task; by default all.", show_default=False)] = None,
@@ -122,12 +265,10 @@ def verify_command(
     as_json: AsJson = False,
 ) -> None:
     """Compare data files with their manifests; exit code 1 if one is missing, cut short or changed."""
-    from attn_zoo.tasks.sources.manifest import verify_source
-
     if level is not None and task is None:
         raise ConfigError("--level", [("", "expected a task before it")])
     sources = _sources(task, level)
-    states: dict[str, Any] = {name: verify_source(source, data_dir, record=record) for name, source in sources.items()}
+    states: dict[str, Any] = {name: _verdict(source, data_dir, record=record) for name, source in sources.items()}
     if as_json:
         console.print_json(states)
     elif not states:

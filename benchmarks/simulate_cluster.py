@@ -157,6 +157,9 @@ class SimulatedCluster(Cluster):
     def wish(self, shares: Sequence[tuple[float, float]]) -> None:
         self.wishes.append(shares)
 
+    def can_grow(self) -> bool:
+        return False
+
 
 ENVIRONMENT = Environment(host="simulated", platform="", cpu="", num_cores=16, memory_bytes=2**37, threads=16)
 

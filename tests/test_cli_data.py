@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from attn_zoo import cli
+from attn_zoo.cli_data import table_rows
 from attn_zoo.registry import tasks
-from attn_zoo.tasks.sources.manifest import MANIFEST, table_rows
+from attn_zoo.tasks.sources.manifest import MANIFEST
 from attn_zoo.tasks.sources.source import Source
 from tests.tasks.sources.local_server import serve
 

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attn_zoo.conformance.tolerance import expect_close, rounding
 from attn_zoo.metadata import Form
 
 
@@ -101,6 +102,10 @@ class Inputs:
         mask = None if self.key_padding_mask is None else self.key_padding_mask[index]
         return replace(self, tensors=tuple(tensor[index] for tensor in self.tensors), key_padding_mask=mask)
 
+    def entry(self, index: int) -> Inputs:
+        """Return one entry as a batch of its own."""
+        return self.entries(slice(index, index + 1))
+
     def repeated(self, count: int) -> Inputs:
         """Return `count` copies of the first entry as one batch."""
         return self.entries(torch.zeros(count, dtype=torch.long, device=self.tensors[0].device))
@@ -122,6 +127,11 @@ class Inputs:
             sizes.append(f"S={self.key_len}")
         sizes.append(f"{'D' if self.form == 'attention' else 'E'}={first.shape[-1]}")
         return ", ".join([*parts, f"{' '.join(sizes)} {str(first.dtype).removeprefix('torch.')}"])
+
+
+def expect_same(inputs: Inputs, actual: Tensor, expected: Tensor, message: str, detail: str = "") -> None:
+    """Raise `Violation` where two results of a call differ by more than sums in another order do."""
+    expect_close(actual, expected, rounding(expected, inputs.num_terms), message, inputs.words() + detail)
 
 
 def padded_rows(tensor: Tensor, mask: Tensor) -> Tensor:

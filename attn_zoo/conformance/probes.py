@@ -174,12 +174,7 @@ def probe_mixer(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ..
 
 
 def probe_autocast(subject: Subject, seq_len: int, mask: MaskKind) -> tuple[str, ...]:
-    """Compare a new module of the subject under autocast to bfloat16, as it trains, with the same without.
-
-    Args:
-        subject: in float32, as the weights.
-        seq_len: of the call.
-        mask: of the call.
+    """Compare a new module of the subject, in float32, under autocast to bfloat16, as it trains, with the same without.
 
     Raises:
         GateError: outputs or gradients differ by more than the roundings of bfloat16.
@@ -228,7 +223,7 @@ def _short_len(first: FirstCall) -> int:
 @torch.no_grad()
 def _reference(first: FirstCall) -> list[str]:
     """Compare the first sequence with the readable reference."""
-    inputs, module = first.inputs.entries(slice(0, 1)).map(torch.Tensor.detach), first.module
+    inputs, module = first.inputs.entry(0).map(torch.Tensor.detach), first.module
     pairs = module.build.num_heads * inputs.query_len * inputs.key_len
     dtype = inputs.tensors[0].dtype  # of 16 bits, then it is computed twice
     if is_own_reference(module) or pairs * (1 + is_half(dtype)) > REFERENCE_PAIRS:

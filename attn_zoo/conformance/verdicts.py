@@ -60,10 +60,6 @@ def known() -> dict[str, dict[str, Any]]:
 
 
 def learn(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Remember verdicts of other processes of the same run, on the same machine and the same sources.
-
-    Args:
-        found: from `known`.
-    """
+    """Remember what `known` said in other processes of the same run, on the same machine and the same sources."""
     for key, data in found.items():
         _verdicts[key] = Verdict(held=tuple(data["held"]), failed=data["failed"], message=data["message"])

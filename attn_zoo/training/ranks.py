@@ -75,7 +75,8 @@ class Ranks:
         """Overwrite tensors by those of the first rank."""
         for tensor in tensors if self.size > 1 else ():
             there = tensor.detach().contiguous()
-            _do(dist.broadcast, there, src=0)
+            with _blaming_others():
+                dist.broadcast(there, src=0)
             if not torch.equal(there, tensor):
                 tensor.detach().copy_(there)
 
@@ -120,7 +121,8 @@ class Ranks:
 
     def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         there = tensor.to(self.device)
-        _do(dist.all_reduce, there, op=how)
+        with _blaming_others():
+            dist.all_reduce(there, op=how)
         return there.cpu() if tensor.device.type == "cpu" else there
 
 
@@ -128,10 +130,11 @@ ALONE = Ranks()
 """One process."""
 
 
-def _do(collective: object, tensor: Tensor, **how: object) -> None:
-    assert callable(collective)
+@contextmanager
+def _blaming_others() -> Iterator[None]:
+    """Raise `LostRankError` where the messages between ranks fail."""
     try:
-        collective(tensor, **how)
+        yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # which raises plain ones
             raise LostRankError(str(error)) from error
@@ -156,9 +159,11 @@ def joined_ranks(cell: Cell) -> Iterator[Ranks]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # "cuda" means this one from here on
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=_PATIENCE, device_id=device if device.type == "cuda" else None)
-    try:
-        yield Ranks(rank, size, device)
-    finally:
+    is_new = not dist.is_initialized()
+    if is_new:
+        backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        with _blaming_others():
+            dist.init_process_group(backend, timeout=_PATIENCE, device_id=own)
+    yield Ranks(rank, size, device)
+    if is_new:  # not after an error: NCCL would wait for the others, and torchrun for this one
         dist.destroy_process_group()

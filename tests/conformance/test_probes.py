@@ -264,7 +264,7 @@ def test_a_model_is_probed_at_its_own_length():
 
 
 def test_repeats_leave_the_probes_to_the_first_process(monkeypatch):
-    def refuse(first: object) -> tuple[str, ...]:
+    def refuse(first: object, *, is_known: bool) -> tuple[str, ...]:
         raise AssertionError("probed")
 
     monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.probe", refuse)

@@ -56,7 +56,7 @@ def _gradients_reach_every_parameter(subject: Subject) -> Finding:
 def _expect_slopes(module: Module, inputs: Inputs, found: Mapping[str, Tensor | None]) -> None:
     """Compare each gradient with a central difference along one random direction, which a lost share changes."""
     for name in found:
-        slopes = _wrong_slope(module, inputs, {name: found[name]})
+        slopes = wrong_slope(module, inputs, {name: found[name]})
         if slopes is not None:
             what = "is lost" if slopes.claimed == 0 else "is wrong"
             raise Violation(f"the gradient of {name} {what}", f"{inputs.words()}: {slopes}")
@@ -65,7 +65,7 @@ def _expect_slopes(module: Module, inputs: Inputs, found: Mapping[str, Tensor | 
 def _expect_slope(module: Module, inputs: Inputs) -> None:
     """Compare all gradients at once, along one direction of all inputs and parameters: two calls more."""
     found = gradients(module, inputs).by_name
-    slopes = _wrong_slope(module, inputs, found)
+    slopes = wrong_slope(module, inputs, found)
     if slopes is not None:
         _expect_slopes(module, inputs, found)  # which one?
         raise Violation("the gradients of inputs and parameters together are wrong", f"{inputs.words()}: {slopes}")
@@ -79,7 +79,12 @@ class _Slopes(NamedTuple):
         return f"it says a slope of {self.claimed:.4g}, a finite difference says {self.measured:.4g}"
 
 
-def _wrong_slope(module: Module, inputs: Inputs, found: Mapping[str, Tensor | None]) -> _Slopes | None:
+def wrong_slope(
+    module: Module,
+    inputs: Inputs,
+    found: Mapping[str, Tensor | None],
+    run: Callable[[Module, Inputs], tuple[Tensor, ...]] = results,
+) -> _Slopes | None:
     """Return both slopes along a random direction of some leaves where they differ, or None.
 
     An output may jump or have a kink (a choice by the data, a rectifier). A difference across one says nothing: it
@@ -89,6 +94,7 @@ def _wrong_slope(module: Module, inputs: Inputs, found: Mapping[str, Tensor | No
         module: in float64.
         inputs: of the call.
         found: the gradients of the leaves to move.
+        run: as in `gradients`.
     """
     inputs = inputs.map(torch.Tensor.clone)
     leaves = dict(zip(inputs.names, inputs.tensors, strict=True))
@@ -100,7 +106,7 @@ def _wrong_slope(module: Module, inputs: Inputs, found: Mapping[str, Tensor | No
     def value(directions: Mapping[str, Tensor], step: float) -> float:
         for name, leaf in moved.items():
             leaf.copy_(originals[name] + step * directions[name])
-        return float(objective(*results(module, inputs)))
+        return float(objective(*run(module, inputs)))
 
     for attempt in range(NUM_DIRECTIONS):
         directions = {

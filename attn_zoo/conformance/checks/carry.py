@@ -63,7 +63,7 @@ def _carry(subject: Subject) -> Finding:
 
 
 def _expect_independence(mixer: AbstractMixer, inputs: Inputs, carry: Tensor) -> None:
-    alone = results(mixer, inputs.entries(slice(0, 1)))[1]
+    alone = results(mixer, inputs.entry(0))[1]
     mask, allowed = inputs.key_padding_mask, rounding(carry, inputs.num_terms)
     message = "an entry's carry depends on the other entries of the batch"
     expect_close(alone[0], carry[0], allowed, message, inputs.words())

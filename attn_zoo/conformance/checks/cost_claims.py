@@ -96,7 +96,7 @@ def _visible_products(module: Module, inputs: Inputs) -> float:
     if not isinstance(module, AbstractAttention):
         return math.inf
     # Small queries give every key that is seen a weight above zero.
-    query, key, value = inputs.entries(slice(0, 1)).map(lambda tensor: 0.1 * tensor).tensors
+    query, key, value = inputs.entry(0).map(lambda tensor: 0.1 * tensor).tensors
     try:
         weights = effective_weights(AttentionCall(module, query, key, value)).weights
     except UnsupportedError:

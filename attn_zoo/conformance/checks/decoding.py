@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.inputs import Inputs, expect_same
 from attn_zoo.conformance.subject import Module, Subject, call, read_positions, routing_of
 from attn_zoo.conformance.tolerance import expect_close, is_half, rounding
 from attn_zoo.errors import UnsupportedError
@@ -121,10 +121,9 @@ def _expect_long(subject: Subject, build: BuildContext) -> None:
     module, inputs, start = _started(subject, context, subject.inputs(context, length, batch_size=1))
     expected = call(module, inputs)
     tolerance = rounding(expected, inputs.num_terms)
-    message = "decoding differs from the causal forward"
     for position, (output, _) in enumerate(_read(module, inputs, [(range(length), False)], start())):
         row, words = expected[..., position : position + 1, :], f"{inputs.words()}: step {position}"
-        expect_close(output, row, tolerance, message, words)
+        expect_close(output, row, tolerance, "decoding differs from the causal forward", words)
 
 
 @torch.no_grad()
@@ -216,9 +215,9 @@ def _expect_turns(*sequences: Sequence) -> None:
         module, inputs, _ = sequences[number]
         at = done[number]
         output, states[number] = read_positions(module, inputs, range(at, at + 1), states[number], at_once=False)
-        before, message = expected[number][at], "sequences that are decoded in turns disturb each other"
-        words = f"{inputs.words()}: step {at} of one, with {done} steps read of each"
-        expect_close(output, before, rounding(before, inputs.num_terms), message, words)
+        message = "sequences that are decoded in turns disturb each other"
+        detail = f": step {at} of one, with {done} steps read of each"
+        expect_same(inputs, output, expected[number][at], message, detail)
         done[number] += 1
 
 
@@ -228,8 +227,7 @@ def _expect_value(sequence: Sequence, other: Inputs) -> None:
     expected, state = _stepped(sequence, inputs.query_len)[0], start()
 
     def expect(output: Tensor, before: Tensor, what: str) -> None:
-        message, words = "a state that is used again has changed", f"{inputs.words()}: {what}"
-        expect_close(output, before, rounding(before, inputs.num_terms), message, words)
+        expect_same(inputs, output, before, "a state that is used again has changed", f": {what}")
 
     for at, before in enumerate(expected):
         here = range(at, at + 1)
@@ -265,8 +263,7 @@ def _expect_parameters_read(subject: Subject, build: BuildContext, sequence: Seq
     target.load_state_dict(source.state_dict())
     expected, outputs = (_stepped((module, inputs, start), inputs.query_len)[0] for module in (source, target))
     for at, (output, before) in enumerate(zip(outputs, expected, strict=True)):
-        message, words = "steps do not use the parameters that were loaded", f"{inputs.words()}: step {at}"
-        expect_close(output, before, rounding(before, inputs.num_terms), message, words)
+        expect_same(inputs, output, before, "steps do not use the parameters that were loaded", f": step {at}")
 
 
 @check("the decode state has the size that is claimed, and a recurrent one does not grow")

@@ -80,7 +80,7 @@ def _num_keys(inputs: Inputs) -> int:
 
 def _probe(inputs: Inputs) -> Inputs:
     """Return the first entry; in attention form its values are ones, each in the features of one key."""
-    inputs, length = inputs.entries(slice(0, 1)), inputs.key_len
+    inputs, length = inputs.entry(0), inputs.key_len
     if inputs.form == "mixer":
         return inputs
     query, key, value = inputs.tensors
@@ -164,15 +164,7 @@ def expect_sound_draws(module: Module, inputs: Inputs, unit: DropoutUnit) -> boo
 
 
 def _draws(plain: Module, module: Module, probe: Inputs, unit: DropoutUnit, rate: float, copies: int) -> _Draws:
-    """Draw twice at one rate.
-
-    Args:
-        plain: without dropout.
-        module: the same with it.
-        probe: of the calls.
-        unit: that is declared.
-        rate: of the module.
-        copies: of the probe in a call.
+    """Draw twice from a module that drops at `rate`, with copies of the probe in a call; `plain` is it without dropout.
 
     Raises:
         Violation: nothing is dropped, or in evaluation too, or something else than is declared.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, random_like
+from attn_zoo.conformance.inputs import Inputs, expect_same, random_like
 from attn_zoo.conformance.lengths import block_sizes
 from attn_zoo.conformance.subject import Module, Subject, gradients, infer, weighted_sum
 from attn_zoo.conformance.tolerance import error_by_row, expect_close, largest, rounding
@@ -40,12 +40,10 @@ def _batch_invariance(subject: Subject) -> Finding:
 
 
 def _expect_alone(module: Module, inputs: Inputs, entry: int, together: Tensor, mode: str = "evaluation") -> None:
-    alone, words = (
-        inputs.entries(slice(entry, entry + 1)),
-        f"{inputs.words()}, {mode}: entry {entry}, when it was alone",
-    )
+    alone, allowed = infer(module, inputs.entry(entry))[0], rounding(together, inputs.num_terms)
     message = "an entry's output depends on the other entries of the batch"
-    expect_close(infer(module, alone)[0], together[entry], rounding(together, inputs.num_terms), message, words)
+    words = f"{inputs.words()}, {mode}: entry {entry}, when it was alone"
+    expect_close(alone, together[entry], allowed, message, words)
 
 
 def _expect_batch_invariance(module: Module, inputs: Inputs, mode: str) -> None:
@@ -53,9 +51,8 @@ def _expect_batch_invariance(module: Module, inputs: Inputs, mode: str) -> None:
     for entry in range(inputs.batch_size):
         _expect_alone(module, inputs, entry, together, mode)
     order = torch.arange(inputs.batch_size - 1, -1, -1, device=together.device)
-    message, words = "permuting the batch does not permute the outputs", f"{inputs.words()}, {mode}: the batch reversed"
-    allowed = rounding(together, inputs.num_terms)
-    expect_close(infer(module, inputs.entries(order)), together[order], allowed, message, words)
+    message, detail = "permuting the batch does not permute the outputs", f", {mode}: the batch reversed"
+    expect_same(inputs, infer(module, inputs.entries(order)), together[order], message, detail)
     found = gradients(module, inputs, weigh=lambda output: weighted_sum(output[0])).by_name
     for name in inputs.names:
         gradient = found[name]
@@ -93,8 +90,8 @@ def _expect_permutation(module: Module, inputs: Inputs) -> None:
     expected, output = infer(module, inputs), infer(module, replace(inputs, tensors=tuple(tensors)).under(mask))
     if inputs.is_shared:  # keys are queries: the outputs move along
         expected = expected[..., order, :]
-    allowed, words = rounding(expected, inputs.num_terms), f"{inputs.words()}: keys and values permuted together"
-    expect_close(output, expected, allowed, "the order of keys matters without positions", words)
+    message, detail = "the order of keys matters without positions", ": keys and values permuted together"
+    expect_same(inputs, output, expected, message, detail)
 
 
 def _positions(length: int, count: int) -> list[int]:
@@ -147,10 +144,8 @@ def _expect_causal(module: Module, subject: Subject, build: BuildContext, length
     output = infer(module, replace(batch, tensors=tuple(tensors)))
     tolerance = rounding(output[0], single.num_terms)  # a row's place decides in which order its sums run
     for entry, position in enumerate(positions, start=1):
-        past = slice(position - offset)
-        by_row = (
-            error_by_row(output[entry, ..., past, :], output[0, ..., past, :]).reshape(-1, position - offset).amax(0)
-        )
+        seen, unchanged = (output[index, ..., : position - offset, :] for index in (entry, 0))
+        by_row = error_by_row(seen, unchanged).reshape(-1, position - offset).amax(0)
         if not float(by_row.max()) <= tolerance:
             row = int((by_row > tolerance).nonzero()[0])
             raise Violation(
@@ -211,7 +206,7 @@ def _expect_causal_gradient(module: Module, batch: Inputs, positions: list[int],
             if gradient is not None and largest(gradient[entry, ..., start:, :]) > 0:
                 raise Violation(
                     "a past output sends a gradient to a future token",
-                    f"{batch.entries(slice(0, 1)).words()}: outputs before {cut - offset}, {name} from {start} on",
+                    f"{batch.entry(0).words()}: outputs before {cut - offset}, {name} from {start} on",
                 )
 
 

@@ -102,15 +102,9 @@ def _expect_probe(module: Module, truth_module: Module, inputs: Inputs, *, has_s
 
 
 def _expect_slope(found: Sequence[Tensor | None], directions: Sequence[Tensor], slope: float, inputs: Inputs) -> None:
-    """Compare gradients in a working dtype with the slope of the reference in float64.
+    """Compare gradients of the inputs in a working dtype with the slope of the reference in float64 along directions.
 
     A random direction keeps the size of an error, so what rounding explains is a share of the gradients' norm.
-
-    Args:
-        found: the gradients of the inputs.
-        directions: in which each input moved.
-        slope: of the reference.
-        inputs: of the call.
     """
     claimed, square = 0.0, 0.0
     for gradient, direction in zip(found, directions, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, padded_rows, random_like, random_tensor
+from attn_zoo.conformance.inputs import Inputs, expect_same, padded_rows, random_like, random_tensor
 from attn_zoo.conformance.subject import Module, Subject, gradients, infer, weighted_sum
 from attn_zoo.conformance.tolerance import expect_close, largest, rounding, same_shape_tolerance
 
@@ -58,9 +58,8 @@ def _padding_content(subject: Subject) -> Finding:
         for length in subject.lengths:
             module = subject.module(build, seq_len=length)
             plain, *padded = subject.calls(build, length)
-            expected, message = infer(module, plain), "a mask that hides nothing changes the output"
-            allowed = rounding(expected, plain.num_terms)
-            expect_close(infer(module, plain.unpadded()), expected, allowed, message, plain.words())
+            message = "a mask that hides nothing changes the output"
+            expect_same(plain, infer(module, plain.unpadded()), infer(module, plain), message)
             for inputs in padded:
                 _expect_content_ignored(module, inputs, has_nan=has_nan, is_poisoned=has_nan and inputs is padded[-1])
         if padded and has_nan:
@@ -182,7 +181,7 @@ def _expect_own_mask(module: Module, inputs: Inputs) -> None:
     together = _compared(inputs, infer(module, inputs), mask)
     tolerance = rounding(together, inputs.num_terms)
     for entry, pattern in enumerate(PATTERNS):
-        one = inputs.entries(slice(entry, entry + 1))
+        one = inputs.entry(entry)
         alone = _compared(one, infer(module, one), mask[entry : entry + 1])[0]
         words = f"{inputs.words()}: entry {entry}, which pads {pattern}, when it was alone"
         expect_close(alone, together[entry], tolerance, "an entry is not read under its own mask", words)
@@ -191,7 +190,7 @@ def _expect_own_mask(module: Module, inputs: Inputs) -> None:
 def _expect_mask_read_again(subject: Subject, build: BuildContext, inputs: Inputs) -> None:
     """Check that a mask is read at each call: changed in place, made anew with as many padded keys, or left out."""
     if subject.is_fixed:
-        inputs = inputs.entries(slice(1, 2))  # padded at the start, and turned round at the end
+        inputs = inputs.entry(1)  # padded at the start, and turned round at the end
     length, first = inputs.query_len, inputs.key_padding_mask
     assert first is not None
     module, fresh = subject.make(build, seq_len=length), subject.make(build, seq_len=length)
@@ -265,8 +264,7 @@ def _expect_row_ignored(module: Module, inputs: Inputs) -> None:
     if inputs.form == "attention" and largest(found.output[0]) > 0:
         raise Violation("an entry of padding only must give zeros", f"{words}: got {largest(found.output[0]):.2g}")
     others = infer(module, inputs.entries(slice(1, None)))
-    allowed = rounding(others, inputs.num_terms)
-    expect_close(found.output[1:], others, allowed, "an entry of padding only changes the other entries", words)
+    expect_same(inputs, found.output[1:], others, "an entry of padding only changes the other entries")
 
 
 CHECKS = (_padding_content, _padding_patterns, _padding_length, _fully_padded_row)

@@ -10,8 +10,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, random_like
-from attn_zoo.conformance.subject import Module, Subject, call, infer, weighted_sum
+from attn_zoo.conformance.checks.backward import wrong_slope
+from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.subject import Module, Subject, gradients, infer, results
 from attn_zoo.conformance.tolerance import expect_close, is_half, largest, largest_error, same_shape_tolerance
 
 COPIES, FEW_COPIES = 32, 8
@@ -123,22 +124,16 @@ def _expect_unbiased_in_all(draws: Tensor, expected: Tensor, dropout_p: float, w
 
 def _expect_same_mask_in_backward(module: Module, inputs: Inputs, words: str) -> None:
     """Check the gradient of a draw with a finite difference of the same draw: a recomputed mask must be the same."""
-    leaves = inputs.leaves()
-    with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []):
-        torch.manual_seed(1)
-        found = torch.autograd.grad(weighted_sum(call(module, leaves)), leaves.tensors)
-    directions = [random_like(tensor, 70 + index) for index, tensor in enumerate(inputs.tensors)]
-    claimed = sum(float((gradient * direction).sum()) for gradient, direction in zip(found, directions, strict=True))
-    slope, epsilon = 0.0, 1e-6
-    for sign in (1.0, -1.0):
-        moved = tuple(x + sign * epsilon * direction for x, direction in zip(inputs.tensors, directions, strict=True))
-        value = float(weighted_sum(seeded_call(module, replace(inputs, tensors=moved), 1)))
-        slope += sign * value / (2 * epsilon)
-    if abs(slope - claimed) > 1e-4 * max(1.0, abs(slope), abs(claimed)):
-        raise Violation(
-            "the gradient belongs to another dropout mask than the output",
-            f"{words}: it says a slope of {claimed:.4g}, a finite difference of the same draw says {slope:.4g}",
-        )
+
+    def same_draw(module: Module, given: Inputs) -> tuple[Tensor, ...]:
+        with torch.random.fork_rng(devices=None if given.tensors[0].is_cuda else []):
+            torch.manual_seed(1)
+            return results(module, given)
+
+    found = gradients(module, inputs, same_draw).by_name
+    slopes = wrong_slope(module, inputs, {name: found[name] for name in inputs.names}, same_draw)
+    if slopes is not None:
+        raise Violation("the gradient belongs to another dropout mask than the output", f"{words}: {slopes}")
 
 
 @check("the same seeds give the same output, bit for bit")

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.oracle import expand_kv_heads, softmax_attention
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.conformance.inputs import Inputs, expect_same
 from attn_zoo.conformance.lengths import across_blocks
 from attn_zoo.conformance.subject import (
     Module,
@@ -25,7 +25,7 @@ from attn_zoo.conformance.subject import (
     results,
     routing_of,
 )
-from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding
+from attn_zoo.conformance.tolerance import largest, largest_error, rounding
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES
 
@@ -50,8 +50,7 @@ def expect_equals_reference(module: Module, inputs: Inputs, what: str) -> None:
     with torch.no_grad():
         output, expected = call(module, inputs), call_reference(module, inputs, routing_of(module, inputs))
     _expect_like_query(output, inputs)
-    message = f"{what}: differs from the readable reference"
-    expect_close(output, expected, rounding(expected, inputs.num_terms), message, inputs.words())
+    expect_same(inputs, output, expected, f"{what}: differs from the readable reference")
 
 
 def _is_inexact(subject: Subject, module: Module, inputs: Inputs) -> bool:
@@ -255,9 +254,8 @@ def _grouped_query(subject: Subject) -> Finding:
                 query, *grouped_heads = inputs.tensors
                 tensors = (query, *(expand_kv_heads(heads, num_heads) for heads in grouped_heads))
                 repeated = replace(inputs, tensors=tensors)
-                expected, message = infer(plain, repeated), "grouped heads differ from the same heads repeated"
-                allowed = rounding(expected, inputs.num_terms)
-                expect_close(infer(module, inputs), expected, allowed, message, inputs.words())
+                message = "grouped heads differ from the same heads repeated"
+                expect_same(inputs, infer(module, inputs), infer(plain, repeated), message)
     return passed()
 
 
@@ -338,11 +336,8 @@ def _expect_same_outputs(module: Module, inputs: Inputs, layouts: tuple[tuple[st
     copies = inputs.repeated(2)
     expected = infer(module, copies)
     for words, layout in layouts:
-        output, message = (
-            infer(module, _in_layout(copies, layout)),
-            "another result for the same values in another layout",
-        )
-        expect_close(output, expected, rounding(expected, inputs.num_terms), f"{message}: {words}", inputs.words())
+        message = f"another result for the same values in another layout: {words}"
+        expect_same(inputs, infer(module, _in_layout(copies, layout)), expected, message)
 
 
 def _expect_same_gradients(module: Module, inputs: Inputs) -> None:
@@ -384,8 +379,7 @@ def _expect_odd_strides(subject: Subject, build: BuildContext) -> None:
             continue
         inputs = subject.inputs(sized, length, batch_size=1)
         expected, output = infer(module, inputs), infer(module, inputs.map(_odd_strides))
-        allowed, message = rounding(expected, inputs.num_terms), "another result for one token whose strides are 2"
-        expect_close(output, expected, allowed, message, inputs.words())
+        expect_same(inputs, output, expected, "another result for one token whose strides are 2")
 
 
 @check("arguments are not written to")

@@ -98,10 +98,8 @@ def load_matrix(path: Path | str, *, allow_cells: int = MAX_CELLS) -> Matrix:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(source, [("", f"expected UTF-8 text; byte {error.start} (line {line}) is not")]) from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError too
         raise ConfigError(source, [("", f"not valid TOML: {error or 'nested too deeply'}")]) from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise ConfigError(source, [("", f"not valid TOML: {error}")]) from None
     return parse_matrix(data, source, allow_cells=allow_cells)
 
 

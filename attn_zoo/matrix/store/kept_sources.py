@@ -22,11 +22,7 @@ def _mark(content: bytes) -> Path:
 
 
 def keep_sources(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
-    """Copy plain files into a results folder.
-
-    Args:
-        folder: results folder.
-        files: names of variants and tasks by file.
+    """Copy plain files, given with the names of their variants and tasks, into a results folder.
 
     Raises:
         StoreError: the folder cannot be written.

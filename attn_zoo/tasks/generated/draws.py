@@ -24,13 +24,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitSizes:
-    """How many examples are drawn.
-
-    Args:
-        num_train: examples.
-        num_validation: examples.
-        num_test: examples.
-    """
+    """How many examples of each split are drawn."""
 
     num_train: int
     num_validation: int
@@ -38,7 +32,8 @@ class SplitSizes:
 
     def count(self, name: SplitName) -> int:
         """Return the number of examples of a split."""
-        return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}[name]
+        count: int = getattr(self, f"num_{name}")
+        return count
 
 
 class Unseen:

@@ -99,6 +99,12 @@ class Place:
         num_cpus = machine.num_cpus / self.room(machine)
         return float(int(num_cpus)) if num_cpus > 1 else num_cpus, self.num_gpus
 
+    def needs(self) -> str:
+        """Return what machine could run it, in words."""
+        if self.device == "cuda":
+            return f"node with {self.num_devices} GPUs" if self.num_devices > 1 else "node with a GPU"
+        return "node for timings" if self.is_timed else "node with processors"
+
     @property
     def num_gpus(self) -> float:
         """GPUs that each of them has."""
@@ -128,6 +134,9 @@ class Cluster(Protocol):
 
     def wish(self, shares: Sequence[tuple[float, float]]) -> None:
         """Say which (processors, GPUs) could be used at once, to a cluster that grows by itself."""
+
+    def can_grow(self) -> bool:
+        """Tell whether it grows by itself."""
 
 
 @dataclass(eq=False, slots=True)
@@ -212,7 +221,8 @@ class Dispatcher:
         self._machines: list[Machine] = []
         self._looked: float | None = None
         self._alone_since: float | None = None
-        self._has_said_wait = False
+        self._said: set[str] = set()
+        self._wishes: list[tuple[float, float]] = []
         self._num_chains = 0
         for items, prior in lanes:
             self._add(items, prior, jobs)
@@ -280,6 +290,7 @@ class Dispatcher:
         finally:
             for handle in self._agents:
                 self._cluster.end(handle)
+            self._wish([])
         if self._num_given_up:
             self._control.say(
                 f"{self._num_given_up} cells were lost {MAX_LOST} times with their machine and have no record; "
@@ -307,7 +318,7 @@ class Dispatcher:
         usable = sound or usable
         held = Counter((agent.machine.id, agent.place) for agent in self._agents.values())
         free = Counter(agent.place for agent in self._agents.values() if not agent.pieces)
-        wishes = []
+        wishes: list[tuple[float, float]] = []
         for place in sorted({place for place, _ in self._waiting}, key=lambda place: not place.is_timed):
             num_wanted = self._num_waiting(place) - free[place]
             seats = sorted(
@@ -322,9 +333,18 @@ class Dispatcher:
                 largest = max((place.share(machine) for machine in usable if place.room(machine)), default=None)
                 shares = [largest or (1.0, place.num_gpus)]
                 wishes += shares * min(num_wanted - len(seats) + sum(held.values()), 1000)
-        if wishes:
-            self._cluster.wish(wishes)
+        self._wish(wishes)
         self._watch_waiting(now, usable)
+
+    def _wish(self, wishes: list[tuple[float, float]]) -> None:
+        if wishes != self._wishes:  # a cluster remembers what it was asked for
+            self._wishes = wishes
+            self._cluster.wish(wishes)
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._control.say(text)
 
     def _num_waiting(self, place: Place) -> int:
         return sum(count for (other, _), count in self._waiting.items() if other == place)
@@ -337,31 +357,30 @@ class Dispatcher:
         return self._waiting[place, ""] + self._waiting[place, environment] > 0
 
     def _watch_waiting(self, now: float, usable: Sequence[Machine]) -> None:
-        """Say what is waited for; give up what no machine can run."""
+        """Say what is waited for; give up what no machine can run, unless the cluster may get one by itself."""
+        places = {place for (place, _), count in self._waiting.items() if count}
+        needed = {place.needs() for place in places if not any(map(place.room, usable))}
+        need = " or a ".join(sorted(needed))
+        can_grow = bool(need) and self._cluster.can_grow()
+        if need:
+            limit = "the cluster was asked to grow" if can_grow else f"there is none; {self._patience_s:g} s at most"
+            self._say_once(f"waiting for a {need}: {limit}")
         if any(agent.environment for agent in self._agents.values()):
             self._alone_since = None
             return
         if self._alone_since is None:
             self._alone_since = now
         if self._agents:  # started, but others have the machines
-            if now - self._alone_since > 30 and not self._has_said_wait:
-                self._has_said_wait = True
+            if now - self._alone_since > 30:
                 names = ", ".join(sorted({agent.machine.name for agent in self._agents.values()})[:5])
-                self._control.say(f"waiting for {names}: no room there, or slow to start")
+                self._say_once(f"waiting for {names}: no room there, or slow to start")
             return
-        if self._unpin(usable):
+        if self._unpin(usable) or can_grow:
+            self._alone_since = now
             return
-        places = {place for (place, _), count in self._waiting.items() if count}
-        devices = sorted(
-            place.device if place.num_devices == 1 else f"{place.num_devices} {place.device} devices"
-            for place in places
-        )
-        need = f"no machine of the cluster offers {' or '.join(devices)} for what is left"
-        if not self._has_said_wait:
-            self._has_said_wait = True
-            self._control.say(f"{need}; waiting at most {self._patience_s:g} s for one")
         if now - self._alone_since > self._patience_s:
-            raise UnsupportedError("ray", f"{need}: {sum(self._waiting.values())} pieces of work have no record")
+            none = f"no {need} came within {self._patience_s:g} s, and the cluster does not grow by itself"
+            raise UnsupportedError("ray", f"{none}: {sum(self._waiting.values())} pieces of work have no record")
 
     def _unpin(self, usable: Sequence[Machine]) -> bool:
         """Let lanes go on anywhere whose environment no machine has any more; tell whether there are such."""

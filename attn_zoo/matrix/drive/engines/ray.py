@@ -8,12 +8,14 @@ such nodes only.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,18 @@ class _RayCluster(Cluster):
         from ray.autoscaler.sdk import request_resources
 
         request_resources(bundles=[{"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus} for cpus, gpus in shares])
+
+    def can_grow(self) -> bool:
+        with suppress(Exception):  # Ray promises nothing of this
+            from ray.autoscaler.v2.utils import is_autoscaler_v2
+            from ray.experimental.internal_kv import _internal_kv_get
+
+            if is_autoscaler_v2():
+                return True
+            report = json.loads(_internal_kv_get("__autoscaling_status"))["autoscaler_report"]
+            # Without an autoscaler, each node is a type of its own.
+            return any(name != f"node_{node}" for node, name in report["node_type_mapping"].items())
+        return False
 
 
 def _actor() -> type:
@@ -280,7 +294,12 @@ class RayEngine:
             raise UnsupportedError("ray", f"{self._address} did not answer within {CONNECT_S:g} s: {hint}")
         if (error := outcome[0]) is not None:
             lines = str(error).strip().splitlines() or [""]
-            raise UnsupportedError("ray", f"{self._address}: {type(error).__name__}: {lines[0]}") from None
+            hint = ""
+            if "Authentication" in repr(error.__cause__):
+                hint = (
+                    "; it wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token is another"
+                )
+            raise UnsupportedError("ray", f"{self._address}: {type(error).__name__}: {lines[0]}{hint}") from None
 
 
 def _broken(error: Exception) -> UnsupportedError:

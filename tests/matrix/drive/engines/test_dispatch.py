@@ -144,7 +144,7 @@ def test_a_training_on_several_gpus_has_them_to_itself_on_one_machine():
     assert Counter(at for *_, at in cluster.began).most_common(1)[0][1] == 2, "one on each machine"
     assert {record.num_jobs for record in driver.records} == {1}
     few = SimulatedCluster(machines(2, num_gpus=1))
-    with pytest.raises(UnsupportedError, match="no machine of the cluster offers 2 cuda devices for what is left"):
+    with pytest.raises(UnsupportedError, match="no node with 2 GPUs came within"):
         dispatch(cells, few, Driver(), patience_s=100)
     assert few.wishes[0][0] == (1.0, 2.0)
 
@@ -303,11 +303,32 @@ def test_repeats_are_taken_up_again_where_such_a_machine_is_left(tmp_path, is_go
 def test_without_a_machine_for_it_a_cell_is_given_up_in_words():
     cells = on_gpu(tiny_plan(["fake_ok"], seq_len=[16]))
     cluster, driver = SimulatedCluster(machines(2)), Driver()
-    with pytest.raises(UnsupportedError, match="no machine of the cluster offers cuda"):
+    with pytest.raises(UnsupportedError, match="no node with a GPU came within 100 s"):
         dispatch(cells, cluster, driver, patience_s=100)
     assert 100 < cluster.now < 130
-    assert driver.said == ["no machine of the cluster offers cuda for what is left; waiting at most 100 s for one"]
-    assert cluster.wishes[0] == [(1.0, 1.0)], "a cluster that grows by itself hears of it"
+    assert driver.said == ["waiting for a node with a GPU: there is none; 100 s at most"]
+    assert cluster.wishes == [[(1.0, 1.0)], []], "asked for, and not for ever"
+
+
+class Growing(SimulatedCluster):
+    """Has a machine with two GPUs an hour after it was asked."""
+
+    def can_grow(self):
+        return True
+
+    def machines(self):
+        if self.wishes and self.now > 3600:
+            self._all.setdefault("new", Machine("new", "new", 8.0, 2.0))
+        return super().machines()
+
+
+def test_a_cluster_that_grows_by_itself_is_waited_for():
+    plan = tiny_plan(["fake_ok"], seq_len=[16, 64])
+    cluster, driver = Growing(machines(1)), Driver()
+    dispatch([*plan.cells, *on_gpu(plan)], cluster, driver, patience_s=100)
+    assert len(driver.records) == 4
+    assert driver.said == ["waiting for a node with a GPU: the cluster was asked to grow"]
+    assert cluster.wishes[-1] == []
 
 
 def test_machines_that_cannot_be_used_are_left_out_in_words():

@@ -19,7 +19,8 @@ import torch
 from attn_zoo import api
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.drive.engines import ray as engine_module
-from attn_zoo.matrix.drive.engines.ray import RayEngine
+from attn_zoo.matrix.drive.engines.dispatch import Place
+from attn_zoo.matrix.drive.engines.ray import RayEngine, _RayCluster
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.drive.supervise import Control
@@ -254,6 +255,60 @@ def test_cells_run_again_on_a_cluster_and_its_nodes_send_curves(tmp_path, cluste
     curve = [json.loads(line)[0] for line in (sent / cell.key).read_text().splitlines()]
     assert curve == [entry["step"] for entry in record.score.curve]
     assert len(list((store.folder / "replaced").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_timings_have_a_gpu_to_themselves_and_trainings_share_one(cluster, monkeypatch):
+    """Of a node that says that it has two GPUs: Ray hands out their numbers, whatever is there."""
+
+    class Agent:
+        def __init__(self, *_):
+            pass
+
+        def hello(self):
+            return {"event": "ready", "devices": os.environ["CUDA_VISIBLE_DEVICES"]}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(engine_module, "_actor", lambda: Agent)
+    node = cluster.add_node(**{**NODE, "num_cpus": 4, "num_gpus": 2})
+    engine = RayEngine(cluster.address)
+    engine._connect()
+    try:
+        nodes = _RayCluster(engine._ray, Settings(logs=Path()))
+        (machine,) = [each for each in nodes.machines() if each.num_gpus]
+
+        def devices_of(place, count):
+            agents = [nodes.start(machine, place) for _ in range(count)]
+            devices: dict[object, str] = {}
+            while len(devices) < count:
+                devices.update((agent, event["devices"]) for agent, event in nodes.events(1))
+            for agent in agents:
+                nodes.end(agent)
+            return sorted(devices.values())
+
+        assert devices_of(Place("cuda", is_timed=True), 2) == ["0", "1"]
+        assert devices_of(Place("cuda", is_timed=False, jobs=2), 4) == ["0", "0", "1", "1"]
+        assert not nodes.can_grow()
+    finally:
+        engine._ray.shutdown()
+        cluster.remove_node(node)
+
+
+def test_a_cluster_that_wants_a_token_says_so(monkeypatch):
+    pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        engine = RayEngine(f"127.0.0.1:{server.getsockname()[1]}")
+
+        def init(**_):
+            refused = RuntimeError("ray.exceptions.AuthenticationError: Authentication token is missing")
+            raise ConnectionError("Failed to connect") from refused
+
+        monkeypatch.setattr(engine._ray, "init", init)
+        with pytest.raises(UnsupportedError, match=r"Failed to connect; it wants its token: set RAY_AUTH_MODE=token"):
+            engine.run([(slow_plan().cells, [])], Settings(logs=Path()), Control())
 
 
 def test_an_address_that_does_not_answer_is_said_soon(tmp_path):
