@@ -177,6 +177,7 @@ class AbstractTask(ABC):
     def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
         self.check_level(level)
         self.level = level
+        self.config: Any = self.levels[level]
         self.data_dir = data_dir
 
     @classmethod
@@ -293,7 +294,6 @@ class AbstractCachedTask(AbstractTask):
 
     def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
         super().__init__(level, data_dir=data_dir)
-        self.config: Any = self.levels[level]
         self._splits: dict[SplitName, Split] = {}
 
     @property

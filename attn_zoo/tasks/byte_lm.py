@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, final
@@ -114,11 +115,6 @@ class ByteLanguageModelling(AbstractTask):
         {"cpu-small": {"batch_size": 32, "base_lr": 3e-3, "num_steps": 3_000, "eval_every": 250}}
     )
 
-    def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
-        super().__init__(level, data_dir=data_dir)
-        self.config = self.levels[level]
-        self._text: NDArray[np.uint8] | None = None
-
     @classmethod
     def source(cls, level: str) -> PackedSource:
         cls.check_level(level)
@@ -142,9 +138,6 @@ class ByteLanguageModelling(AbstractTask):
         Raises:
             ConfigError: the text is missing, or so short that a split has no chunk.
         """
-        if self._text is None:
-            path = TEXT.locate(self.data_dir)["input"]
-            self._text = np.frombuffer(read_packed(path, TEXT.name), np.uint8)
         total, config = len(self._text), self.config
         ends = [total * config.train_percent // 100, total * (config.train_percent + config.validation_percent) // 100]
         start, stop = {"train": (0, ends[0]), "validation": (ends[0] - 1, ends[1]), "test": (ends[1] - 1, total)}[name]
@@ -152,6 +145,10 @@ class ByteLanguageModelling(AbstractTask):
             problem = f"a text of {total} bytes leaves {stop - start} for {name}; level {self.level} needs more than"
             raise ConfigError(TEXT.name, [("data_dir", f"{problem} {config.seq_len}")])
         return self._text[start:stop]
+
+    @cached_property
+    def _text(self) -> NDArray[np.uint8]:
+        return np.frombuffer(read_packed(TEXT.locate(self.data_dir)["input"], TEXT.name), np.uint8)
 
     def split(self, name: SplitName) -> Split:
         """Return the chunks of a split, in the order of the text."""

@@ -221,7 +221,6 @@ class Pathfinder(AbstractTask):
 
     def __init__(self, level: str, *, data_dir: Path | None = None) -> None:
         super().__init__(level, data_dir=data_dir)
-        self.config = self.levels[level]
         self._splits: dict[SplitName, Split] = {}
 
     @classmethod
