@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 BUILD = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
@@ -37,6 +40,17 @@ def test_the_wheel_has_the_matrices_of_the_repository_once(site):
     assert shipped == {name: text for name, text in own.items() if name not in needs_files}
     assert not (ROOT / "attn_zoo" / "matrices").exists()
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"attn_zoo"}
+
+
+def test_every_dependency_is_pinned_to_a_version_that_will_do():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    wanted = {canonicalize_name(each.name): each.specifier for each in map(Requirement, asked)}
+    assert set(wanted) - set(pins) == {"trackio"}, "whose own dependencies exclude ours"
+    assert [name for name, versions in wanted.items() if name in pins and pins[name] not in versions] == []
 
 
 def test_every_matrix_has_its_file_s_name():

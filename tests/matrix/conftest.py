@@ -27,6 +27,13 @@ TINY_TRAINING = {
     "batch_size": 8,
 }
 
+RAY_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "a token of the tests that is long enough",
+}
+"""For all tests of a process: Ray reads them once."""
+
 
 def load_files():
     variants["full"]  # discover first, so that nothing is registered twice

@@ -189,6 +189,11 @@ class AccuracyGroup:
         return dict(sorted(marks.items(), key=lambda mark: self.metric.order(mark[1]), reverse=True))
 
     @property
+    def best_mark(self) -> tuple[str, float] | None:
+        """Name and score of the best of chance and floors; None where neither is known."""
+        return next(reversed(self.marks.items()), None)
+
+    @property
     def is_shared(self) -> bool:
         """Whether any of the runs shared its device, so that times mean little."""
         return any(score.is_shared for score in self.scores)

@@ -62,7 +62,7 @@ class Overview:
 
     def floor(self) -> tuple[str, float] | None:
         """Return the mean over the common tasks of the best that needs no training, or None."""
-        best = [self.metric.best(group.marks.values()) for group in self.common if group.marks]
+        best = [group.best_mark[1] for group in self.common if group.best_mark]
         return ("mean of the best floors", fmean(best)) if best and len(best) == len(self.common) else None
 
     def scope(self) -> str:

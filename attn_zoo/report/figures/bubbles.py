@@ -64,7 +64,7 @@ def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
         for score in group.ranked
         if score.mean is not None and score.costs["tokens_per_s"]
     ]
-    best = list(group.marks.items())[-1:]  # the other floors are in the figure of the scores
+    best = [group.best_mark] if group.best_mark else []  # the other floors are in the figure of the scores
     marks = dict(best) | ({} if group.chance is None else {"chance": group.chance})
     said = [group.how]
     if group.num_machines > 1:

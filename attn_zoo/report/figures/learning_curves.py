@@ -92,8 +92,8 @@ def _place(value: float, axis: Axis) -> str:
 
 def _draw_best_floor(panel: Axes, group: AccuracyGroup) -> None:
     """Draw the best floor as a dashed line, so that a curve that never leaves it is seen."""
-    if group.marks:
-        name, value = list(group.marks.items())[-1]
+    if group.best_mark:
+        name, value = group.best_mark
         draw_mark(panel, value)
         is_low = value <= sum(panel.get_ylim()) / 2
         name_mark(panel, value, plain(name.replace("_", " "), 24), is_above=is_low, at=1.0)

@@ -254,8 +254,8 @@ def accuracy_findings(group: AccuracyGroup) -> list[str]:
     if len(scored) > MOST:
         means.append(f"{len(scored) - MOST} more below")
     said = [f"{metric.title} on {group.title}: {', '.join(means)}"]
-    if group.marks:
-        name, value = list(group.marks.items())[-1]
+    if group.best_mark:
+        name, value = group.best_mark
         said.append(f"the best that needs no attention is {floor_words(name)} with {metric.show(value)}")
     sentences = ["; ".join(said) + "."]
     sentences += [text for text in (_floors(group, scored), _differences(group), _gains(group), _failed(group)) if text]

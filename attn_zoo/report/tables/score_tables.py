@@ -328,8 +328,9 @@ def overview_table(overview: Overview) -> Table:
                 **{f"no score: {title}": score.failed if score else "" for title, score in cells.items()},
             }
         )
-    for name in ("best floor", "chance"):
-        marks = {group.title: _mark(group, name) for group in overview.groups}
+    best = {group.title: group.best_mark[1] if group.best_mark else None for group in overview.groups}
+    chance = {group.title: group.chance for group in overview.groups}
+    for name, marks in (("best floor", best), ("chance", chance)):
         shared = [marks[group.title] for group in overview.common]
         known = [value for value in shared if value is not None]
         mean = fmean(known) if has_mean and len(known) == len(shared) else None
@@ -349,12 +350,6 @@ def overview_table(overview: Overview) -> Table:
         ),
         rows=tuple(rows),
     )
-
-
-def _mark(group: AccuracyGroup, name: str) -> float | None:
-    if name == "chance":
-        return group.chance
-    return group.metric.best(group.marks.values()) if group.marks else None
 
 
 def _task_column(title: str, metric: Metric, priority: float) -> Column:

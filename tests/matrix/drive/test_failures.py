@@ -18,7 +18,7 @@ from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from attn_zoo.registry import all_or_nothing
-from tests.matrix.conftest import tiny_plan, training_plan
+from tests.matrix.conftest import RAY_VARIABLES, tiny_plan, training_plan
 from tests.test_discovery import install
 
 ON_RAY = [
@@ -102,8 +102,7 @@ def outcome(request, tmp_path_factory):
     names: list[str] = NAMES
     engine: Engine = LocalEngine()
     if request.param == "ray":
-        pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
-        names, engine = ON_RAY, RayEngine(num_cpus=1)
+        names = ON_RAY
     store, before = Store(folder / "run"), set(descendants())
     timings = tiny_plan([name for name in names if "train" not in name], isolation="lane")
     trainings = training_plan([name for name in names if "train" in name])
@@ -120,6 +119,11 @@ def outcome(request, tmp_path_factory):
         patch.setattr(discovery, "_tried", {})
         install(folder / "site", **PLUG_INS, zoo_plugin_hangs=HANGS.format(notes=str(folder / "notes")))
         assert len(discovery.discover("attn_zoo.variants", all_or_nothing, timeout_s=2)) == 4
+        if request.param == "ray":
+            for name, value in RAY_VARIABLES.items():
+                patch.setenv(name, value)
+            pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
+            engine = RayEngine(num_cpus=1)
         summary = run(replace(timings, cells=tuple(cells), variant_files=files), store, engine=engine)
     time.sleep(0.3)
     return store, summary, [process for process in descendants() if process not in before], names

@@ -28,7 +28,7 @@ from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from attn_zoo.training.checkpoint import read_tensors
-from tests.matrix.conftest import TINY_TRAINING, prepare_process, run_cell, tiny_plan, training_plan
+from tests.matrix.conftest import RAY_VARIABLES, TINY_TRAINING, prepare_process, run_cell, tiny_plan, training_plan
 from tests.processes import is_gone, start_process, wait_for
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
@@ -67,9 +67,8 @@ def cluster(tracker):
     """Two nodes on this machine; nobody without the token may join."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{tracker}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", "a token of the tests that is long enough")
+        for name, value in RAY_VARIABLES.items():
+            patch.setenv(name, value)
         patch.setenv("FAKE_MARK", str(tracker / "go on"))
         patch.delenv("OMP_NUM_THREADS", raising=False)
         # Imported now: it reads these once.
