@@ -70,7 +70,9 @@ def build_attention(name: str, build: BuildContext, **options: Any) -> AbstractA
     variant, config = _configured(name, build, options)
     if variant.attention is None:
         raise UnsupportedError("attention", f"{name} needs hidden states [B, L, E]: use build_mixer")
-    return variant.attention(config, build)
+    attention = variant.attention(config, build)
+    attention.variant = variant  # a class may be registered under several names
+    return attention
 
 
 def build_mixer(name: str, build: BuildContext, **options: Any) -> AbstractMixer:
@@ -87,8 +89,7 @@ def build_mixer(name: str, build: BuildContext, **options: Any) -> AbstractMixer
     if variant.mixer is not None:
         mixer = variant.mixer(config, build)
     else:
-        assert variant.attention is not None  # a variant has one of the two
-        mixer = MultiHeadMixer(variant.attention(config, build))
+        mixer = MultiHeadMixer(build_attention(name, build, **options))
     mixer.variant = variant
     return mixer
 

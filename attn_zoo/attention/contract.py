@@ -38,7 +38,7 @@ class Mixed(NamedTuple):
 class _Bound(nn.Module):
     """What both forms share: their config, their context, and the variant they belong to."""
 
-    variant: Variant | None = None  # set when the class is registered, or by the builder on the mixer it makes
+    variant: Variant | None = None  # set when the class is registered, and by the builder on what it makes
 
     def __init__(self, config: Any, build: BuildContext) -> None:
         super().__init__()

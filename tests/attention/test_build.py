@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attn_zoo import (
+    AbstractAttention,
     AbstractMixer,
     BuildContext,
     ConfigError,
@@ -15,6 +18,7 @@ from attn_zoo import (
     build_mixer,
     describe,
     list_variants,
+    register_attention,
     register_mixer,
 )
 from attn_zoo.attention import MultiHeadMixer
@@ -59,6 +63,28 @@ def test_a_variant_of_hidden_states_has_no_attention_form():
         with pytest.raises(UnsupportedError, match="use build_mixer") as refusal:
             build_attention("only_mixer", BUILD)
         assert refusal.value.capability == "attention"
+    finally:
+        variants.keep_only(before)
+
+
+def test_a_class_of_two_names_keeps_the_capabilities_of_each():
+    info = describe("full")
+    before = tuple(variants)
+    facts = {"complexity": info.complexity, "reference": info.reference}
+
+    @register_attention("both_ways", capabilities=info.capabilities, **facts)
+    @register_attention("one_way", capabilities=replace(info.capabilities, causal=False), **facts)
+    class Twice(AbstractAttention):
+        def forward(self, query, key, value, *, key_padding_mask=None):
+            return value
+
+    try:
+        for name, is_causal in (("both_ways", True), ("one_way", False)):
+            attention = build_attention(name, BUILD)
+            assert isinstance(attention, Twice)
+            assert attention.capabilities == variants[name].capabilities
+            assert attention.capabilities.causal is is_causal
+            assert build_mixer(name, BUILD).attention.capabilities.causal is is_causal
     finally:
         variants.keep_only(before)
 
