@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_a_variant_of_hidden_states_has_no_attention_form():
 def test_a_class_of_two_names_keeps_the_capabilities_of_each():
     info = describe("full")
     before = tuple(variants)
-    facts = {"complexity": info.complexity, "reference": info.reference}
+    facts: dict[str, Any] = {"complexity": info.complexity, "reference": info.reference}
 
     @register_attention("both_ways", capabilities=info.capabilities, **facts)
     @register_attention("one_way", capabilities=replace(info.capabilities, causal=False), **facts)
@@ -84,7 +85,8 @@ def test_a_class_of_two_names_keeps_the_capabilities_of_each():
             assert isinstance(attention, Twice)
             assert attention.capabilities == variants[name].capabilities
             assert attention.capabilities.causal is is_causal
-            assert build_mixer(name, BUILD).attention.capabilities.causal is is_causal
+            mixer: Any = build_mixer(name, BUILD)
+            assert mixer.attention.capabilities.causal is is_causal
     finally:
         variants.keep_only(before)
 
