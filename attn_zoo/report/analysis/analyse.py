@@ -13,7 +13,7 @@ from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.task_means import Overview, make_overviews
 from attn_zoo.report.units import human_length
 
-MOST_PANELS = 12
+MOST_PANELS = 24
 """With figures in a report, and tables in its page: a figure takes a second and most of a MiB."""
 
 
