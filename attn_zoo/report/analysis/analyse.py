@@ -13,8 +13,9 @@ from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.task_means import Overview, make_overviews
 from attn_zoo.report.units import human_length
 
-MOST_PANELS = 24
-"""With figures in a report, and tables in its page: a figure takes a second and most of a MiB."""
+MOST_PANELS, FEW_PANELS = 24, 6
+"""A report of more panels than the first number has figures, and tables in its page, of the second only: four figures a
+panel take a second and most of a MiB each, and nobody looks at a hundred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,11 @@ class Analysis:
 
     @cached_property
     def shown(self) -> tuple[Panel, ...]:
-        """The panels that a person reads at once, in order: `MOST_PANELS` of those that say most."""
+        """The panels that a person reads at once, in order: all, or `FEW_PANELS` of those that say most."""
+        if len(self.panels) <= MOST_PANELS:
+            return self.panels
         ranked = sorted(self.panels, key=measured_size, reverse=True)
-        chosen = {panel.name for panel in ranked[:MOST_PANELS]}
+        chosen = {panel.name for panel in ranked[:FEW_PANELS]}
         return tuple(panel for panel in self.panels if panel.name in chosen)
 
     @property
@@ -72,7 +75,7 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
     doubts += tuple(text for panel in panels for text in _impossible(panel))
     if len(panels) > MOST_PANELS:
         beside = "figures, and tables on the page, are of those with most curves; the folder tables has all"
-        doubts += (f"{MOST_PANELS} of {len(panels)} panels are shown: {beside}",)
+        doubts += (f"{FEW_PANELS} of {len(panels)} panels are shown: {beside}",)
     return Analysis(
         results=replace(results, warnings=(*results.warnings, *doubts)),
         panels=panels,

@@ -134,7 +134,8 @@ def test_names_become_harmless():
 
 
 def test_a_large_run_shows_the_panels_that_say_most_and_its_files_have_all(tmp_path, monkeypatch):
-    monkeypatch.setattr("attn_zoo.report.analysis.analyse.MOST_PANELS", 1)
+    monkeypatch.setattr("attn_zoo.report.analysis.analyse.MOST_PANELS", 2)
+    monkeypatch.setattr("attn_zoo.report.analysis.analyse.FEW_PANELS", 1)
     monkeypatch.setattr("attn_zoo.report.tables.all_tables.MOST_ROWS", 3)
     monkeypatch.setattr("attn_zoo.report.pages.write.MOST_ROWS", 3)
     large = [scaling(name, length, pass_="bwd") for name in ("full", "linformer") for length in (512, 1024, 2048)]
