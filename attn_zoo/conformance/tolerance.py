@@ -117,6 +117,19 @@ def working_tolerance(plain_error: float, scale: float, num_terms: int, dtype: t
     return 2 * plain_error + _allowance.get() * torch.finfo(dtype).eps * growth * scale
 
 
+def running_tolerance(scale: float, num_terms: int, dtype: torch.dtype) -> float:
+    """Return the tolerance of a sum that is kept in its working dtype: each addition rounds it, by chance up or down.
+
+    So are gradients of weights that a recurrence uses at every step.
+
+    Args:
+        scale: largest value of the true result.
+        num_terms: length of the sum.
+        dtype: working type.
+    """
+    return _allowance.get() * torch.finfo(dtype).eps * 0.5 * math.sqrt(num_terms) * scale
+
+
 def expect_close(actual: Tensor, expected: Tensor, allowed: float, message: str, example: str) -> None:
     """Raise `Violation` where two results are further apart than `allowed`; the example then says how far."""
     error = largest_error(actual, expected)

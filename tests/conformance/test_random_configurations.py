@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 
-from attn_zoo.conformance import run_checks
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance import gate, run_checks
 from attn_zoo.registry import variants
 from tests.conformance.broken import Broken, registered
 from tests.conformance.broken_dependence import MixesBatch
@@ -53,3 +54,18 @@ def test_positions_are_looked_for_where_there_is_more_than_one_key() -> None:
     options = {"proj_len": 2, "projection": "mean_pool"}
     results = run_checks("linformer", options, checks=["positions"], max_seq_len=142)
     assert not [result for result in results if result.is_bad]
+
+
+def test_one_sequence_whose_values_cancel_is_not_blamed() -> None:
+    """A mean over 70 values of one feature is a thousandth of them by chance, and its rounding is theirs."""
+    checks = ["batch_and_head_sizes"]
+    results = run_checks(
+        "linear_attention", {"eps": 0.1}, checks=checks, embed_dim=1, num_heads=1, max_seq_len=113, seed=1
+    )
+    assert [result.outcome for result in results] == ["passed"]
+
+
+def test_a_reference_that_bends_within_a_step_is_not_blamed() -> None:
+    """The norm of heads of two features, far down a long sequence."""
+    build = BuildContext(embed_dim=6, num_heads=2, head_dim=2, max_seq_len=510, is_causal=True, seed=2, num_layers=3)
+    assert gate("retention", {}, build, seq_len=510, dtype="float64", form="mixer", has_padding=True)

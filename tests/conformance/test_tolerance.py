@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from attn_zoo.conformance import run_checks
-from attn_zoo.conformance.tolerance import allowing, rounding, same_shape_tolerance, strain, working_tolerance
+from attn_zoo.conformance.tolerance import (
+    allowing,
+    rounding,
+    running_tolerance,
+    same_shape_tolerance,
+    strain,
+    working_tolerance,
+)
 from tests.conformance.broken import Broken, Softmax, registered
 from tests.conformance.broken_dependence import MASKED
 
@@ -87,3 +94,18 @@ def test_retention_of_tiny_heads_is_not_blamed() -> None:
         checks = ("batch_invariance", "matches_reference", "causality")
         results = run_checks("retention", {"chunk_len": 5}, checks=checks, embed_dim=embed_dim, num_heads=num_heads)
         assert not [result for result in results if result.is_bad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_terms", [16, 131, 1024])
+def test_a_sum_kept_in_its_own_type_is_within_its_tolerance_and_not_far_below(
+    dtype: torch.dtype, num_terms: int
+) -> None:
+    terms = torch.randn(num_terms, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
+    total = torch.zeros(1536, dtype=dtype)
+    for term in terms:
+        total = total + term
+    exact = terms.double().sum(0)
+    error = float((total.double() - exact).abs().max())
+    allowed = running_tolerance(float(exact.abs().max()), num_terms, dtype)
+    assert allowed / 20 < error < allowed
