@@ -29,6 +29,9 @@ _NOTE_LETTER = 0.0665
 """Inches that a letter of the note takes, on average."""
 _NOTE_LINE = 0.17
 
+NO_FIGURE = Figure()
+"""Stands for one that was written and let go: it held its pixels, ten MiB."""
+
 
 class Page:
     """A figure that grows downwards: title and note first, then legends and rows of panels as they are asked for.

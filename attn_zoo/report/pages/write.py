@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.figures.all_figures import Picture, draw_pictures, front_picture
+from attn_zoo.report.figures.page import NO_FIGURE
 from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import build_page, environment_rows
@@ -55,7 +55,7 @@ def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = Fa
     for picture in draw_pictures(analysis, panels=analysis.shown):
         svg = files[out / "figures" / f"{picture.name}.svg"] = render(picture.figure, "svg")
         files[out / "figures" / f"{picture.name}.png"] = render(picture.figure, "png")
-        pictures.append((replace(picture, figure=Figure()), svg))  # what was drawn holds its pixels, ten MiB
+        pictures.append((replace(picture, figure=NO_FIGURE), svg))
     shown = {question: shown_tables(analysis, tables) for question, tables in by_question.items()}
     files[out / "report.html"] = build_page(analysis, shown, pictures).encode()
     for table in tables:
