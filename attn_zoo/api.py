@@ -63,7 +63,18 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
 
 
 def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
-    """Compare the run in b with the reference in a; see `attn_zoo.report.compare.compare`."""
+    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
+
+    Args:
+        a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
+        b: likewise.
+        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
+        limit: share by which b may be worse; by default a tenth.
+
+    Raises:
+        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
+        UnknownNameError: no such thing to allow.
+    """
     from attn_zoo.report.compare import LIMIT
     from attn_zoo.report.compare import compare as compare_runs
 
@@ -71,7 +82,11 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), li
 
 
 def verify(source: str | Path) -> list[Fault]:
-    """Return what a reviewer would find wrong with results; see `attn_zoo.report.verify.verify`."""
+    """Return what a reviewer would find wrong with a results folder or packed run; nothing where nothing is.
+
+    Raises:
+        ConfigError: there is no results folder, or a newer version of this package wrote it.
+    """
     from attn_zoo.report.verify import verify as verify_results
 
     return verify_results(source)

@@ -253,7 +253,7 @@ _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 
 def print_summary(summary: Summary) -> None:
     """Print what a run did, what is left, and what to type next."""
-    counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.counts.items())) or "nothing"
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.counts.items())) or "no cell is complete"
     out.print(f"{counts}  ({summary.new} new) in {escape(str(summary.folder))}", soft_wrap=True)
     if summary.left:
         shown = [item.cell.id for item in summary.left[:5]]
