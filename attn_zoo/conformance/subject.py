@@ -51,6 +51,8 @@ def results(module: Module, inputs: Inputs) -> tuple[Tensor, ...]:
 def reference_results(module: Module, inputs: Inputs, routing: Any = None) -> tuple[Tensor, ...]:
     """Compute the same by the readable reference, under the routing of another call where one is given."""
     tensors, keywords = _arguments(inputs)
+    if isinstance(module, AbstractMixer) and is_own_reference(module):
+        return results(module, inputs)  # which gives a carry to those that take one
     if routing is not None:
         keywords["routing"] = routing
     if isinstance(module, AbstractMixer) and (carry := _first_carry(module, inputs)) is not None:
@@ -102,6 +104,12 @@ def routing_of(module: Module, inputs: Inputs) -> Any:
         tensors = tensors[:2]
     with torch.no_grad():
         return module.route(*tensors, **keywords)
+
+
+def has_routing(module: Module) -> bool:
+    """Return whether something is chosen by the data."""
+    inner = module.attention if isinstance(module, MultiHeadMixer) else module
+    return type(inner).route not in {AbstractAttention.route, AbstractMixer.route}
 
 
 def read_positions(module: Module, inputs: Inputs, part: range, state: Any, *, at_once: bool) -> tuple[Tensor, Any]:
