@@ -7,11 +7,13 @@ one record each; `attn_zoo.matrix.store.store` writes them.
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic_core import from_json
 
 from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record, checksum
@@ -296,30 +298,35 @@ def _not_a_results_folder(folder: Path) -> str:
     return f"not a results folder: it has no run.json{hint}"
 
 
-_LONG_INTEGER = re.compile(rb"[0-9]{19}")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+def _refuse_unheld(value: Any) -> None:
+    """Raise `ValueError` for a number in JSON that 64 bits cannot hold."""
+    kind = type(value)
+    if kind is float or kind is int:
+        if not -_LIMIT < value < _LIMIT and (kind is int or math.isinf(value)):
+            raise ValueError(f"{'an integer' if kind is int else 'a number'} of 64 bits cannot hold {str(value)[:25]}")
+    elif kind is dict or kind is list:
+        for each in value.values() if kind is dict else value:
+            _refuse_unheld(each)
 
 
-def _integer(digits: str) -> int:
-    value = int(digits)
-    if abs(value) >= 2**63:
-        raise ValueError(f"an integer of 64 bits cannot hold {digits[:25]}")
-    return value
+_LIMIT = 2**63
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def _parsed(content: str | bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: tables or files of UTF-8 could not hold it.
+    """
+    data = from_json(content, allow_inf_nan=False)
+    _refuse_unheld(data)
+    return data
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file: whatever it holds, tables and UTF-8 files can hold too."""
     try:
-        content = read_regular(path, MAX_BYTES)
-        # Asking for each integer, and writing all text, takes longer than reading it: only where there is a sign.
-        parse_int = _integer if _LONG_INTEGER.search(content) else None
-        data = json.loads(content, parse_int=parse_int, parse_constant=_no_number)
-        if _SURROGATE.search(content):
-            json.dumps(data, ensure_ascii=False).encode()
+        data = _parsed(read_regular(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"not readable as JSON ({type(error).__name__}: {error})") from None
     if not isinstance(data, dict):
@@ -362,8 +369,7 @@ def record_text(record: Record) -> str:
     try:
         data = json.loads(record.to_json())
         text = json.dumps({**data, "checksum": checksum(data)}, sort_keys=True, indent=1)
-        if _SURROGATE.search(text.encode()):
-            json.dumps(data, ensure_ascii=False).encode()
+        _parsed(text)  # what could not be read again is not stored
     except ValueError as error:
         raise StoreError(f"{record.cell.id}: cannot be stored ({error})") from None
     return text

@@ -135,8 +135,10 @@ def _reader(cls: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]
 
 def checksum(data: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits that change with any value of plain data."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(_COMPACT.encode(data).encode()).hexdigest()[:16]
+
+
+_COMPACT = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 class Json:
