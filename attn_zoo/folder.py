@@ -298,15 +298,18 @@ def _not_a_results_folder(folder: Path) -> str:
     return f"not a results folder: it has no run.json{hint}"
 
 
-def _refuse_unheld(value: Any) -> None:
-    """Raise `ValueError` for a number in JSON that 64 bits cannot hold."""
-    kind = type(value)
-    if kind is float or kind is int:
-        if not -_LIMIT < value < _LIMIT and (kind is int or math.isinf(value)):
-            raise ValueError(f"{'an integer' if kind is int else 'a number'} of 64 bits cannot hold {str(value)[:25]}")
-    elif kind is dict or kind is list:
-        for each in value.values() if kind is dict else value:
-            _refuse_unheld(each)
+def _refuse_unheld(values: Iterable[Any]) -> None:
+    """Raise `ValueError` for a number in JSON, however deep, that 64 bits cannot hold."""
+    for value in values:
+        kind = type(value)
+        if kind is float or kind is int:
+            if not -_LIMIT < value < _LIMIT and (kind is int or math.isinf(value)):
+                what = "an integer" if kind is int else "a number"
+                raise ValueError(f"{what} of 64 bits cannot hold {str(value)[:25]}")
+        elif kind is list:
+            _refuse_unheld(value)
+        elif kind is dict:
+            _refuse_unheld(value.values())
 
 
 _LIMIT = 2**63
@@ -316,10 +319,10 @@ def _parsed(content: str | bytes) -> Any:
     """Return what JSON says.
 
     Raises:
-        ValueError: tables or files of UTF-8 could not hold it.
+        ValueError: it is no JSON, or tables or files of UTF-8 could not hold what it says.
     """
     data = from_json(content, allow_inf_nan=False)
-    _refuse_unheld(data)
+    _refuse_unheld([data])
     return data
 
 
