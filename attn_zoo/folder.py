@@ -112,8 +112,11 @@ class Run:
         begun: repeats of cells that have no record yet, as not all of their processes have run.
         planned: how many cells it was to have; None where the folder does not say, as those of older versions.
         left: planned cells that have no record.
+        strays: keys of records that are of no planned cell.
+        foreign: of each file of `cells` that is named after another cell, the key of the one inside.
         stopped: why the last run into the folder ended early, in words; empty where it did not, or was killed.
-        warnings: what could not be read, one sentence each.
+        problems: files that could not be read, or not as a whole, each with a reason.
+        warnings: the same for people, one sentence each.
     """
 
     name: str
@@ -125,7 +128,10 @@ class Run:
     begun: tuple[Record, ...] = ()
     planned: int | None = None
     left: tuple[Cell, ...] = ()
+    strays: frozenset[str] = frozenset()
+    foreign: Mapping[str, str] = field(default_factory=dict)
     stopped: str = ""
+    problems: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -140,21 +146,21 @@ def read_run(folder: str | Path) -> Run:
         info = read_info(folder)
     except FolderError as error:
         raise ConfigError("", [("", str(error))]) from None
-    warnings = [f"{folder.name}/{problem}" for problem in info.problems]
+    problems = [("run.json", problem.removeprefix("run.json: ")) for problem in info.problems]
     claims = {}
     for variant, entry in info.claims.items():
         if isinstance(entry, dict):
             claims[variant] = _claim(entry)
         else:
-            warnings.append(f"{folder.name}/run.json: the claim of {variant} was skipped: expected an object")
+            problems.append(("run.json", f"the claim of {variant} was skipped: expected an object"))
     ceilings: tuple[Ceilings, ...] = ()
     try:
         ceilings = read_ceilings(folder)
     except StoreError as error:
-        warnings.append(f"{folder.name}/ceilings.json was skipped: {error}")
+        problems.append(("ceilings.json", str(error)))
     # Keys of old records may be made otherwise today, and newer ones are no reason to show nothing.
     scan = scan_cells(folder, is_strict=False)
-    warnings += [f"{folder.name}/cells/{name} was skipped: {problem}" for name, problem in scan.problems.items()]
+    problems += [(f"cells/{name}", problem) for name, problem in scan.problems.items()]
     begun = []
     for path in sorted((folder / "parts").glob("[!.]*-*.json")):
         if path.stem.partition("-")[0] in scan.records:
@@ -162,9 +168,11 @@ def read_run(folder: str | Path) -> Run:
         try:
             begun.append(read_record(path))
         except StoreError as error:
-            warnings.append(f"{folder.name}/parts/{path.name} was skipped: {error}")
+            problems.append((f"parts/{path.name}", str(error)))
     names = dict.fromkeys(str(matrix["name"]) for matrix in info.matrices if matrix.get("name"))
     today = {name: one.digest for name, one in info.environments.items()}
+    keys = {name: record.cell.key for name, record in scan.records.items()}
+    planned = {cell.key for cell in info.planned or ()}
     return Run(
         name=" + ".join(names) or folder.resolve().name,
         matrices=info.matrices,
@@ -175,8 +183,14 @@ def read_run(folder: str | Path) -> Run:
         begun=tuple(_renamed(begun, today)),
         planned=None if info.planned is None else len(info.planned),
         left=tuple(cell for cell in info.planned or () if cell.key not in scan.records),
+        strays=frozenset() if info.planned is None else frozenset(keys.values()) - planned,
+        foreign={f"{name}.json": key for name, key in keys.items() if key != name},
         stopped=info.stopped,
-        warnings=tuple(warnings),
+        problems=tuple(problems),
+        warnings=tuple(
+            f"{folder.name}/{name}{':' if name == 'run.json' else ' was skipped:'} {problem}"
+            for name, problem in problems
+        ),
     )
 
 
