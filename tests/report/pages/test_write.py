@@ -178,6 +178,6 @@ def test_a_very_large_run_fits_the_panels_it_shows_and_an_export_fits_all(tmp_pa
     assert len(fitted((tmp_path / "out" / "tables" / name).read_text(encoding="utf-8"))) == 1
     assert len(fitted(export([run], "csv", tmp_path / name, "exponents").read_text(encoding="utf-8"))) == 2
     assert len(set(Run([run]).exponents()["panel"])) == 2
-    console = Console(file=io.StringIO(), width=120)
-    print_report(analyse([run]), console)
-    assert "The first 1 of 4 rows; tables/exponents.csv has all." in console.file.getvalue()
+    said = io.StringIO()
+    print_report(analyse([run]), Console(file=said, width=120))
+    assert "The first 1 of 4 rows; tables/exponents.csv has all." in said.getvalue()
