@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from attn_zoo.errors import UnsupportedError
+from attn_zoo.errors import UnknownNameError, UnsupportedError
 
 Form = Literal["attention", "mixer"]
 """How a variant is called: over projected heads, or over hidden states."""
@@ -177,7 +177,13 @@ class Capabilities:
         >>> linear = Capabilities(bidirectional=True, causal=True, cross_attention=True, key_padding_mask=True)
         >>> linear.without(causal="this kernel has no mask").why_not(Request(is_causal=True))
         'no causal form: this kernel has no mask'
+
+        Raises:
+            UnknownNameError: no capability of this name can be taken away.
         """
+        for name in reasons:
+            if name not in (known := (*_PROMISES, "causal", "decode")):
+                raise UnknownNameError("capability", name, known)
         nos: dict[str, Any] = dict.fromkeys(reasons, False)
         if "decode" in nos:
             nos["decode"] = "none"

@@ -73,11 +73,8 @@ def _refused_decode(subject: Subject) -> Finding:
     inputs = subject.inputs(build, 1, batch_size=1)
     start = partial(module.init_state, 1, device=subject.device, dtype=subject.dtype)
     finding = subject.refuses("decode", "init_state()", start)
-    if subject.form == "mixer":
-        return finding  # without a state there is no step to ask for
-    for at_once in (False, True):
-        what = "prefill()" if at_once else "step()"
-        subject.refuses("decode", what, partial(read_positions, module, inputs, range(1), None, at_once=at_once))
+    # Without a state there is no step to ask for.
+    subject.refuses("decode", "prefill()", partial(read_positions, module, inputs, range(1), None, at_once=True))
     return finding
 
 
@@ -284,6 +281,8 @@ def _decode_state_bytes(subject: Subject) -> Finding:
     length, size = subject.lengths[-1], 0
     for dtype in dict.fromkeys((subject.dtype, subject.dtypes[-1])):  # a state may be kept in a wider type
         size = _expect_state_bytes(subject, build, length, dtype)
+    if subject.capabilities.grouped_query:
+        _expect_state_bytes(subject, replace(build, num_heads=4, num_kv_heads=2), length, subject.dtype)
     return passed(f"{size} bytes after {length} tokens" + ("; claims nothing" if claim is None else ""))
 
 

@@ -210,7 +210,11 @@ def _expect_causal_gradient(module: Module, batch: Inputs, positions: list[int],
         gradient = found[name]
         for entry, cut in enumerate(positions):
             start = cut if index in batch.key_side else cut - offset
-            if gradient is not None and largest(gradient[entry, ..., start:, :]) > 0:
+            if gradient is None:
+                continue
+            # A Fourier transform mixes all positions, and what cancels leaves rounding, in float32 at least.
+            allowed = rounding(gradient[entry], batch.num_terms, torch.promote_types(gradient.dtype, torch.float32))
+            if largest(gradient[entry, ..., start:, :]) > allowed:
                 raise Violation(
                     "a past output sends a gradient to a future token",
                     f"{batch.entry(0).words()}: outputs before {cut - offset}, {name} from {start} on",

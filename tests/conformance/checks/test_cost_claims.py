@@ -64,9 +64,10 @@ class KeepsFeatures(ProjectedSoftmax):
     def __init__(self, config: Any, build: BuildContext) -> None:
         super().__init__(config, build)
         self.register_buffer("features", torch.ones(16 * build.embed_dim))
+        self.features: Tensor
         self.table = nn.Parameter(torch.ones(4 * build.max_seq_len, build.embed_dim))
 
-    def forward(self, hidden: Tensor, **keywords: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, **keywords: Any) -> Tensor:
         rows = self.table[: hidden.shape[1]] + self.features[: hidden.shape[-1]]
         return super().forward(hidden + rows, **keywords)
 

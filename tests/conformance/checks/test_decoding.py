@@ -12,6 +12,7 @@ from attn_zoo.attention.decode import KVCache
 from attn_zoo.conformance import run_checks
 from tests.conformance.broken import Broken, registered
 from tests.conformance.broken_claims import MIXER, MIXER_COST, ProjectedSoftmax, SoundDecode
+from tests.conformance.broken_decoding import GROUPED, Decodes
 
 
 class ForgetsAfterPrefillsOfTwo(SoundDecode):
@@ -54,3 +55,28 @@ def test_a_state_in_a_wider_type_is_claimed_as_such(least, outcome):
         (result,) = run_checks(name, checks=["decode_state_bytes"])
     assert result.outcome == outcome
     assert ("bfloat16" in result.example) == (outcome == "failed")
+
+
+def test_a_state_is_claimed_for_the_heads_of_keys_and_values():
+    def state_bytes(shape: Any, itemsize: int) -> int:
+        return int(2 * shape.batch_size * shape.num_heads * shape.key_len * shape.head_dim * itemsize)
+
+    broken = Broken(cls=Decodes, check="", capabilities=GROUPED, complexity={"state_bytes": state_bytes})
+    with registered(broken) as name:
+        (result,) = run_checks(name, checks=["decode_state_bytes"])
+    assert result.outcome == "failed"
+    assert "H=4 G=2" in result.example
+
+
+class NeedNotGuardItsSteps(SoundDecode):
+    """No state can be had where it cannot decode, so that none can be passed to a step."""
+
+    def init_state(self, *args: Any, **keywords: Any) -> KVCache:
+        self._require_state()
+        return super().init_state(*args, **keywords)
+
+
+def test_a_step_is_not_asked_for_where_no_state_is_given():
+    with registered(Broken(cls=NeedNotGuardItsSteps, check="", capabilities={"causal": True})) as name:
+        (result,) = run_checks(name, checks=["decode"])
+    assert result.outcome == "refused"
