@@ -45,10 +45,7 @@ def probe(
             continue  # something that a variant printed
         refusals[key] = (capability, reason)
     return [
-        replace(item, refusal=refusals[item.cell.key], estimate_s=None, estimate_bytes=None)
-        if item.cell.key in refusals
-        else item
-        for item in items
+        replace(item, refusal=refusals[item.cell.key]) if item.cell.key in refusals else item for item in items
     ]
 
 

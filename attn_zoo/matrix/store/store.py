@@ -138,6 +138,14 @@ class Repeats:
         return sorted(self._folder.glob(f"{key}-*.json"))
 
 
+def _followed(earlier: Sequence[Cell], planned: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Return the cells of earlier runs, then those of this one; where both have one of a name, the new one stands."""
+    keys = {cell.key for cell in planned}
+    others = [cell for cell in earlier if cell.key not in keys]
+    ids = {cell.id for cell in planned} if others else set()
+    return (*(cell for cell in others if cell.id not in ids), *planned)
+
+
 class Store:
     """A results folder. Making the object reads and writes nothing.
 
@@ -282,12 +290,11 @@ class Store:
             environments[digest] = environment if before is None else environment.following(before)
         cells = None
         if info.planned is not None:  # else the folder began under a version that noted no plan, and stays unknown
-            ids = {cell.id for cell in planned}
-            cells = (*(cell for cell in info.planned if cell.id not in ids), *planned)
+            cells = _followed(info.planned, planned)
         claimed = {**info.claims, **claims}
-        self.write_info(
-            replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
-        )
+        now = replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
+        if now != info or not self.exists:
+            self.write_info(now)
 
     def write_info(self, info: RunInfo) -> None:
         """Write `run.json`, over the one that is there."""
