@@ -404,7 +404,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool =
     from attn_zoo.matrix.store.kept_sources import load_kept
     from attn_zoo.matrix.store.store import Store
 
-    matrices = Store(folder).info().matrices
+    matrices = Store(folder).info(has_plan=False).matrices
     foreign = load_kept(folder)
     try:
         plans = [

@@ -201,8 +201,8 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     )
 
 
-def read_info(folder: Path) -> RunInfo:
-    """Return what `run.json` of a folder says.
+def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
+    """Return what `run.json` of a folder says, where `has_plan` with the planned cells.
 
     Raises:
         FolderError: there is none, it is damaged, or a newer version of this package wrote it.
@@ -219,7 +219,7 @@ def read_info(folder: Path) -> RunInfo:
     _refuse_newer(data["schema"], path)
     environments, problems, planned = {}, [], None
     try:
-        planned = unpack_cells(data["planned"]) if "planned" in data else None
+        planned = unpack_cells(data["planned"]) if has_plan and "planned" in data else None
     except (StoreError, KeyError, TypeError, ValueError) as error:
         problems.append(f"run.json: the planned cells were skipped: {error}")
     try:

@@ -368,7 +368,7 @@ def run(
                 del records[key]
         left = estimated(standing(plan.cells, list(records.values())).left)
         limit_s = None if time_limit_min is None else time_limit_min * 60
-        info = replace(store.info(), planned=None)  # the plan has them, and there may be very many
+        info = store.info(has_plan=False)
         refuse = (lambda _: "") if allow_mixed_env else info.refusal
         here = None if environment is None else info.names_of(environment.digest)
         repeats = _repeats(store, plan, records, here)

@@ -180,9 +180,7 @@ def _expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[P
         for item in kind.expand(group, members, data_dir):
             if group.device == "cuda" and not has_cuda:
                 refusal = ("cuda", "no CUDA device here")
-                yield PlannedCell(
-                    cell=item.cell, refusal=refusal, isolation=item.isolation, has_count=item.has_count
-                )
+                yield PlannedCell(cell=item.cell, refusal=refusal, isolation=item.isolation, has_count=item.has_count)
             else:
                 yield item
 
