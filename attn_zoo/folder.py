@@ -7,11 +7,13 @@ one record each; `attn_zoo.matrix.store.store` writes them.
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic_core import from_json
 
 from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record, checksum
@@ -110,8 +112,11 @@ class Run:
         begun: repeats of cells that have no record yet, as not all of their processes have run.
         planned: how many cells it was to have; None where the folder does not say, as those of older versions.
         left: planned cells that have no record.
+        strays: keys of records that are of no planned cell.
+        foreign: of each file of `cells` that is named after another cell, the key of the one inside.
         stopped: why the last run into the folder ended early, in words; empty where it did not, or was killed.
-        warnings: what could not be read, one sentence each.
+        problems: files that could not be read, or not as a whole, each with a reason.
+        warnings: the same for people, one sentence each.
     """
 
     name: str
@@ -123,7 +128,10 @@ class Run:
     begun: tuple[Record, ...] = ()
     planned: int | None = None
     left: tuple[Cell, ...] = ()
+    strays: frozenset[str] = frozenset()
+    foreign: Mapping[str, str] = field(default_factory=dict)
     stopped: str = ""
+    problems: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -138,21 +146,21 @@ def read_run(folder: str | Path) -> Run:
         info = read_info(folder)
     except FolderError as error:
         raise ConfigError("", [("", str(error))]) from None
-    warnings = [f"{folder.name}/{problem}" for problem in info.problems]
+    problems = [("run.json", problem.removeprefix("run.json: ")) for problem in info.problems]
     claims = {}
     for variant, entry in info.claims.items():
         if isinstance(entry, dict):
             claims[variant] = _claim(entry)
         else:
-            warnings.append(f"{folder.name}/run.json: the claim of {variant} was skipped: expected an object")
+            problems.append(("run.json", f"the claim of {variant} was skipped: expected an object"))
     ceilings: tuple[Ceilings, ...] = ()
     try:
         ceilings = read_ceilings(folder)
     except StoreError as error:
-        warnings.append(f"{folder.name}/ceilings.json was skipped: {error}")
+        problems.append(("ceilings.json", str(error)))
     # Keys of old records may be made otherwise today, and newer ones are no reason to show nothing.
     scan = scan_cells(folder, is_strict=False)
-    warnings += [f"{folder.name}/cells/{name} was skipped: {problem}" for name, problem in scan.problems.items()]
+    problems += [(f"cells/{name}", problem) for name, problem in scan.problems.items()]
     begun = []
     for path in sorted((folder / "parts").glob("[!.]*-*.json")):
         if path.stem.partition("-")[0] in scan.records:
@@ -160,9 +168,11 @@ def read_run(folder: str | Path) -> Run:
         try:
             begun.append(read_record(path))
         except StoreError as error:
-            warnings.append(f"{folder.name}/parts/{path.name} was skipped: {error}")
+            problems.append((f"parts/{path.name}", str(error)))
     names = dict.fromkeys(str(matrix["name"]) for matrix in info.matrices if matrix.get("name"))
     today = {name: one.digest for name, one in info.environments.items()}
+    keys = {name: record.cell.key for name, record in scan.records.items()}
+    planned = {cell.key for cell in info.planned or ()}
     return Run(
         name=" + ".join(names) or folder.resolve().name,
         matrices=info.matrices,
@@ -173,8 +183,14 @@ def read_run(folder: str | Path) -> Run:
         begun=tuple(_renamed(begun, today)),
         planned=None if info.planned is None else len(info.planned),
         left=tuple(cell for cell in info.planned or () if cell.key not in scan.records),
+        strays=frozenset() if info.planned is None else frozenset(keys.values()) - planned,
+        foreign={f"{name}.json": key for name, key in keys.items() if key != name},
         stopped=info.stopped,
-        warnings=tuple(warnings),
+        problems=tuple(problems),
+        warnings=tuple(
+            f"{folder.name}/{name}{':' if name == 'run.json' else ' was skipped:'} {problem}"
+            for name, problem in problems
+        ),
     )
 
 
@@ -305,30 +321,38 @@ def _not_a_results_folder(folder: Path) -> str:
     return f"not a results folder: it has no run.json{hint}"
 
 
-_LONG_INTEGER = re.compile(rb"[0-9]{19}")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+def _refuse_unheld(values: Iterable[Any]) -> None:
+    """Raise `ValueError` for a number in JSON, however deep, that 64 bits cannot hold."""
+    for value in values:
+        kind = type(value)
+        if kind is float or kind is int:
+            if not -_LIMIT < value < _LIMIT and (kind is int or math.isinf(value)):
+                what = "an integer" if kind is int else "a number"
+                raise ValueError(f"{what} of 64 bits cannot hold {str(value)[:25]}")
+        elif kind is list:
+            _refuse_unheld(value)
+        elif kind is dict:
+            _refuse_unheld(value.values())
 
 
-def _integer(digits: str) -> int:
-    value = int(digits)
-    if abs(value) >= 2**63:
-        raise ValueError(f"an integer of 64 bits cannot hold {digits[:25]}")
-    return value
+_LIMIT = 2**63
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def _parsed(content: str | bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: it is no JSON, or tables or files of UTF-8 could not hold what it says.
+    """
+    data = from_json(content, allow_inf_nan=False)
+    _refuse_unheld([data])
+    return data
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file: whatever it holds, tables and UTF-8 files can hold too."""
     try:
-        content = read_regular(path, MAX_BYTES)
-        # Asking for each integer, and writing all text, takes longer than reading it: only where there is a sign.
-        parse_int = _integer if _LONG_INTEGER.search(content) else None
-        data = json.loads(content, parse_int=parse_int, parse_constant=_no_number)
-        if _SURROGATE.search(content):
-            json.dumps(data, ensure_ascii=False).encode()
+        data = _parsed(read_regular(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"not readable as JSON ({type(error).__name__}: {error})") from None
     if not isinstance(data, dict):
@@ -371,8 +395,7 @@ def record_text(record: Record) -> str:
     try:
         data = json.loads(record.to_json())
         text = json.dumps({**data, "checksum": checksum(data)}, sort_keys=True, indent=1)
-        if _SURROGATE.search(text.encode()):
-            json.dumps(data, ensure_ascii=False).encode()
+        _parsed(text)  # what could not be read again is not stored
     except ValueError as error:
         raise StoreError(f"{record.cell.id}: cannot be stored ({error})") from None
     return text

@@ -38,7 +38,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 """Of bytes, operations, parameters, steps: what no table or file of 64-bit numbers could hold is no count."""
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
-Rate = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 MEASURED_PHASES = frozenset({"timing", "memory", "energy", "training"})
 """Of `Record.phases`, those in which the harness measures; the others are what it adds."""
@@ -134,8 +134,10 @@ def _reader(cls: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]
 
 def checksum(data: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits that change with any value of plain data."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(_COMPACT.encode(data).encode()).hexdigest()[:16]
+
+
+_COMPACT = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 class Json:
@@ -214,7 +216,7 @@ class Timing(Json):
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
 
-    samples_ms: tuple[float, ...]
+    samples_ms: tuple[Positive, ...]
     median_ms: float
     q1_ms: float
     q3_ms: float
@@ -354,10 +356,10 @@ class Ceilings(Json):
     device: str
     dtype: str
     threads: int | None = None
-    matmul_flops_per_s: Rate
-    copy_bytes_per_s: Rate
-    peak_flops_per_s: Rate | None = None
-    peak_bytes_per_s: Rate | None = None
+    matmul_flops_per_s: Positive
+    copy_bytes_per_s: Positive
+    peak_flops_per_s: Positive | None = None
+    peak_bytes_per_s: Positive | None = None
     is_tf32: bool | None = None
     environment: str = ""
     measured: str = ""

@@ -149,6 +149,10 @@ HOSTILE = {
     "half a character": spoiled(reason="\udcff"),
     "half a character in a name": spoiled(**{"cell.label": "x\ud800"}),
     "sizes unlike samples": spoiled(**{"timing.process_sizes": [3, 4]}),
+    "a time below zero": spoiled(**{"timing.samples_ms": [-1.0, 1.0]}),
+    "a time of zero in one of two processes": spoiled(
+        **{"timing.samples_ms": [0.0, 1.0], "timing.process_sizes": [1, 1]}
+    ),
     "negative FLOPs": spoiled(flops=-5),
     "no tokens": spoiled(**{"cell.seq_len": 0}),
     "not a number": spoiled(duration_s=float("nan")),

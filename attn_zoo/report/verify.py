@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from math import isclose
 from pathlib import Path
+from statistics import geometric_mean, median
 
-from attn_zoo.errors import ConfigError, StoreError
-from attn_zoo.folder import RunInfo, Scan, read_ceilings, read_info, scan_cells
+from attn_zoo.folder import Run, read_run
 from attn_zoo.packed_run import opened
 from attn_zoo.records import Timing
 from attn_zoo.report.analysis.efficiency import pass_flops
@@ -39,11 +41,9 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Subject:
-    info: RunInfo
-    scan: Scan
+    run: Run
     results: Results
     groups: tuple[AccuracyGroup, ...]
-    ceilings_problem: str
 
     @property
     def timed(self) -> Iterator[tuple[Observation, Timing]]:
@@ -60,47 +60,30 @@ def verify(source: str | Path) -> list[Fault]:
         ConfigError: there is no results folder, or a newer version of this package wrote it.
     """
     with opened(source) as folder:
-        try:
-            info, scan = read_info(folder), scan_cells(folder)
-        except StoreError as error:
-            raise ConfigError("", [("", str(error))]) from None
-        try:
-            problem = ""
-            read_ceilings(folder)
-        except StoreError as error:
-            problem = str(error)
+        if not (folder / "run.json").is_file():
+            read_run(folder)  # says what else it is: an export has neither a plan nor machines to hold records against
         results = read_results([folder])
-        groups = tuple(make_accuracy_groups(results))
-        subject = _Subject(info=info, scan=scan, results=results, groups=groups, ceilings_problem=problem)
-        return [
-            Fault(check=name, where=where, text=text)
-            for name, (_, find) in CHECKS.items()
-            for where, text in find(subject)
-        ]
+    subject = _Subject(run=results.runs[0], results=results, groups=tuple(make_accuracy_groups(results)))
+    return [
+        Fault(check=name, where=where, text=text) for name, (_, find) in CHECKS.items() for where, text in find(subject)
+    ]
 
 
 Found = Iterator[tuple[str, str]]
 
 
 def _schema(subject: _Subject) -> Found:
-    for problem in subject.info.problems:
-        yield "run.json", problem.removeprefix("run.json: ")
-    if subject.ceilings_problem:
-        yield "ceilings.json", subject.ceilings_problem
-    for name, reason in subject.scan.problems.items():
-        if not reason.startswith("foreign"):
-            yield f"cells/{name}", reason
+    yield from subject.run.problems
 
 
 def _digests(subject: _Subject) -> Found:
-    for name, reason in subject.scan.problems.items():
-        if reason.startswith("foreign"):
-            yield f"cells/{name}", reason
-    planned = {cell.key for cell in subject.info.planned or ()}
-    for record in subject.scan.records.values():
-        if record.environment and record.environment not in subject.info.environments:
+    run = subject.run
+    for name, key in run.foreign.items():
+        yield f"cells/{name}", f"foreign: the cell inside has the key {key}"
+    for record in run.records:
+        if record.environment and record.environment not in run.environments:
             yield record.cell.id, f"its environment {record.environment} is not described in run.json"
-        if subject.info.planned is not None and record.cell.key not in planned:
+        if record.cell.key in run.strays:
             yield record.cell.id, "no cell of the plan: its source or data changed, or it belongs to another run"
 
 
@@ -111,20 +94,27 @@ def _complete(subject: _Subject) -> Found:
 
 
 def _numbers(subject: _Subject) -> Found:
-    for one, timing in subject.timed:
-        if not timing.samples_ms or min(timing.samples_ms) <= 0:
-            yield one.cell.id, "expected positive samples"
-        elif not (
-            timing.low_ms <= timing.median_ms * (1 + _ROUNDING)
-            and timing.median_ms <= timing.high_ms * (1 + _ROUNDING)
-            and min(timing.samples_ms) * (1 - _ROUNDING) <= timing.median_ms
-            and timing.median_ms <= max(timing.samples_ms) * (1 + _ROUNDING)
-        ):
-            yield one.cell.id, f"its median, {human_ms(timing.median_ms)}, is not one of its samples"
-    for one in subject.results.observations:
-        score = one.record.score
+    for record in subject.run.records:  # as they are stored: observations have a summary of today
+        timing, score = record.timing, record.score
+        if record.status == "ok" and timing is not None:
+            if not timing.samples_ms:
+                yield record.cell.id, "expected positive samples; got none"
+            elif not any(isclose(timing.median_ms, each, rel_tol=_ROUNDING) for each in _medians(timing)):
+                yield record.cell.id, f"its median, {human_ms(timing.median_ms)}, is not that of its samples"
+            elif not timing.low_ms * (1 - _ROUNDING) <= timing.median_ms <= timing.high_ms * (1 + _ROUNDING):
+                interval = " to ".join(map(human_ms, (timing.low_ms, timing.high_ms)))
+                yield record.cell.id, f"its interval, {interval}, leaves out its median, {human_ms(timing.median_ms)}"
         if score is not None and not score.is_lower_better and not 0 <= score.value <= 1:
-            yield one.cell.id, f"a score of {score.value:g} is no share of what was right"
+            yield record.cell.id, f"a score of {score.value:g} is no share of what was right"
+
+
+def _medians(timing: Timing) -> Iterator[float]:
+    """Yield the median of all samples, which older records hold, and that which counts all processes alike."""
+    yield median(timing.samples_ms)
+    if timing.process_sizes:
+        ends = accumulate(timing.process_sizes)
+        sides = zip(ends, timing.process_sizes, strict=True)
+        yield geometric_mean(median(timing.samples_ms[end - size : end]) for end, size in sides)
 
 
 def _limits(subject: _Subject) -> Found:

@@ -55,8 +55,9 @@ def unequal(records):
 
 PLANTED: list[tuple[str, Callable[[list[Record]], list[Record]], str, str]] = [
     ("digests", changed(0, environment="0123456789ab"), "full/scaling", "is not described in run.json"),
-    ("numbers", with_timing(median_ms=2.0, low_ms=2.0), "full/scaling", "is not one of its samples"),
-    ("numbers", with_timing(low_ms=1e6), "full/scaling", "is not one of its samples"),
+    ("numbers", with_timing(median_ms=2.0, low_ms=2.0), "full/scaling", "is not that of its samples"),
+    ("numbers", with_timing(median_ms=2.0, low_ms=2.0, process_sizes=(4, 5, 6)), "full/scaling", "is not that of"),
+    ("numbers", with_timing(low_ms=1e6), "full/scaling", "leaves out its median"),
     ("numbers", with_timing(samples_ms=()), "full/scaling", "expected positive samples"),
     ("numbers", with_score(value=1.2), "linformer/accuracy", "no share of what was right"),
     ("limits", changed(0, flops=10**14), "full/scaling", "is above what a matrix product reached"),
@@ -104,10 +105,16 @@ def test_files_that_are_no_records_or_of_another_cell(tmp_path):
     (cells / "half.json").write_text('{"cell":')
     (cells / f"{'0' * 20}.json").write_text(sound()[0].to_json())
     (folder / "ceilings.json").write_text("[]")
+    (folder / "parts").mkdir()
+    (folder / "parts" / f"{'1' * 20}-0.json").write_text("{")
+    newer = cells / f"{sound()[1].cell.key}.json"
+    newer.write_text(newer.read_text().replace('"schema": 1', '"schema": 99'))
     faults = verify(folder)
     assert [(fault.check, fault.where) for fault in faults] == [
         ("schema", "ceilings.json"),
+        ("schema", f"cells/{newer.name}"),
         ("schema", "cells/half.json"),
+        ("schema", f"parts/{'1' * 20}-0.json"),
         ("digests", f"cells/{'0' * 20}.json"),
     ]
 
