@@ -294,9 +294,9 @@ class Store:
         if info.planned is not None:  # else the folder began under a version that noted no plan, and stays unknown
             cells = _followed(info.planned, planned)
         claimed = {**info.claims, **claims}
-        now = replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
-        if now != info or not self.exists:
-            self.write_info(now)
+        entered = replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
+        if entered != info or not self.exists:
+            self.write_info(entered)
 
     def write_info(self, info: RunInfo) -> None:
         """Write `run.json`, over the one that is there."""
