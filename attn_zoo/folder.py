@@ -217,8 +217,8 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     )
 
 
-def read_info(folder: Path) -> RunInfo:
-    """Return what `run.json` of a folder says.
+def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
+    """Return what `run.json` of a folder says, where `has_plan` with the planned cells.
 
     Raises:
         FolderError: there is none, it is damaged, or a newer version of this package wrote it.
@@ -235,7 +235,7 @@ def read_info(folder: Path) -> RunInfo:
     _refuse_newer(data["schema"], path)
     environments, problems, planned = {}, [], None
     try:
-        planned = unpack_cells(data["planned"]) if "planned" in data else None
+        planned = unpack_cells(data["planned"]) if has_plan and "planned" in data else None
     except (StoreError, KeyError, TypeError, ValueError) as error:
         problems.append(f"run.json: the planned cells were skipped: {error}")
     try:
@@ -268,14 +268,17 @@ def pack_cells(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     [{'cell': {'kind': 'scaling', 'variant': 'full', 'protocol_version': 4}, 'at': [[512, 0], [1024, 0]]}]
     """
     groups: dict[str, dict[str, Any]] = {}
+    of_curve: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        common = {
-            name: value
-            for name, value in cell.to_dict().items()
-            if name not in {"seq_len", "seed"} and (name == "protocol_version" or value != _DEFAULTS[name])
-        }
-        group = groups.setdefault(json.dumps(common, sort_keys=True), {"cell": common, "at": []})
-        group["at"].append([cell.seq_len, cell.seed])
+        if (curve := cell.curve) not in of_curve:
+            common = {
+                name: value
+                for name, value in cell.to_dict().items()
+                if name not in {"seq_len", "seed"} and (name == "protocol_version" or value != _DEFAULTS[name])
+            }
+            text = json.dumps(common, sort_keys=True)
+            of_curve[curve] = groups.setdefault(text, {"cell": common, "at": []})
+        of_curve[curve]["at"].append([cell.seq_len, cell.seed])
     return list(groups.values())
 
 
@@ -288,11 +291,17 @@ def unpack_cells(groups: Iterable[Mapping[str, Any]]) -> tuple[Cell, ...]:
     Raises:
         StoreError: a field is unknown or of another type.
     """
-    return tuple(
-        Cell.from_dict({**group["cell"], "seq_len": seq_len, "seed": seed})
-        for group in groups
-        for seq_len, seed in group["at"]
-    )
+    return tuple(cell for group in groups for cell in _unpack(group))
+
+
+def _unpack(group: Mapping[str, Any]) -> Iterator[Cell]:
+    last: Cell | None = None
+    for seq_len, seed in group["at"]:
+        if last is not None and seed == last.seed and type(seq_len) is int and 0 < seq_len < 2**63:
+            last = last.at(seq_len)  # in no need of being checked
+        else:
+            last = Cell.from_dict({**group["cell"], "seq_len": seq_len, "seed": seed})
+        yield last
 
 
 def _not_a_results_folder(folder: Path) -> str:
