@@ -181,6 +181,7 @@ def run(
         data_dir=data_dir,
         is_remote=engine != "local",
         allow_cells=allow_cells,
+        has_estimates=False,
     )
     if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
         raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
@@ -316,11 +317,12 @@ def plan(
     is_remote: bool = False,
     should_probe: bool = False,
     allow_cells: int | None = None,
+    has_estimates: bool = True,
 ) -> Plan:
     """Return the cells of a matrix, each with its refusal or a rough estimate; arguments and errors are as in `run`.
 
     Beside these: `is_remote` says that the cells will run on other machines; `should_probe` asks constructors too what
-    they refuse, in a process of its own.
+    they refuse, in a process of its own; without `has_estimates` a plan of very many cells is ready sooner.
     """
     from attn_zoo.matrix.plan.expand import make_plan, require_devices
     from attn_zoo.matrix.plan.schema import MAX_CELLS, load_matrix, parse_matrix
@@ -340,6 +342,7 @@ def plan(
         data_dir=_path(data_dir),
         is_remote=is_remote,
         should_probe=should_probe,
+        has_estimates=has_estimates,
     )
     if not is_remote:
         require_devices(planned.cells)
@@ -401,11 +404,12 @@ def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool =
     from attn_zoo.matrix.store.kept_sources import load_kept
     from attn_zoo.matrix.store.store import Store
 
-    matrices = Store(folder).info().matrices
+    matrices = Store(folder).info(has_plan=False).matrices
     foreign = load_kept(folder)
     try:
         plans = [
-            make_plan(restore_matrix(matrix), data_dir=_path(data_dir), is_remote=is_remote) for matrix in matrices
+            make_plan(restore_matrix(matrix), data_dir=_path(data_dir), is_remote=is_remote, has_estimates=False)
+            for matrix in matrices
         ]
     except ConfigError as error:
         hints = [("", f"{path} was not measured by you: read it, then load it (--variant-file)") for path in foreign]
@@ -431,11 +435,10 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
     from attn_zoo.matrix.store.store import Store
 
     store = Store(folder)
-    info = store.info()
     try:
         cells, doubt, has_plan = _stored_plan(store.folder, data_dir).cells, "", True
     except ConfigError as error:
-        known = info.planned
+        known = store.info().planned
         has_plan = known is not None
         unseen = "what changed since" if has_plan else "what is left, and what changed since,"
         doubt = f"{unseen} is not known: {error.problems[0][1]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,13 +84,13 @@ class Run:
         """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
         from attn_zoo.report.tables.growth_tables import crossover_table
 
-        return _raw(crossover_table(self.analysis))
+        return _raw(crossover_table(replace(self.analysis, is_whole=True)))
 
     def exponents(self) -> pd.DataFrame:
         """Return fitted and claimed exponents of the sequence length, of time and peak memory."""
         from attn_zoo.report.tables.growth_tables import exponent_table
 
-        return _raw(exponent_table(self.analysis))
+        return _raw(exponent_table(replace(self.analysis, is_whole=True)))
 
     def table(self, name: str) -> pd.DataFrame:
         """Return a table of the report, all digits kept.

@@ -7,11 +7,13 @@ one record each; `attn_zoo.matrix.store.store` writes them.
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic_core import from_json
 
 from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record, checksum
@@ -215,8 +217,8 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
     )
 
 
-def read_info(folder: Path) -> RunInfo:
-    """Return what `run.json` of a folder says.
+def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
+    """Return what `run.json` of a folder says, where `has_plan` with the planned cells.
 
     Raises:
         FolderError: there is none, it is damaged, or a newer version of this package wrote it.
@@ -233,7 +235,7 @@ def read_info(folder: Path) -> RunInfo:
     _refuse_newer(data["schema"], path)
     environments, problems, planned = {}, [], None
     try:
-        planned = unpack_cells(data["planned"]) if "planned" in data else None
+        planned = unpack_cells(data["planned"]) if has_plan and "planned" in data else None
     except (StoreError, KeyError, TypeError, ValueError) as error:
         problems.append(f"run.json: the planned cells were skipped: {error}")
     try:
@@ -266,14 +268,17 @@ def pack_cells(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     [{'cell': {'kind': 'scaling', 'variant': 'full', 'protocol_version': 4}, 'at': [[512, 0], [1024, 0]]}]
     """
     groups: dict[str, dict[str, Any]] = {}
+    of_curve: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        common = {
-            name: value
-            for name, value in cell.to_dict().items()
-            if name not in {"seq_len", "seed"} and (name == "protocol_version" or value != _DEFAULTS[name])
-        }
-        group = groups.setdefault(json.dumps(common, sort_keys=True), {"cell": common, "at": []})
-        group["at"].append([cell.seq_len, cell.seed])
+        if (curve := cell.curve) not in of_curve:
+            common = {
+                name: value
+                for name, value in cell.to_dict().items()
+                if name not in {"seq_len", "seed"} and (name == "protocol_version" or value != _DEFAULTS[name])
+            }
+            text = json.dumps(common, sort_keys=True)
+            of_curve[curve] = groups.setdefault(text, {"cell": common, "at": []})
+        of_curve[curve]["at"].append([cell.seq_len, cell.seed])
     return list(groups.values())
 
 
@@ -286,11 +291,17 @@ def unpack_cells(groups: Iterable[Mapping[str, Any]]) -> tuple[Cell, ...]:
     Raises:
         StoreError: a field is unknown or of another type.
     """
-    return tuple(
-        Cell.from_dict({**group["cell"], "seq_len": seq_len, "seed": seed})
-        for group in groups
-        for seq_len, seed in group["at"]
-    )
+    return tuple(cell for group in groups for cell in _unpack(group))
+
+
+def _unpack(group: Mapping[str, Any]) -> Iterator[Cell]:
+    last: Cell | None = None
+    for seq_len, seed in group["at"]:
+        if last is not None and seed == last.seed and type(seq_len) is int and 0 < seq_len < 2**63:
+            last = last.at(seq_len)  # in no need of being checked
+        else:
+            last = Cell.from_dict({**group["cell"], "seq_len": seq_len, "seed": seed})
+        yield last
 
 
 def _not_a_results_folder(folder: Path) -> str:
@@ -310,30 +321,38 @@ def _not_a_results_folder(folder: Path) -> str:
     return f"not a results folder: it has no run.json{hint}"
 
 
-_LONG_INTEGER = re.compile(rb"[0-9]{19}")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+def _refuse_unheld(values: Iterable[Any]) -> None:
+    """Raise `ValueError` for a number in JSON, however deep, that 64 bits cannot hold."""
+    for value in values:
+        kind = type(value)
+        if kind is float or kind is int:
+            if not -_LIMIT < value < _LIMIT and (kind is int or math.isinf(value)):
+                what = "an integer" if kind is int else "a number"
+                raise ValueError(f"{what} of 64 bits cannot hold {str(value)[:25]}")
+        elif kind is list:
+            _refuse_unheld(value)
+        elif kind is dict:
+            _refuse_unheld(value.values())
 
 
-def _integer(digits: str) -> int:
-    value = int(digits)
-    if abs(value) >= 2**63:
-        raise ValueError(f"an integer of 64 bits cannot hold {digits[:25]}")
-    return value
+_LIMIT = 2**63
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def _parsed(content: str | bytes) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: it is no JSON, or tables or files of UTF-8 could not hold what it says.
+    """
+    data = from_json(content, allow_inf_nan=False)
+    _refuse_unheld([data])
+    return data
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file: whatever it holds, tables and UTF-8 files can hold too."""
     try:
-        content = read_regular(path, MAX_BYTES)
-        # Asking for each integer, and writing all text, takes longer than reading it: only where there is a sign.
-        parse_int = _integer if _LONG_INTEGER.search(content) else None
-        data = json.loads(content, parse_int=parse_int, parse_constant=_no_number)
-        if _SURROGATE.search(content):
-            json.dumps(data, ensure_ascii=False).encode()
+        data = _parsed(read_regular(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise StoreError(f"not readable as JSON ({type(error).__name__}: {error})") from None
     if not isinstance(data, dict):
@@ -376,8 +395,7 @@ def record_text(record: Record) -> str:
     try:
         data = json.loads(record.to_json())
         text = json.dumps({**data, "checksum": checksum(data)}, sort_keys=True, indent=1)
-        if _SURROGATE.search(text.encode()):
-            json.dumps(data, ensure_ascii=False).encode()
+        _parsed(text)  # what could not be read again is not stored
     except ValueError as error:
         raise StoreError(f"{record.cell.id}: cannot be stored ({error})") from None
     return text

@@ -34,7 +34,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         if found.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"expected at most {most_bytes:,} bytes; it has {found.st_size:,}")
-        return file.read(most_bytes + 1)
+        return file.read(found.st_size)
 
 
 def refuse_links(folder: Path, depth: int = 1) -> None:

@@ -86,6 +86,13 @@ def test_planned_cells_come_back_as_they_were():
     assert sorted(cell.key for cell in unpack_cells(packed)) == sorted(cell.key for cell in cells)
 
 
+@pytest.mark.parametrize("length", ["512 tokens", 0, 1.5, 2**63, [16]])
+def test_planned_cells_of_no_possible_length_are_refused(length):
+    (packed,) = pack_cells([scaling("full", 512).cell])
+    with pytest.raises(StoreError, match="seq_len"):
+        unpack_cells([{**packed, "at": [[512, 0], [length, 0]]}])
+
+
 def test_what_was_planned_and_left_is_read_and_unknown_in_older_folders(tmp_path):
     done, left = scaling("full", 512), scaling("full", 1024)
     planned = pack_cells([done.cell, left.cell])

@@ -188,6 +188,20 @@ def test_a_key_is_made_once_and_no_copy_inherits_it(monkeypatch):
     assert copy.deepcopy(cell).key == pickle.loads(pickle.dumps(cell)).key == cell.key
 
 
+@given(cells, st.integers(1, 10**6) | st.none(), st.booleans())
+def test_a_cell_at_another_length_is_as_if_made_anew(cell, seq_len, is_asked_first):
+    made, anew = copy.deepcopy(cell), replace(cell, seq_len=seq_len)
+    if is_asked_first:
+        assert (made.key, made.curve) == (cell.key, cell.curve)
+    other = made.at(seq_len)
+    assert other == anew
+    assert (other.key, other.curve, other.id, other.to_json()) == (anew.key, anew.curve, anew.id, anew.to_json())
+    assert made == cell, "the one that was asked stays as it was"
+    assert made.key == cell.key
+    changed = replace(other, seed=made.seed + 1)
+    assert changed.key == replace(anew, seed=made.seed + 1).key != other.key, "a copy shares nothing"
+
+
 def another(hint: Any, value: object) -> Any:
     """Return a value of the field's type that differs from `value`."""
     candidates: list[Any] = ["x", 7, 0.5, not value, {"x": 1}, "mixer", "bwd", "accuracy", ("x",)]

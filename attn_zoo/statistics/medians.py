@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def _by_process(samples: NDArray[np.float64], sizes: Sequence[int], what: str) -
         raise ValueError(f"{what}: expected positive sizes that add up to {samples.size} samples; got {list(sizes)}")
     if len(sizes) > 1 and samples.min() <= 0:
         raise ValueError(f"{what}: expected positive samples of several processes; got {float(samples.min())}")
-    return np.split(samples, np.cumsum(sizes)[:-1])
+    return [samples[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _middle(processes: Processes) -> float:
@@ -76,15 +77,16 @@ class _Draw:
     """Which samples the resampled medians of some processes lie between: decided by the seed and the sizes alone.
 
     Args:
-        middles: of each process, ranks of its samples: both middle ones of each resample, equal where it is odd.
+        middles: of each process, pairs of ranks of its samples, lower and upper, which are the middle ones of some
+            resample (equal where their number is odd), and which pair is that of each resample.
         shifts: Student's t for each resample, shuffled; None for a single process.
     """
 
-    middles: tuple[tuple[NDArray[np.uint32], NDArray[np.uint32]], ...]
+    middles: tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp]], ...]
     shifts: NDArray[np.float64] | None
 
 
-@lru_cache(maxsize=128)  # some 50 KiB each
+@lru_cache(maxsize=128)  # some 70 KiB each
 def _draws(seed: int | tuple[int, int], *groups: tuple[int, ...]) -> tuple[_Draw, ...]:
     """Draw the samples of each process with replacement, `NUM_RESAMPLES` times.
 
@@ -99,12 +101,14 @@ def _draws(seed: int | tuple[int, int], *groups: tuple[int, ...]) -> tuple[_Draw
             ranks = rng.integers(0, size, size=(NUM_RESAMPLES, size))
             below, above = (size - 1) // 2, size // 2
             ranks.partition((below, above), axis=1)
-            middles.append((ranks[:, below].astype(np.uint32), ranks[:, above].astype(np.uint32)))
+            # Few pairs are many resamples' own, and a logarithm of each pair is enough.
+            pairs, which = np.unique(ranks[:, below] * size + ranks[:, above], return_inverse=True)
+            middles.append((*np.divmod(pairs, size), which))
         draws.append(_Draw(tuple(middles), rng.permutation(_student(len(sizes) - 1)) if len(sizes) > 1 else None))
     return tuple(draws)
 
 
-def _resampled_medians(processes: Processes, draw: _Draw) -> NDArray[np.float64]:
+def _resampled_medians(processes: Processes, draw: _Draw, *, is_log: bool = False) -> NDArray[np.float64]:
     """Return `NUM_RESAMPLES` values that `_middle` might as well have had.
 
     The samples of each process are drawn with replacement. With several processes the mean of each draw is also
@@ -114,20 +118,19 @@ def _resampled_medians(processes: Processes, draw: _Draw) -> NDArray[np.float64]
     Args:
         processes: the samples of each; positive where there are several.
         draw: for processes of these sizes.
+        is_log: return their logarithms; the samples must be positive.
     """
-    # Sorted, the ranks of a resample give its median, and the order of the samples does not matter.
-    ordered = [np.sort(part) for part in processes]
-    medians: list[NDArray[np.float64]] = [
-        (part[below] + part[above]) / 2 for part, (below, above) in zip(ordered, draw.middles, strict=True)
-    ]
+    count, columns = len(processes), []
+    for part, (lower, upper, which) in zip(processes, draw.middles, strict=True):
+        ordered = np.sort(part)  # the order of the samples does not matter
+        medians = (ordered[lower] + ordered[upper]) / 2
+        columns.append((np.log(medians) if is_log or count > 1 else medians)[which])
     if draw.shifts is None:
-        return medians[0]
-    count = len(processes)
+        return columns[0]
     spread = np.log(_medians(processes)).std(ddof=1)
     # Of two processes, the outermost of these quantiles would take a time beyond what a float holds.
-    shift = np.clip(draw.shifts * spread / count**0.5, -MAX_SHIFT, MAX_SHIFT)
-    shifted: NDArray[np.float64] = np.exp(np.log(medians).mean(axis=0) + shift)
-    return shifted
+    logs: NDArray[np.float64] = sum(columns) / count + np.clip(draw.shifts * spread / count**0.5, -MAX_SHIFT, MAX_SHIFT)
+    return logs if is_log else np.exp(logs)
 
 
 def _sizes(processes: Processes) -> tuple[int, ...]:
@@ -172,7 +175,7 @@ def _log_median(
     if array.size == 1:
         return np.log(array[0]), np.full(NUM_RESAMPLES, np.log(array[0]))
     processes = _by_process(array, sizes, f"length {length}")
-    return np.log(_middle(processes)), np.log(_resampled_medians(processes, *_draws(seed, _sizes(processes))))
+    return np.log(_middle(processes)), _resampled_medians(processes, *_draws(seed, _sizes(processes)), is_log=True)
 
 
 def finite(values: Sequence[float], minimum: int, what: str) -> NDArray[np.float64]:

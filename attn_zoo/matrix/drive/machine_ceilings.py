@@ -75,7 +75,7 @@ def measure_missing(
         return
     with hold_lock(store.folder, None, name=".lock-ceilings", wait=True):
         try:
-            here = store.info().names_of(environment)
+            here = store.info(has_plan=False).names_of(environment)
             known = {one.subject[1:] for one in store.ceilings() if one.environment in here}
         except StoreError as error:
             say(f"{error}; nothing new is measured")

@@ -24,7 +24,7 @@ from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.kind import Forecast
-from attn_zoo.matrix.plan.expand import Plan, plain_files
+from attn_zoo.matrix.plan.expand import Plan, estimated, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.kept_sources import keep_sources
 from attn_zoo.matrix.store.store import Store
@@ -366,9 +366,9 @@ def run(
             if key in planned and record.status in retry_statuses:
                 store.retire(key)
                 del records[key]
-        left = standing(plan.cells, list(records.values())).left
+        left = estimated(standing(plan.cells, list(records.values())).left)
         limit_s = None if time_limit_min is None else time_limit_min * 60
-        info = store.info()
+        info = store.info(has_plan=False)
         refuse = (lambda _: "") if allow_mixed_env else info.refusal
         here = None if environment is None else info.names_of(environment.digest)
         repeats = _repeats(store, plan, records, here)
@@ -452,13 +452,15 @@ def lanes_of(
         records: of other cells.
         repeats: of these, by key.
     """
+    runnable = [item for item in left if item.refusal is None]
+    if not runnable:
+        return []
     records, repeats = records or {}, repeats or {}
     prior: dict[str, list[Record]] = {}
     for record in itertools.chain(records.values(), *repeats.values()):
         prior.setdefault(record.cell.curve, []).append(record)
-    runnable = [item for item in left if item.refusal is None]
     lanes: dict[tuple[int, str], list[PlannedCell]] = {}
-    for repeat in range(max((item.separate_repeats for item in runnable), default=0)):
+    for repeat in range(max(item.separate_repeats for item in runnable)):
         for item in runnable:
             if len(repeats.get(item.cell.key, ())) <= repeat < item.separate_repeats:
                 lanes.setdefault((repeat, item.lane), []).append(replace(item, repeat=repeat))

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from attn_zoo.matrix.plan.estimate import Estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
@@ -164,13 +165,17 @@ class AbstractKind(ABC):
 
     @abstractmethod
     def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
-        """Yield all cells of a group, refused where they cannot run.
+        """Yield all cells of a group, refused where they cannot run; what they will take is not said yet.
 
         Args:
             group: of the model that this kind names.
             members: the entries of the group.
             data_dir: where tasks find local data.
         """
+
+    def estimate(self, item: PlannedCell) -> Estimate:  # noqa: ARG002
+        """Return the rough cost of one repeat of a cell that is not refused; here nothing is known."""
+        return Estimate()
 
     def build_on_meta(self, cell: Cell) -> None:  # noqa: B027 - a kind may have nothing to try
         """Build what a cell would run, where torch's default device has no memory.

@@ -23,7 +23,7 @@ from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, config_of,
 from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis, combinations
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind, make_module
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
-from attn_zoo.matrix.plan.planned_cell import Refusal
+from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import CALL_ROOMS
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.measure.passes import clear_grads, make_pass
@@ -67,7 +67,6 @@ class ScalingGroup(TimedGroup):
             "dropout_p": self.dropout_p,
             "pass_": self.passes,
             "seed": self.seeds,
-            "seq_len": sorted(self.seq_len),
         }
 
 
@@ -101,23 +100,28 @@ class Scaling(TimedKind):
                 **point,
             }
 
-    def refusal(self, cell: Cell) -> Refusal | None:
-        variant = variants[cell.variant]
-        if form_of(cell) == "attention" and variant.attention is None:
-            return ("attention", 'needs hidden states [B, L, E]: scope = "mixer"')
-        request = Request(
-            is_causal=cell.is_causal,
-            has_key_padding_mask=cell.has_padding,
-            is_grouped_query=cell.num_kv_heads != cell.num_heads,
-            dropout_p=cell.dropout_p,
-            seq_len=cell.seq_len,
-            dtype=cell.dtype,
-            device=cell.device,
-        )
-        return variant.capabilities_of(config_of(cell)).missing(request)
+    def refusals(self, cells: Sequence[Cell]) -> list[Refusal | None]:
+        first, variant = cells[0], variants[cells[0].variant]
+        if form_of(first) == "attention" and variant.attention is None:
+            return [("attention", 'needs hidden states [B, L, E]: scope = "mixer"')] * len(cells)
+        offered = variant.capabilities_of(config_of(first))
+        return [
+            offered.missing(
+                Request(
+                    is_causal=cell.is_causal,
+                    has_key_padding_mask=cell.has_padding,
+                    is_grouped_query=cell.num_kv_heads != cell.num_heads,
+                    dropout_p=cell.dropout_p,
+                    seq_len=cell.seq_len,
+                    dtype=cell.dtype,
+                    device=cell.device,
+                )
+            )
+            for cell in cells
+        ]
 
-    def estimate(self, cell: Cell, group: ScalingGroup) -> Estimate:
-        return call_estimate(cell, group.repeat_budget_s, group.isolation)
+    def estimate(self, item: PlannedCell) -> Estimate:
+        return call_estimate(item.cell, item.budget_s, item.isolation)
 
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
         return make_call_workload(cell, inputs)

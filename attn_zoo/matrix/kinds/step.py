@@ -22,7 +22,7 @@ from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forwa
 from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants, combinations
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
-from attn_zoo.matrix.plan.planned_cell import Refusal
+from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS
 from attn_zoo.measure.memory import memory_of_update
 from attn_zoo.records import PASSES, STEP_VERSION, Cell, Memory
@@ -109,23 +109,15 @@ class Step(TimedKind):
         for point in combinations(group.axes()):
             yield {**fixed, **point, "batch_size": point["batch_size"] or protocol.batch_size}
 
-    def refusal(self, cell: Cell) -> Refusal | None:
-        from attn_zoo.training.learner import step_protocol, step_spec
-        from attn_zoo.training.protocol import require
+    def refusals(self, cells: Sequence[Cell]) -> list[Refusal | None]:
+        return [_refusal(cell) for cell in cells]
 
-        assert cell.seq_len is not None  # every step has one
-        try:
-            spec = step_spec(cell.seq_len, has_padding=cell.has_padding)
-            require(cell, spec, step_protocol(cell), has_mask=cell.has_padding)
-        except UnsupportedError as error:
-            return (error.capability, error.reason)
-        return None
-
-    def estimate(self, cell: Cell, group: StepGroup) -> Estimate:
+    def estimate(self, item: PlannedCell) -> Estimate:
         """Return the cost of the attention in every layer and of the linear maps around it."""
         from attn_zoo.training.learner import step_protocol
 
-        one = call_estimate(cell, group.repeat_budget_s, group.isolation)
+        cell = item.cell
+        one = call_estimate(cell, item.budget_s, item.isolation)
         if one.num_bytes is None:
             return Estimate()
         assert cell.seq_len is not None and cell.batch_size is not None  # noqa: PT018  every step has both
@@ -135,7 +127,7 @@ class Step(TimedKind):
         shape = call_shape(cell)
         num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(shape))
         flops = protocol.num_layers * (forward_flops(cell, shape) + feed_forward) * num_forwards
-        seconds = rough_seconds(flops, cell, group.repeat_budget_s, group.isolation)
+        seconds = rough_seconds(flops, cell, item.budget_s, item.isolation)
         saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
         return Estimate(
             seconds + (COMPILE_S if protocol.compile else 0.0), protocol.num_layers * (one.num_bytes + saved)
@@ -143,6 +135,19 @@ class Step(TimedKind):
 
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:  # noqa: ARG002
         return StepWorkload(cell)
+
+
+def _refusal(cell: Cell) -> Refusal | None:
+    from attn_zoo.training.learner import step_protocol, step_spec
+    from attn_zoo.training.protocol import require
+
+    assert cell.seq_len is not None  # every step has one
+    try:
+        spec = step_spec(cell.seq_len, has_padding=cell.has_padding)
+        require(cell, spec, step_protocol(cell), has_mask=cell.has_padding)
+    except UnsupportedError as error:
+        return (error.capability, error.reason)
+    return None
 
 
 @final

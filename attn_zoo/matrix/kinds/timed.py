@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from abc import abstractmethod
@@ -21,7 +22,6 @@ from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import build_context, config_of, form_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Length, Member, Seconds
-from attn_zoo.matrix.plan.estimate import Estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Cell, Record
@@ -58,13 +58,12 @@ class TimedGroup(Group):
         return self.budget_s / self.repeats
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        """Return the values of each field of a cell that may have several; seq_len comes last, shorter ones first."""
-        axes = {"dtype": self.dtypes, "has_padding": self.has_padding, "seed": self.seeds}
-        return {**axes, "seq_len": sorted(self.seq_len)}
+        """Return the values of each field of a cell that may have several, but for the length."""
+        return {"dtype": self.dtypes, "has_padding": self.has_padding, "seed": self.seeds}
 
     @property
     def num_cells(self) -> int:
-        return len(self.variants) * math.prod(map(len, self.axes().values()))
+        return len(self.variants) * math.prod(map(len, self.axes().values())) * len(self.seq_len)
 
 
 class _TimedForecast(Forecast):
@@ -92,15 +91,11 @@ class TimedKind(AbstractKind):
 
     @abstractmethod
     def points(self, group: Any) -> Iterator[dict[str, Any]]:
-        """Yield the fields of each cell that the group decides, but for members, device and threads."""
+        """Yield the fields of each curve that the group decides, but for members, device and threads."""
 
     @abstractmethod
-    def refusal(self, cell: Cell) -> Refusal | None:
-        """Return why a cell cannot run, or None."""
-
-    @abstractmethod
-    def estimate(self, cell: Cell, group: Any) -> Estimate:
-        """Return the rough cost of one cell that is not refused; of all its repeats."""
+    def refusals(self, cells: Sequence[Cell]) -> list[Refusal | None]:
+        """Return for each cell of one curve why it cannot run, or None."""
 
     @abstractmethod
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
@@ -116,23 +111,22 @@ class TimedKind(AbstractKind):
 
     def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:  # noqa: ARG002
         machine = {"device": group.device, "threads": group.threads}
-        for member in members:
-            for point in self.points(group):
-                cell = Cell(**machine, **point, **member)
-                if group.isolation == "interleaved":
-                    cell = replace(cell, together=_together(group, members, {**machine, **point}))
-                refusal = self.refusal(cell)
-                rough = Estimate() if refusal else self.estimate(cell, group)
+        lengths, budget_s = sorted(group.seq_len), group.repeat_budget_s
+        for member, point in itertools.product(members, self.points(group)):
+            first = Cell(**machine, **point, **member)
+            if group.isolation == "interleaved":
+                first = replace(first, together=_together(group, members, {**machine, **point}))
+            cells = [first.at(seq_len) for seq_len in lengths]
+            for cell, refusal in zip(cells, self.refusals(cells), strict=True):
                 yield PlannedCell(
                     cell=cell,
                     refusal=refusal,
                     isolation=group.isolation,
                     repeats=group.repeats,
                     timeout_s=group.timeout_s,
-                    budget_s=group.repeat_budget_s,
+                    budget_s=budget_s,
                     has_energy=group.has_energy,
-                    estimate_s=None if rough.seconds is None else rough.seconds * group.repeats,
-                    estimate_bytes=rough.num_bytes,
+                    has_count=False,
                 )
 
     def build_on_meta(self, cell: Cell) -> None:
@@ -178,6 +172,5 @@ def make_module(cell: Cell) -> tuple[AbstractAttention | AbstractMixer, BuildCon
 
 def _together(group: TimedGroup, members: Sequence[Member], point: Mapping[str, Any]) -> str:
     """Return the digest of what is timed in turns and how: another peer, or another source of one, is another cell."""
-    fixed = {name: value for name, value in point.items() if name != "seq_len"}
-    text = json.dumps([list(members), group.repeats, fixed], sort_keys=True)
+    text = json.dumps([list(members), group.repeats, dict(point)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20]

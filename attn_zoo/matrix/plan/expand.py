@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.matrix.kinds.all_kinds import KINDS
+from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Entry, Group, Member
 from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
@@ -58,6 +58,7 @@ def make_plan(
     data_dir: Path | None = None,
     is_remote: bool = False,
     should_probe: bool = False,
+    has_estimates: bool = True,
 ) -> Plan:
     """Expand a matrix; nothing is run and nothing is written.
 
@@ -72,6 +73,7 @@ def make_plan(
         is_remote: workers run on other machines, so that a missing GPU here is no refusal.
         should_probe: also build every module once, without memory, in a child process, so that the plan shows what
             constructors refuse. A run finds that out by itself.
+        has_estimates: also say what each cell will take. A run asks only about those that are left, by `estimated`.
 
     Raises:
         ConfigError: unknown variant, impossible shard, nothing left; a typed variant that was changed since.
@@ -100,6 +102,8 @@ def make_plan(
     variant_files = tuple(plain_files(cells))
     if should_probe:
         cells = probe(cells, variant_files)
+    if has_estimates:
+        cells = estimated(cells)
     return Plan(matrix=matrix, cells=tuple(cells), device=device or auto, shard=shard, variant_files=variant_files)
 
 
@@ -120,6 +124,17 @@ def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> li
         if number == index:
             mine.add(each)
     return [[item for item in lane if piece(item) in mine] for lane in lanes]
+
+
+def estimated(items: Iterable[PlannedCell]) -> list[PlannedCell]:
+    """Return the cells with the rough cost of all their repeats, where one is known."""
+    return [item if item.refusal or item.estimate_s is not None else _estimated(item) for item in items]
+
+
+def _estimated(item: PlannedCell) -> PlannedCell:
+    rough = kind_of(item.cell).estimate(item)
+    seconds = None if rough.seconds is None else rough.seconds * item.repeats
+    return replace(item, estimate_s=seconds, estimate_bytes=rough.num_bytes)
 
 
 def require_devices(cells: Iterable[PlannedCell]) -> None:
@@ -165,7 +180,7 @@ def _expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[P
         for item in kind.expand(group, members, data_dir):
             if group.device == "cuda" and not has_cuda:
                 refusal = ("cuda", "no CUDA device here")
-                yield PlannedCell(cell=item.cell, refusal=refusal, isolation=item.isolation)
+                yield PlannedCell(cell=item.cell, refusal=refusal, isolation=item.isolation, has_count=item.has_count)
             else:
                 yield item
 
@@ -186,11 +201,14 @@ def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
     The counter takes up to a second to load, so only a process that runs many lengths counts all of them.
     """
     counted: list[PlannedCell] = []
-    first: dict[str, PlannedCell] = {}
+    forwards: dict[str, str] = {}  # by curve
+    first: dict[str, PlannedCell] = {}  # by forward
     for item in cells:
-        seen = first.setdefault(item.cell.all_but("seq_len", "pass_", "together"), item)
-        is_same_curve = item.isolation == "lane" and seen.cell.curve == item.cell.curve
-        counted.append(item if seen is item or is_same_curve else replace(item, has_count=False))
+        if (curve := item.cell.curve) not in forwards:
+            forwards[curve] = item.cell.all_but("seq_len", "pass_", "together")
+        seen = first.setdefault(forwards[curve], item)
+        is_one = seen is item or (item.isolation == "lane" and seen.cell.curve == curve)
+        counted.append(item if item.has_count == is_one else replace(item, has_count=is_one))
     return counted
 
 

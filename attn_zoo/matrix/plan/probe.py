@@ -44,12 +44,7 @@ def probe(
         except ValueError:
             continue  # something that a variant printed
         refusals[key] = (capability, reason)
-    return [
-        replace(item, refusal=refusals[item.cell.key], estimate_s=None, estimate_bytes=None)
-        if item.cell.key in refusals
-        else item
-        for item in items
-    ]
+    return [replace(item, refusal=refusals[item.cell.key]) if item.cell.key in refusals else item for item in items]
 
 
 def main() -> None:

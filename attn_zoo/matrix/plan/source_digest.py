@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import attn_zoo
 from attn_zoo.registry import Variant
@@ -28,7 +29,7 @@ _PACKAGE = "attn_zoo"
 def _imports(path: Path) -> frozenset[tuple[int, str]]:
     """Return (level, name) of what a file imports; level 0 is absolute. Each name may be a module or lie in one."""
     names = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_bytes())]
+    waiting: list[Any] = [ast.parse(path.read_bytes())]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
@@ -39,7 +40,8 @@ def _imports(path: Path) -> frozenset[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             stem = f"{node.module}." if node.module else ""
             names |= {(node.level, f"{stem}{alias.name}") for alias in node.names}
-        waiting += ast.iter_child_nodes(node)
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # an import is a statement in one of these
+            waiting += getattr(node, block, ())
     return frozenset(names)
 
 

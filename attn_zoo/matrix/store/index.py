@@ -6,71 +6,113 @@ in it, the report above all, reads it. An index that is damaged, or made by anot
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import attn_zoo
 from attn_zoo.errors import StoreError
+from attn_zoo.folder import read_record
 from attn_zoo.matrix.kinds.all_kinds import kind_of
-from attn_zoo.records import Cell, Record, checksum
+from attn_zoo.records import Cell, Record
 from attn_zoo.whole_files import read_regular, write_whole
 
 NAME = ".index"
 LEAST_RECORDS = 1000
-"""Fewer are read at once."""
+"""Where fewer are planned they are read, and keep their numbers."""
 
 _MAX_BYTES = 2**30
-_FIELDS = ("status", "reason", "environment", "duration_s")
-
-
-def _state(path: Path) -> list[int]:
-    """Return what changes when a file does: the last cannot be set by copying."""
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+_ENTRY = np.dtype(
+    [("key", "S20"), ("size", "<i8"), ("written", "<i8"), ("changed", "<i8"), ("outcome", "<i4"), ("duration_s", "<f8")]
+)
+"""The two times are in nanoseconds; the second cannot be set by copying. The outcome is a number in a list."""
 
 
 class Index:
-    """Outcomes by key, of timed cells.
+    """Outcomes of timed cells. Its file is a line of JSON, and the entries of all, sorted by key.
 
     Args:
         folder: results folder.
-        planned: cells that a run is to make; records of others are always read.
+        planned: cells that a run is to make; the records of others are for others to read.
     """
 
     def __init__(self, folder: Path, planned: Iterable[Cell]) -> None:
-        self._path = folder / NAME
+        self._path, self._files = folder / NAME, f"{folder / 'cells'}{os.sep}"
         # A training's record says how long others will take.
         self._cells = {cell.key: cell for cell in planned if kind_of(cell).is_timed}
-        self._entries = self._read() if self._cells else {}
-        self._num_found = 0
+        self._entries = np.empty(0, _ENTRY)
+        self._outcomes: list[tuple[Any, ...]] = []  # status, reason and environment: many records share theirs
+        if len(self._cells) < LEAST_RECORDS:
+            self._cells = {}
+        else:
+            self._read()
+        self._keys = np.ascontiguousarray(self._entries["key"])
+        self._is_found = np.zeros(len(self._entries), bool)
+        self._new = bytearray()
+        self._numbers = {outcome: number for number, outcome in enumerate(self._outcomes)}
 
-    def _read(self) -> dict[str, list[Any]]:
+    def _read(self) -> None:
         with suppress(OSError, ValueError, LookupError, TypeError):
-            data = json.loads(read_regular(self._path, _MAX_BYTES))
-            if data["version"] == attn_zoo.__version__ and data["checksum"] == checksum(data["entries"]):
-                return dict(data["entries"])
-        return {}
+            head, _, body = read_regular(self._path, _MAX_BYTES).partition(b"\n")
+            data = json.loads(head)
+            if data["version"] == attn_zoo.__version__ and data["digest"] == _digest(data["outcomes"], body):
+                self._entries = np.frombuffer(body, _ENTRY)
+                self._outcomes = [tuple(outcome) for outcome in data["outcomes"]]
 
     def find(self, path: Path) -> Record | None:
-        """Return the record in a file, without its numbers, or None where it must be read."""
-        entry, cell = self._entries.get(path.stem), self._cells.get(path.stem)
-        if entry is None or cell is None or entry[0] != _state(path):
-            return None
-        self._num_found += 1
-        return Record(cell=cell, **dict(zip(_FIELDS, entry[1:], strict=True)))
+        """Return the record in a file without its numbers, or None where it must be read.
 
-    def update(self, records: Mapping[str, Record], cells: Path) -> None:
-        """Write the index anew where many of the records had to be read; one that cannot be written costs time only."""
-        timed = {key: record for key, record in records.items() if kind_of(record.cell).is_timed}
-        if len(timed) < LEAST_RECORDS or self._num_found > 0.9 * len(timed):
+        Raises:
+            StoreError: nothing is known of the file, and it is no record.
+        """
+        cell, state = self._cells.get(path.stem), None
+        if cell is not None:
+            with suppress(OSError):
+                found = os.stat(self._files + path.name)  # noqa: PTH116 - a path remembers its text
+                state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+        if cell is None or state is None:
+            return None
+        key = cell.key.encode()
+        at = int(self._keys.searchsorted(key))
+        if at < len(self._keys):
+            known, *then, outcome, duration_s = self._entries.item(at)
+            if known == key and then == state:
+                self._is_found[at] = True
+                return self._record(cell, outcome, duration_s)
+        record = read_record(path, path.stem)
+        what = (record.status, record.reason, record.environment)
+        if (outcome := self._numbers.setdefault(what, len(self._outcomes))) == len(self._outcomes):
+            self._outcomes.append(what)
+        self._new += np.array((key, *state, outcome, record.duration_s), _ENTRY).tobytes()
+        return self._record(cell, outcome, record.duration_s)
+
+    def _record(self, cell: Cell, outcome: int, duration_s: float) -> Record:
+        status, reason, environment = self._outcomes[outcome]
+        return Record(cell=cell, status=status, reason=reason, environment=environment, duration_s=duration_s)
+
+    def update(self) -> None:
+        """Write the index anew where many records had to be read; one that cannot be written costs time only.
+
+        In somebody else's folder nothing is written: asking how it stands leaves it as it was.
+        """
+        new = np.frombuffer(self._new, _ENTRY)
+        count = int(self._is_found.sum()) + len(new)
+        if count < LEAST_RECORDS or len(new) <= 0.1 * count:
             return
         with suppress(OSError, StoreError):
-            entries = {
-                key: [_state(cells / f"{key}.json"), *(getattr(record, name) for name in _FIELDS)]
-                for key, record in timed.items()
-            }
-            data = {"version": attn_zoo.__version__, "checksum": checksum(entries), "entries": entries}
-            write_whole(self._path, json.dumps(data))
+            if self._path.parent.stat().st_uid != os.geteuid():
+                return
+            body = np.sort(np.concatenate([self._entries[self._is_found], new]), order="key").tobytes()
+            digest = _digest(self._outcomes, body)
+            data = {"version": attn_zoo.__version__, "digest": digest, "outcomes": self._outcomes}
+            write_whole(self._path, json.dumps(data).encode() + b"\n" + body)
+
+
+def _digest(outcomes: Sequence[Any], body: bytes) -> str:
+    return hashlib.sha256(json.dumps(outcomes).encode() + body).hexdigest()

@@ -138,6 +138,14 @@ class Repeats:
         return sorted(self._folder.glob(f"{key}-*.json"))
 
 
+def _followed(earlier: Sequence[Cell], planned: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Return the cells of earlier runs, then those of this one; where both have one of a name, the new one stands."""
+    keys = {cell.key for cell in planned}
+    others = [cell for cell in earlier if cell.key not in keys]
+    ids = {cell.id for cell in planned} if others else set()
+    return (*(cell for cell in others if cell.id not in ids), *planned)
+
+
 class Store:
     """A results folder. Making the object reads and writes nothing.
 
@@ -170,7 +178,7 @@ class Store:
     def check(self) -> None:
         """Raise `StoreError` unless the folder is absent, empty, or a results folder we can read."""
         if self.exists:
-            self.info()
+            self.info(has_plan=False)
         elif self.folder.is_dir():
             foreign = sorted(item.name for item in self.folder.iterdir() if not item.name.startswith(".lock"))
             if foreign:
@@ -181,13 +189,13 @@ class Store:
         elif self.folder.exists() or self.folder.is_symlink():
             raise FolderError(f"{self.folder}: expected a folder for results; there is a file of this name")
 
-    def info(self) -> RunInfo:
-        """Return what `run.json` says.
+    def info(self, *, has_plan: bool = True) -> RunInfo:
+        """Return what `run.json` says, where `has_plan` with the planned cells, of which there may be very many.
 
         Raises:
             StoreError: there is none, it is damaged, or a newer version of this package wrote it.
         """
-        info = read_info(self.folder)
+        info = read_info(self.folder, has_plan=has_plan)
         if info.problems:
             raise FolderError(f"{self.folder}: {info.problems[0]}")
         return info
@@ -196,12 +204,16 @@ class Store:
         """Read all records; files that are none are reported and left where they are.
 
         Args:
-            planned: cells of which only the outcome is asked for: their records may lack numbers, timings above all.
+            planned: cells of which only the outcome is asked for: where they are many, their records lack numbers,
+                timings above all, and what was read is noted for the next time.
 
         Raises:
             StoreError: a newer version of this package wrote a record.
         """
-        return scan_cells(self.folder, find=Index(self.folder, planned).find)
+        index = Index(self.folder, planned)
+        scan = scan_cells(self.folder, find=index.find)
+        index.update()
+        return scan
 
     def records(self) -> list[Record]:
         """Return all records, sorted by key."""
@@ -250,9 +262,7 @@ class Store:
                 for pattern in (".run.json-*.tmp", ".ceilings.json-*.tmp", "cells/.*.tmp", "parts/.*.tmp"):
                     for path in self.folder.glob(pattern):
                         path.unlink(missing_ok=True)
-            index = Index(self.folder, planned)
-            scan = scan_cells(self.folder, find=index.find)
-            index.update(scan.records, self._cells)
+            scan = self.scan(planned)
             for name, reason in scan.problems.items():
                 self._quarantine(name, reason)
             yield scan
@@ -282,12 +292,11 @@ class Store:
             environments[digest] = environment if before is None else environment.following(before)
         cells = None
         if info.planned is not None:  # else the folder began under a version that noted no plan, and stays unknown
-            ids = {cell.id for cell in planned}
-            cells = (*(cell for cell in info.planned if cell.id not in ids), *planned)
+            cells = _followed(info.planned, planned)
         claimed = {**info.claims, **claims}
-        self.write_info(
-            replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
-        )
+        entered = replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
+        if entered != info or not self.exists:
+            self.write_info(entered)
 
     def write_info(self, info: RunInfo) -> None:
         """Write `run.json`, over the one that is there."""
@@ -311,7 +320,7 @@ class Store:
     def add_environment(self, environment: Environment) -> None:
         """Note one more environment: that of another machine of a cluster."""
         with hold_lock(self.folder, None, name=".lock-info", wait=True):
-            info = self.info()
+            info = self.info(has_plan=False)
             self._enter(info.matrices[-1], environment, allow_mixed_env=True, claims={})
 
     def ceilings(self) -> tuple[Ceilings, ...]:

@@ -16,9 +16,12 @@ from attn_zoo.report.units import human_length
 MOST_PANELS, FEW_PANELS = 24, 6
 """A report of more panels than the first number has figures, and tables in its page, of the second only: four figures a
 panel take a second and most of a MiB each, and nobody looks at a hundred."""
+MOST_FITTED = 20_000
+"""A report of more points than that says of the panels it shows only how they grow and where they cross: intervals of
+a hundred thousand points take most of a minute, and `attn-zoo export --table` has those of all."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Analysis:
     """All results, grouped and fitted.
 
@@ -28,6 +31,7 @@ class Analysis:
         accuracy: training.
         overviews: of several tasks trained alike.
         labels: of everything, sorted: the position decides colour, marker and line style in every figure.
+        is_whole: how all panels grow and cross is wanted, however many points they have; see `fitted`.
     """
 
     results: Results
@@ -35,6 +39,7 @@ class Analysis:
     accuracy: tuple[AccuracyGroup, ...]
     overviews: tuple[Overview, ...]
     labels: tuple[str, ...]
+    is_whole: bool = False
 
     @property
     def title(self) -> str:
@@ -54,6 +59,12 @@ class Analysis:
         ranked = sorted(self.panels, key=measured_size, reverse=True)
         chosen = {panel.name for panel in ranked[:FEW_PANELS]}
         return tuple(panel for panel in self.panels if panel.name in chosen)
+
+    @property
+    def fitted(self) -> tuple[Panel, ...]:
+        """The panels of which is said how they grow and where they cross: all, or `shown` (see `MOST_FITTED`)."""
+        is_large = sum(len(panel.points) for panel in self.panels) > MOST_FITTED
+        return self.shown if is_large and not self.is_whole else self.panels
 
     @property
     def caveats(self) -> str:
@@ -76,13 +87,16 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
     if len(panels) > MOST_PANELS:
         beside = "figures, and tables on the page, are of those with most curves; the folder tables has all"
         doubts += (f"{FEW_PANELS} of {len(panels)} panels are shown: {beside}",)
-    return Analysis(
-        results=replace(results, warnings=(*results.warnings, *doubts)),
+    found = Analysis(
+        results=results,
         panels=panels,
         accuracy=groups,
         overviews=tuple(make_overviews(groups)),
         labels=tuple(sorted({one.label for one in every}, key=lambda label: (label.casefold(), label))),
     )
+    if len(found.fitted) < len(panels):
+        doubts += ("growth and crossings are of the panels shown; attn-zoo export --table exponents has all",)
+    return replace(found, results=replace(results, warnings=(*results.warnings, *doubts)))
 
 
 def _impossible(panel: Panel) -> list[str]:

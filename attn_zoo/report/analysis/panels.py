@@ -21,7 +21,7 @@ from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Series that differ in nothing but the mechanism.
+    """Series that differ in nothing but the mechanism; what is fitted to them is fitted when it is asked for.
 
     Args:
         title: what is timed, such as `"forward + backward"`.
@@ -33,13 +33,6 @@ class Panel:
         pass_: what is timed, as recorded.
         ceilings: of the machine, or None where the run has not measured them.
         turns: what was timed in turns with others: not pooled, because samples are of their rounds.
-        time: growth of time, by label.
-        memory: growth of peak memory, by label.
-        crossings: in time, against the fastest exact series (and each exact one).
-        device_crossings: in the time of the GPU alone, where that was measured.
-        memory_crossings: in peak memory, likewise.
-        winners: the fastest of each length.
-        efficiency: rates beside the ceilings of the machine, by label; empty where the run has not measured those.
     """
 
     title: str
@@ -51,13 +44,41 @@ class Panel:
     pass_: str
     ceilings: Ceilings | None
     turns: tuple[Observation, ...]
-    time: dict[str, Growth]
-    memory: dict[str, Growth]
-    crossings: tuple[Crossing, ...]
-    device_crossings: tuple[Crossing, ...]
-    memory_crossings: tuple[Crossing, ...]
-    winners: tuple[Winner, ...]
-    efficiency: dict[str, list[Efficiency]]
+
+    @cached_property
+    def time(self) -> dict[str, Growth]:
+        """Growth of time, by label."""
+        return {each.label: growth(each, "time") for each in self.series}
+
+    @cached_property
+    def memory(self) -> dict[str, Growth]:
+        """Growth of peak memory, by label."""
+        return {each.label: growth(each, "peak_bytes") for each in self.series}
+
+    @cached_property
+    def crossings(self) -> list[Crossing]:
+        """In time, against the fastest exact series (and each exact one)."""
+        return crossings(self.series, self.baseline, "time")
+
+    @cached_property
+    def device_crossings(self) -> list[Crossing]:
+        """In the time of the GPU alone, where that was measured."""
+        return crossings(self.series, self.baseline, "device")
+
+    @cached_property
+    def memory_crossings(self) -> list[Crossing]:
+        """In peak memory."""
+        return crossings(self.series, self.baseline, "peak_bytes")
+
+    @cached_property
+    def winners(self) -> list[Winner]:
+        """The fastest of each length."""
+        return winners(self.series)
+
+    @cached_property
+    def efficiency(self) -> dict[str, list[Efficiency]]:
+        """Rates beside the ceilings of the machine, by label; empty where the run has not measured those."""
+        return efficiencies(self.series, self.baseline, self.pass_, self.ceilings)
 
     @cached_property
     def points(self) -> list[Point]:
@@ -134,8 +155,6 @@ def _panel(
 ) -> Panel:
     by_label = grouped(members, lambda one: one.label)
     series = [make_series(label, by_label[label], setting["scope"], results) for label in sorted(by_label)]
-    baseline = fastest_exact(series)
-    ceilings = results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads")))
     caveats = [
         f"{each.label}: {ROUTING_SEES_FUTURE}"
         for each in series
@@ -147,15 +166,8 @@ def _panel(
         caveats=tuple(caveats),
         name=name,
         series=tuple(series),
-        baseline=baseline,
+        baseline=fastest_exact(series),
         pass_=setting["pass"],
-        ceilings=ceilings,
+        ceilings=results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads"))),
         turns=tuple(one for one in members if one.is_timed and one.record.bundle),
-        time={each.label: growth(each, "time") for each in series},
-        memory={each.label: growth(each, "peak_bytes") for each in series},
-        crossings=tuple(crossings(series, baseline, "time")),
-        device_crossings=tuple(crossings(series, baseline, "device")),
-        memory_crossings=tuple(crossings(series, baseline, "peak_bytes")),
-        winners=tuple(winners(series)),
-        efficiency=efficiencies(series, baseline, setting["pass"], ceilings),
     )

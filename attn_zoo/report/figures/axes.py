@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -126,38 +126,39 @@ def draw_curve(
     tag.put_on(*axes.plot(x, y, color=look.colour, ls=line, lw=1.9, zorder=3, **marker))  # type: ignore[arg-type]
 
 
-def draw_interval(
+def draw_intervals(
     axes: Axes,
-    at: float,
-    ends: tuple[float, float],
+    bars: Iterable[tuple[float, tuple[float, float]]],
     possible: tuple[float, float],
     *,
     is_flat: bool = False,
     tag: Tag = NO_TAG,
     **style: Any,
 ) -> None:
-    """Draw a bar between two ends; one that reaches the last possible value is cut there, which an arrow head says.
+    """Draw bars between two ends; one that reaches the last possible value is cut there, which an arrow head says.
+
+    All are one line with gaps, as a line of matplotlib each takes longer to draw than everything else of a curve.
 
     Args:
         axes: to draw on.
-        at: where it stands on the other axis.
-        ends: lower and upper.
+        bars: where each stands on the other axis, and its lower and upper end.
         possible: the least and the largest possible value.
-        is_flat: it lies along the first axis.
-        tag: of the curve that it belongs to.
+        is_flat: they lie along the first axis.
+        tag: of the curve that they belong to.
         style: of matplotlib's lines.
     """
-    least, most = possible
-    cut = (max(ends[0], least), min(ends[1], most))
-    parts = [(cut, style)]
-    arrow = {"lw": 0, "ms": 5, "clip_on": False, "mew": 0}
-    if ends[0] <= least < ends[1]:
-        parts.append(((least, least), style | arrow | {"marker": "<" if is_flat else "v"}))
-    if ends[0] < most <= ends[1]:
-        parts.append(((most, most), style | arrow | {"marker": ">" if is_flat else "^"}))
-    for along, look in parts:
-        across = (at, at)
-        tag.put_on(*axes.plot(*((along, across) if is_flat else (across, along)), **look))
+    (least, most), gap = possible, (math.nan, math.nan)
+    line, low, high = [], [], []
+    for at, (start, end) in bars:
+        line += [(at, max(start, least)), (at, min(end, most)), gap]
+        low += [(at, least)] if start <= least < end else []
+        high += [(at, most)] if start < most <= end else []
+    arrow = style | {"lw": 0, "ms": 5, "clip_on": False, "mew": 0}
+    heads = "<>" if is_flat else "v^"
+    for places, look in ((line[:-1], style), (low, arrow | {"marker": heads[0]}), (high, arrow | {"marker": heads[1]})):
+        if places:
+            across, along = zip(*places, strict=True)
+            tag.put_on(*axes.plot(*((along, across) if is_flat else (across, along)), **look))
 
 
 def draw_mark(axes: Axes, value: float) -> None:

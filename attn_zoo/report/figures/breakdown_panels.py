@@ -15,7 +15,7 @@ from attn_zoo.report.analysis.breakdown import Part, axes_of, parts, values_of
 from attn_zoo.report.analysis.floor import FAR
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
-from attn_zoo.report.figures.axes import draw_curve, draw_interval, draw_mark, score_axis, set_ticks
+from attn_zoo.report.figures.axes import draw_curve, draw_intervals, draw_mark, score_axis, set_ticks
 from attn_zoo.report.figures.heat import BAR_ROOM, Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
@@ -90,11 +90,11 @@ def _draw_curves(
         tips = tuple(f"{score.name}, {_words(axes[0])} {_number(x)}: {metric.show(y)}" for x, y in points)
         tag = Tag(of=score.name, tips=tips)
         draw_curve(panel, points, look, DASHED if score.start else SOLID, tag=tag)
-        for part in curve:
-            if part.low is not None and part.high is not None:
-                ends, own = (part.low, part.high), Tag(of=score.name)
-                style: dict[str, Any] = {"color": look.colour, "lw": 1.2, "alpha": 0.7, "zorder": 2}
-                draw_interval(panel, part.place[0], ends, metric.bounds, tag=own, **style)
+        bars = [
+            (part.place[0], (part.low, part.high)) for part in curve if part.low is not None and part.high is not None
+        ]
+        style: dict[str, Any] = {"color": look.colour, "lw": 1.2, "alpha": 0.7, "zorder": 2}
+        draw_intervals(panel, bars, metric.bounds, tag=Tag(of=score.name), **style)
     _property_axis(panel, values_of(group, axes, 0), _words(axes[0]))
     score_axis(panel.yaxis, metric, f"{metric.axis} on test")
     draw_end_labels(panel, labels)

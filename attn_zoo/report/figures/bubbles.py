@@ -13,7 +13,7 @@ from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import draw_interval, draw_mark, log_axis, name_mark, score_axis
+from attn_zoo.report.figures.axes import draw_intervals, draw_mark, log_axis, name_mark, score_axis
 from attn_zoo.report.figures.labels import Box, PointName, box_of, covered, draw_point_names, mark_boxes
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
@@ -186,7 +186,9 @@ def _draw_bubble(axes: Axes, bubble: _Bubble, radius: float, tip: str, possible:
     colour, at = bubble.look.colour, ([bubble.speed], [bubble.value])
     if bubble.ends is not None:
         own = Tag(of=bubble.name)
-        draw_interval(axes, bubble.speed, bubble.ends, possible, tag=own, color=colour, lw=1.2, alpha=0.8, zorder=2)
+        draw_intervals(
+            axes, [(bubble.speed, bubble.ends)], possible, tag=own, color=colour, lw=1.2, alpha=0.8, zorder=2
+        )
     face = colour if bubble.is_filled else "white"
     axes.scatter(*at, s=(2 * radius) ** 2, facecolors=face, alpha=0.45, edgecolors="none", zorder=2.5)
     axes.scatter(*at, s=(2 * radius) ** 2, facecolors="none", edgecolors=colour, lw=1.4, zorder=3)

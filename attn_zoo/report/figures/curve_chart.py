@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point, Series
-from attn_zoo.report.figures.axes import annotate, draw_curve, draw_interval, length_axis, set_ticks, value_axis
+from attn_zoo.report.figures.axes import annotate, draw_curve, draw_intervals, length_axis, set_ticks, value_axis
 from attn_zoo.report.figures.dot_rows import DotRow, draw_rows, row_axes
 from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page, text_size
@@ -170,16 +170,12 @@ def _draw_lengths(
     chart.draw(axes)
     for curve in curves:
         _draw_calls(axes, curve)
-        for mark in curve.marks:
-            if mark.ends is not None:
-                look: dict[str, Any] = {
-                    "alpha": 1.0 if mark.call is None else 0.45,
-                    "lw": 1.6,
-                    "solid_capstyle": "butt",
-                    "zorder": 2,
-                }
-                colour, own = curve.look.colour, Tag(of=curve.label)
-                draw_interval(axes, mark.length, mark.ends, POSITIVE, tag=own, color=colour, **look)
+        for alpha, is_call in ((1.0, False), (0.45, True)):
+            bars = [
+                (each.length, each.ends) for each in curve.marks if each.ends and (each.call is not None) == is_call
+            ]
+            look: dict[str, Any] = {"alpha": alpha, "lw": 1.6, "solid_capstyle": "butt", "zorder": 2}
+            draw_intervals(axes, bars, POSITIVE, tag=Tag(of=curve.label), color=curve.look.colour, **look)
         tips = tuple(f"{curve.label}, {mark.tip}" for mark in curve.marks if mark.own is not None)
         tag, is_open = Tag(of=curve.label, tips=tips), curve.series.is_simulated
         draw_curve(axes, curve.own, curve.look, curve.look.line, is_open=is_open, tag=tag)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from attn_zoo.report.figures.axes import annotate, draw_interval
+from attn_zoo.report.figures.axes import annotate, draw_intervals
 from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, PAPER, Look, plain
 from attn_zoo.report.figures.svg import Tag
@@ -74,7 +74,7 @@ def draw_rows(axes: Axes, rows: Sequence[DotRow], possible: tuple[float, float])
         if row.value is None:
             continue
         if row.ends is not None:
-            draw_interval(axes, place, row.ends, possible, is_flat=True, tag=own, color=colour, lw=2.2, zorder=2.5)
+            draw_intervals(axes, [(place, row.ends)], possible, is_flat=True, tag=own, color=colour, lw=2.2, zorder=2.5)
         look = {"marker": row.look.marker, "mfc": colour if row.is_filled else PAPER, "mec": colour, "mew": 2}
         dot = axes.plot([row.value], [place], ms=9, zorder=4, clip_on=False, **look)  # type: ignore[arg-type]
         Tag(of=row.label, tips=(row.tip,)).put_on(*dot)

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from attn_zoo.report.analysis.fits import Crossing, Growth
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point
-from attn_zoo.report.figures.axes import annotate_along, draw_interval
+from attn_zoo.report.figures.axes import annotate_along, draw_intervals
 from attn_zoo.report.figures.curve_chart import Chart, Curve, Mark, curves_of, draw_chart
 from attn_zoo.report.figures.labels import EndLabel
 from attn_zoo.report.figures.page import Page
@@ -256,7 +256,7 @@ def _draw_crossing(axes: Axes, curve: Curve, crossing: Crossing) -> None:
     height, colour, own = math.exp(np.interp(math.log(result.length), x, y)), curve.look.colour, Tag(of=curve.label)
     ends = (result.low or 0.0, result.high or math.inf)
     look: dict[str, Any] = {"color": colour, "lw": 1.2, "zorder": 4, "scalex": False}
-    draw_interval(axes, height, ends, axes.get_xlim(), is_flat=True, tag=own, **look)
+    draw_intervals(axes, [(height, ends)], axes.get_xlim(), is_flat=True, tag=own, **look)
     face = colour if is_device else "white"
     own.put_on(*axes.plot([result.length], [height], marker="D", ms=8, mfc=face, mec=colour, mew=1.6, zorder=5))
 

@@ -206,7 +206,7 @@ def _missing_line(analysis: Analysis) -> str:
 
 def memory_findings(analysis: Analysis) -> list[str]:
     """Return why the memory of exact attention is linear, where it is."""
-    return [WHY_LINEAR] if any(_has_linear_memory(panel) for panel in analysis.panels) else []
+    return [WHY_LINEAR] if any(_has_linear_memory(panel) for panel in analysis.fitted) else []
 
 
 def _has_linear_memory(panel: Panel) -> bool:
@@ -230,7 +230,7 @@ def _panel(panel: Panel) -> str:
 
 def _contradictions(analysis: Analysis) -> list[str]:
     """Return a sentence on claims that measurements contradict, and one on FLOPs that are claimed and did not run."""
-    exponents = contradicted_exponents(analysis.panels)
+    exponents = contradicted_exponents(analysis.fitted)
     flops = [
         f"{one.label} ({one.setting}) {one.ratios} times at {one.span} tokens"
         for one in flops_ratios(analysis.results.observations)

@@ -14,7 +14,7 @@ from attn_zoo.report.figures.page import NO_FIGURE
 from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import build_page, environment_rows
-from attn_zoo.report.tables.all_tables import MOST_ROWS, shown_tables, summary_tables, tables_by_question
+from attn_zoo.report.tables.all_tables import MOST_LINES, MOST_ROWS, shown_tables, summary_tables, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import escape_markdown, to_csv, to_markdown, to_terminal
@@ -56,7 +56,7 @@ def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = Fa
         svg = files[out / "figures" / f"{picture.name}.svg"] = render(picture.figure, "svg")
         files[out / "figures" / f"{picture.name}.png"] = render(picture.figure, "png")
         pictures.append((replace(picture, figure=NO_FIGURE), svg))
-    shown = {question: shown_tables(analysis, tables) for question, tables in by_question.items()}
+    shown = {question: shown_tables(analysis, tables, MOST_ROWS) for question, tables in by_question.items()}
     files[out / "report.html"] = build_page(analysis, shown, pictures).encode()
     for table in tables:
         whole = table if table.is_view else table.cut(MOST_ROWS)
@@ -105,7 +105,7 @@ def print_report(analysis: Analysis, console: Console) -> None:
         if text:
             console.print(clean(text), markup=False, highlight=False)
     front = front_table(analysis)
-    for table in [*([front] if front else []), *shown_tables(analysis, summary_tables(analysis))]:
+    for table in [*([front] if front else []), *shown_tables(analysis, summary_tables(analysis), MOST_LINES)]:
         console.print()
         to_terminal(table, console)
     for warning in analysis.results.warnings:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.report.analysis.analyse import Analysis
@@ -24,7 +26,9 @@ from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import OUTCOMES, PASS_TITLES, outcome
 
 MOST_ROWS = 1000
-"""Of a table on the page or on a terminal."""
+"""Of a table on the page."""
+MOST_LINES = 200
+"""Of one on a terminal."""
 
 _ALL_RAN = "Every planned cell was run and gave a measurement."
 _NONE_FAILED = "Every cell that was run gave a measurement; how many were planned is not known."
@@ -41,6 +45,7 @@ QUESTIONS: Mapping[str, str] = {
 """Of which a report answers one after the other, by name."""
 
 
+@lru_cache(maxsize=1)  # the files, the page and the terminal ask one after the other
 def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
     """Return all tables by the name of the question that they answer; the last of time and efficiency are long."""
     # Steps of one length are in one table with all about them.
@@ -65,11 +70,11 @@ def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
     return {name: [table for table in tables if table is not None] for name, tables in found.items()}
 
 
-def shown_tables(analysis: Analysis, tables: Iterable[Table]) -> list[Table]:
-    """Return of the tables of a report what a person reads at once; their files have all."""
+def shown_tables(analysis: Analysis, tables: Iterable[Table], most: int) -> list[Table]:
+    """Return of the tables of a report what a person reads at once, so many rows of each; their files have all."""
     hidden = {f"{quantity}-{panel.name}" for panel in analysis.panels for quantity in ("time", "memory")}
     hidden -= {f"{quantity}-{panel.name}" for panel in analysis.shown for quantity in ("time", "memory")}
-    return [table.cut(MOST_ROWS) for table in tables if table.name not in hidden]
+    return [table.cut(most) for table in tables if table.name not in hidden]
 
 
 def summary_tables(analysis: Analysis) -> list[Table]:
@@ -99,7 +104,7 @@ def find_table(analysis: Analysis, name: str) -> Table:
     Raises:
         UnknownNameError: these results have no such table.
     """
-    tables = {table.name: table for table in make_tables(analysis)}
+    tables = {table.name: table for table in make_tables(replace(analysis, is_whole=True))}
     if name not in tables:
         raise UnknownNameError("table", name, list(tables), f"there are {', '.join(tables)}")
     return tables[name]

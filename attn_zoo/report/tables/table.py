@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -206,8 +208,11 @@ def unguarded(text: str) -> str:
 
 def to_csv(table: Table) -> str:
     """Return raw values with a header; numbers keep all digits."""
-    frame = pd.DataFrame([dict(row) for row in table.rows], columns=list(table.fields), dtype=object)
-    return guard_frame(frame).to_csv(index=False, lineterminator="\n")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.fields)
+    writer.writerows([_guard(row[name]) for name in table.fields] for row in table.rows)
+    return text.getvalue()
 
 
 def to_markdown(table: Table) -> str:

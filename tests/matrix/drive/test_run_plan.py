@@ -76,9 +76,21 @@ def test_resume_runs_only_what_is_missing(tmp_path):
     assert (summary.counts, summary.new, summary.left, summary.exit_code) == ({"ok": 3}, 2, (), 0)
     (lane,) = second.lanes
     assert [record.cell.seq_len for record in lane[1]] == [16], "the lane's earlier records reach the engine"
+    noted = {path: path.read_bytes() for path in store.folder.rglob("*.json")}
     third = FakeEngine()
     assert run(plan, store, engine=third).new == 0
     assert third.started == []
+    assert {path: path.read_bytes() for path in store.folder.rglob("*.json")} == noted
+
+
+def test_only_what_is_left_is_estimated_and_the_engine_gets_it(tmp_path):
+    full, store, engine = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run"), FakeEngine()
+    plan = make_plan(full.matrix, has_estimates=False)
+    assert {item.estimate_s for item in plan.cells} == {None}
+    run(make_plan(full.matrix, only=["*L16/*"]), store, engine=FakeEngine())
+    run(plan, store, engine=engine)
+    (lane,) = engine.lanes
+    assert tuple(lane[0]) == full.cells[1:]
 
 
 def test_refused_cells_become_records_without_a_worker(tmp_path):

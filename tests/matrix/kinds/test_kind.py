@@ -15,6 +15,8 @@ from attn_zoo.matrix.kinds import all_kinds
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate
+from attn_zoo.matrix.plan.expand import estimated
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.source_digest import CALL_ROOMS
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Cell, Memory
@@ -56,14 +58,13 @@ class Summing(TimedKind):
     rooms = CALL_ROOMS
 
     def points(self, group: TimedGroup) -> Iterator[dict[str, Any]]:
-        for seq_len in group.seq_len:
-            yield {"kind": self.name, "pass_": "infer", "seq_len": seq_len}
+        yield {"kind": self.name, "pass_": "infer"}
 
-    def refusal(self, cell: Cell) -> tuple[str, str] | None:
-        return ("seq_len", "odd") if cell.seq_len is not None and cell.seq_len % 2 else None
+    def refusals(self, cells: Sequence[Cell]) -> list[tuple[str, str] | None]:
+        return [("seq_len", "odd") if cell.seq_len is not None and cell.seq_len % 2 else None for cell in cells]
 
-    def estimate(self, cell: Cell, group: TimedGroup) -> Estimate:
-        return Estimate(group.repeat_budget_s, 8)
+    def estimate(self, item: PlannedCell) -> Estimate:
+        return Estimate(item.budget_s, 8)
 
     def workload(self, cell: Cell, inputs: Sequence[torch.Tensor] | None) -> AbstractWorkload:
         return SumWorkload(cell, inputs)
@@ -82,7 +83,7 @@ def test_a_kind_says_how_it_expands_and_runs_and_nothing_else_has_to_know(summin
         {"variants": ["full", "linformer"], "seq_len": [8, 9], "isolation": isolation, "repeats": 2, "device": "cpu"}
     )
     members = [{"variant": entry.name, "label": entry.name} for entry in group.variants]
-    items = list(summing.expand(group, members, None))
+    items = estimated(summing.expand(group, members, None))
     assert [item.cell.id for item in items if item.refusal is None] == [
         "full/summing/infer/L8/fp32/seed0",
         "linformer/summing/infer/L8/fp32/seed0",

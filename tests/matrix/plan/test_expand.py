@@ -1,6 +1,7 @@
 """From a matrix to cells: all of them, each once, in order, refused with a reason where a variant says no."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from attn_zoo.console import print_plan
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.matrix import claimed_costs
 from attn_zoo.matrix.plan.estimate import assumed_rate
-from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.expand import estimated, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.registry import variants
@@ -87,6 +88,16 @@ def test_every_field_of_the_matrix_reaches_the_cell():
     assert item.estimate_s is not None
     assert item.estimate_bytes is not None
     assert plan.estimate_s == pytest.approx(item.estimate_s)
+
+
+def test_estimates_are_added_once_and_to_nothing_that_is_refused():
+    matrix = make_matrix(["fake_ok", "fake_modest"], seq_len=[16, 32], is_causal=[False, True], repeats=3)
+    plain, plan = make_plan(matrix, has_estimates=False), make_plan(matrix)
+    assert tuple(estimated(plain.cells)) == plan.cells
+    assert {item.estimate_s is None for item in plan.cells if item.refusal} == {True}
+    assert {item.estimate_s is None for item in plan.cells if not item.refusal} == {False}
+    known = replace(plan.cells[0], estimate_s=7.0)
+    assert estimated([known]) == [known]
 
 
 def test_twice_the_threads_are_assumed_to_take_half_the_time_and_a_plan_says_at_which_rate(monkeypatch, capsys):

@@ -102,6 +102,46 @@ def test_a_module_of_another_package_counts_with_that_package(tmp_path):
     assert own == {"theirs/zoo/variant.py", "theirs/kernels.py", "theirs/__init__.py"}
 
 
+def test_imports_count_wherever_a_statement_may_stand(tmp_path):
+    source = tmp_path / "plug_in.py"
+    source.write_text(
+        """
+class A:
+    def f(self):
+        for _ in ():
+            import a
+        else:
+            import b
+        while x:
+            async def g(): import c
+        with x:
+            import d
+        try:
+            import e
+        except OSError:
+            import f
+        except ValueError: pass
+        else:
+            import g
+        finally:
+            import h
+        match x:
+            case 1:
+                import i
+            case _ if x:
+                import j
+        if x: pass
+        elif y: import k
+        else: import l
+        return (lambda: 1) if x else [y for y in x]
+"""
+    )
+    for letter in "abcdefghijkl":
+        (tmp_path / f"{letter}.py").touch()
+    files = source_files(source, CALL_ROOMS, is_plain=True)
+    assert {name for name in files if "/" not in name} == {"plug_in.py", *(f"{letter}.py" for letter in "abcdefghijkl")}
+
+
 def test_names_of_sources_are_the_same_on_every_machine():
     for rooms in (CALL_ROOMS, TRAINING_ROOMS):
         files = source_files(Path(variants["full"].source), rooms)

@@ -406,15 +406,15 @@ def indexed(tmp_path, monkeypatch):
     with store.writing(MATRIX, environment(), planned=cells):
         for cell in cells:
             store.write(Record(cell=cell, status="error", reason=f"length {cell.seq_len}", exit_code=3))
-    with store.writing(MATRIX, environment(), planned=cells):
-        pass
+    store.scan(cells)
     read: list[str] = []
 
     def noting(path, key=""):
         read.append(path.stem)
         return read_record(path, key)
 
-    monkeypatch.setattr("attn_zoo.folder.read_record", noting)
+    for reader in ("attn_zoo.folder", "attn_zoo.matrix.store.index"):
+        monkeypatch.setattr(f"{reader}.read_record", noting)
     return store, cells, read
 
 
@@ -442,10 +442,65 @@ def test_what_changed_since_the_index_was_made_is_read(indexed):
     assert list(scan.records) == [cells[2].key]
 
 
-@pytest.mark.parametrize("spoil", [lambda text: text[:-5], lambda text: text.replace("error", "okays"), lambda _: "[]"])
+@pytest.mark.parametrize(
+    "spoil", [lambda data: data[:-5], lambda data: data.replace(b"error", b"okays"), lambda _: b"[]"]
+)
 def test_an_index_that_is_damaged_is_none(indexed, spoil):
     store, cells, read = indexed
     path = store.folder / ".index"
-    path.write_text(spoil(path.read_text()))
-    assert [one.status for one in store.scan(cells).records.values()] == ["error"] * 3
+    path.write_bytes(spoil(path.read_bytes()))
+    for _ in range(2):
+        assert [one.status for one in store.scan(cells).records.values()] == ["error"] * 3
+        assert len(read) == 3, "and it is made anew"
+
+
+def test_an_outcome_is_the_same_whether_it_was_read_or_looked_up_and_has_no_numbers(indexed):
+    store, cells, read = indexed
+    known = store.scan(cells)
+    (store.folder / ".index").unlink()
+    assert store.scan(cells) == known
     assert len(read) == 3
+    assert {one.exit_code for one in known.records.values()} == {None}
+
+
+def test_few_records_are_read_with_their_numbers_and_leave_no_index(indexed, monkeypatch):
+    store, cells, read = indexed
+    (store.folder / ".index").unlink()
+    monkeypatch.setattr("attn_zoo.matrix.store.index.LEAST_RECORDS", 4)
+    assert {one.exit_code for one in store.scan(cells).records.values()} == {3}
+    assert len(read) == 3
+    assert not (store.folder / ".index").exists()
+
+
+def test_in_a_folder_of_somebody_else_or_on_a_full_disk_no_index_is_left(indexed, monkeypatch):
+    store, cells, _ = indexed
+    known = store.scan(cells)
+    (store.folder / ".index").unlink()
+    before = sorted(store.folder.iterdir())
+
+    def full(_path, _content):
+        raise StoreError("no space left")
+
+    for change in (("os.geteuid", lambda: os.getuid() + 1), ("attn_zoo.matrix.store.index.write_whole", full)):
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            assert store.scan(cells) == known
+        assert sorted(store.folder.iterdir()) == before
+
+
+def test_what_changes_while_it_is_read_is_read_again(indexed, monkeypatch):
+    store, cells, read = indexed
+    (store.folder / ".index").unlink()
+    path = store.folder / "cells" / f"{cells[0].key}.json"
+    old = read_record(path)
+
+    def late(given, key=""):
+        if given == path:  # somebody replaces it just before it is opened
+            path.write_text(record_text(replace(old, reason="newer")))
+        return read_record(given, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("attn_zoo.matrix.store.index.read_record", late)
+        store.scan(cells)
+    assert store.scan(cells).records[path.stem].reason == "newer"
+    assert read == [path.stem], "its size and times were taken before"

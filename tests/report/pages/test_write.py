@@ -1,5 +1,6 @@
 """The whole report on disk and on the terminal."""
 
+import csv
 import io
 import re
 import subprocess
@@ -8,8 +9,11 @@ import sys
 import pytest
 from rich.console import Console
 
+from attn_zoo.displays import Run
 from attn_zoo.errors import ConfigError, StoreError
 from attn_zoo.report import write_report, write_results_readme
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.export import export
 from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.pages.write import print_report
 from attn_zoo.report.units import clean, human_bytes, human_ms, human_number, slug
@@ -156,3 +160,24 @@ def test_a_large_run_shows_the_panels_that_say_most_and_its_files_have_all(tmp_p
     assert "The first 3 of 10 rows; tables/scaling.csv has all." in page
     rows = (tmp_path / "out" / "tables" / "scaling.csv").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 1 + len(large) + len(small)
+
+
+def test_a_very_large_run_fits_the_panels_it_shows_and_an_export_fits_all(tmp_path, monkeypatch):
+    for name, value in (("MOST_PANELS", 1), ("FEW_PANELS", 1), ("MOST_FITTED", 9)):
+        monkeypatch.setattr(f"attn_zoo.report.analysis.analyse.{name}", value)
+    monkeypatch.setattr("attn_zoo.report.pages.write.MOST_LINES", 1)
+    large = [scaling(name, length, pass_="bwd") for name in ("full", "linformer") for length in (512, 1024, 2048)]
+    run = write_run(tmp_path / "run", [*large, *(scaling("full", length) for length in (512, 1024, 2048, 4096))])
+    text = write_report([run], tmp_path / "out")[0].read_text(encoding="utf-8")
+    assert "growth and crossings are of the panels shown; attn-zoo export --table exponents has all" in text
+
+    def fitted(table: str) -> set[str]:
+        return {row["panel"] for row in csv.DictReader(io.StringIO(table))}
+
+    name = "exponents.csv"
+    assert len(fitted((tmp_path / "out" / "tables" / name).read_text(encoding="utf-8"))) == 1
+    assert len(fitted(export([run], "csv", tmp_path / name, "exponents").read_text(encoding="utf-8"))) == 2
+    assert len(set(Run([run]).exponents()["panel"])) == 2
+    said = io.StringIO()
+    print_report(analyse([run]), Console(file=said, width=120))
+    assert "The first 1 of 4 rows; tables/exponents.csv has all." in said.getvalue()

@@ -44,7 +44,7 @@ def test_simulated_variants_get_no_verdict_and_no_crossing(tmp_path):
     fakes = [replace(record, is_simulated=True) for record in powers("linformer", 1)]
     one = panel(tmp_path, [*powers("full", 2, 1e-5), *fakes])
     assert one.time["linformer"].verdict == "simulated"
-    assert one.crossings == ()
+    assert one.crossings == []
 
 
 def test_one_length_gives_no_exponent(tmp_path):
@@ -99,7 +99,7 @@ def test_the_baseline_is_the_fastest_exact_kernel_at_each_length(tmp_path):
 def test_without_claims_there_is_no_baseline(tmp_path):
     one = panel(tmp_path, [*powers("full", 2), *powers("bigbird", 1)], claims={})
     assert one.baseline is None
-    assert one.crossings == ()
+    assert one.crossings == []
 
 
 def test_repeated_runs_pool_their_samples(tmp_path):
