@@ -218,8 +218,9 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
     if differences and "environment" not in allowed:
         text = f"the two runs differ in environment ({differences}); allow that to compare anyway (--allow environment)"
         raise ConfigError("compare", [("", text)])
-    times, scores = _compare_times(*sides, allowed, limit), _compare_scores(*(side.groups for side in sides), allowed)
-    return Comparison(times=times, scores=tuple(scores), limit=limit)
+    first, second = sides
+    scores = _compare_scores(first.groups, second.groups, allowed)
+    return Comparison(times=_compare_times(first, second, allowed, limit), scores=tuple(scores), limit=limit)
 
 
 @dataclass(frozen=True, slots=True)
