@@ -3,7 +3,7 @@
 A verdict is about the second run. `slower` and `faster` need intervals that exclude 1, several processes on both sides
 and a machine that nobody disturbed; what is not known is said to be unknown. By simulation (`tests/report/
 test_compare_noise.py`) a run of three processes that vary by 2 % is told from one that is 10 % slower in 19 of 20
-cells, and unchanged code gets a false verdict in one of a hundred.
+cells, and unchanged code gets a false verdict in one of a hundred, of five processes in two (`BY_CHANCE`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.records import Cell, Environment
+from attn_zoo.records import Cell, Environment, Score
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.observations import Observation, read_results
+from attn_zoo.report.analysis.observations import NOT_RUN, Observation, read_results
 from attn_zoo.report.analysis.scores import (
     LEAST_SEEDS,
     AccuracyGroup,
@@ -45,6 +45,9 @@ that something else disturbed."""
 
 LIMIT = 0.10
 """`same` is a ratio of which a change by more than this share is excluded."""
+
+BY_CHANCE = 0.02
+"""Share of unchanged cells called slower or faster: of five processes each, by simulation; of three a third of that."""
 
 _SHOWN = ("label", "seq_len", "pass", "dtype", "device", "scope", "is_causal", "has_padding", "batch_size", "num_heads")
 _ALONE = ("only in a", "only in b")
@@ -129,6 +132,7 @@ class Comparison:
             return ""
         counts = Counter(self.times["verdict"])
         said = f"{counts['same']} of {len(self.times) - sum(counts[alone] for alone in _ALONE)} cells agree"
+        by_chance = min(round(BY_CHANCE * self.times["ratio"].notna().sum()), counts["slower"] + counts["faster"])
         factor = ((self.times["ratio_high"] / self.times["ratio_low"]) ** 0.5).median()
         if not math.isnan(factor):
             said += f", with ratios known to a factor of {factor:.2f} either way (median)"
@@ -138,6 +142,7 @@ class Comparison:
             for count, words in (
                 (counts["slower"], "slower in the second"),
                 (counts["faster"], "faster in the second"),
+                (by_chance, "of these at most by chance"),
                 *((count, why) for why, count in unknown.most_common()),
                 (counts["failed in b"], "failed in the second"),
                 (counts["failed in a"], "failed in the first"),
@@ -366,6 +371,8 @@ def _compare_scores(a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allo
         _, label, start = key
         group = (sides[0].get(key) or sides[1][key])[1]
         first, second = (side[key][0] if key in side else None for side in sides)
+        if not any(score is not None and score.mean is not None for score in (first, second)):
+            continue
         found = pair(second.runs, first.runs) if first is not None and second is not None else None
         row = {name: getattr(group.setting, name) for name in _SCORE_MATCH if name not in {"label", "start"}}
         rows.append(
@@ -389,17 +396,27 @@ def _least_loss(first: LabelScore | None, found: Difference | None, metric: Metr
 def _score_verdict(
     first: LabelScore | None, second: LabelScore | None, found: Difference | None, group: AccuracyGroup
 ) -> str:
-    if first is None or first.mean is None:
-        return "only in b"
-    if second is None:
-        return "only in a"
+    if first is None or second is None:
+        return "only in a" if second is None else "only in b"
+    if first.mean is None:
+        return "failed in a" if _has_tried(first) else "only in b"
     if second.mean is None:
-        return "failed in b" if second.failures else "only in a"
+        return "failed in b" if _has_tried(second) else "only in a"
+    if _scored(first) == _scored(second):  # a run beside itself, however few its seeds
+        return "same"
     if found is None or found.num_paired < LEAST_SEEDS:
         return "cannot say"
     if not found.is_settled:
         return "same"
     return "better" if group.metric.gain(found.mean, 0.0) > 0 else "worse"
+
+
+def _has_tried(score: LabelScore) -> bool:
+    return any(status != NOT_RUN for status, _ in score.failures)
+
+
+def _scored(score: LabelScore) -> list[tuple[int, Score | None]]:
+    return sorted(((run.seed, run.score) for run in score.runs), key=lambda pair: pair[0])
 
 
 def _why_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
