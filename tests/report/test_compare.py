@@ -165,6 +165,19 @@ def test_the_comment_for_a_pull_request_names_the_worst_first_and_folds_the_rest
     assert "<script>" not in text
 
 
+def test_of_very_many_cells_people_see_those_that_differ_most(tmp_path):
+    lengths = [2**power for power in range(5, 17)]
+    slow = {4096: 1.5, 65536: 2.0, 512: 0.5}
+    before = [timed("v", length, 10.0) for length in lengths]
+    after = [timed("v", length, 10.0 * slow.get(length, 1.0001)) for length in lengths]
+    found = compare(write_run(tmp_path / "a", before), write_run(tmp_path / "b", after))
+    (all_of_them,), (few,) = found.tables(most=12), found.tables(most=3)
+    assert [row["seq_len"] for row in all_of_them.rows] == lengths
+    assert [row["seq_len"] for row in few.rows] == [65536, 4096, 512]
+    assert few.note.startswith("The 3 that differ most of 12 cells; --json has all.")
+    assert len(found.rows) == 12
+
+
 def test_a_comment_is_never_longer_than_a_pull_request_takes(tmp_path):
     records = [scaling(f"{index:04}_{'name' * 120}", 512, 10.0) for index in range(150)]
     text = compare(*(write_run(tmp_path / side, records) for side in "ab")).markdown()
