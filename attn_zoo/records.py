@@ -503,7 +503,8 @@ class Cell(Json, _Keyed):
         if key is None:
             shared = self._in_common()
             digest = shared.head.copy()
-            digest.update(f"{json.dumps(self.seq_len)}{shared.tail}".encode())
+            length = "null" if self.seq_len is None else f"{self.seq_len:d}"
+            digest.update(f"{length}{shared.tail}".encode())
             key = digest.hexdigest()[:20]
             object.__setattr__(self, "_key", key)
         return key
