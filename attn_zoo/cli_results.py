@@ -53,6 +53,9 @@ def report(
     console.say(f"wrote tables and figures; open {page}")
 
 
+_MOST_ROWS = 200
+"""Of a table in a terminal that may have twenty thousand."""
+
 Source = Annotated[
     str,
     typer.Argument(
@@ -85,7 +88,7 @@ def compare(
 
     also = ["environment"] if allow_other_env else []
     found = api.compare(before, after, allow=[*(allow or ()), *also], limit=_share("--fail-above", fail_above))
-    tables = found.tables()
+    tables = found.tables(most=_MOST_ROWS)
     if as_json:
         console.print_json(found.rows)
     elif markdown:

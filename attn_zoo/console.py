@@ -166,10 +166,7 @@ def print_complexity(rows: Sequence[MeasuredComplexity]) -> None:
             ("sequential operations", row.sequential_ops),
             ("maximum path length", row.max_path),
         )
-        cells = [
-            (what, "-" if growth.claimed is None else f"L^{growth.claimed:g}", growth.in_words())
-            for what, growth in growths
-        ]
+        cells = [(what, growth.claim_in_words(), growth.in_words()) for what, growth in growths]
         out.print()
         title = f"Growth with the length L, {'causal' if row.is_causal else 'bidirectional'}"
         print_table(title, ("", "claimed", "measured"), cells)

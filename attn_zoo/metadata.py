@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from attn_zoo.errors import UnsupportedError
+from attn_zoo.errors import UnknownNameError, UnsupportedError
 
 Form = Literal["attention", "mixer"]
 """How a variant is called: over projected heads, or over hidden states."""
@@ -177,7 +177,13 @@ class Capabilities:
         >>> linear = Capabilities(bidirectional=True, causal=True, cross_attention=True, key_padding_mask=True)
         >>> linear.without(causal="this kernel has no mask").why_not(Request(is_causal=True))
         'no causal form: this kernel has no mask'
+
+        Raises:
+            UnknownNameError: no capability of this name can be taken away.
         """
+        for name in reasons:
+            if name not in (known := (*_PROMISES, "causal", "decode")):
+                raise UnknownNameError("capability", name, known)
         nos: dict[str, Any] = dict.fromkeys(reasons, False)
         if "decode" in nos:
             nos["decode"] = "none"
@@ -294,13 +300,17 @@ DEPENDS_ON_DATA = "depends on the data"
 """Claim of a mechanism whose path length is no function of the sequence length, as it chooses what it sees."""
 
 
+NEVER = "never"
+"""Claim of a maximum path length where some tokens do not see each other through any number of layers (dilation)."""
+
+
 def big_o(claim: str) -> str:
     """Return a display string of `Complexity` as it is printed.
 
     >>> big_o("L / W"), big_o(DEPENDS_ON_DATA)
     ('O(L / W)', 'depends on the data')
     """
-    return claim if claim == DEPENDS_ON_DATA else f"O({claim})"
+    return claim if claim in {DEPENDS_ON_DATA, NEVER} else f"O({claim})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,7 +325,7 @@ class Complexity:
         sequential_ops: operations that cannot be parallelised ("Attention Is All You Need", table 1): a sum of products
             such as `"L / W"`, `"1 (causal: log L)"`, or `DEPENDS_ON_DATA`. `attn-zoo check` compares its growth with
             what it measures (`attn_zoo.conformance.checks.complexity`).
-        max_path: longest path a signal travels between two positions (same table), likewise.
+        max_path: longest path a signal travels between two positions (same table), likewise; or `NEVER`.
         flops: forward floating-point operations of the mechanism (a multiply-add counts 2), the linear maps between
             hidden states and what it acts on left out; None where no formula is known. Counted are matrix products,
             convolutions and Fourier transforms (5 N log2 N for N complex points, half for real ones); where a mechanism

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -120,16 +120,17 @@ def whole_file(path: Path, *, replace: bool = False) -> Iterator[Path]:
         yield temporary
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file at once, over one of the same name.
+def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:
+    """Write a file at once, over one of the same name; content that is long may come in parts.
 
     Raises:
         FolderError: the place is not writable.
         StoreError: the disk is full or fails. In both cases the file is as it was before.
     """
+    content = content.encode() if isinstance(content, str) else content
     try:
-        with _renamed(path) as temporary:
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        with _renamed(path) as temporary, temporary.open("wb") as file:
+            file.writelines([content] if isinstance(content, bytes) else content)
     except OSError as error:
         kind = FolderError if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR} else StoreError
         raise kind(f"{path}: cannot be written: {error.strerror}") from None

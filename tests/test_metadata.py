@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attn_zoo.errors import UnsupportedError
+from attn_zoo.errors import UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Capabilities, Request, Shape
 
 EVERYTHING = Capabilities(
@@ -83,6 +83,11 @@ def test_every_field_that_can_say_no_is_covered():
         "why",
     }
     assert {item.name for item in fields(Capabilities)} - silent == {next(iter(case[0])) for case in REFUSALS}
+
+
+def test_only_capabilities_are_taken_away():
+    with pytest.raises(UnknownNameError, match="unknown capability 'casual'; did you mean 'causal'"):
+        EVERYTHING.without(casual="a slip")
 
 
 def test_the_first_four_must_be_decided():

@@ -224,13 +224,14 @@ def _run_once(check: Check, subject: Subject) -> CheckResult:
         return result(outcome=outcome, message=str(error), example=_words(subject))
     except Exception as error:  # a variant may raise anything, and that is the finding; no memory says nothing of it
         outcome = "error" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "failed"
-        return result(outcome=outcome, message=_describe(error), example=_words(subject))
+        return result(outcome=outcome, message=_describe(error), example=_words(subject, error))
     return result(outcome=finding.outcome, message=finding.message)
 
 
-def _words(subject: Subject) -> str:
-    options = ", ".join(f"{key}={value!r}" for key, value in subject.options.items())
-    return f"{subject.form} form" + (f", {options}" if options else "")
+def _words(subject: Subject, error: BaseException | None = None) -> str:
+    """Return the call that raised, where there was one, or the form; and the options."""
+    call = getattr(error, "__notes__", [f"{subject.form} form"])[0]
+    return ", ".join([call, *(f"{key}={value!r}" for key, value in subject.options.items())])
 
 
 def _describe(error: BaseException) -> str:

@@ -43,18 +43,28 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
 def results(module: Module, inputs: Inputs) -> tuple[Tensor, ...]:
     """Call the module; return its output, of the shape of the first input, and its carry where it passes one on."""
     tensors, keywords = _arguments(inputs)
-    if isinstance(module, AbstractAttention):
-        return (module(*tensors, **keywords),)
-    return _present(module.mix(*tensors, **keywords))
+    try:
+        if isinstance(module, AbstractAttention):
+            return (module(*tensors, **keywords),)
+        return _present(module.mix(*tensors, **keywords))
+    except Exception as error:
+        error.add_note(inputs.words())  # the example, where this becomes a finding
+        raise
 
 
-def reference_results(module: Module, inputs: Inputs, routing: Any = None) -> tuple[Tensor, ...]:
-    """Compute the same by the readable reference, under the routing of another call where one is given."""
+def reference_results(
+    module: Module, inputs: Inputs, routing: Any = None, carry: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Compute the same by the readable reference, under the routing of another call or from a carry where given."""
     tensors, keywords = _arguments(inputs)
+    if isinstance(module, AbstractMixer):
+        if is_own_reference(module):
+            return results(module, inputs)  # which gives a carry to those that take one
+        carry = _first_carry(module, inputs) if carry is None else carry
+        if carry is not None:
+            keywords["carry"] = carry
     if routing is not None:
         keywords["routing"] = routing
-    if isinstance(module, AbstractMixer) and (carry := _first_carry(module, inputs)) is not None:
-        keywords["carry"] = carry
     output = module.reference(*tensors, **keywords)
     return _present(output) if isinstance(output, Mixed) else (output,)
 
@@ -102,6 +112,12 @@ def routing_of(module: Module, inputs: Inputs) -> Any:
         tensors = tensors[:2]
     with torch.no_grad():
         return module.route(*tensors, **keywords)
+
+
+def has_routing(module: Module) -> bool:
+    """Return whether something is chosen by the data."""
+    inner = module.attention if isinstance(module, MultiHeadMixer) else module
+    return type(inner).route not in {AbstractAttention.route, AbstractMixer.route}
 
 
 def read_positions(module: Module, inputs: Inputs, part: range, state: Any, *, at_once: bool) -> tuple[Tensor, Any]:

@@ -54,10 +54,19 @@ def _recurrent_backward_flops(tensor: Tensor, *rest: Any, **_: Any) -> int:
     return 2 * _recurrent_flops(tensor, *rest)
 
 
+def _convolution_backward_flops(
+    grad: Tensor, tensor: Tensor, weight: Tensor, *rest: Any, out_val: Sequence[Tensor | None], **_: Any
+) -> int:
+    """Count as many as the forward has for each gradient: torch's own count is too large by the number of groups."""
+    places = tensor if rest[4] else grad  # where the weight is applied: at each input if transposed, else each output
+    return 2 * weight.numel() * len(grad) * math.prod(places.shape[2:]) * sum(x is not None for x in out_val[:2])
+
+
 _aten = torch.ops.aten
 _EXTRA_FORMULAS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_cpu_flash_flops),  # type: ignore[no-untyped-call]
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_cpu_flash_backward_flops),  # type: ignore[no-untyped-call]
+    _aten.convolution_backward: _convolution_backward_flops,
     _aten._fft_r2c: _fft_flops,
     _aten._fft_c2r: _fft_flops,
     _aten._fft_c2c: _fft_flops,
@@ -66,7 +75,7 @@ _EXTRA_FORMULAS = {
     _aten._cudnn_rnn: _recurrent_flops,
     _aten._cudnn_rnn_backward: _recurrent_backward_flops,
 }
-"""What torch's own table lacks."""
+"""What torch's own table lacks, or has wrong."""
 
 _SUMS = frozenset({_aten.sum, _aten.mean, _aten.cumsum})
 

@@ -3,14 +3,15 @@
 A verdict is about the second run. `slower` and `faster` need intervals that exclude 1, several processes on both sides
 and a machine that nobody disturbed; what is not known is said to be unknown. By simulation (`tests/report/
 test_compare_noise.py`) a run of three processes that vary by 2 % is told from one that is 10 % slower in 19 of 20
-cells, and unchanged code gets a false verdict in one of a hundred.
+cells, and unchanged code gets a false verdict in one of a hundred, of five processes in two (`BY_CHANCE`).
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -19,8 +20,9 @@ from typing import Any
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.records import Cell, Environment, Score
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.observations import Observation, Results, read_results
+from attn_zoo.report.analysis.observations import NOT_RUN, Observation, read_results
 from attn_zoo.report.analysis.scores import (
     LEAST_SEEDS,
     AccuracyGroup,
@@ -43,6 +45,9 @@ that something else disturbed."""
 
 LIMIT = 0.10
 """`same` is a ratio of which a change by more than this share is excluded."""
+
+BY_CHANCE = 0.02
+"""Share of unchanged cells called slower or faster: of five processes each, by simulation; of three a third of that."""
 
 _SHOWN = ("label", "seq_len", "pass", "dtype", "device", "scope", "is_causal", "has_padding", "batch_size", "num_heads")
 _ALONE = ("only in a", "only in b")
@@ -97,17 +102,20 @@ class Comparison:
                 said.append(f"{row['label']} on {row['task']}: {after} after {before}")
         return said
 
-    def tables(self) -> list[Table]:
+    def tables(self, most: int | None = None) -> list[Table]:
         """Return what both runs have, for people: times, and scores.
+
+        Args:
+            most: rows of a table; of more, those that differ most, the worst first. None for all.
 
         Raises:
             ConfigError: they have nothing in common; the message names what differs.
         """
-        timed = [row for row in plain_rows(self.times) if row["verdict"] not in _ALONE]
+        timed = plain_rows(self.times[~self.times["verdict"].isin(_ALONE)])
         scored = [row for row in self.scores if row["verdict"] not in _ALONE]
         if not timed and not scored:
             raise ConfigError("compare", [("", self._why_nothing())])
-        return [table(rows) for table, rows in ((times_table, timed), (scores_table, scored)) if rows]
+        return [_worst(table, rows, most) for table, rows in ((times_table, timed), (scores_table, scored)) if rows]
 
     def _why_nothing(self) -> str:
         timed, scored = plain_rows(self.times), self.scores
@@ -124,6 +132,7 @@ class Comparison:
             return ""
         counts = Counter(self.times["verdict"])
         said = f"{counts['same']} of {len(self.times) - sum(counts[alone] for alone in _ALONE)} cells agree"
+        by_chance = min(round(BY_CHANCE * self.times["ratio"].notna().sum()), counts["slower"] + counts["faster"])
         factor = ((self.times["ratio_high"] / self.times["ratio_low"]) ** 0.5).median()
         if not math.isnan(factor):
             said += f", with ratios known to a factor of {factor:.2f} either way (median)"
@@ -133,6 +142,7 @@ class Comparison:
             for count, words in (
                 (counts["slower"], "slower in the second"),
                 (counts["faster"], "faster in the second"),
+                (by_chance, "of these at most by chance"),
                 *((count, why) for why, count in unknown.most_common()),
                 (counts["failed in b"], "failed in the second"),
                 (counts["failed in a"], "failed in the first"),
@@ -165,11 +175,23 @@ class Comparison:
             if differing:
                 lines += [table_markdown(replace(table, rows=differing, note=""))]
             room = _MOST_CHARACTERS - sum(map(len, lines))
-            while len(full := table_markdown(replace(table, rows=tuple(rows)))) > room and len(rows) > 1:
+            least = 4 * len(table.columns) + 2  # of a row: to draw more rows than can fit takes longest
+            while len(rows) > 1 and (
+                least * len(rows) > room or len(table_markdown(replace(table, rows=tuple(rows)))) > room
+            ):
                 rows = rows[: len(rows) * 3 // 4]
+            full = table_markdown(replace(table, rows=tuple(rows)))
             cut = f" ({len(rows)} of them shown)" if len(rows) < len(table.rows) else ""
             lines += [f"<details><summary>All {len(table.rows)} cells{cut}</summary>", "", full, "</details>", ""]
         return "\n".join(lines)
+
+
+def _worst(table: Callable[[Sequence[Row]], Table], rows: Sequence[Row], most: int | None) -> Table:
+    if most is None or len(rows) <= most:
+        return table(rows)
+    found = table(sorted(rows, key=_severity)[:most])
+    said = f"The {most:,} that differ most of {len(rows):,} cells; --json has all."
+    return replace(found, note=f"{said} {found.note}")
 
 
 def _severity(row: Row) -> tuple[int, float]:
@@ -196,30 +218,94 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
     allowed = set(allow)
     for word in sorted(allowed - set(ALLOWED)):
         raise UnknownNameError("allowance", word, ALLOWED, f"there are {', '.join(ALLOWED)}")
-    sides = read_results([a]), read_results([b])
+    sides = _read(a, allowed), _read(b, allowed)
     differences = _environment_differences(*sides)
     if differences and "environment" not in allowed:
         text = f"the two runs differ in environment ({differences}); allow that to compare anyway (--allow environment)"
         raise ConfigError("compare", [("", text)])
     first, second = sides
-    scores = _compare_scores(make_accuracy_groups(first), make_accuracy_groups(second), allowed)
-    times = _compare_times(timed_cells(first, allowed), timed_cells(second, allowed), allowed, limit)
-    return Comparison(times=times, scores=tuple(scores), limit=limit)
+    scores = _compare_scores(first.groups, second.groups, allowed)
+    return Comparison(times=_compare_times(first, second, allowed, limit), scores=tuple(scores), limit=limit)
 
 
-def _compare_times(
-    a: Mapping[tuple[Any, ...], Observation], b: Mapping[tuple[Any, ...], Observation], allowed: set[str], limit: float
-) -> pd.DataFrame:
-    least_spread = _usual_spread(b.values()), _usual_spread(a.values())
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """What became of a cell: of its record no more than is compared, for two large runs are in memory together.
+
+    Args:
+        cell: the cell.
+        label: of its mechanism.
+        failure: status and reason; empty where it was measured.
+        said: what a row says of it; see `SIDE`.
+        samples: in milliseconds, of all processes; the median where there are none.
+        sizes: how many of them each process took, where several did.
+        flags: of its timing.
+    """
+
+    cell: Cell
+    label: str
+    failure: str
+    said: Mapping[str, Any]
+    samples: array[float]
+    sizes: tuple[int, ...]
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of two runs.
+
+    Args:
+        used: digests of the machines that its cells are of.
+        environments: machines by digest.
+        groups: what it trained.
+        cells: what it timed or failed at, by what must agree before two times may be compared.
+        spread: how much its processes differ in the middle of its cells; 0 where each has one process.
+    """
+
+    used: frozenset[str]
+    environments: Mapping[str, Environment]
+    groups: Sequence[AccuracyGroup]
+    cells: Mapping[tuple[Any, ...], _Timed]
+    spread: float
+
+
+def _read(source: str | Path, allowed: set[str]) -> _Side:
+    results = read_results([source])
+    cells = {key: _timed(one) for key, one in timed_cells(results, allowed).items()}
+    spreads = [process_spread(one.samples, one.sizes) for one in cells.values() if len(one.sizes) > 1]
+    return _Side(
+        used=frozenset(one.environment for one in results.observations) - {""},
+        environments=results.environments,
+        groups=make_accuracy_groups(results),
+        cells=cells,
+        spread=median(spread for spread in spreads if spread is not None) if spreads else 0.0,
+    )
+
+
+def _timed(one: Observation) -> _Timed:
+    record, timing = one.record, one.record.timing if one.is_timed else None
+    return _Timed(
+        cell=one.cell,
+        label=one.label,
+        failure="" if timing else f"{record.status}{f': {record.reason}' if record.reason else ''}",
+        said=side_of(one),
+        samples=array("d", timing.samples_ms or (timing.median_ms,) if timing else ()),
+        sizes=timing.process_sizes if timing else (),
+        flags=timing.flags if timing else (),
+    )
+
+
+def _compare_times(a: _Side, b: _Side, allowed: set[str], limit: float) -> pd.DataFrame:
     rows = []
-    for key in dict.fromkeys([*a, *b]):
-        first, second = a.get(key), b.get(key)
+    for key in dict.fromkeys([*a.cells, *b.cells]):
+        first, second = a.cells.get(key), b.cells.get(key)
         known = second or first
         assert known is not None
-        if not any(cell is not None and cell.is_timed for cell in (first, second)):
+        if not any(cell is not None and not cell.failure for cell in (first, second)):
             continue
-        ratio, verdict, why = _judge(first, second, "flagged" in allowed, limit, least_spread)
-        sides = [side_of(cell) for cell in (first, second)]
+        ratio, verdict, why = _judge(first, second, "flagged" in allowed, limit, (b.spread, a.spread))
+        sides = [cell.said if cell else dict.fromkeys(SIDE) for cell in (first, second)]
         row = setting_of(known.cell) | {"label": known.label, "verdict": verdict, "why": why}
         row |= interval_values("ratio", *((ratio.value, ratio.low, ratio.high) if ratio else (None, None, None)))
         before, after = (side["peak_bytes"] for side in sides)
@@ -233,17 +319,9 @@ def _compare_times(
     return frame.sort_values(list(_SHOWN), ignore_index=True)
 
 
-def _usual_spread(cells: Iterable[Observation]) -> float:
-    """Return how much the processes of a run differ in the middle of its cells; 0 where each has one process."""
-    timings = [cell.record.timing for cell in cells if cell.record.timing is not None]
-    spreads = [process_spread(timing.samples_ms, timing.process_sizes) for timing in timings if timing.samples_ms]
-    known = [spread for spread in spreads if spread is not None]
-    return median(known) if known else 0.0
-
-
 def _judge(
-    first: Observation | None,
-    second: Observation | None,
+    first: _Timed | None,
+    second: _Timed | None,
     allows_flagged: bool,
     limit: float,
     least_spread: tuple[float, float],
@@ -251,24 +329,21 @@ def _judge(
     """Return ratio of times, verdict about the second, and why there is none."""
     if first is None or second is None:
         return None, "only in a" if second is None else "only in b", ""
-    before, after = first.record.timing, second.record.timing
-    if not (first.is_timed and second.is_timed and before is not None and after is not None):
-        failed, record = ("b", second.record) if first.is_timed else ("a", first.record)
-        return None, f"failed in {failed}", f"{record.status}{f': {record.reason}' if record.reason else ''}"
-    samples = [timing.samples_ms or (timing.median_ms,) for timing in (after, before)]
-    if samples[0] == samples[1]:  # a run beside itself: not a doubt, but the same measurement
+    if first.failure or second.failure:
+        return None, f"failed in {'a' if first.failure else 'b'}", first.failure or second.failure
+    if first.samples == second.samples:  # a run beside itself: not a doubt, but the same measurement
         return Ratio(value=1.0, low=1.0, high=1.0, num_pairs=0), "same", ""
-    sizes = [timing.process_sizes for timing in (after, before)]
-    ratio = ratio_of_runs(*samples, sizes_a=sizes[0], sizes_b=sizes[1], least_spread=least_spread)
-    is_known = min(map(len, sizes)) > 1
-    disturbances = dict.fromkeys(flag.replace("_", " ") for flag in (*before.flags, *after.flags) if flag in FLAG_MARKS)
+    ratio = ratio_of_runs(
+        second.samples, first.samples, sizes_a=second.sizes, sizes_b=first.sizes, least_spread=least_spread
+    )
+    disturbances = dict.fromkeys(flag.replace("_", " ") for flag in (*first.flags, *second.flags) if flag in FLAG_MARKS)
     if disturbances and not allows_flagged:
         return ratio, "cannot say", f"disturbed ({', '.join(disturbances)})"
     if _is_within(ratio, SAME_WITHIN) or (ratio.low <= 1.0 <= ratio.high and _is_within(ratio, limit)):
         return ratio, "same", ""
     if ratio.low <= 1.0 <= ratio.high:
         return ratio, "cannot say", _TOO_WIDE
-    if not is_known:
+    if min(len(first.sizes), len(second.sizes)) < 2:
         return ratio, "cannot say", _ONE_PROCESS
     return ratio, "slower" if ratio.low > 1.0 else "faster", ""
 
@@ -296,6 +371,8 @@ def _compare_scores(a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allo
         _, label, start = key
         group = (sides[0].get(key) or sides[1][key])[1]
         first, second = (side[key][0] if key in side else None for side in sides)
+        if not any(score is not None and score.mean is not None for score in (first, second)):
+            continue
         found = pair(second.runs, first.runs) if first is not None and second is not None else None
         row = {name: getattr(group.setting, name) for name in _SCORE_MATCH if name not in {"label", "start"}}
         rows.append(
@@ -319,17 +396,27 @@ def _least_loss(first: LabelScore | None, found: Difference | None, metric: Metr
 def _score_verdict(
     first: LabelScore | None, second: LabelScore | None, found: Difference | None, group: AccuracyGroup
 ) -> str:
-    if first is None or first.mean is None:
-        return "only in b"
-    if second is None:
-        return "only in a"
+    if first is None or second is None:
+        return "only in a" if second is None else "only in b"
+    if first.mean is None:
+        return "failed in a" if _has_tried(first) else "only in b"
     if second.mean is None:
-        return "failed in b" if second.failures else "only in a"
+        return "failed in b" if _has_tried(second) else "only in a"
+    if _scored(first) == _scored(second):  # a run beside itself, however few its seeds
+        return "same"
     if found is None or found.num_paired < LEAST_SEEDS:
         return "cannot say"
     if not found.is_settled:
         return "same"
     return "better" if group.metric.gain(found.mean, 0.0) > 0 else "worse"
+
+
+def _has_tried(score: LabelScore) -> bool:
+    return any(status != NOT_RUN for status, _ in score.failures)
+
+
+def _scored(score: LabelScore) -> list[tuple[int, Score | None]]:
+    return sorted(((run.seed, run.score) for run in score.runs), key=lambda pair: pair[0])
 
 
 def _why_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
@@ -363,15 +450,11 @@ def _example(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(rows)}, such as {row['label']} {row['pass']} L{row['seq_len']} {row['dtype']} on {row['device']}"
 
 
-def _environment_differences(a: Results, b: Results) -> str:
+def _environment_differences(a: _Side, b: _Side) -> str:
     """Return the names of the fields that differ, or an empty string."""
-    used = [{one.environment for one in results.observations} - {""} for results in (a, b)]
-    if used[0] == used[1]:
+    if a.used == b.used:
         return ""
-    known = [
-        [results.environments[digest] for digest in sorted(own) if digest in results.environments]
-        for own, results in zip(used, (a, b), strict=True)
-    ]
+    known = [[side.environments[digest] for digest in sorted(side.used & {*side.environments})] for side in (a, b)]
     if not all(known):
         return "not described in run.json"
     own, other = (environments[0].deciding() for environments in known)

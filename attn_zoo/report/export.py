@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.observations import Observation, read_results
 from attn_zoo.report.flat_records import FIELDS, flat_row
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.tables.all_tables import find_table, summary_tables
-from attn_zoo.report.tables.table import Table, guard_frame, plain_rows, to_csv, to_latex, to_markdown
+from attn_zoo.report.tables.table import Table, guard_frame, to_csv, to_latex, to_markdown
 from attn_zoo.whole_files import write_whole
 
 _COMPUTED: Mapping[str, type] = {
@@ -68,7 +68,7 @@ def _row(one: Observation) -> dict[str, Any]:
         "run": one.run,
         "key": record.cell.key,
         "num_tokens": record.cell.num_tokens,
-        "overhead_s": record.overhead_s,
+        "overhead_s": None if record.overhead_s is None else float(record.overhead_s),
         "num_samples": len(record.timing.samples_ms) if record.timing else None,
     }
     return flat_row(record) | computed | token_rates(record)
@@ -102,24 +102,45 @@ def export(dirs: Iterable[str | Path], fmt: str, out: str | Path, table: str | N
     return path
 
 
-def _frame(dirs: Iterable[str | Path]) -> pd.DataFrame:
-    return load_runs(dirs).drop(columns="correct")  # a digit for each test item
+def _parts(dirs: Iterable[str | Path]) -> Iterator[list[list[Any]]]:
+    """Read all `dirs` at once, and return the values of `_EXPORTED` in parts: of all rows they take much room."""
+    observations = read_results(dirs).observations
+    starts = range(0, max(1, len(observations)), ROWS_OF_A_PART)
+    parts = (map(_row, observations[start : start + ROWS_OF_A_PART]) for start in starts)
+    return ([[row.get(name) for name in _EXPORTED] for row in part] for part in parts)
 
 
-def _csv(dirs: Iterable[str | Path]) -> bytes:
-    frame = _frame(dirs)
-    for name in (field.name for field in FIELDS if field.kind == "list"):
-        frame[name] = [json.dumps(values) if values else "" for values in frame[name]]
-    return guard_frame(frame).to_csv(index=False, lineterminator="\n").encode()
+ROWS_OF_A_PART = 1000
+
+_EXPORTED = [name for name in COLUMNS if name != "correct"]  # a digit for each test item
+_TEXTS = [
+    name for name in _EXPORTED if name in _NESTED or not {bool, int, float} & {_HINTS[name], *get_args(_HINTS[name])}
+]
+_LISTS = {_EXPORTED.index(field.name) for field in FIELDS if field.kind == "list"}
 
 
-def _jsonl(dirs: Iterable[str | Path]) -> bytes:
-    rows = plain_rows(_frame(dirs))
-    return "".join(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in rows).encode()
+def _csv(dirs: Iterable[str | Path]) -> Iterator[bytes]:
+    return (_csv_part(rows, has_header=not index) for index, rows in enumerate(_parts(dirs)))
+
+
+def _csv_part(rows: list[list[Any]], *, has_header: bool) -> bytes:
+    for row in rows:
+        for index in _LISTS:
+            row[index] = json.dumps(row[index]) if row[index] else ""
+    frame = pd.DataFrame(rows, columns=_EXPORTED, dtype=object)
+    frame[_TEXTS] = guard_frame(frame[_TEXTS])
+    return frame.to_csv(index=False, header=has_header, lineterminator="\n").encode()
+
+
+def _jsonl(dirs: Iterable[str | Path]) -> Iterator[bytes]:
+    lines = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+    return (
+        "".join(f"{lines(dict(zip(_EXPORTED, row, strict=True)))}\n" for row in rows).encode() for rows in _parts(dirs)
+    )
 
 
 def _parquet(dirs: Iterable[str | Path]) -> bytes:
-    frame = _frame(dirs)
+    frame = load_runs(dirs)[_EXPORTED]
     buffer = io.BytesIO()
     try:
         frame.to_parquet(buffer, index=False, engine="pyarrow")
@@ -138,7 +159,7 @@ def _latex(dirs: Iterable[str | Path]) -> bytes:
     return "\n".join(to_latex(table) for table in summary_tables(analyse(dirs)) if table.rows).encode()
 
 
-FORMATS: Mapping[str, Callable[[Iterable[str | Path]], bytes]] = {
+FORMATS: Mapping[str, Callable[[Iterable[str | Path]], bytes | Iterable[bytes]]] = {
     "csv": _csv,
     "jsonl": _jsonl,
     "parquet": _parquet,

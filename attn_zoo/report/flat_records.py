@@ -52,11 +52,12 @@ FIELDS = tuple(_stored())
 def flat_row(record: Record) -> dict[str, Any]:
     """Return one value for each column of `FIELDS`; what is absent is None, or empty where the column holds text."""
     parts = {Cell: record.cell, Record: record, Timing: record.timing, Memory: record.memory, Score: record.score}
+    values = {part: {} if one is None else one.values() for part, one in parts.items()}
     row: dict[str, Any] = {}
     for field in FIELDS:
-        value = getattr(parts[field.part], field.attribute, None)
-        if value is not None or field.name not in row:  # two parts may know a number, such as that of parameters
-            row[field.name] = _plain(value, field.kind)
+        value, name = values[field.part].get(field.attribute), field.name
+        if value is not None or name not in row:  # two parts may know a number, such as that of parameters
+            row[name] = value if field.kind == "number" else _plain(value, field.kind)
     return row
 
 

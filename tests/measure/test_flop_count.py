@@ -38,6 +38,24 @@ def test_attention_counts_its_two_products_whatever_the_kernel(backend, is_causa
     assert count_flops(forward) == 2 * 2 * (2 * 4 * 16 * 16 * 8)  # a causal kernel counts as dense
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("convolve", [F.conv1d, F.conv_transpose1d])
+def test_each_gradient_of_a_convolution_counts_as_much_as_its_forward(convolve, groups):
+    tokens = torch.randn(2, 4, 9, requires_grad=True)
+    weight = torch.randn(4, 4 // groups, 3, requires_grad=True)
+
+    def forward() -> Tensor:
+        result: Tensor = convolve(tokens, weight, groups=groups)
+        return result
+
+    places = 9 if convolve is F.conv_transpose1d else 7
+    expected = 2 * 2 * places * weight.numel()
+    assert count_flops(forward) == expected
+    both = count_operations(lambda: forward().sum().backward())
+    assert both is not None
+    assert both.products == 3 * expected
+
+
 def test_no_graph_is_built_and_leaves_stay_untouched():
     x = torch.randn(4, 4, requires_grad=True)
     outputs: list[Tensor] = []

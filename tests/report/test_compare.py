@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.folder import pack_cells
 from attn_zoo.report.compare import compare
 from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 
@@ -165,6 +166,19 @@ def test_the_comment_for_a_pull_request_names_the_worst_first_and_folds_the_rest
     assert "<script>" not in text
 
 
+def test_of_very_many_cells_people_see_those_that_differ_most(tmp_path):
+    lengths = [2**power for power in range(5, 17)]
+    slow = {4096: 1.5, 65536: 2.0, 512: 0.5}
+    before = [timed("v", length, 10.0) for length in lengths]
+    after = [timed("v", length, 10.0 * slow.get(length, 1.0001)) for length in lengths]
+    found = compare(write_run(tmp_path / "a", before), write_run(tmp_path / "b", after))
+    (all_of_them,), (few,) = found.tables(most=12), found.tables(most=3)
+    assert [row["seq_len"] for row in all_of_them.rows] == lengths
+    assert [row["seq_len"] for row in few.rows] == [65536, 4096, 512]
+    assert few.note.startswith("The 3 that differ most of 12 cells; --json has all.")
+    assert len(found.rows) == 12
+
+
 def test_a_comment_is_never_longer_than_a_pull_request_takes(tmp_path):
     records = [scaling(f"{index:04}_{'name' * 120}", 512, 10.0) for index in range(150)]
     text = compare(*(write_run(tmp_path / side, records) for side in "ab")).markdown()
@@ -307,6 +321,20 @@ def test_scores_are_compared_by_seed(tmp_path):
     assert texts["full"][3:5] == ["52.0 %", "62.0 %"]
     assert texts["full"][5].startswith("+10.0 [+9.")
     assert texts["bigbird"][-1] == "agree"
+
+
+def test_trainings_beside_themselves_are_the_same_whatever_their_seeds_and_failures(tmp_path):
+    failed = [accuracy("luna", seed, None, status="diverged") for seed in (0, 1)]
+    left = accuracy("bigbird", 0, 0.4).cell
+    records = [*trained({"full": [0.5, 0.52, 0.54], "linformer": [0.3]}), *failed]
+    planned = pack_cells([*(record.cell for record in records), left])
+    a = write_run(tmp_path / "a", records, planned=planned)
+    assert {row["label"]: row["verdict"] for row in compare(a, a).scores} == {"full": "same", "linformer": "same"}
+    more = trained({"luna": [0.4], "bigbird": [0.4]})
+    b = write_run(tmp_path / "b", [*trained({"full": [0.5, 0.52, 0.54]}), *more])
+    expected = {"full": "same", "linformer": "only in a", "luna": "failed in a", "bigbird": "only in b"}
+    assert {row["label"]: row["verdict"] for row in compare(a, b).scores} == expected
+    assert compare(b, a).worse == ["luna on listops: no score any more"], "bigbird was never tried"
 
 
 def test_scores_of_other_protocols_say_which(tmp_path):

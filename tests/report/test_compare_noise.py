@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attn_zoo.report.compare import compare
+from attn_zoo.report.compare import BY_CHANCE, compare
 from attn_zoo.statistics import process_spread, ratio_of_runs, time_summary
 from tests.report.synthetic import scaling, write_run
 
@@ -81,6 +81,30 @@ def test_the_interval_of_two_runs_covers_their_ratio():
         ratio = ratio_of_runs(drawn(rng, 1.2), drawn(rng), sizes_a=(1, 1, 1), sizes_b=(1, 1, 1))
         hits += ratio.low <= 1.2 <= ratio.high
     assert 0.93 <= hits / runs <= 0.99
+
+
+def test_of_very_many_cells_it_is_said_how_many_verdicts_are_chance(tmp_path):
+    rng, num_processes, num_cells = np.random.default_rng(3), 5, 1000
+    sizes, false = (1,) * num_processes, 0
+    for _ in range(num_cells):
+        sides = drawn(rng, count=num_processes), drawn(rng, count=num_processes)
+        ratio = ratio_of_runs(*sides, sizes_a=sizes, sizes_b=sizes, least_spread=(0.03, 0.03))
+        false += not ratio.low <= 1 <= ratio.high
+    assert BY_CHANCE / 2 <= false / num_cells <= 1.5 * BY_CHANCE
+    slow, usual = (
+        write_run(tmp_path / name, [replaced(f"v{index:02}", factor) for index in range(100)])
+        for name, factor in (("slow", 1.2), ("usual", 1.0))
+    )
+    assert "; 100 slower in the second; 2 of these at most by chance" in compare(usual, slow).agreement
+
+
+def replaced(label, factor):
+    """Return a record of three steady processes."""
+    samples = tuple(factor * (1 + 1e-3 * step) for step in (0, 1, 2))
+    record = scaling(label, 512, 1.0)
+    assert record.timing is not None
+    summary = time_summary(samples, (1, 1, 1))
+    return replace(record, timing=replace(record.timing, samples_ms=samples, process_sizes=(1, 1, 1), **summary))
 
 
 def test_agreement_by_chance_is_not_precision():

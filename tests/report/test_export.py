@@ -2,10 +2,12 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 
+import attn_zoo.report.export as exporting
 from attn_zoo.errors import ConfigError, StoreError
 from attn_zoo.report.export import COLUMNS, FORMATS, export, load_runs
 from tests.report.synthetic import accuracy, scaling, write_run
@@ -52,6 +54,17 @@ def test_csv(run, tmp_path):
     assert measured["seq_len"] == 512
     assert len(json.loads(measured["samples_ms"])) == measured["num_samples"] == 15
     assert "512.0" not in (tmp_path / "out.csv").read_text()
+
+
+@pytest.mark.parametrize("fmt", ["csv", "jsonl"])
+def test_parts_make_the_same_file_and_keep_all_digits(tmp_path, monkeypatch, fmt):
+    long = replace(scaling("full", 1024), flops=2**62 + 1, phases={"timing": 1.0})
+    run = write_run(tmp_path / "run", [long, *(accuracy("full", seed, 0.25) for seed in range(4))])
+    whole = export([run], fmt, tmp_path / "whole").read_bytes()
+    monkeypatch.setattr(exporting, "ROWS_OF_A_PART", 2)
+    assert export([run], fmt, tmp_path / "parts").read_bytes() == whole
+    assert str(2**62 + 1).encode() in whole
+    assert len(whole.splitlines()) == 5 + (fmt == "csv")
 
 
 def test_no_column_is_lost():

@@ -30,7 +30,7 @@ from attn_zoo.conformance.check import Finding, Violation, check, not_applicable
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Subject, call, call_reference, count_forward
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.metadata import DEPENDS_ON_DATA
+from attn_zoo.metadata import DEPENDS_ON_DATA, NEVER
 from attn_zoo.registry import variants
 
 SHORTEST_LEN = 32
@@ -61,7 +61,7 @@ _CLAIM = "complexity"
 def claimed_exponent(text: str, *, is_causal: bool = False) -> float | None:
     """Read the exponent of the sequence length from a claim in the symbols of the design; a logarithm counts as 0.
 
-    None stands for `DEPENDS_ON_DATA`.
+    None stands for `DEPENDS_ON_DATA`, infinity for `NEVER`.
 
     Args:
         text: a sum of products and quotients such as `"L / W"`; `"1 (causal: log L)"` claims something else for the
@@ -78,13 +78,15 @@ def claimed_exponent(text: str, *, is_causal: bool = False) -> float | None:
     """
     both = _BY_DIRECTION.fullmatch(text.strip())
     asked = both["causal" if is_causal else "any"] if both else text
-    if asked == DEPENDS_ON_DATA:
-        return None
+    if asked in {DEPENDS_ON_DATA, NEVER}:
+        return None if asked == DEPENDS_ON_DATA else math.inf
     plain = _ROOT.sub(r"\1^0.5", _LOGARITHM.sub("1", asked))
     try:
         return max(_product_exponent(term) for term in plain.split("+"))
     except ValueError:
-        expected = f'"{DEPENDS_ON_DATA}" or a sum of products such as "1", "log L", "L / W" or "1 (causal: L)"'
+        expected = (
+            f'"{DEPENDS_ON_DATA}", "{NEVER}" or a sum of products such as "1", "log L", "L / W" or "1 (causal: L)"'
+        )
         raise ConfigError(_CLAIM, [("", f"expected {expected}; got {text!r}")]) from None
 
 
@@ -106,7 +108,7 @@ class Growth:
     """Exponents of the sequence length.
 
     Args:
-        claimed: what the variant says; None where it says that the data decide.
+        claimed: what the variant says; None where it says that the data decide, infinite for `NEVER`.
         measured: what was found; None where nothing could be counted, infinite where no number of layers reaches.
     """
 
@@ -116,9 +118,15 @@ class Growth:
     @property
     def is_contradicted(self) -> bool:
         """Whether the measured exponent is another than the claimed one."""
-        if self.claimed is None or self.measured is None:
+        if self.claimed is None or self.measured is None or self.claimed == self.measured:
             return False
         return abs(self.measured - self.claimed) > LARGEST_GAP
+
+    def claim_in_words(self) -> str:
+        """Return what is claimed: `"L^1"`, `"never"` for an infinite path, `"-"` where the data decide."""
+        if self.claimed is None:
+            return "-"
+        return NEVER if math.isinf(self.claimed) else f"L^{self.claimed:g}"
 
     def in_words(self) -> str:
         """Return what was measured: `"L^1.0"`, `"constant"`, `"not counted"`, or `"never"` for an infinite path.
@@ -129,7 +137,7 @@ class Growth:
         if self.measured is None:
             return "not counted"
         if math.isinf(self.measured):
-            return "never"
+            return NEVER
         return "constant" if abs(self.measured) < 0.05 else f"L^{self.measured:.1f}"
 
 
@@ -199,16 +207,25 @@ def _measure(subject: Subject) -> tuple[MeasuredComplexity, ...]:
 
 def _sequential_and_path(subject: Subject, build: BuildContext) -> tuple[float, float]:
     depths: dict[int, float] = {}
-    paths: dict[int, float] = {}
+    layers: dict[int, float] = {}
+    longest_path = 0.0
     for multiple in MULTIPLES + FURTHER_MULTIPLES:
-        if multiple in FURTHER_MULTIPLES and max(paths.values()) > SHORT_PATH:
+        if multiple in FURTHER_MULTIPLES and longest_path > SHORT_PATH:
             break
         length = multiple * subject.fit(SHORTEST_LEN)
         built = replace(build, max_seq_len=length)  # some ranks and windows follow from it
         depths[length] = _depth(subject, built, length)
-        paths[length] = depths[length] * _num_layers(subject, built, length)
-    longest = sorted(paths)[-len(MULTIPLES) :]
-    return _exponent(depths), _exponent({length: paths[length] for length in longest})
+        layers[length] = _num_layers(subject, built, length)
+        longest_path = max(longest_path, depths[length] * layers[length])
+    longest = sorted(layers)[-len(MULTIPLES) :]
+    sequential = _increase_exponent(depths)
+    return sequential, sequential + _exponent({length: layers[length] for length in longest})
+
+
+def _increase_exponent(depths: Mapping[int, float]) -> float:
+    """Return the exponent of what a chain gains with the length: of 20 + L / 16 nodes 1, of 20 + log L nodes 0."""
+    increases = {longer: depths[longer] - depths[shorter] for shorter, longer in pairwise(depths)}
+    return _exponent(increases if min(increases.values()) > 0 else depths)
 
 
 def _exponent(values: Mapping[int, float]) -> float:
@@ -382,10 +399,12 @@ def _complexity_claims(subject: Subject) -> Finding:
         direction = "causal" if row.is_causal else "bidirectional"
         for what, growth in (("sequential operations", row.sequential_ops), ("maximum path length", row.max_path)):
             if growth.is_contradicted:
-                raise Violation(
-                    f"{what}: another growth than claimed",
-                    f"{direction}: measured {growth.in_words()}; claims L^{growth.claimed:g}",
-                )
+                found = f"{direction}: measured {growth.in_words()}; claims {growth.claim_in_words()}"
+                if growth.measured != math.inf:
+                    found += (
+                        f" (from {subject.fit(SHORTEST_LEN)} tokens on: check_options names smaller chunks and windows)"
+                    )
+                raise Violation(f"{what}: another growth than claimed", found)
         words.append(f"{direction}: sequential {row.sequential_ops.in_words()}, path {row.max_path.in_words()}")
     return passed("; ".join(words))
 

@@ -18,7 +18,7 @@ from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.effective import AttentionCall, effective_weights
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, count_forward, weighted_sum
+from attn_zoo.conformance.subject import Module, Subject, call, count_forward, gradients, weighted_sum
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Shape
 
@@ -118,7 +118,7 @@ def _flops_count(subject: Subject) -> Finding:
         if counted is None or claim is None:
             continue
         words = f"{inputs.words()}: claims {claim}, counted {counted.products}"
-        if projections:
+        if projections or subject.form == "mixer":
             words += f"; of the claim {projections} are projections"
         mechanism = counted.products - projections
         if abs(mechanism) <= AGREEMENT * projections:  # no products of its own: its sums count
@@ -172,7 +172,14 @@ def _backward_ratio(subject: Subject) -> Finding:
     return finding
 
 
-@check("the least traffic is that of inputs and output, and of weights at most")
+def _num_read(module: Module, inputs: Inputs) -> int:
+    """Return how many weights the output depends on: rows of a table beyond the length are not read."""
+    by_name = gradients(module, inputs).by_name if any(True for _ in module.parameters()) else {}
+    found = (gradient for name, gradient in by_name.items() if name not in inputs.names)
+    return sum(int(gradient.count_nonzero()) for gradient in found if gradient is not None)
+
+
+@check("the least traffic is that of inputs, output and the weights that are read")
 def _least_bytes(subject: Subject) -> Finding:
     finding = not_applicable("has no form without a second sequence")
     for build in subject.contexts(with_cross=False):
@@ -182,12 +189,14 @@ def _least_bytes(subject: Subject) -> Finding:
         shape = sized.shape(BATCH, length, config=subject.config, form=subject.form)
         itemsize = subject.dtype.itemsize
         claim, moved = subject.variant.min_bytes(shape, itemsize), shape.io_bytes(itemsize)
-        weights = sum(parameter.numel() for parameter in module.parameters()) * itemsize
-        if not moved <= claim <= moved + weights:
+        weights = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers())) * itemsize
+        read = _num_read(module, subject.inputs(sized, length, batch_size=BATCH)) * itemsize
+        if not max(moved, (1 - AGREEMENT) * (moved + read)) <= claim <= moved + weights:
             raise Violation(
                 "the claimed least traffic is not that of inputs, output and weights",
                 f"{subject.form} form, B={BATCH} L={length}: claims {claim} bytes; inputs and output have {moved}, "
-                f"parameters {weights}",
+                f"parameters and buffers {weights}, of which at least {read} are read "
+                "(Complexity.bytes and projection_bytes)",
             )
         finding = passed(f"{claim} bytes for B={BATCH} L={length}, {moved} of them inputs and output")
     return finding

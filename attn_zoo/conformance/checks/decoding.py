@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from attn_zoo.errors import UnsupportedError
 
 NUM_CUTS = 3
 """Random ways of cutting a sequence; beside them every sequence is stepped through, and read at once."""
+
+SHORT_ENDS = (0, 3, 5, 7, 8, 11)
+"""Prefills shorter than what a short convolution keeps, one after another."""
 
 LONG_LEN = 300
 """Steps of the one long run: buffers have grown many times, and windows of 64, 128 or 256 have moved."""
@@ -43,6 +47,8 @@ def _ways(length: int) -> Iterator[tuple[str, list[tuple[range, bool]]]]:
             pieces = _pieces(length, seed)
             words = ", ".join(f"{'prefill' if at_once else 'steps'} of {len(piece)}" for piece, at_once in pieces)
             yield words, pieces
+    if length > SHORT_ENDS[-1]:
+        yield "short prefills", [(range(begin, end), True) for begin, end in pairwise((*SHORT_ENDS, length))]
 
 
 def _read(module: Module, inputs: Inputs, pieces: list[tuple[range, bool]], state: Any) -> Iterator[tuple[Tensor, Any]]:
@@ -67,11 +73,8 @@ def _refused_decode(subject: Subject) -> Finding:
     inputs = subject.inputs(build, 1, batch_size=1)
     start = partial(module.init_state, 1, device=subject.device, dtype=subject.dtype)
     finding = subject.refuses("decode", "init_state()", start)
-    if subject.form == "mixer":
-        return finding  # without a state there is no step to ask for
-    for at_once in (False, True):
-        what = "prefill()" if at_once else "step()"
-        subject.refuses("decode", what, partial(read_positions, module, inputs, range(1), None, at_once=at_once))
+    # Without a state there is no step to ask for.
+    subject.refuses("decode", "prefill()", partial(read_positions, module, inputs, range(1), None, at_once=True))
     return finding
 
 
@@ -275,10 +278,21 @@ def _decode_state_bytes(subject: Subject) -> Finding:
     build = _causal_build(subject)
     if build is None:
         return not_applicable("decodes only in its causal form")
-    length = subject.lengths[-1]
-    module, inputs = subject.module(build, seq_len=length), subject.inputs(build, length)
+    length, size = subject.lengths[-1], 0
+    for dtype in dict.fromkeys((subject.dtype, subject.dtypes[-1])):  # a state may be kept in a wider type
+        size = _expect_state_bytes(subject, build, length, dtype)
+    if subject.capabilities.grouped_query:
+        _expect_state_bytes(subject, replace(build, num_heads=4, num_kv_heads=2), length, subject.dtype)
+    return passed(f"{size} bytes after {length} tokens" + ("; claims nothing" if claim is None else ""))
+
+
+def _expect_state_bytes(subject: Subject, build: BuildContext, length: int, dtype: torch.dtype) -> int:
+    """Check the size after every piece of every way to read; return that after all tokens."""
+    kind, claim = subject.capabilities.decode, subject.variant.complexity.state_bytes
+    module = subject.module(build, seq_len=length, dtype=dtype)
+    inputs, size = subject.inputs(build, length, dtype=dtype), 0
     for way, pieces in _ways(length):
-        start = module.init_state(inputs.batch_size, device=subject.device, dtype=subject.dtype)
+        start = module.init_state(inputs.batch_size, device=subject.device, dtype=dtype)
         num_tokens, first = 0, 0
         for output, state in _read(module, inputs, pieces, start):
             num_tokens, size = num_tokens + output.shape[-2], state_bytes(state)
@@ -291,13 +305,13 @@ def _decode_state_bytes(subject: Subject) -> Finding:
             if claim is None:
                 continue
             shape = build.shape(inputs.batch_size, 1, num_tokens, subject.config, subject.form)
-            claimed = claim(shape, subject.dtype.itemsize)
+            claimed = claim(shape, dtype.itemsize)
             if size != claimed:
                 raise Violation(
                     "the decode state has another size than claimed",
                     f"{inputs.words()}, {way}: {size} bytes after {num_tokens} tokens; claims {claimed}",
                 )
-    return passed(f"{size} bytes after {length} tokens" + ("; claims nothing" if claim is None else ""))
+    return size
 
 
 CHECKS = (_decode, _decode_states, _decode_state_bytes)

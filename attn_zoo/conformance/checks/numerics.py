@@ -243,7 +243,8 @@ def _converges(subject: Subject) -> Finding:
         if errors[-1] > floor:
             raise Violation(
                 "does not converge to exact attention",
-                f"{inputs.words()}: relative errors {shown} under {', '.join(map(str, budgets))}",
+                f"{inputs.words()}: relative errors {shown} under {', '.join(map(str, budgets))}; "
+                f"allowed {floor:.2g} (budget_error of the config)",
             )
     return passed(f"relative errors {shown}")
 

@@ -164,9 +164,15 @@ def _expect_the_same(subject: Subject, build: BuildContext, module: Module, inpu
     gradients(module, inputs)
     repeat("after a backward")
     if build.dropout_p == 0:
+        trained = infer(subject.make(build, seq_len=inputs.query_len).train(), inputs)
         gradients(module.train(), inputs)
+        for count in range(NUM_REPEATS):
+            change = largest_error(infer(module, inputs), trained)
+            if not change <= tolerance:
+                words = f"{inputs.words()}, called {count + 2} times in training: by {change:.2g}"
+                raise Violation("an output depends on the calls before", words)
         module.train(subject.is_training)
-        repeat("after a call in training")
+        repeat("after calls in training")
     _expect_no_cache_by_address(module, inputs, expected, tolerance)
     for count in range(NUM_REPEATS):
         repeat(f"called {count + 1} times more")

@@ -285,6 +285,9 @@ def _attend(
 
 def _check_sizes(query: Tensor, key: Tensor, pattern: BlockPattern, slopes: Tensor | None) -> None:
     (batch_size, num_heads, query_len, _), key_len = query.shape, key.shape[2]
+    if key.shape[:2] != query.shape[:2]:
+        expected = f"[B, H, S, D] with B = {batch_size}, H = {num_heads}; got {list(key.shape)}"
+        raise ValueError(f"key: expected {expected}: repeat those of grouped queries for each head (expand_kv_heads)")
     (batch_entries, tables), lengths = pattern.counts.shape[:2], (pattern.query_len, pattern.key_len)
     if lengths != (query_len, key_len) or batch_entries not in (1, batch_size) or num_heads % tables:
         raise ValueError(

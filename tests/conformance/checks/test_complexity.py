@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_zoo.conformance import measure_complexity, run_checks
 from attn_zoo.conformance.checks.complexity import Growth, claimed_exponent
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.metadata import Complexity
+from attn_zoo.metadata import NEVER, Complexity
 from attn_zoo.registry import VariantConfig
 from tests.conformance.broken import Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import SeesNeighboursOnly, SumsKeysInTurn
@@ -110,6 +110,33 @@ def test_a_path_that_never_arrives_is_infinite_and_contradicts_every_claim():
     assert result.outcome == "failed"
     assert result.message == "maximum path length: another growth than claimed"
     assert result.example == "bidirectional: measured never; claims L^0"
+
+
+def test_a_path_that_never_arrives_can_be_claimed():
+    for cls, outcome in ((TwoHalves, "passed"), (Softmax, "failed")):
+        with registered(Broken(cls=cls, check="", complexity={"max_path": NEVER})) as name:
+            (result,) = run_checks(name, checks=["complexity_claims"])
+        assert result.outcome == outcome
+    assert result.example.startswith("bidirectional: measured constant; claims never")
+
+
+class SumsBlocksInTurn(Softmax):
+    """Sums over keys 16 at a time: a chain of few nodes that are many only beside a long one that does not grow."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        value = super().attend(query, key, value, mask)
+        for _ in range(20):
+            value = value.sin()
+        total = torch.zeros_like(value)
+        for block in value.split(16, dim=-2):
+            total = total + block.sum(-2, keepdim=True)
+        return total
+
+
+def test_a_loop_over_blocks_is_as_sequential_as_one_over_tokens():
+    ((_, sequential, path),) = measured(SumsBlocksInTurn)
+    assert sequential == pytest.approx(1, abs=0.01)
+    assert path == pytest.approx(1, abs=0.01)
 
 
 class ReachesTwiceAsFar(Softmax):

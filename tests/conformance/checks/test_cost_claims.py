@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import run_checks
 from attn_zoo.metadata import Shape
 from tests.conformance.broken import Broken, Softmax, registered
+from tests.conformance.broken_claims import MIXER, MIXER_COST, ProjectedSoftmax
 
 
 def growth(formula: Callable[[int], float], exponent: float) -> tuple[str, str]:
@@ -51,3 +56,38 @@ def test_sound_formulas_pass(formula, exponent):
 )
 def test_a_formula_of_another_growth_is_caught(formula, exponent):
     assert growth(formula, exponent) == ("failed", "the FLOPs formula and the claimed exponent of time disagree")
+
+
+class KeepsFeatures(ProjectedSoftmax):
+    """Adds a buffer to each token, and rows of a table of which one is read for each position."""
+
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.register_buffer("features", torch.ones(16 * build.embed_dim))
+        self.features: Tensor
+        self.table = nn.Parameter(torch.ones(4 * build.max_seq_len, build.embed_dim))
+
+    def forward(self, hidden: Tensor, **keywords: Any) -> Tensor:
+        rows = self.table[: hidden.shape[1]] + self.features[: hidden.shape[-1]]
+        return super().forward(hidden + rows, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("num_numbers", "outcome"),
+    [
+        (lambda length, width: 0, "failed"),
+        (lambda length, width: width**2, "failed"),  # the rows of the table are read too
+        (lambda length, width: width**2 + length * width, "passed"),
+        (lambda length, width: width**2 + (length + 16) * width, "passed"),  # as if all of the buffer were
+        (lambda length, width: width**2 + 6 * length * width, "failed"),  # more than there is
+    ],
+)
+def test_bytes_count_the_weights_that_are_read(num_numbers, outcome):
+    def projection_bytes(shape: Shape, itemsize: int) -> int:
+        return int(num_numbers(shape.query_len, shape.embed_dim)) * itemsize
+
+    complexity = {**MIXER_COST, "projection_bytes": projection_bytes}
+    capabilities = {**MIXER, "decode": "none"}
+    with registered(Broken(cls=KeepsFeatures, check="", capabilities=capabilities, complexity=complexity)) as name:
+        (result,) = run_checks(name, checks=["least_bytes"])
+    assert result.outcome == outcome, result

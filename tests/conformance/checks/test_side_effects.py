@@ -33,6 +33,24 @@ def test_is_caught_in_another_dress(broken: Broken, dress: str, monkeypatch: pyt
     assert changes(before) == {}
 
 
+class DrawsAnewInTraining(Softmax):
+    """As random features that are drawn again after every third step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_calls = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        self.num_calls += self.training
+        return super().attend(query, key, value * (1 + self.num_calls // 3), mask)
+
+
+def test_a_module_that_changes_by_calls_in_training_is_blamed_for_that_alone() -> None:
+    with registered(Broken(cls=DrawsAnewInTraining, check="")) as name:
+        results = run_checks(name, checks=["no_memory", "batch_invariance"])
+    assert {result.check: result.outcome for result in results} == {"no_memory": "failed", "batch_invariance": "passed"}
+
+
 @pytest.mark.parametrize("broken", [each for each in EFFECTS if each.check == STATE], ids=lambda broken: broken.name)
 def test_no_fault_spreads_to_other_checks_or_to_the_caller(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TakesMoreThreads, "has_taken", False)

@@ -262,6 +262,13 @@ def test_tables_for_other_sizes_are_refused(shape: tuple[int, int]):
         block_sparse_attention(query, key, value, make_pattern(blocks, is_entry, **sizes))
 
 
+def test_keys_of_groups_are_refused_with_what_repeats_them():
+    query, key, value = inputs_for(64)
+    pattern = make_pattern(*random_lists(1, 2, 64), query_len=64, key_len=64, block_size=16, is_dynamic=True)
+    with pytest.raises(ValueError, match=r"B = 2, H = 4; got \[2, 2, 64, \d+\]: .* \(expand_kv_heads\)"):
+        block_sparse_attention(query, key[:, ::2], value[:, ::2], pattern)
+
+
 def lse_of(inputs: Sequence[Tensor], pattern: BlockPattern, padding: Tensor | None) -> Tensor:
     """Return output and log-sum-exp in one tensor `[B, H, L, D + 1]`, where nothing is seen 0, densely."""
     query, key, _ = inputs
