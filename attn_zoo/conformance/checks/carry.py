@@ -11,8 +11,8 @@ from torch import Tensor
 from attn_zoo.attention import AbstractMixer, BuildContext, Mixed, build_mixer
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_like
-from attn_zoo.conformance.subject import Subject, gradients, is_own_reference, reference_results, results
-from attn_zoo.conformance.tolerance import expect_close, largest_error, rounding
+from attn_zoo.conformance.subject import Subject, gradients, is_own_reference, reference_results, results, weighted_sum
+from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding
 
 
 def _two_layers(subject: Subject, build: BuildContext, length: int) -> tuple[AbstractMixer, AbstractMixer]:
@@ -60,6 +60,7 @@ def _carry(subject: Subject) -> Finding:
                     raise Violation("the carry differs from that of the readable reference", inputs.words())
                 _expect_use(first, second, inputs, is_causal=build.is_causal)
             _expect_finite_gradients(first, inputs.poisoned())
+            _expect_no_foreign_gradient(first, second, inputs, is_causal=build.is_causal)
     return passed(f"{list(carry.shape[1:])} for each sequence")
 
 
@@ -123,6 +124,26 @@ def _expect_use(first: AbstractMixer, second: AbstractMixer, inputs: Inputs, *, 
     if is_causal:
         future, message = token >= inputs.query_len // 2, "a past output sees the future through the carry"
         through(noisy(future), ~future & ~is_padding, message)
+
+
+def _expect_no_foreign_gradient(
+    first: AbstractMixer, second: AbstractMixer, inputs: Inputs, *, is_causal: bool
+) -> None:
+    """Check that an output sends no gradient through the carry to another sequence or to the future."""
+    inputs = inputs.leaves()
+    hidden, carry = _mix(first, inputs)
+    output = _mix(second, inputs, carry, hidden.detach()).hidden
+    cut = inputs.query_len // 2 if is_causal else inputs.query_len
+    weighed = weighted_sum(output[0, :cut])
+    if not weighed.requires_grad:
+        return
+    (gradient,) = torch.autograd.grad(weighed, inputs.tensors[0], allow_unused=True)
+    if gradient is None:  # nothing is learned through it
+        return
+    allowed = rounding(gradient, inputs.num_terms, torch.promote_types(gradient.dtype, torch.float32))
+    for where, foreign in (("to another sequence", gradient[1:]), ("to the future", gradient[0, cut:])):
+        if largest(foreign) > allowed:
+            raise Violation(f"an output sends a gradient {where} through the carry", inputs.words())
 
 
 CHECKS = (_carry,)

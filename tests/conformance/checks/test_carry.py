@@ -51,6 +51,13 @@ class ReadsTheNextToken(PassesTokens):
         return carry + 1e-6 * carry.roll(-1, 1).detach()
 
 
+class LearnsFromAllTokens(PassesTokens):
+    """Right in value."""
+
+    def read(self, carry: Tensor) -> Tensor:
+        return carry + (carry - carry.detach()).mean((0, 1))
+
+
 class PassesTheSum(PassesTokens):
     """Its first layer is right, and its carry finite: what it makes of padded tokens, all others read."""
 
@@ -89,6 +96,7 @@ def test_sound_ones_pass(cls):
         (ReadsTheNextSequence, {}, "other entries of the batch"),
         (ReadsTheNextToken, {"key_padding_mask": False}, "future"),
         (PassesTheSum, {"causal": False}, "values under key_padding_mask"),
+        (LearnsFromAllTokens, {}, "gradient to another sequence"),
     ],
 )
 def test_an_output_that_sees_more_through_the_carry_is_caught(cls, capabilities, fault):
