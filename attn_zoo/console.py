@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -18,7 +19,7 @@ from attn_zoo.metadata import big_o
 
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
-    from attn_zoo.conformance import MeasuredComplexity
+    from attn_zoo.conformance import CheckResult, MeasuredComplexity
     from attn_zoo.displays import Checks
     from attn_zoo.matrix.drive.run_plan import Standing, Summary
     from attn_zoo.matrix.plan.expand import Plan
@@ -189,14 +190,23 @@ def variant_data(info: VariantInfo) -> dict[str, Any]:
     }
 
 
+_PLACE = re.compile(r"[\w.]+\.py:\d+\)")
+"""End of the message of a check in which something was raised."""
+
+
 def print_checks(results: Checks) -> None:
     """Print one line per check, and beneath the table what failed with its smallest example."""
     print_table(f"Conformance of {results.variant}", ("check", "outcome", "why"), results.rows())
     out.print()
-    for result in results.failed:
-        out.print(f"[bold red]{escape(result.check)}[/bold red]: {escape(result.message)}")
-        if result.example:
-            out.print(f"  smallest example: {escape(result.example)}")
+    faults: dict[str, list[CheckResult]] = {}
+    for result in results.failed:  # whatever raises at one place is one fault, which most checks meet
+        _, opening, place = result.message.rpartition(" (")
+        faults.setdefault(place if opening and _PLACE.fullmatch(place) else result.message, []).append(result)
+    for first, *others in faults.values():
+        names = ", ".join(result.check for result in (first, *others))
+        out.print(f"[bold red]{escape(names)}[/bold red]: {escape(first.message)}")
+        if first.example:
+            out.print(f"  smallest example: {escape(first.example)}")
     out.print(escape(str(results)))
 
 

@@ -138,6 +138,19 @@ def test_a_leak_into_the_past_is_named(call, tmp_path, monkeypatch):
     assert "smallest example" in answer.out
 
 
+@pytest.mark.usefixtures("forget")
+def test_what_raises_in_every_check_is_told_once(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call("new", "raising")
+    path = tmp_path / "raising.py"
+    path.write_text(path.read_text().replace("return masked_softmax(", "return [][query.shape[2]] or masked_softmax("))
+    checks = [word for name in ("shape_and_dtype", "modes", "flops_count") for word in ("--only", name)]
+    answer = call("check", "raising", "--variant-file", str(path), *checks)
+    assert answer.code == 1
+    told = "shape_and_dtype, modes, flops_count: IndexError: list index out of range (raising.py:"
+    assert told in " ".join(answer.out.split())
+
+
 def test_a_new_matrix_is_one_to_start_from(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("new", "matrix", "mine").code == 0

@@ -235,14 +235,15 @@ def _words(subject: Subject, error: BaseException | None = None) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Return type, message and the innermost place outside this folder, torch and the contract."""
+    """Return type, message and the innermost place outside the checks, what they count with, and torch."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
-    here = str(Path(__file__).parent)
+    checks = Path(__file__).parent
+    ours = str(checks), str(checks.parent / "measure")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(here) and "/torch/" not in frame.filename
+        if not frame.filename.startswith(ours) and "/torch/" not in frame.filename
     ]
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
