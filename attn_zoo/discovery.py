@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from tempfile import TemporaryFile
+from traceback import extract_tb
 
 import attn_zoo
 from attn_zoo.errors import ConfigError
@@ -231,4 +232,6 @@ def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT
         del sys.modules[name]
         if isinstance(error, (KeyboardInterrupt, ConfigError)):
             raise
-        raise ConfigError(str(path), [("", f"cannot be imported: {_reason(error)}")]) from error
+        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if Path(frame.filename) == path]
+        where = f" (line {lines[-1]})" if lines else ""
+        raise ConfigError(str(path), [("", f"cannot be imported: {_reason(error)}{where}")]) from error

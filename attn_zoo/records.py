@@ -503,7 +503,8 @@ class Cell(Json, _Keyed):
         if key is None:
             shared = self._in_common()
             digest = shared.head.copy()
-            digest.update(f"{json.dumps(self.seq_len)}{shared.tail}".encode())
+            length = "null" if self.seq_len is None else f"{self.seq_len:d}"
+            digest.update(f"{length}{shared.tail}".encode())
             key = digest.hexdigest()[:20]
             object.__setattr__(self, "_key", key)
         return key
@@ -522,8 +523,7 @@ class Cell(Json, _Keyed):
             head_text, tail_text = (json.dumps(part, sort_keys=True, allow_nan=False) for part in (head, tail))
         except ValueError as error:
             raise StoreError(f"Cell: only finite numbers can be stored ({error})") from error
-        object.__setattr__(self, "_shared", _Curve(f'{head_text[:-1]}, "seq_len": ', f", {tail_text[1:]}"))
-        return self._shared
+        return _Curve(f'{head_text[:-1]}, "seq_len": ', f", {tail_text[1:]}")
 
     def at(self, seq_len: int | None) -> Cell:
         """Return the cell of the same curve at another length; what the two share is not worked out again."""
@@ -531,7 +531,9 @@ class Cell(Json, _Keyed):
         for put, value in zip(_PUT, _reader(Cell)[1](self), strict=True):
             put(other, value)
         object.__setattr__(other, "seq_len", seq_len)
-        object.__setattr__(other, "_shared", self._in_common())
+        shared = self._in_common()
+        for cell in (self, other):
+            object.__setattr__(cell, "_shared", shared)
         return other
 
     @property
@@ -576,9 +578,13 @@ class Cell(Json, _Keyed):
     @property
     def curve(self) -> str:
         """Equal for cells that differ in length only."""
-        shared = self._in_common()
-        shared.digest = shared.digest or hashlib.sha256(self.all_but("seq_len").encode()).hexdigest()[:20]
-        return shared.digest
+        shared = getattr(self, "_shared", None)
+        digest: str = shared.digest if shared else ""
+        if not digest:
+            digest = hashlib.sha256(self.all_but("seq_len").encode()).hexdigest()[:20]
+            if shared:
+                shared.digest = digest
+        return digest
 
     def all_but(self, *names: str) -> str:
         """Return JSON of all fields but these."""

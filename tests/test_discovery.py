@@ -217,3 +217,10 @@ def test_a_taken_name_in_a_file_names_both(tmp_path):
     path.write_text(VARIANT.format(name="full"))
     with pytest.raises(ConfigError, match=r"mine\.py: variant 'full' is already registered by attn_zoo"):
         load_file(path)
+
+
+def test_a_plain_file_that_raises_is_named_with_its_line(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import math\n\nmath.sqrt(-1)\n")
+    with pytest.raises(ConfigError, match=r"mine\.py: cannot be imported: ValueError: .* \(line 3\)$"):
+        load_file(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
@@ -42,8 +43,15 @@ def combinations(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(axes, values, strict=True))
 
 
+def _hashable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    return repr(value) if isinstance(value, dict) else value
+
+
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    repeated = sorted({repr(value) for value in values if values.count(value) > 1})
+    counts = Counter(map(_hashable, values))
+    repeated = sorted({repr(value) for value in values if counts[_hashable(value)] > 1})
     if repeated:
         raise ValueError(f"expected each value once; {', '.join(repeated)} occurs more than once")
     return values

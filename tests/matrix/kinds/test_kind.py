@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from attn_zoo.matrix.cell.run_order import run_order
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.matrix.kinds import all_kinds
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
+from attn_zoo.matrix.kinds.kind import Axis
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate
 from attn_zoo.matrix.plan.expand import estimated
@@ -101,6 +103,26 @@ def test_a_kind_says_how_it_expands_and_runs_and_nothing_else_has_to_know(summin
             assert (record.flops, record.isolation) == (8, isolation)
             assert record.timing is not None
             assert record.memory == Memory(peak_bytes=32)
+
+
+def test_the_values_of_an_axis_are_distinct_whatever_they_are_and_very_many_are_no_trouble():
+    axis: TypeAdapter[tuple[Any, ...]] = TypeAdapter(Axis[Any])
+    assert axis.validate_python([[1, 2], [2, 1], {"a": 1}, {"a": 2}]) == ([1, 2], [2, 1], {"a": 1}, {"a": 2})
+    for value in (7, [0.9, [0.99]], {"a": [1]}):
+        with pytest.raises(ValueError, match="expected each value once"):
+            axis.validate_python([value, 3, value])
+    compared = []
+
+    class Value:
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return self is other
+
+        def __hash__(self) -> int:
+            return id(self)
+
+    axis.validate_python([Value() for _ in range(1000)])
+    assert len(compared) < 1000, "not each with each"
 
 
 def test_every_cell_has_one_kind():
