@@ -15,6 +15,9 @@ import pytest
 
 import attn_zoo
 from attn_zoo import cli
+from attn_zoo.conformance import CheckResult
+from attn_zoo.console import print_checks
+from attn_zoo.displays import Checks
 from attn_zoo.registry import variants
 from tests.report.synthetic import scaling, write_run
 from tests.test_discovery import VARIANT
@@ -138,17 +141,16 @@ def test_a_leak_into_the_past_is_named(call, tmp_path, monkeypatch):
     assert "smallest example" in answer.out
 
 
-@pytest.mark.usefixtures("forget")
-def test_what_raises_in_every_check_is_told_once(call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    call("new", "raising")
-    path = tmp_path / "raising.py"
-    path.write_text(path.read_text().replace("return masked_softmax(", "return [][query.shape[2]] or masked_softmax("))
-    checks = [word for name in ("shape_and_dtype", "causality", "modes") for word in ("--only", name)]
-    answer = call("check", "raising", "--variant-file", str(path), *checks)
-    assert answer.code == 1
-    told = "shape_and_dtype, causality, modes: IndexError: list index out of range (raising.py:"
-    assert told in " ".join(answer.out.split())
+def test_what_raises_at_one_place_is_told_once(capsys):
+    places = {"modes": "mine.py:3", "causality": "mine.py:3", "dropout": "mine.py:4"}
+    messages = {check: f"IndexError: {number} ({place})" for number, (check, place) in enumerate(places.items())}
+    messages |= {"decode": "differs", "carry": "differs (a lot)"}
+    failed = [CheckResult(check=name, outcome="failed", message=text, example="") for name, text in messages.items()]
+    results = Checks(failed)
+    results.variant = "mine"
+    print_checks(results)
+    told = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert [line.partition(":")[0] for line in told[:-1]] == ["modes, causality", "dropout", "decode", "carry"]
 
 
 def test_a_new_matrix_is_one_to_start_from(call, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -137,8 +137,8 @@ def _expect_no_foreign_gradient(
     weighed = weighted_sum(output[0, :cut])
     if not weighed.requires_grad:
         return
-    (gradient,) = torch.autograd.grad(weighed, inputs.tensors[0], allow_unused=True)
-    if gradient is None:  # nothing is learned through it
+    found: Sequence[Tensor | None] = torch.autograd.grad(weighed, inputs.tensors[0], allow_unused=True)
+    if (gradient := found[0]) is None:  # nothing is learned through it
         return
     allowed = rounding(gradient, inputs.num_terms, torch.promote_types(gradient.dtype, torch.float32))
     for where, foreign in (("to another sequence", gradient[1:]), ("to the future", gradient[0, cut:])):
