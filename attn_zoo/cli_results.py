@@ -99,8 +99,10 @@ def compare(
         if found.agreement:
             console.say(found.agreement)
     worse = found.worse if fail_above else []
-    for text in worse if not markdown else ():
-        console.err.print(f"worse: {text}", markup=False, soft_wrap=True)
+    if worse and not markdown:
+        more = [f"{len(worse) - _MOST_ROWS:,} more"] if len(worse) > _MOST_ROWS else []
+        for text in [*worse[:_MOST_ROWS], *more]:
+            console.err.print(f"worse: {text}", markup=False, soft_wrap=True)
     is_worse = fail and {row["verdict"] for row in found.rows} & {"slower", "worse"}
     raise typer.Exit(3 if worse or is_worse else 0)
 
@@ -144,10 +146,15 @@ def verify(source: Source, as_json: AsJson = False) -> None:
     if as_json:
         console.print_json([asdict(fault) for fault in faults])
     else:
-        rows = [(fault.check, clean(fault.where), clean(fault.text)) for fault in faults]
-        if rows:
+        by_check = {name: [fault for fault in faults if fault.check == name] for name in CHECKS}
+        counts = {name: len(found) for name, found in by_check.items()}
+        most = _MOST_ROWS // max(1, sum(map(bool, counts.values())))
+        shown = [fault for found in by_check.values() for fault in found[:most]]
+        if shown:
+            rows = [(fault.check, clean(fault.where), clean(fault.text)) for fault in shown]
             console.print_table("", ("check", "where", "what is wrong"), rows)
-        counts = {name: sum(fault.check == name for fault in faults) for name in CHECKS}
+        if len(shown) < len(faults):
+            console.say(f"{len(shown)} of {len(faults):,} shown; --json has all")
         console.say("; ".join(f"{name}: {f'{count} wrong' if count else 'passed'}" for name, count in counts.items()))
     raise typer.Exit(int(bool(faults)))
 

@@ -63,6 +63,28 @@ def test_compare_prints_a_comment_or_data(call):
     assert {row["seq_len"]: row["verdict"] for row in rows} == {512: "slower", 1024: "cannot say", 2048: "same"}
 
 
+def test_of_very_many_cells_and_faults_a_terminal_shows_some_and_says_so(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lengths = range(1, 251)
+    write_run(tmp_path / "many", [timed("v", length, 10.0) for length in lengths])
+    write_run(tmp_path / "slow", [timed("v", length, 20.0) for length in lengths])
+    (tmp_path / "many" / "cells" / "half.json").write_text("{")
+    checked = call("verify", "many")
+    assert checked.code == 1
+    assert "cells/half.json" in checked.out, "no check crowds out another"
+    assert checked.out.count("without a correctness") == 100
+    assert "101 of 251 shown; --json has all" in checked.out
+    assert len(json.loads(call("verify", "many", "--json").out)) == 251
+
+    compared = call("compare", "many", "slow", "--fail-above", "5%")
+    assert compared.code == 3
+    assert compared.out.count("slower") == 201, "each row, and once in the sentence below"
+    assert "The 200 that differ most of 250 cells" in compared.out
+    assert compared.err.count("worse: v fwd L") == 200
+    assert compared.err.endswith("worse: 50 more\n")
+    assert len(json.loads(call("compare", "many", "slow", "--json").out)) == 250
+
+
 @pytest.mark.usefixtures("folders")
 def test_doubtful_rows_do_not_fail_a_build(call, tmp_path):
     loaded = timed("v", 512, 20.0)

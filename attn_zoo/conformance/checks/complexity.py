@@ -7,7 +7,8 @@ Three exponents of the sequence length L, for every direction of a variant, on a
 * sequential operations: of the longest chain in the autograd graph of the readable reference, from output to input. A
   loop over time grows with L; matrix products over all positions do not;
 * maximum path length: of that chain times the number of layers until an output depends on every token it may see. One
-  layer is asked at a time which tokens its outputs depend on, so that nothing underflows through many layers.
+  layer is asked at a time which tokens its outputs depend on, so that nothing underflows through many layers; all
+  together where a carry joins them.
 
 A count of nodes of a graph says how much must wait for how much, not how long it takes.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.attention import BuildContext
+from attn_zoo.attention import BuildContext, build_mixer
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Subject, call, call_reference, count_forward
@@ -365,16 +366,40 @@ def _num_layers(subject: Subject, build: BuildContext, length: int) -> float:
     Asked are the last position and, as it may be special, the one in the middle.
     """
     targets = torch.tensor([length - 1, length // 2])
+    own = torch.arange(length) == targets[:, None]  # [2, L]: after no layer, each position depends on itself
     wanted = torch.ones(2, length, dtype=torch.bool)
     if build.is_causal:
         wanted = torch.arange(length) <= targets[:, None]
-    seen = torch.arange(length) == targets[:, None]  # [2, L]: after no layer, each position depends on itself
-    for num_layers in range(1, length + 1):
-        inputs = subject.inputs(build, length, batch_size=2, seed=num_layers)  # what is chosen by the data changes
-        seen = seen | _seen_through(subject, build.at_layer(num_layers - 1), inputs, seen)
+    layers = _seen_with_carry if subject.capabilities.has_carry else _seen
+    for num_layers, seen in enumerate(layers(subject, build, length, own), start=1):
         if bool((seen | ~wanted).all()):
             return num_layers
     return math.inf
+
+
+def _seen(subject: Subject, build: BuildContext, length: int, seen: Tensor) -> Iterator[Tensor]:
+    """Yield what is seen through one, two, ... layers, bool `[2, L]`."""
+    for index in range(length):
+        inputs = subject.inputs(build, length, batch_size=2, seed=index + 1)  # what is chosen by the data changes
+        seen = seen | _seen_through(subject, build.at_layer(index), inputs, seen)
+        yield seen
+
+
+def _seen_with_carry(subject: Subject, build: BuildContext, length: int, own: Tensor) -> Iterator[Tensor]:
+    """Yield the same where a carry joins the layers, which are then asked together."""
+    inputs = subject.inputs(build, length, batch_size=2).leaves()
+    hidden, carry, shared = inputs.tensors[0], None, dict[str, Any]()
+    for index in range(length):
+        context = replace(build.at_layer(index), shared=shared)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            layer = build_mixer(subject.variant.name, context, **subject.options).to(hidden.dtype).eval()
+        mixed = layer.mix(hidden, carry=carry)
+        hidden, carry = hidden + mixed.hidden, mixed.carry
+        weights = random_tensor(hidden.shape, 7, hidden.dtype, "cpu")
+        output = (hidden * weights * own[..., None]).sum()
+        (gradient,) = torch.autograd.grad(output, inputs.tensors, retain_graph=True)
+        yield gradient.ne(0).any(-1)
 
 
 def _seen_through(subject: Subject, build: BuildContext, inputs: Inputs, seen: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_zoo.attention import Mixed
 from attn_zoo.conformance import measure_complexity, run_checks
 from attn_zoo.conformance.checks.complexity import Growth, claimed_exponent
 from attn_zoo.errors import ConfigError, UnknownNameError
@@ -17,6 +18,7 @@ from attn_zoo.metadata import NEVER, Complexity
 from attn_zoo.registry import VariantConfig
 from tests.conformance.broken import Broken, Softmax, SoftmaxMixer, registered
 from tests.conformance.broken_claims import SeesNeighboursOnly, SumsKeysInTurn
+from tests.conformance.broken_contract import CARRY, SoundCarry
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,22 @@ def test_a_path_that_never_arrives_can_be_claimed():
             (result,) = run_checks(name, checks=["complexity_claims"])
         assert result.outcome == outcome
     assert result.example.startswith("bidirectional: measured constant; claims never")
+
+
+class JoinsThroughTheCarry(SoundCarry):
+    """Tokens meet in the carry alone, which the next layer reads."""
+
+    def forward(self, hidden: Tensor, *, context: Any = None, key_padding_mask: Any = None, carry: Any = None) -> Mixed:
+        pooled = self.pooled(hidden, key_padding_mask)
+        return Mixed((hidden + carry[:, None]) * self.scale, carry + pooled)
+
+    def reference(self, *args: Any, **keywords: Any) -> Mixed:
+        return self.forward(*args, **keywords)
+
+
+def test_a_path_may_lead_through_the_carry():
+    ((_, _, path),) = measured(JoinsThroughTheCarry, capabilities=CARRY)
+    assert path == 0
 
 
 class SumsBlocksInTurn(Softmax):
