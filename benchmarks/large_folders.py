@@ -159,8 +159,13 @@ def main() -> None:
             write_matrix(matrix, count)
             plan = make_plan(load_matrix(matrix, allow_cells=2 * count), device="cpu")
             for end, slowdown in (("", 1.0), ("-after", 1.02)):
-                if not (room / f"{count}{end}" / "run.json").exists():
-                    make_folder(room / f"{count}{end}", plan, slowdown)
+                folder = room / f"{count}{end}"
+                if not (folder / "run.json").exists():
+                    make_folder(folder, plan, slowdown)
+                elif {cell.key for cell in Store(folder).info().planned or ()} != {
+                    item.cell.key for item in plan.cells
+                }:
+                    raise SystemExit(f"{folder}: of other sources, so that run would measure all of it: delete it")
             for name, arguments in commands(room, count).items():
                 if options.only and name.partition(",")[0] not in options.only:
                     continue

@@ -18,8 +18,8 @@ import numpy as np
 
 import attn_zoo
 from attn_zoo.errors import StoreError
-from attn_zoo.folder import read_record
-from attn_zoo.matrix.kinds.all_kinds import kind_of
+from attn_zoo.folder import pack_cells, read_record, unpack_cells
+from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.records import Cell, Record
 from attn_zoo.whole_files import read_regular, write_whole
 
@@ -35,22 +35,21 @@ _ENTRY = np.dtype(
 
 
 class Index:
-    """Outcomes of timed cells. Its file is a line of JSON, and the entries of all, sorted by key.
+    """Outcomes of timed cells. Its file is a line of JSON, a line with their cells, and their entries, sorted by key.
 
     Args:
         folder: results folder.
-        planned: cells that a run is to make; the records of others are for others to read.
+        planned: cells that a run is to make. Where they are few, all records are for others to read.
     """
 
     def __init__(self, folder: Path, planned: Iterable[Cell]) -> None:
         self._path, self._files = folder / NAME, f"{folder / 'cells'}{os.sep}"
-        # A training's record says how long others will take.
-        self._cells = {cell.key: cell for cell in planned if kind_of(cell).is_timed}
+        self._cells = {cell.key: cell for cell in planned if _is_timed(cell)}
+        self._is_large = len(self._cells) >= LEAST_RECORDS
+        self._packed = b""  # cells of the file, until one is asked for that is not planned
         self._entries = np.empty(0, _ENTRY)
         self._outcomes: list[tuple[Any, ...]] = []  # status, reason and environment: many records share theirs
-        if len(self._cells) < LEAST_RECORDS:
-            self._cells = {}
-        else:
+        if self._is_large:
             self._read()
         self._keys = np.ascontiguousarray(self._entries["key"])
         self._is_found = np.zeros(len(self._entries), bool)
@@ -59,10 +58,10 @@ class Index:
 
     def _read(self) -> None:
         with suppress(OSError, ValueError, LookupError, TypeError):
-            head, _, body = read_regular(self._path, _MAX_BYTES).partition(b"\n")
+            head, cells, body = read_regular(self._path, _MAX_BYTES).split(b"\n", 2)
             data = json.loads(head)
-            if data["version"] == attn_zoo.__version__ and data["digest"] == _digest(data["outcomes"], body):
-                self._entries = np.frombuffer(body, _ENTRY)
+            if data["version"] == attn_zoo.__version__ and data["digest"] == _digest(data["outcomes"], cells, body):
+                self._entries, self._packed = np.frombuffer(body, _ENTRY), cells
                 self._outcomes = [tuple(outcome) for outcome in data["outcomes"]]
 
     def find(self, path: Path) -> Record | None:
@@ -71,26 +70,35 @@ class Index:
         Raises:
             StoreError: nothing is known of the file, and it is no record.
         """
-        cell, state = self._cells.get(path.stem), None
-        if cell is not None:
-            with suppress(OSError):
-                found = os.stat(self._files + path.name)  # noqa: PTH116 - a path remembers its text
-                state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-        if cell is None or state is None:
+        if not self._is_large:
             return None
-        key = cell.key.encode()
+        try:
+            found = os.stat(self._files + path.name)  # noqa: PTH116 - a path remembers its text
+        except OSError:
+            return None
+        key, state = os.fsencode(path.stem), [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
         at = int(self._keys.searchsorted(key))
         if at < len(self._keys):
             known, *then, outcome, duration_s = self._entries.item(at)
-            if known == key and then == state:
+            if known == key and then == state and (cell := self._cell(path.stem)) is not None:
                 self._is_found[at] = True
                 return self._record(cell, outcome, duration_s)
         record = read_record(path, path.stem)
+        if not _is_timed(record.cell):
+            return record  # that of a training says how long others will take
+        cell = self._cells.setdefault(path.stem, record.cell)
         what = (record.status, record.reason, record.environment)
         if (outcome := self._numbers.setdefault(what, len(self._outcomes))) == len(self._outcomes):
             self._outcomes.append(what)
         self._new += np.array((key, *state, outcome, record.duration_s), _ENTRY).tobytes()
         return self._record(cell, outcome, record.duration_s)
+
+    def _cell(self, key: str) -> Cell | None:
+        if key not in self._cells and self._packed:
+            for cell in unpack_cells(json.loads(self._packed)):
+                self._cells.setdefault(cell.key, cell)
+            self._packed = b""
+        return self._cells.get(key)
 
     def _record(self, cell: Cell, outcome: int, duration_s: float) -> Record:
         status, reason, environment = self._outcomes[outcome]
@@ -108,11 +116,16 @@ class Index:
         with suppress(OSError, StoreError):
             if self._path.parent.stat().st_uid != os.geteuid():
                 return
-            body = np.sort(np.concatenate([self._entries[self._is_found], new]), order="key").tobytes()
-            digest = _digest(self._outcomes, body)
+            entries = np.sort(np.concatenate([self._entries[self._is_found], new]), order="key")
+            packed = json.dumps(pack_cells(self._cells[key.decode()] for key in entries["key"])).encode()
+            digest = _digest(self._outcomes, packed, entries.tobytes())
             data = {"version": attn_zoo.__version__, "digest": digest, "outcomes": self._outcomes}
-            write_whole(self._path, json.dumps(data).encode() + b"\n" + body)
+            write_whole(self._path, b"\n".join([json.dumps(data).encode(), packed, entries.tobytes()]))
 
 
-def _digest(outcomes: Sequence[Any], body: bytes) -> str:
-    return hashlib.sha256(json.dumps(outcomes).encode() + body).hexdigest()
+def _is_timed(cell: Cell) -> bool:
+    return any(kind.is_timed and kind.owns(cell) for kind in KINDS)
+
+
+def _digest(outcomes: Sequence[Any], cells: bytes, body: bytes) -> str:
+    return hashlib.sha256(json.dumps(outcomes).encode() + cells + body).hexdigest()

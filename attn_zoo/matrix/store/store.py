@@ -204,8 +204,8 @@ class Store:
         """Read all records; files that are none are reported and left where they are.
 
         Args:
-            planned: cells of which only the outcome is asked for: where they are many, their records lack numbers,
-                timings above all, and what was read is noted for the next time.
+            planned: where only the outcome is asked for, the cells that a run is to make: where they are many, records
+                of timed cells lack numbers, timings above all, and what was read is noted for the next time.
 
         Raises:
             StoreError: a newer version of this package wrote a record.
@@ -232,7 +232,7 @@ class Store:
     ) -> Iterator[Scan]:
         """Hold the folder for one run: create or resume it, put what is no record into quarantine, yield the records.
 
-        Of a large folder, those of planned cells may lack their numbers: see `scan`.
+        Of a large folder, those of timed cells lack their numbers: see `scan`.
 
         Shards hold locks of their own and share the folder: their cells differ.
 

@@ -463,6 +463,24 @@ def test_an_outcome_is_the_same_whether_it_was_read_or_looked_up_and_has_no_numb
     assert {one.exit_code for one in known.records.values()} == {None}
 
 
+def test_records_of_cells_that_are_not_planned_any_more_are_known_too(indexed):
+    store, cells, read = indexed
+    training = Record(cell=Cell(kind="accuracy", variant="full", task="mqar"), status="error", exit_code=9)
+    with store.writing(MATRIX, environment(), planned=cells):
+        store.write(training)
+    known = store.scan(cells)
+    assert known.records[training.cell.key] == training, "it is read: others take as long"
+    read.clear()
+    changed = [replace(cell, variant_digest="edited") for cell in cells]
+    assert store.scan(changed) == store.scan(cells) == known
+    assert set(read) == {training.cell.key}
+    (store.folder / ".index").unlink()
+    assert store.scan(changed) == known
+    read.clear()
+    assert store.scan(changed) == store.scan(cells) == known
+    assert set(read) == {training.cell.key}
+
+
 def test_few_records_are_read_with_their_numbers_and_leave_no_index(indexed, monkeypatch):
     store, cells, read = indexed
     (store.folder / ".index").unlink()
