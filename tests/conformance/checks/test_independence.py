@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo.conformance import run_checks
+from attn_zoo.attention import BuildContext
+from attn_zoo.conformance import gate, run_checks
+from attn_zoo.errors import GateError
 from tests.conformance.broken import Broken, SoftmaxMixer, registered
 
 CAUSAL = {"bidirectional": False, "causal": True, "positions": ("none",)}
@@ -36,7 +39,9 @@ class WrapsAround(LongConvolution):
 def test_a_fourier_transform_leaves_rounding_in_the_future(cls, outcome):
     with registered(Broken(cls=cls, check="", capabilities=CAUSAL)) as name:
         (result,) = run_checks(name, checks=["causality"])
-    assert result.outcome == outcome
+        assert result.outcome == outcome
+        with nullcontext() if outcome == "passed" else pytest.raises(GateError, match="causality"):
+            gate(name, {}, BuildContext(embed_dim=32, num_heads=2, max_seq_len=64, is_causal=True), seq_len=64)
 
 
 class RaisesInBatchesOfThree(SoftmaxMixer):
