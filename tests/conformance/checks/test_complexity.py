@@ -235,3 +235,13 @@ def test_growth_is_said_with_what_was_claimed():
         (result,) = run_checks(name, checks=["claimed_growth"])
     assert result.message == "operations grow faster than claimed"
     assert result.example == "bidirectional: claims L^1, measured L^2.00 from 128 to 4096 tokens"
+
+
+def test_windows_as_long_as_the_sequences_hide_growth_unless_the_variant_chose_them():
+    wide = {"max_dilation": 128}  # 510 tokens: up to there a layer more doubles what is seen
+    (found,) = run_checks("word_convolution", wide, checks=["complexity_claims"])
+    assert found.outcome == "passed"
+    with registered(Broken(cls=Softmax, check="", complexity={"max_path": "L"})) as name:
+        (found,) = run_checks(name, checks=["complexity_claims"])
+        assert found.outcome == "failed"
+        assert "measured constant; claims L^1" in found.example
