@@ -392,16 +392,36 @@ def _register(
 ) -> Callable[[_Class], _Class]:
     def decorate(cls: _Class) -> _Class:
         origin = _origin(cls, name, sys._getframe(1))
-        if base not in {ancestor.__name__ for ancestor in cls.__mro__}:
+        root = next((ancestor for ancestor in cls.__mro__ if ancestor.__name__ == base), None)
+        if root is None:
             raise ConfigError(
                 origin.provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")]
             )
         variant = describe(cls)(name=name, provider=origin.provider, source=origin.source, no_source=origin.no_source)
+        if problems := _problems(cls, root, variant.capabilities):
+            raise ConfigError(origin.provider, problems)
         variants.add(name, variant, origin.provider, origin.source if origin.is_plain else "")
         cls.variant = variant  # type: ignore[attr-defined]
         return cls
 
     return decorate
+
+
+def _problems(cls: Any, root: Any, can: Capabilities) -> list[tuple[str, str]]:
+    """Return what could never be called: no direction, and methods without a keyword that the contract gives them."""
+    problems = []
+    if not (can.bidirectional or can.causal):
+        problems.append(("capabilities", "expected bidirectional or causal, without which nothing can be built"))
+    wanted = [("reference", "routing", "as route is overridden")] if cls.route is not root.route else []
+    wanted += [(method, "carry", "as has_carry is declared") for method in ("forward", "reference") if can.has_carry]
+    for method, keyword, why in wanted:
+        function = getattr(cls, method)
+        parameters = inspect.signature(function).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if function is not getattr(root, method) and keyword not in parameters and not takes_any:
+            found = f"expected the keyword {keyword}, {why}; got ({', '.join(parameters)})"
+            problems.append((f"{cls.__name__}.{method}", found))
+    return problems
 
 
 def register_task(name: str) -> Callable[[_Class], _Class]:

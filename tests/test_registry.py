@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pytest
@@ -134,6 +134,29 @@ def test_wrong_base_classes_are_refused():
     assert "wrong" not in variants
     register_mixer("mixing", **CARD)(Mixer)
     assert variants["mixing"].mixer is Mixer
+
+
+def test_methods_without_the_keywords_of_the_contract_are_refused():
+    class Routing(Copying):
+        def route(self, query, key, *, key_padding_mask=None):
+            return key.argmax(-1)
+
+    class Dense(Routing):
+        def reference(self, query, key, value, *, key_padding_mask=None):
+            return query
+
+    class Carrying(AbstractMixer):
+        def forward(self, hidden, *, context=None, key_padding_mask=None):
+            return hidden
+
+    with pytest.raises(ConfigError, match=r"Dense\.reference: expected the keyword routing, as route is overridden"):
+        register_attention("dense", **CARD)(Dense)
+    card = {**CARD, "capabilities": replace(CARD["capabilities"], has_carry=True)}
+    with pytest.raises(ConfigError, match=r"Carrying\.forward: expected the keyword carry, as has_carry is declared"):
+        register_mixer("carrying", **card)(Carrying)
+    assert not {"dense", "carrying"} & set(variants)
+    register_attention("routing", **CARD)(Routing)  # forward is its reference
+    assert variants["routing"].attention is Routing
 
 
 def test_a_taken_variant_name_is_refused():

@@ -56,10 +56,10 @@ def reference_results(
     module: Module, inputs: Inputs, routing: Any = None, carry: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Compute the same by the readable reference, under the routing of another call or from a carry where given."""
+    if is_own_reference(module):
+        return results(module, inputs)  # which gives a carry to those that take one
     tensors, keywords = _arguments(inputs)
     if isinstance(module, AbstractMixer):
-        if is_own_reference(module):
-            return results(module, inputs)  # which gives a carry to those that take one
         carry = _first_carry(module, inputs) if carry is None else carry
         if carry is not None:
             keywords["carry"] = carry

@@ -154,6 +154,10 @@ class SoundDropout(DropoutInEvaluation):
     is_always_on = False
 
 
+class LosesHalfAGradientBesideDropout(LosesHalfAGradient, SoundDropout):
+    pass
+
+
 class DropoutWithoutRescaling(Softmax):
     def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
         weights = super().weights(scores, keep)
@@ -245,6 +249,7 @@ DEPENDENCE = (
     Broken(cls=MeanForEmptyRow, check="fully_padded_row", also=frozenset({"padding_content"}), capabilities=MASKED),
     Broken(cls=DetachesKey, check="gradients_reach_every_parameter"),
     Broken(cls=LosesHalfAGradient, check="gradients_reach_every_parameter"),
+    Broken(cls=LosesHalfAGradientBesideDropout, check="gradients_reach_every_parameter", capabilities=DROPOUT),
     Broken(cls=NoMaxSubtraction, check="finite_on_large_inputs"),
     Broken(cls=ReadsEmptyMemory, check="uninitialised_memory", also=EVERYTHING),
     Broken(cls=IgnoresDropout, check="dropout", also=RATE, capabilities=DROPOUT),

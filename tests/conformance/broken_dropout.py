@@ -196,6 +196,21 @@ class SoundDifference(Softmax):
         return output / (4.0 + output.square().mean(-1, keepdim=True)).sqrt()
 
 
+class SoundLatents(SoftmaxMixer):
+    """Eight means of tokens attend to all, then to each other, and the tokens to them: draws multiply."""
+
+    def forward(
+        self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        def attend(query: Tensor, keys: Tensor) -> Tensor:
+            weights = (query @ keys.mT * query.shape[-1] ** -0.5).softmax(-1)
+            return dropout(weights, self.build.dropout_p, self.training) @ keys
+
+        latents = torch.stack([part.mean(1) for part in hidden.tensor_split(min(8, hidden.shape[1]), dim=1)], dim=1)
+        latents = attend(latents, hidden)
+        return attend(hidden, attend(latents, latents))
+
+
 RATE = "dropout_rate"
 ON = {"attention_dropout": True}
 BOTH = frozenset({"dropout", "modes"})
@@ -232,4 +247,5 @@ SOUND_DROPOUT = (
     Broken(cls=SoundSummaries, check="", capabilities={**ON, "dropout_unit": "summaries"}),
     Broken(cls=SoundDifference, check="", capabilities=ON),
     Broken(cls=SoundDropsMixer, check="", capabilities=MIXER),
+    Broken(cls=SoundLatents, check="", capabilities={**MIXER, "dropout_unit": "summaries"}),
 )

@@ -60,6 +60,13 @@ class NoKeyGradientInTraining(Softmax):
         return super().attend(query, key.detach() if self.training else key, value, mask)
 
 
+class NoisyInTraining(Softmax):
+    """Adds noise to its scores, as mechanisms with a random choice do; only dropout can be declared."""
+
+    def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+        return super().weights(scores + 0.3 * torch.randn_like(scores) if self.training else scores, keep)
+
+
 HALF = {"dtypes": ("float64", "float32", "bfloat16")}
 
 MODES = (
@@ -70,4 +77,5 @@ MODES = (
     Broken(cls=LazyInHalf, check="modes", capabilities=HALF),
     Broken(cls=LazyInHalfWithReference, check="modes", also=frozenset({"matches_reference"}), capabilities=HALF),
     Broken(cls=NoKeyGradientInTraining, check="modes"),
+    Broken(cls=NoisyInTraining, check="modes"),
 )

@@ -134,7 +134,7 @@ def _expect_sound_draws(subject: Subject, build: BuildContext, length: int) -> b
         for draws in (many, few[1]):
             _expect_rate(draws, _level(draws) or 0.0, by_query=by_query)
     else:
-        _expect_growth([many, draw(shorter, RATES[1], MANY_COPIES)])
+        _expect_growth([many, draw(shorter, RATES[1], MANY_COPIES)], subject.capabilities.dropout_unit)
     _expect_independence(many, subject.capabilities.dropout_unit, subject.form, is_seen=is_seen, by_query=by_query)
     return is_seen
 
@@ -265,11 +265,12 @@ def _expect_independence(draws: _Draws, unit: DropoutUnit, form: Form, *, is_see
             raise Violation(f"dropout draws the same or the opposite {where}", draws.words)
 
 
-def _expect_growth(every: list[_Draws]) -> None:
-    """Check that the spread grows with the rate as p / (1 - p)."""
+def _expect_growth(every: list[_Draws], unit: DropoutUnit) -> None:
+    """Check that the spread grows with the rate as p / (1 - p); to its square where draws multiply."""
     spreads = [float((draws.first - draws.expected).double().square().mean()) for draws in every]
     found, wanted = spreads[1] / spreads[0], RATES[1] / (1 - RATES[1]) / (RATES[0] / (1 - RATES[0]))
-    if not wanted / SPREAD_FACTOR < found < wanted * SPREAD_FACTOR:
+    most = wanted * (wanted if unit == "summaries" else SPREAD_FACTOR)  # a summary may be made of summaries
+    if not wanted / SPREAD_FACTOR < found < most:
         raise Violation(
             "the spread of the output over draws of dropout belongs to another rate",
             f"{every[1].words}: {found:.3g} times that at {RATES[0]}; p / (1 - p) says {wanted:.3g} times",
