@@ -175,7 +175,8 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
         ceilings = read_ceilings(folder)
     except StoreError as error:
         problems.append(("ceilings.json", str(error)))
-    is_wanted, unread = _is_cell, frozenset[str]()
+    is_wanted: Callable[[Cell], bool] = _is_cell
+    unread = frozenset[str]()
     stems = {path.stem for path in cell_files(folder)} if choose and info.planned else set()
     if choose and info.planned and len(stems) > MOST_READ:
         there = [cell for cell in info.planned if cell.key in stems]
