@@ -48,7 +48,7 @@ def report(
         return
     loaded = api.load(folders)
     page = loaded.report(out, has_readme=readme)
-    print_report(loaded.analysis, console.out)
+    print_report(loaded.brief, console.out)
     console.out.print()
     console.say(f"wrote tables and figures; open {page}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,15 @@ class Run:
         """Everything that is computed from the records: panels, fits, groups of trainings."""
         from attn_zoo.report.analysis.analyse import analyse
 
-        return analyse(self.folders)
+        is_all = not any(run.num_unread for run in self.brief.results.runs)
+        return self.brief if is_all else analyse(self.folders)
+
+    @cached_property
+    def brief(self) -> Analysis:
+        """What a report shows: the same, but of a folder with very many records those of a few panels only."""
+        from attn_zoo.report.analysis.analyse import analyse
+
+        return analyse(self.folders, is_brief=True)
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -84,13 +91,13 @@ class Run:
         """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
         from attn_zoo.report.tables.growth_tables import crossover_table
 
-        return _raw(crossover_table(replace(self.analysis, is_whole=True)))
+        return _raw(crossover_table(self.analysis))
 
     def exponents(self) -> pd.DataFrame:
         """Return fitted and claimed exponents of the sequence length, of time and peak memory."""
         from attn_zoo.report.tables.growth_tables import exponent_table
 
-        return _raw(exponent_table(replace(self.analysis, is_whole=True)))
+        return _raw(exponent_table(self.analysis))
 
     def table(self, name: str) -> pd.DataFrame:
         """Return a table of the report, all digits kept.
@@ -145,7 +152,7 @@ class Run:
             raise ConfigError("readme", [("", "expected one results folder and no other place: it describes that one")])
         first = self.folders[0]
         place = first if first.is_dir() else Path(slug(first.stem))
-        return write_analysis(self.analysis, path or place, has_readme=has_readme)[0]
+        return write_analysis(self.brief, path or place, has_readme=has_readme)[0]
 
     def __repr__(self) -> str:
         observations = self.analysis.results.observations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,11 @@ from attn_zoo.whole_files import read_regular
 
 MAX_BYTES = 2**28
 """Of a file of ours. The largest records hold the answers to all items of a test set, some megabytes."""
+MOST_READ = 20_000
+"""Records of a folder that are all read, even if some would do."""
+
+Choose = Callable[[Iterable[Cell]], Callable[[Cell], bool]]
+"""From all cells of a folder that have a record, what tells which of them are wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +103,10 @@ class Scan:
     problems: dict[str, str]
 
 
+def _is_cell(_: Cell) -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """A whole results folder.
@@ -112,6 +121,8 @@ class Run:
         begun: repeats of cells that have no record yet, as not all of their processes have run.
         planned: how many cells it was to have; None where the folder does not say, as those of older versions.
         left: planned cells that have no record.
+        num_unread: records that were not wanted.
+        is_wanted: tells of a cell whether its record was.
         strays: keys of records that are of no planned cell.
         foreign: of each file of `cells` that is named after another cell, the key of the one inside.
         stopped: why the last run into the folder ended early, in words; empty where it did not, or was killed.
@@ -128,6 +139,8 @@ class Run:
     begun: tuple[Record, ...] = ()
     planned: int | None = None
     left: tuple[Cell, ...] = ()
+    num_unread: int = 0
+    is_wanted: Callable[[Cell], bool] = _is_cell
     strays: frozenset[str] = frozenset()
     foreign: Mapping[str, str] = field(default_factory=dict)
     stopped: str = ""
@@ -135,8 +148,12 @@ class Run:
     warnings: tuple[str, ...] = ()
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
     """Read a results folder; parts that cannot be read become warnings.
+
+    Args:
+        folder: the results folder.
+        choose: of more than `MOST_READ` records only those that it wants are read, where the folder names its cells.
 
     Raises:
         ConfigError: `folder` is not a results folder, or its `run.json` cannot be read.
@@ -158,12 +175,19 @@ def read_run(folder: str | Path) -> Run:
         ceilings = read_ceilings(folder)
     except StoreError as error:
         problems.append(("ceilings.json", str(error)))
+    is_wanted: Callable[[Cell], bool] = _is_cell
+    unread = frozenset[str]()
+    stems = {path.stem for path in cell_files(folder)} if choose and info.planned else set()
+    if choose and info.planned and len(stems) > MOST_READ:
+        there = [cell for cell in info.planned if cell.key in stems]
+        is_wanted = choose(there)
+        unread = frozenset(cell.key for cell in there if not is_wanted(cell))
     # Keys of old records may be made otherwise today, and newer ones are no reason to show nothing.
-    scan = scan_cells(folder, is_strict=False)
+    scan = scan_cells(folder, is_strict=False, skip=unread)
     problems += [(f"cells/{name}", problem) for name, problem in scan.problems.items()]
     begun = []
     for path in sorted((folder / "parts").glob("[!.]*-*.json")):
-        if path.stem.partition("-")[0] in scan.records:
+        if path.stem.partition("-")[0] in scan.records.keys() | unread:
             continue
         try:
             begun.append(read_record(path))
@@ -182,7 +206,9 @@ def read_run(folder: str | Path) -> Run:
         records=tuple(_renamed(scan.records.values(), today)),
         begun=tuple(_renamed(begun, today)),
         planned=None if info.planned is None else len(info.planned),
-        left=tuple(cell for cell in info.planned or () if cell.key not in scan.records),
+        left=tuple(cell for cell in info.planned or () if cell.key not in scan.records and cell.key not in unread),
+        num_unread=len(unread),
+        is_wanted=is_wanted,
         strays=frozenset() if info.planned is None else frozenset(keys.values()) - planned,
         foreign={f"{name}.json": key for name, key in keys.items() if key != name},
         stopped=info.stopped,
@@ -430,13 +456,20 @@ def cell_files(folder: Path) -> list[Path]:
     return [path for path in paths if path.name[0] != "."]
 
 
-def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], Record | None] = lambda _: None) -> Scan:
+def scan_cells(
+    folder: Path,
+    *,
+    is_strict: bool = True,
+    find: Callable[[Path], Record | None] = lambda _: None,
+    skip: Container[str] = (),
+) -> Scan:
     """Read all records.
 
     Args:
         folder: results folder.
         is_strict: each must be the one its file is named after, and of no newer version.
         find: returns what is known of a record, whose file is then not read.
+        skip: stems of files that are left out.
 
     Raises:
         FolderError: a newer version of this package wrote a record, and `is_strict`.
@@ -444,6 +477,8 @@ def scan_cells(folder: Path, *, is_strict: bool = True, find: Callable[[Path], R
     records: dict[str, Record] = {}
     problems: dict[str, str] = {}
     for path in cell_files(folder):
+        if path.stem in skip:
+            continue
         try:
             records[path.stem] = find(path) or read_record(path, path.stem if is_strict else "")
         except StoreError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, StoreError, UnsupportedError
-from attn_zoo.folder import Run, read_run
+from attn_zoo.folder import Choose, Run, read_run
 from attn_zoo.packed_run import opened
 from attn_zoo.records import Cell, Environment, Record, Timing
 from attn_zoo.report.flat_records import record_of
@@ -24,12 +24,13 @@ MAX_FILE_BYTES = 2 * 2**30
 BENCHMARK = "pytest-benchmark"
 
 
-def read_source(source: str | Path) -> Run:
+def read_source(source: str | Path, choose: Choose | None = None) -> Run:
     """Read results from wherever they are; parts that cannot be read become warnings.
 
     Args:
         source: results folder; packed run; `REV:FOLDER` of the git repository here; export as CSV, JSON Lines or
             Parquet; JSON of pytest-benchmark, or a folder of such files, each of which is a process.
+        choose: of very many records in a folder; see `attn_zoo.folder.read_run`.
 
     Raises:
         ConfigError: it is none of these, or cannot be read.
@@ -52,7 +53,7 @@ def read_source(source: str | Path) -> Run:
             records = tuple(record for run in runs for record in run.records)
             return Run(name=path.resolve().name, environments=machines, records=records)
     with opened(source) as folder:
-        return read_run(folder)
+        return read_run(folder, choose)
 
 
 def _read_export(path: Path) -> Run:

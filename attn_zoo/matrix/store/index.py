@@ -1,7 +1,7 @@
 """What the timed records of a large folder came to, in one file: to go on with a run, or to say how it stands.
 
 A record is looked up here instead of read where its file has the size and times that it had. Whoever needs the numbers
-in it, the report above all, reads it. An index that is damaged, or made by another version, is none.
+in it, the report above all, reads it. An index that is damaged, made by another version or of another user, is none.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Index:
 
     def _read(self) -> None:
         with suppress(OSError, ValueError, LookupError, TypeError):
+            if self._path.lstat().st_uid != os.geteuid():
+                return  # what it says is believed as it stands
             head, cells, body = read_regular(self._path, _MAX_BYTES).split(b"\n", 2)
             data = json.loads(head)
             if data["version"] == attn_zoo.__version__ and data["digest"] == _digest(data["outcomes"], cells, body):

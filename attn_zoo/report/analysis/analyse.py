@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from attn_zoo.report.analysis.observations import Results, read_results
-from attn_zoo.report.analysis.panels import Panel, make_panels, measured_size
+from attn_zoo.report.analysis.panels import Panel, choose_panels, make_panels, measured_size
 from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.task_means import Overview, make_overviews
 from attn_zoo.report.units import human_length
@@ -16,9 +16,6 @@ from attn_zoo.report.units import human_length
 MOST_PANELS, FEW_PANELS = 24, 6
 """A report of more panels than the first number has figures, and tables in its page, of the second only: four figures a
 panel take a second and most of a MiB each, and nobody looks at a hundred."""
-MOST_FITTED = 20_000
-"""A report of more points than that says of the panels it shows only how they grow and where they cross: intervals of
-a hundred thousand points take most of a minute, and `attn-zoo export --table` has those of all."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +28,6 @@ class Analysis:
         accuracy: training.
         overviews: of several tasks trained alike.
         labels: of everything, sorted: the position decides colour, marker and line style in every figure.
-        is_whole: how all panels grow and cross is wanted, however many points they have; see `fitted`.
     """
 
     results: Results
@@ -39,7 +35,6 @@ class Analysis:
     accuracy: tuple[AccuracyGroup, ...]
     overviews: tuple[Overview, ...]
     labels: tuple[str, ...]
-    is_whole: bool = False
 
     @property
     def title(self) -> str:
@@ -61,24 +56,22 @@ class Analysis:
         return tuple(panel for panel in self.panels if panel.name in chosen)
 
     @property
-    def fitted(self) -> tuple[Panel, ...]:
-        """The panels of which is said how they grow and where they cross: all, or `shown` (see `MOST_FITTED`)."""
-        is_large = sum(len(panel.points) for panel in self.panels) > MOST_FITTED
-        return self.shown if is_large and not self.is_whole else self.panels
-
-    @property
     def caveats(self) -> str:
         """What a reader must know of single variants in the panels, as sentences; empty where there is nothing."""
         return " ".join(dict.fromkeys(f"{caveat}." for panel in self.panels for caveat in panel.caveats))
 
 
-def analyse(dirs: Iterable[str | Path]) -> Analysis:
-    """Read results folders and compute all fits.
+def analyse(dirs: Iterable[str | Path], *, is_brief: bool = False) -> Analysis:
+    """Read results folders and group what they say.
+
+    Args:
+        dirs: where results are.
+        is_brief: of a folder with very many records only those of a few panels are wanted, as for a report.
 
     Raises:
         ConfigError: a directory is not a results folder.
     """
-    results = read_results(dirs)
+    results = read_results(dirs, partial(choose_panels, most=FEW_PANELS) if is_brief else None)
     every = (*results.observations, *results.left)
     panels = tuple(make_panels(results))
     groups = tuple(make_accuracy_groups(results))
@@ -87,16 +80,18 @@ def analyse(dirs: Iterable[str | Path]) -> Analysis:
     if len(panels) > MOST_PANELS:
         beside = "figures, and tables on the page, are of those with most curves; the folder tables has all"
         doubts += (f"{FEW_PANELS} of {len(panels)} panels are shown: {beside}",)
-    found = Analysis(
-        results=results,
+    for run in results.runs:
+        if run.num_unread:
+            read = f"{run.name}: {len(run.records):,} of {len(run.records) + run.num_unread:,} records were read"
+            beside = "attn-zoo status says what failed elsewhere, attn-zoo export has every number"
+            doubts += (f"{read}, those of the {FEW_PANELS} panels with most curves; {beside}",)
+    return Analysis(
+        results=replace(results, warnings=(*results.warnings, *doubts)),
         panels=panels,
         accuracy=groups,
         overviews=tuple(make_overviews(groups)),
         labels=tuple(sorted({one.label for one in every}, key=lambda label: (label.casefold(), label))),
     )
-    if len(found.fitted) < len(panels):
-        doubts += ("growth and crossings are of the panels shown; attn-zoo export --table exponents has all",)
-    return replace(found, results=replace(results, warnings=(*results.warnings, *doubts)))
 
 
 def _impossible(panel: Panel) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.folder import Claim, Run
+from attn_zoo.folder import Choose, Claim, Run
 from attn_zoo.records import Ceilings, Cell, Environment, Record, Status
 from attn_zoo.report.sources import read_source
 from attn_zoo.statistics import time_summary
@@ -84,8 +84,12 @@ class Results:
         return {digest: environment for run in self.runs for digest, environment in run.environments.items()}
 
 
-def read_results(dirs: Iterable[str | Path] | str | Path) -> Results:
+def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None = None) -> Results:
     """Read all `dirs` (results folders or what else `read_source` reads; a string or a path is one).
+
+    Args:
+        dirs: where results are.
+        choose: of very many records in one of them; see `attn_zoo.folder.read_run`.
 
     Raises:
         ConfigError: none was given, or one holds no results.
@@ -94,14 +98,14 @@ def read_results(dirs: Iterable[str | Path] | str | Path) -> Results:
     if not paths:
         raise ConfigError("report", [("", "expected at least one results folder; got none")])
     unique = list({path.resolve(): path for path in paths}.values())
-    runs = tuple(read_source(path) for path in unique)
+    runs = tuple(read_source(path, choose) for path in unique)
     pairs = [(run, record) for run in runs for record in (*run.records, *run.begun)]
     known = {record.cell.key for _, record in pairs}
     pairs += [
         (run, Record(cell=cell, status=NOT_RUN, reason=run.stopped))
         for run in runs
         for cell in run.left
-        if cell.key not in known
+        if cell.key not in known and run.is_wanted(cell)
     ]
     usual = {id(run): _usual_environment(run) for run in runs}
     every = [

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from attn_zoo.metadata import ROUTING_SEES_FUTURE
-from attn_zoo.records import Ceilings
+from attn_zoo.records import Ceilings, Cell
 from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.grouping import grouped
@@ -123,17 +123,31 @@ def lead_panel(panels: Sequence[Panel]) -> Panel | None:
     return max((panel for panel in panels if panel.points), key=measured_size, default=None)
 
 
-def _setting(one: Observation) -> dict[str, Any]:
-    """Return everything but mechanism and length that decides a timing; see `PANEL_FIELDS`."""
-    given = {"environment": one.environment, "pass": one.cell.pass_ or "", "protocol": one.cell.protocol or ""}
-    return {name: given[name] if name in given else getattr(one.cell, name) for name in PANEL_FIELDS}
+def _setting(cell: Cell, environment: str = "") -> tuple[Any, ...] | None:
+    """Return the values of `PANEL_FIELDS` of a cell; None for one that is of no panel."""
+    if cell.kind == "accuracy" or cell.seq_len is None:
+        return None
+    given = {"environment": environment, "pass": cell.pass_ or "", "protocol": cell.protocol or ""}
+    return tuple(given[name] if name in given else getattr(cell, name) for name in PANEL_FIELDS)
+
+
+def choose_panels(cells: Iterable[Cell], most: int) -> Callable[[Cell], bool]:
+    """Return what tells whether a cell is of one of the panels with most curves, so many of them, or of no panel."""
+    panels = grouped(cells, _setting)
+    panels.pop(None, None)
+
+    def size(setting: tuple[Any, ...] | None) -> tuple[int, int]:
+        return len({cell.label or cell.variant for cell in panels[setting]}), len(panels[setting])
+
+    chosen = {None, *sorted(panels, key=size, reverse=True)[:most]}
+    return lambda cell: _setting(cell) in chosen
 
 
 def make_panels(results: Results) -> list[Panel]:
     """Return the panels of all that was to be timed, in a stable order."""
     every = (*results.observations, *results.left)
-    timed = (one for one in every if not one.is_training and one.cell.seq_len is not None)
-    groups = grouped(timed, lambda one: tuple(_setting(one).values()))
+    found = grouped(every, lambda one: _setting(one.cell, one.environment))
+    groups = {setting: members for setting, members in found.items() if setting is not None}
     passes = list(PASS_TITLES)
 
     def order(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -122,7 +122,8 @@ def completeness(analysis: Analysis) -> str:
             num_begun = len({record.cell.key for record in run.begun})
             begun = f"{num_begun} with fewer processes than planned, shown all the same" if num_begun else ""
             listed = "; ".join(part for part in (begun, some(one.cell.id for one in left)) if part)
-            said.append(f"{where}{run.planned - len(run.left)} of {run.planned} cells; left{why}: {listed}.")
+            listed = f": {listed}" if listed else ""
+            said.append(f"{where}{run.planned - len(run.left)} of {run.planned} cells; left{why}{listed}.")
     return " ".join(said)
 
 
@@ -201,12 +202,13 @@ def _missing_line(analysis: Analysis) -> str:
     counts.pop("measured", None)
     said = [f"{count} {words}" for words, count in counts.most_common()]
     total = len(analysis.results.observations)
-    return f"{sum(counts.values())} of {total} cells gave no measurement: {some(said)}." if said else ""
+    read = " that were read" if any(run.num_unread for run in analysis.results.runs) else ""
+    return f"{sum(counts.values())} of {total} cells{read} gave no measurement: {some(said)}." if said else ""
 
 
 def memory_findings(analysis: Analysis) -> list[str]:
     """Return why the memory of exact attention is linear, where it is."""
-    return [WHY_LINEAR] if any(_has_linear_memory(panel) for panel in analysis.fitted) else []
+    return [WHY_LINEAR] if any(_has_linear_memory(panel) for panel in analysis.panels) else []
 
 
 def _has_linear_memory(panel: Panel) -> bool:
@@ -230,7 +232,7 @@ def _panel(panel: Panel) -> str:
 
 def _contradictions(analysis: Analysis) -> list[str]:
     """Return a sentence on claims that measurements contradict, and one on FLOPs that are claimed and did not run."""
-    exponents = contradicted_exponents(analysis.fitted)
+    exponents = contradicted_exponents(analysis.panels)
     flops = [
         f"{one.label} ({one.setting}) {one.ratios} times at {one.span} tokens"
         for one in flops_ratios(analysis.results.observations)

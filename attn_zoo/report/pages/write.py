@@ -31,7 +31,7 @@ def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
         ConfigError: a directory is not a results folder; nothing is written then.
         FolderError: `out` cannot be written.
     """
-    return write_analysis(analyse(dirs), out)
+    return write_analysis(analyse(dirs, is_brief=True), out)
 
 
 def write_results_readme(folder: str | Path) -> Path:
@@ -41,7 +41,7 @@ def write_results_readme(folder: str | Path) -> Path:
         ConfigError: `folder` is not a results folder.
         StoreError: it cannot be written.
     """
-    return write_analysis(analyse([folder]), folder, has_readme=True)[-1]
+    return write_analysis(analyse([folder], is_brief=True), folder, has_readme=True)[-1]
 
 
 def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = False) -> list[Path]:
@@ -95,7 +95,8 @@ def _readme(analysis: Analysis, picture: Picture | None) -> str:
         said = [rows[name] for name in ("GPU", "CPU", "versions") if name in rows]
         lines += [f"Measured on {escape_markdown('; '.join(said))}.", ""]
     where = "[report.html](report.html) has every answer, `figures/` and `tables/` the rest, `cells/` the records."
-    lines += [f"{len(observations)} cells{when}. {where} Generated from the records; do not edit.", ""]
+    num_cells = len(observations) + sum(run.num_unread for run in analysis.results.runs)
+    lines += [f"{num_cells} cells{when}. {where} Generated from the records; do not edit.", ""]
     return "\n".join(lines)
 
 

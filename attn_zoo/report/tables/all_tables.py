@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 
 from attn_zoo.errors import UnknownNameError
@@ -32,6 +31,8 @@ MOST_LINES = 200
 
 _ALL_RAN = "Every planned cell was run and gave a measurement."
 _NONE_FAILED = "Every cell that was run gave a measurement; how many were planned is not known."
+_NONE_READ_FAILED = "Every record that was read is a measurement; attn-zoo status says what failed elsewhere."
+_OF_READ = "Of the records that were read; attn-zoo status has all."
 _WORDS = {each.legend: each.word for each in OUTCOMES.values()}
 
 QUESTIONS: Mapping[str, str] = {
@@ -104,7 +105,7 @@ def find_table(analysis: Analysis, name: str) -> Table:
     Raises:
         UnknownNameError: these results have no such table.
     """
-    tables = {table.name: table for table in make_tables(replace(analysis, is_whole=True))}
+    tables = {table.name: table for table in make_tables(analysis)}
     if name not in tables:
         raise UnknownNameError("table", name, list(tables), f"there are {', '.join(tables)}")
     return tables[name]
@@ -125,11 +126,15 @@ def status_table(analysis: Analysis) -> Table:
         dict(zip(fields, (*key, len(lengths), _length_list(lengths)), strict=True))
         for key, lengths in sorted(grouped.items())
     ]
-    is_known = all(run.planned is not None for run in analysis.results.runs)
+    if any(run.num_unread for run in analysis.results.runs):
+        note = _OF_READ if rows else _NONE_READ_FAILED
+    else:
+        is_known = all(run.planned is not None for run in analysis.results.runs)
+        note = "" if rows else _ALL_RAN if is_known else _NONE_FAILED
     return Table(
         name="status",
         title="What did not run, and why",
-        note="" if rows else _ALL_RAN if is_known else _NONE_FAILED,
+        note=note,
         columns=(
             text_column("variant", priority=0),
             Column(

@@ -23,7 +23,7 @@ def exponent_table(analysis: Analysis) -> Table:
     """Return fitted and claimed exponents of time and peak memory, one row per curve."""
     rows = [
         {"panel": panel.title, "settings": panel.subtitle, **_growth_row(growth)}
-        for panel in analysis.fitted
+        for panel in analysis.panels
         for fits in (panel.time, panel.memory)
         for growth in fits.values()
         if growth.slopes
@@ -147,7 +147,7 @@ _NOTHING_GROWS = "Nothing to fit: it takes two lengths."
 def crossover_table(analysis: Analysis) -> Table:
     """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
     rows = []
-    for panel in analysis.fitted:
+    for panel in analysis.panels:
         for crossing in (*panel.crossings, *panel.device_crossings, *panel.memory_crossings):
             result = crossing.result
             if result is not None and len(result.lengths) == 1 and panel.turns:

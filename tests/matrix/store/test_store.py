@@ -506,6 +506,12 @@ def test_in_a_folder_of_somebody_else_or_on_a_full_disk_no_index_is_left(indexed
         assert sorted(store.folder.iterdir()) == before
 
 
+def test_an_index_of_somebody_else_is_not_believed(indexed, monkeypatch):
+    store, cells, read = indexed
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    assert len(store.scan(cells).records) == len(read) == 3
+
+
 def test_what_changes_while_it_is_read_is_read_again(indexed, monkeypatch):
     store, cells, read = indexed
     (store.folder / ".index").unlink()

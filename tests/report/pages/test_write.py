@@ -11,13 +11,13 @@ from rich.console import Console
 
 from attn_zoo.displays import Run
 from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.folder import pack_cells
 from attn_zoo.report import write_report, write_results_readme
-from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.export import export
 from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.pages.write import print_report
 from attn_zoo.report.units import clean, human_bytes, human_ms, human_number, slug
-from tests.report.synthetic import scaling, write_run
+from tests.report.synthetic import accuracy, scaling, write_run
 
 
 def test_writes_page_tables_and_figures(written):
@@ -162,22 +162,30 @@ def test_a_large_run_shows_the_panels_that_say_most_and_its_files_have_all(tmp_p
     assert len(rows) == 1 + len(large) + len(small)
 
 
-def test_a_very_large_run_fits_the_panels_it_shows_and_an_export_fits_all(tmp_path, monkeypatch):
-    for name, value in (("MOST_PANELS", 1), ("FEW_PANELS", 1), ("MOST_FITTED", 9)):
-        monkeypatch.setattr(f"attn_zoo.report.analysis.analyse.{name}", value)
+def test_of_very_many_records_a_report_reads_those_of_the_panels_it_shows(tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_zoo.report.analysis.analyse.FEW_PANELS", 1)
+    monkeypatch.setattr("attn_zoo.folder.MOST_READ", 9)
     monkeypatch.setattr("attn_zoo.report.pages.write.MOST_LINES", 1)
     large = [scaling(name, length, pass_="bwd") for name in ("full", "linformer") for length in (512, 1024, 2048)]
-    run = write_run(tmp_path / "run", [*large, *(scaling("full", length) for length in (512, 1024, 2048, 4096))])
-    text = write_report([run], tmp_path / "out")[0].read_text(encoding="utf-8")
-    assert "growth and crossings are of the panels shown; attn-zoo export --table exponents has all" in text
+    small = [scaling("full", length) for length in (512, 1024, 2048)] + [scaling("full", 4096, status="timeout")]
+    score, lost = accuracy("full", 0, 0.4), scaling("linformer", 512)
+    planned = [record.cell for record in (*large, *small, score, lost)]
+    run = write_run(tmp_path / "run", [*large, *small, score], planned=pack_cells(planned))
+    page, *_ = write_report([run], tmp_path / "out")
+    text = page.read_text(encoding="utf-8")
+    assert "7 of 11 records were read, those of the 1 panels with most curves; attn-zoo status says what failed" in text
+    assert "11 of 12 cells; left" in text
+    assert "Every planned cell" not in text
+    assert "Every record that was read is a measurement; attn-zoo status says what failed elsewhere." in text
 
-    def fitted(table: str) -> set[str]:
+    def panels(table: str) -> set[str]:
         return {row["panel"] for row in csv.DictReader(io.StringIO(table))}
 
     name = "exponents.csv"
-    assert len(fitted((tmp_path / "out" / "tables" / name).read_text(encoding="utf-8"))) == 1
-    assert len(fitted(export([run], "csv", tmp_path / name, "exponents").read_text(encoding="utf-8"))) == 2
+    assert len(panels((tmp_path / "out" / "tables" / name).read_text(encoding="utf-8"))) == 1
+    assert (tmp_path / "out" / "tables" / "accuracy-listops-short-cpu-small.csv").is_file(), "trainings are few"
+    assert len(panels(export([run], "csv", tmp_path / name, "exponents").read_text(encoding="utf-8"))) == 2
     assert len(set(Run([run]).exponents()["panel"])) == 2
     said = io.StringIO()
-    print_report(analyse([run]), Console(file=said, width=120))
+    print_report(Run([run]).brief, Console(file=said, width=120))
     assert "The first 1 of 4 rows; tables/exponents.csv has all." in said.getvalue()
