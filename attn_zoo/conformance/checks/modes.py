@@ -48,7 +48,9 @@ def _expect_one_output(module: Module, inputs: Inputs) -> None:
         words = f"{inputs.words()}: {'training' if is_training else 'evaluation'} without a graph, evaluation with one"
         output = infer(module, inputs)
         if largest_error(output, expected.output) > tolerance < largest_error(seeded_call(module, inputs, 1), output):
-            raise Violation("draws at random without dropout, which no capability declares: draw under dropout_p", words)
+            raise Violation(
+                "draws at random without dropout, which no capability declares: draw under dropout_p", words
+            )
         expect_close(output, expected.output, tolerance, _MESSAGE, words)
     _expect_same_gradients(_seeded(module, inputs), expected, inputs, tolerance)
     module.eval()
