@@ -126,10 +126,15 @@ def read_positions(module: Module, inputs: Inputs, part: range, state: Any, *, a
     In cross-attention the context is in the state already.
     """
     tensors = [tensor[..., part.start : part.stop, :] for tensor in inputs.tensors]
-    if isinstance(module, AbstractAttention):
-        query, key, value = tensors
-        return module.prefill(query, key, value, state) if at_once else module.step(query, key, value, state)
-    return module.prefill(tensors[0], state) if at_once else module.step(tensors[0], state)
+    try:
+        if isinstance(module, AbstractAttention):
+            query, key, value = tensors
+            return module.prefill(query, key, value, state) if at_once else module.step(query, key, value, state)
+        return module.prefill(tensors[0], state) if at_once else module.step(tensors[0], state)
+    except Exception as error:
+        way = "prefill" if at_once else "step"
+        error.add_note(f"{inputs.words()}: {way} of {len(part)} from position {part.start}")
+        raise
 
 
 @dataclass(frozen=True, slots=True)

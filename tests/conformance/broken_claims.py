@@ -256,6 +256,20 @@ class ClaimsInWords(Softmax):
     pass
 
 
+class HidesBehindProjections(SoftmaxMixer):
+    """Counts 3 % too few of a mechanism that costs less than its projections."""
+
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.wide_proj = nn.Linear(build.embed_dim, 64 * build.embed_dim, bias=False)
+        self.out_proj = nn.Linear(64 * build.embed_dim, build.embed_dim, bias=False)
+
+    def forward(
+        self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(self.out_proj(self.wide_proj(hidden)))
+
+
 DECODE = {"causal": True, "decode": "kv_cache"}
 MIXER = {**DECODE, "positions": ("none",)}
 MIXER_COST = {
@@ -314,6 +328,16 @@ CLAIMS = (
         check="least_bytes",
         capabilities=MIXER,
         complexity={**MIXER_COST, "bytes": lambda shape, itemsize: shape.io_bytes(itemsize) // 3},
+    ),
+    Broken(
+        cls=HidesBehindProjections,
+        check="flops_count",
+        capabilities={"positions": ("none",)},
+        complexity={
+            "flops": lambda shape: mixer_softmax_flops(shape) * 97 // 100,
+            "projection_flops": lambda shape: 128 * projection_flops(shape),
+            "projection_bytes": lambda shape, itemsize: 128 * projection_bytes(shape, itemsize),
+        },
     ),
     Broken(
         cls=SevenBytesOfState,

@@ -119,23 +119,24 @@ def _flops_count(subject: Subject) -> Finding:
             continue
         words = f"{inputs.words()}: claims {claim}, counted {counted.products}"
         if projections or subject.form == "mixer":
-            words += f"; of the claim {projections} are projections"
-        mechanism = counted.products - projections
+            words += f"; without the {projections} claimed for projections {claim - projections}"
+            words += f" and {counted.products - projections}"
+        claim, mechanism, slack = claim - projections, counted.products - projections, 0.0
         if abs(mechanism) <= AGREEMENT * projections:  # no products of its own: its sums count
-            least = most = float(counted.additions + projections)
+            least = most = float(counted.additions)
+            slack = AGREEMENT * projections
             words += f" and {counted.additions} additions"
         else:
-            most = float(counted.products)
-            least = most
+            least = most = float(mechanism)
             if inputs.query_len >= LONG_LENGTH:
                 least *= (1 - MOST_LOST) * share if share < 1 - AGREEMENT else 1.0
             share = claim / most
             if claim < (1 - AGREEMENT) * least:
                 least = min(most, _visible_products(module, inputs))
                 words += f", {least:.0f} of them over pairs that see each other" if least < most else ""
-        if not (1 - AGREEMENT) * least <= claim <= (1 + AGREEMENT) * most:
+        if not (1 - AGREEMENT) * least - slack <= claim <= (1 + AGREEMENT) * most + slack:
             raise Violation("the FLOPs formula and the count of what runs disagree", words)
-        finding = passed(f"claim / count = {claim / most:.3f} ({inputs.words()})")
+        finding = passed(f"claim / count = {claim / max(most, 1.0):.3f} ({inputs.words()})")
     return finding
 
 

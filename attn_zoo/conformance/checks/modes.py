@@ -40,6 +40,8 @@ def _modes(subject: Subject) -> Finding:
 def _expect_one_output(module: Module, inputs: Inputs) -> None:
     """Check that one call gives the same in both modes, with a graph and without."""
     expected = _seeded(module.eval(), inputs)
+    if expected.not_finite:
+        return  # equals nothing, not even itself: another check's finding
     # Other kernels may run, each with roundings of its own.
     tolerance = 2 * rounding(expected.output, inputs.num_terms)
     for is_training in (False, True):

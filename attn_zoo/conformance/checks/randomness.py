@@ -74,7 +74,9 @@ def _dropout(subject: Subject) -> Finding:
                 if draws.shape[0] >= most or (subject.is_fixed and _is_precise(draws, true, dropout_p)):
                     break
                 draws = torch.cat([draws, seeded_call(module, copies, seed).double()])
-            _expect_unbiased(draws, true, words)
+            # What a mixer makes of summaries need not be linear in what was dropped of them.
+            if subject.form == "attention" or subject.capabilities.dropout_unit != "summaries":
+                _expect_unbiased(draws, true, words)
             if dropout_p > 4 * torch.finfo(first.dtype).eps:  # less is lost in rounding
                 _expect_unbiased_in_all(draws, true, dropout_p, words)
             if subject.dtype == torch.float64:
@@ -148,6 +150,8 @@ def _same_seed_same_output(subject: Subject) -> Finding:
             module, again = subject.make(build, seq_len=length), subject.make(build, seq_len=length)
             for inputs in subject.calls(build, length):
                 expected = seeded_call(module, inputs, 0)
+                if not expected.isfinite().all():
+                    continue  # equals nothing, not even itself: another check's finding
                 for what, output in (
                     ("a second call under another global seed", seeded_call(module, inputs, 1)),
                     ("a module built again from the same seeds", seeded_call(again, inputs, 2)),
@@ -179,6 +183,8 @@ def _expect_round_trip(source: Module, target: Module, calls: list[Inputs]) -> N
     target.load_state_dict(stored, strict=True)
     for inputs in calls:
         expected, output = seeded_call(source, inputs, 0), seeded_call(target, inputs, 1)
+        if not expected.isfinite().all():
+            return  # another check's finding
         if not largest_error(output, expected) <= same_shape_tolerance(expected):
             raise Violation(
                 "a module loaded from the saved state gives another output",
