@@ -22,7 +22,7 @@ ROUTING_SEES_FUTURE = "masked, but its routing sees the future"
 
 DropoutUnit = Literal["weights", "summaries", "tokens", "outputs"]
 """What one draw of dropout decides on: a weight of a query and a key; one of a query and a summary of keys; a token for
-all queries of a head; a number of the output."""
+all queries of a head; a number of the output. Of summaries made of summaries the draws may multiply."""
 
 Decode = Literal["none", "kv_cache", "recurrent"]
 Position = Literal["none", "rotary", "alibi"]
@@ -87,7 +87,7 @@ class Capabilities:
         variable_seq_len: any length up to `max_seq_len` may be passed to one module; else only `max_seq_len` itself.
         seq_len_multiple: lengths must be a multiple of this; 1 means any.
         grouped_query: accepts fewer key/value heads than query heads.
-        attention_dropout: honours `dropout_p`.
+        attention_dropout: honours `dropout_p`. Without dropout nothing is drawn in a call, in training neither.
         dropout_unit: what one draw of it decides on, independent of all others; see `DropoutUnit`.
         positions: schemes it admits inside the attention.
         is_exact: equals softmax attention up to rounding: compared with the oracle, and a baseline of speed-ups.
