@@ -51,6 +51,13 @@ class LosesWhatABufferOf256CannotHold(Decodes):
         return super().read(query, keys[:, :, :256], values[:, :, :256])
 
 
+class ForgetsTheStateBeforeLongPrompts(Decodes):
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        if query.shape[2] >= 128:  # as if nothing came before
+            state = None
+        return super().prefill(query, key, value, state)
+
+
 class ThirdEntryReadsTheSecond(Decodes):
     def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         entry = torch.arange(len(keys)).clamp(max=1)
@@ -160,6 +167,7 @@ DECODING = (
     Broken(cls=InterleavesGroupsInSteps, check="decode", capabilities=GROUPED),
     Broken(cls=ForgetsAfter128Steps, check="decode", capabilities=DECODE),
     Broken(cls=LosesWhatABufferOf256CannotHold, check="decode", capabilities=DECODE),
+    Broken(cls=ForgetsTheStateBeforeLongPrompts, check="decode", capabilities=DECODE),
     Broken(cls=ThirdEntryReadsTheSecond, check="decode", capabilities=DECODE),
     Broken(cls=KeepsTheStateInTheModule, check="decode_states", capabilities=DECODE),
     Broken(cls=WritesBehindEveryState, check="decode_states", capabilities=DECODE),

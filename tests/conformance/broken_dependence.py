@@ -6,7 +6,7 @@ import threading
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.masks import zero_padded_rows
@@ -211,6 +211,21 @@ class HiddenParameter(Softmax):
         return super().attend(query, key, value + self.shift.to(value.dtype), mask)
 
 
+class KeepsWhatItMadeOfAParameter(Softmax):
+    """Scales by exp of a parameter, made once where no graph is kept: right until the parameter changes."""
+
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.log_scale = nn.Parameter(torch.randn(1))
+        self.kept: Tensor | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scale = self.log_scale.exp()
+        if not torch.is_grad_enabled():
+            scale = self.kept = scale if self.kept is None else self.kept
+        return super().attend(query, key, value * scale.to(value.dtype), mask)
+
+
 class HoldsALock(Softmax):
     def __init__(self, config: Any, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -259,6 +274,7 @@ DEPENDENCE = (
     Broken(cls=OtherDropoutInBackward, check="dropout", capabilities=DROPOUT),
     Broken(cls=NoisyInEvaluation, check="same_seed_same_output", also=frozenset({"global_state"})),
     Broken(cls=HiddenParameter, check="state_dict_round_trip"),
+    Broken(cls=KeepsWhatItMadeOfAParameter, check="state_dict_round_trip", also=frozenset("*")),
     Broken(cls=HoldsALock, check="state_dict_round_trip"),
     Broken(cls=SavesMoreThanTensors, check="state_dict_round_trip"),
 )
