@@ -1,0 +1,64 @@
+"""What `attn-zoo doctor` tries, and for how long it waits."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from attn_zoo import doctor
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Which (variant, backend) were tried, in order; a backend in `hangs` never answers, one in `fails` raises."""
+    tried, hangs, fails = [], set(), set()
+    original = doctor.build_attention
+
+    def build(name, build, *, backend):
+        tried.append((name, backend))
+        if backend in hangs:
+            threading.Event().wait(300)
+        if backend in fails:
+            raise RuntimeError("no kernel image\nand more lines")
+        return original(name, build, backend="auto")
+
+    monkeypatch.setattr(doctor, "build_attention", build)
+    return tried, hangs, fails
+
+
+def test_a_kernel_that_compiles_for_long_is_interrupted_and_not_tried_again(built):
+    tried, hangs, fails = built
+    hangs.add("flex")
+    fails.add("math")
+    left, told = [0.1], []
+    rows = {
+        (name, backend): text for name, backend, text in doctor.diagnose_backends("cpu", lambda: left[0], told.append)
+    }
+    assert [backend for _, backend in tried].count("flex") == 1
+    first = next(name for name, backend in tried if backend == "flex")
+    assert rows[first, "flex"] == "not known: still at it after 0 s (--wait waits)"
+    assert rows["full", "flex"] == f"not tried: {first} took too long (--wait waits)"
+    assert rows["full", "math"] == "fails: RuntimeError: no kernel image"
+    assert f"{first} flex" in told
+    assert "full auto" in told
+
+
+def test_nothing_is_tried_when_the_time_is_over(built):
+    rows = doctor.diagnose_backends("cpu", lambda: -1.0)
+    assert built[0] == []
+    assert {text for *_, text in rows} == {"not tried: there was no time left (--wait waits)"}
+
+
+def test_the_limit_counts_from_the_start_of_the_process(built, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(doctor, "diagnose_backends", lambda device, left_s, tell: given.append(left_s()) or [])
+    for waits in (True, False):
+        doctor.print_diagnosis(as_json=True, waits=waits)
+    capsys.readouterr()
+    since_start = time.time() - doctor.psutil.Process().create_time()
+    assert given[0] == math.inf
+    assert given[1] <= doctor.LIMIT_S
+    assert given[1] == pytest.approx(doctor.LIMIT_S - since_start, abs=60)
