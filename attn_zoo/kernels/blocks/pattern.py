@@ -7,6 +7,7 @@ layout and be kept, or be made of the data in every call (`is_dynamic`): then no
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -111,6 +112,12 @@ class BlockPattern:
     is_causal: bool = False
     rule: TokenRule | None = None
     is_dynamic: bool = False
+
+    @cached_property
+    def sizes(self) -> tuple[Hashable, ...]:
+        """All but the table itself, whose shape is known from the tensors."""
+        lines = self.num_global, self.num_dense_rows
+        return self.query_len, self.key_len, self.block_size, *lines, self.is_causal, self.rule
 
     @property
     def num_query_blocks(self) -> int:

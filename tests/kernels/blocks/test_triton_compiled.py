@@ -14,14 +14,14 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 pytestmark = pytest.mark.triton
 
 SHARED_BYTES = 227 * 1024  # of a multiprocessor of sm_90, for one program
-FLAGS = ("is_causal", "is_ragged", "has_batch_tables", "has_padding", "has_slopes", "has_dropout")
+FLAGS = ("is_causal", "is_ragged", "has_batch_tables", "has_padding", "has_slopes", "has_dropout", "has_grad_lse")
 NO_RULE = {"reach": -1, "dilation": 1, "stride": 0, "num_global_tokens": 0}
 RULE = {"reach": 40, "dilation": 3, "stride": 64, "num_global_tokens": 5}
 TOKENS = {"query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"}
-FLOATS = {"lse", "delta", "part", "part_lse", "key_part", "value_part"}
+FLOATS = {"lse", "grad_lse", "delta", "part", "query_part", "key_part", "value_part"}
 TABLES = {"indices", "counts", "rows", "row_starts"}
 OTHERS = {"padding": "*u8", "slopes": "*fp32", "seed": "*i64", "keep_scale": "fp32", "scale": "fp32"}
-OPTIONAL = {"padding": "has_padding", "slopes": "has_slopes", "seed": "has_dropout"}
+OPTIONAL = {"padding": "has_padding", "slopes": "has_slopes", "seed": "has_dropout", "grad_lse": "has_grad_lse"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -30,7 +30,7 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], options: dict[s
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from attn_zoo.kernels.blocks.triton.addressing import Tokens
+    from attn_zoo.kernels.blocks.triton.addressing import Strides
 
     signature: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -39,8 +39,10 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], options: dict[s
         if name in constants:
             signature[name], fixed[place,] = "constexpr", constants[name]
         elif name in TOKENS:
-            signature[name] = Tokens(f"*{dtype}", *["i32"] * 3)  # type: ignore[arg-type]
-            attributes |= {(place, part): ALIGNED for part in range(4)}
+            signature[name], attributes[place,] = f"*{dtype}", ALIGNED
+        elif name.endswith("_strides"):
+            signature[name] = Strides(*["i32"] * 3)  # type: ignore[arg-type]
+            attributes |= {(place, part): ALIGNED for part in range(3)}
         elif name in FLOATS | TABLES:
             signature[name] = "*fp32" if name in FLOATS else "*i32"
             attributes[place,] = ALIGNED
@@ -87,7 +89,11 @@ def build(
         **{flag: flag in flags for flag in FLAGS},
     }
     constants |= {name: None for name, flag in OPTIONAL.items() if flag not in flags}
-    return compiled(kernels[name], dtype, constants, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages})
+    constants = {key: value for key, value in constants.items() if key in kernels[name].arg_names}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if tiles.max_registers is not None and not flags:
+        options["maxnreg"] = tiles.max_registers
+    return compiled(kernels[name], dtype, constants, options)
 
 
 @pytest.mark.parametrize("name", ["forward", "query_gradient", "key_gradient"])
@@ -112,9 +118,8 @@ def test_other_kinds_compile(name: Any, dtype: str, block_size: int, head_dim: i
 
 
 def test_small_kernels_compile(tmp_path: Path):
-    from attn_zoo.kernels.blocks.triton.forward import merge_kernel
-    from attn_zoo.kernels.blocks.triton.query_gradient import delta_kernel
+    from attn_zoo.kernels.blocks.triton.stretches import add_up_kernel, merge_kernel
 
-    for kernel, tokens in ((merge_kernel, 16), (delta_kernel, 64)):
-        built = compiled(kernel, "bf16", {"block_m": tokens, "head_dim": 64}, {"num_warps": 4})
+    for kernel in (merge_kernel, add_up_kernel):
+        built = compiled(kernel, "bf16", {"block_m": 16, "head_dim": 64}, {"num_warps": 4})
         assert spilled_bytes(built, tmp_path) == 0

@@ -39,6 +39,8 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     mend_interpreter(monkeypatch)
     monkeypatch.setattr(block_triton_launch, "_SPLIT_BLOCKS", 2)
+    for kept in ("_forwards", "_backwards"):  # cut otherwise
+        monkeypatch.setattr(block_triton_launch, kept, {})
     # Weights of padding overflow on the way to their own gradients, which are zeroed.
     np.seterr(over="ignore", invalid="ignore")
     # Fill what is allocated with NaN: nothing may depend on memory that was not written.

@@ -11,31 +11,31 @@ Functions under `triton.jit` carry no annotations but `tl.constexpr`, which Trit
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
-class Tokens(NamedTuple):
-    """A tensor `[B, H, tokens, D]` as a kernel takes it: its features side by side, other strides as they are."""
+class Strides(NamedTuple):
+    """Of a tensor `[B, H, tokens, D]` whose features lie side by side.
 
-    data: Any
-    batch_stride: int
-    head_stride: int
-    token_stride: int
-
-
-def tokens(tensor: Tensor) -> Tokens:
-    """Return `tensor` `[B, H, tokens, D]` as a kernel takes it.
-
-    Strides are specialised on being multiples of 16, which loads of 16 bytes need; lengths are not in here.
+    They are specialised on being multiples of 16, which loads of 16 bytes need; lengths are not in here.
     """
+
+    batch: int
+    head: int
+    token: int
+
+
+def strides_of(tensor: Tensor) -> Strides:
+    """Return the strides of `tensor` `[B, H, tokens, D]` as a kernel takes them."""
     assert tensor.stride(-1) == 1
-    return Tokens(tensor, *tensor.stride()[:3])
+    return Strides(*tensor.stride()[:3])
 
 
 @triton.jit
@@ -53,9 +53,15 @@ def find_tile(program, num_split_tiles, num_listed_tiles, num_splits, num_sequen
 
 
 @triton.jit
-def sequence_start(sequences, batch, head):
+def sequence_start(data, strides, batch, head):
     """Return a pointer to the first token of a batch entry and head, computed in 64 bits."""
-    return sequences.data + batch.to(tl.int64) * sequences.batch_stride + head.to(tl.int64) * sequences.head_stride
+    return data + batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head
+
+
+@triton.jit
+def base_2(lse):
+    """Return a log-sum-exp in base 2, or +inf where a query sees nothing, so that each of its weights is zero."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
 
 
 @triton.jit

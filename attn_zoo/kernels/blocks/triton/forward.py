@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from attn_zoo.kernels.blocks.triton.addressing import (
+    LN_2,
     LOG2_E,
     block_at,
     find_tile,
@@ -44,12 +45,15 @@ SIZES = [
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     query,
+    query_strides,
     key,
+    key_strides,
     value,
+    value_strides,
     output,
+    output_strides,
     lse,
     part,
-    part_lse,
     indices,
     counts,
     padding,
@@ -90,10 +94,10 @@ def forward_kernel(
     Only the last block of a list can be ragged or cut by the diagonal; a rule and padding may hide keys anywhere.
 
     Args:
-        query: `Tokens` of `[B, H, L, D]`; so `key`, `value`, `output`.
-        lse: float32 `[B, H, L]`, written: log2 of the sum of exp2 of the scores; +inf where a query sees nothing.
-        part: float32 `[B, H, splits, dense tokens, D]`, written: outputs of the stretches.
-        part_lse: float32 `[B, H, splits, dense tokens]`, written: likewise, -inf where a query sees nothing.
+        query: `[B, H, L, D]`; so `key`, `value`, `output`, whose strides follow.
+        lse: float32 `[B, H, L]`, written: natural log-sum-exp of the scores, -inf where a query sees nothing.
+        part: float32, written: outputs of the stretches `[B, H, splits, dense tokens, D]`; behind them their
+            log-sum-exps in base 2, `[B, H, splits, dense tokens]`.
         indices: int32 `[B or 1, P, R, W]`.
         counts: int32 `[B or 1, P, R]`.
         padding: uint8 `[B, S]`, 1 = padding.
@@ -130,7 +134,13 @@ def forward_kernel(
     standing = query_at + row_shift * block_size
     is_query = query_at < query_len
     queries = load_tile(
-        sequence_start(query, batch, head), query.token_stride, tile * block_m, within, features, is_query, is_ragged
+        sequence_start(query, query_strides, batch, head),
+        query_strides.token,
+        tile * block_m,
+        within,
+        features,
+        is_query,
+        is_ragged,
     )
     slope = 0.0
     if has_slopes:
@@ -146,7 +156,10 @@ def forward_kernel(
     highest = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
     result = tl.zeros([block_m, head_dim], tl.float32)
-    key_start, value_start = sequence_start(key, batch, head), sequence_start(value, batch, head)
+    key_start, value_start = (
+        sequence_start(key, key_strides, batch, head),
+        sequence_start(value, value_strides, batch, head),
+    )
     key_within = tl.arange(0, block_n)
     key_tiles: tl.constexpr = block_size // block_n
     is_masked_everywhere: tl.constexpr = has_padding or reach >= 0
@@ -165,8 +178,8 @@ def forward_kernel(
             is_key = key_at < key_len
             if has_padding:
                 is_key = is_key & (tl.load(padding + key_at, mask=is_key, other=1) == 0)
-            keys = load_tile(key_start, key.token_stride, first, key_within, features, is_key, is_masked)
-            values = load_tile(value_start, value.token_stride, first, key_within, features, is_key, is_masked)
+            keys = load_tile(key_start, key_strides.token, first, key_within, features, is_key, is_masked)
+            values = load_tile(value_start, value_strides.token, first, key_within, features, is_key, is_masked)
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
             if is_masked or has_slopes:
                 scores = scores * score_scale
@@ -201,52 +214,11 @@ def forward_kernel(
         token = (sequence.to(tl.int64) * num_splits + split) * num_tokens + query_at
         is_query = query_at < num_tokens
         tl.store(part + token[:, None] * head_dim + features[None, :], result, mask=is_query[:, None])
+        part_lse = part + num_sequences.to(tl.int64) * num_splits * num_tokens * head_dim
         tl.store(part_lse + token, log_sum, mask=is_query)
     else:
-        target = sequence_start(output, batch, head) + query_at.to(tl.int64)[:, None] * output.token_stride
-        tl.store(target + features[None, :], result.to(output.data.dtype.element_ty), mask=is_query[:, None])
-        # A log-sum-exp of +inf makes every weight of a dead query zero in the backward pass.
-        log_sum = tl.where(is_dead, float("inf"), log_sum)
-        tl.store(lse + sequence.to(tl.int64) * query_len + query_at, log_sum, mask=is_query)
-
-
-@triton.jit(do_not_specialize=["num_heads", "query_len", "num_tokens", "num_splits"])
-def merge_kernel(
-    part,
-    part_lse,
-    output,
-    lse,
-    num_heads,
-    query_len,
-    num_tokens,
-    num_splits,
-    block_m: tl.constexpr,
-    head_dim: tl.constexpr,
-):
-    """Merge the stretches of some dense tokens of one sequence, in order; see `forward_kernel` for the arguments."""
-    num_tiles = tl.cdiv(num_tokens, block_m)
-    sequence, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    features = tl.arange(0, head_dim)
-    query_at = tile * block_m + tl.arange(0, block_m)
-    is_query = query_at < num_tokens
-    first = sequence.to(tl.int64) * num_splits * num_tokens + query_at
-    highest = tl.full([block_m], float("-inf"), tl.float32)
-    for split in range(num_splits):
-        log_sum = tl.load(part_lse + first + split * num_tokens, mask=is_query, other=float("-inf"))
-        highest = tl.maximum(highest, log_sum)
-    pivot = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.zeros([block_m], tl.float32)
-    result = tl.zeros([block_m, head_dim], tl.float32)
-    for split in range(num_splits):
-        place = first + split * num_tokens
-        share = tl.exp2(tl.load(part_lse + place, mask=is_query, other=float("-inf")) - pivot)
-        addend = tl.load(part + place[:, None] * head_dim + features[None, :], mask=is_query[:, None], other=0.0)
-        total += share
-        result += share[:, None] * addend
-    is_dead = total == 0.0
-    result = result / tl.where(is_dead, 1.0, total)[:, None]
-    batch, head = sequence // num_heads, sequence % num_heads
-    place = sequence_start(output, batch, head) + query_at.to(tl.int64)[:, None] * output.token_stride
-    tl.store(place + features[None, :], result.to(output.data.dtype.element_ty), mask=is_query[:, None])
-    log_sum = tl.where(is_dead, float("inf"), pivot + tl.log2(tl.where(is_dead, 1.0, total)))
-    tl.store(lse + sequence.to(tl.int64) * query_len + query_at, log_sum, mask=is_query)
+        target = (
+            sequence_start(output, output_strides, batch, head) + query_at.to(tl.int64)[:, None] * output_strides.token
+        )
+        tl.store(target + features[None, :], result.to(output.dtype.element_ty), mask=is_query[:, None])
+        tl.store(lse + sequence.to(tl.int64) * query_len + query_at, log_sum * LN_2, mask=is_query)

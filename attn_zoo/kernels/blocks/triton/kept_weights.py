@@ -17,26 +17,23 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 _NUM_DRAWS = 1 << 32  # a draw is 32 bits
 
 
-def dropout_options(dropout_p: float, seed: Tensor | None) -> dict[str, Any]:
-    """Return what the kernels take.
+def dropout_options(dropout_p: float) -> dict[str, Any]:
+    """Return what the kernels take beside the seed, int64 `[1]` on the device.
 
     The probability is rounded to a multiple of 2^-32, and weights are divided by what is really kept on average.
 
     Args:
-        dropout_p: probability of dropping a weight, below 1.
-        seed: int64 `[1]` on the device; None stands for no dropout.
+        dropout_p: probability of dropping a weight, below 1; 0 stands for no dropout.
     """
     num_dropped = min(round(dropout_p * _NUM_DRAWS), _NUM_DRAWS - 1)
     return {
-        "seed": seed,
         "drop_bound": num_dropped - _NUM_DRAWS // 2,  # draws are compared as signed numbers
         "keep_scale": _NUM_DRAWS / (_NUM_DRAWS - num_dropped),
-        "has_dropout": seed is not None,
+        "has_dropout": dropout_p > 0,
     }
 
 

@@ -3,7 +3,7 @@
 """Block-sparse attention in Triton, backward, second part: the gradients of keys and values, by columns.
 
 Algorithm and reasons as in `query_gradient.py`, over the transposed table. Global columns, which every row
-adds to, are cut into stretches of queries, whose float32 sums the caller adds up.
+adds to, are cut into stretches of queries, whose float32 sums `stretches.py` adds up.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from attn_zoo.kernels.blocks.triton.addressing import (
     LOG2_E,
+    base_2,
     block_at,
     find_tile,
     is_visible,
@@ -42,11 +43,17 @@ SIZES = [
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
     query,
+    query_strides,
     key,
+    key_strides,
     value,
+    value_strides,
     grad_output,
+    grad_output_strides,
     grad_key,
+    grad_key_strides,
     grad_value,
+    grad_value_strides,
     lse,
     delta,
     key_part,
@@ -89,13 +96,13 @@ def key_gradient_kernel(
     """Compute the gradients of one tile of keys and values, over the rows that see them or a stretch of all rows.
 
     Keys that are padding or beyond the end need no mask on the way: they touch their own gradients alone, which are
-    zeroed or not written. Queries beyond the end have a log-sum-exp of +inf, hence weights of zero. Under a causal mask
+    zeroed or not written. Queries beyond the end see nothing, hence weights of zero. Under a causal mask
     only the first block of a column can be cut by the diagonal.
 
     Args:
-        query: `Tokens` of `[B, H, L, D]`; so `key`, `value`, `grad_output`, `grad_key`, `grad_value`.
+        query: `[B, H, L, D]`; so `key`, `value`, `grad_output`, `grad_key`, `grad_value`, whose strides follow.
         lse: float32 `[B, H, L]`, of the forward pass.
-        delta: float32 `[B, H, L]`.
+        delta: float32 `[B, H, L]`, which the gradient of the queries writes.
         key_part: float32 `[B, H, splits, global tokens, D]`, written: the stretches' gradients of global keys.
         value_part: likewise of global values.
         rows: int32 `[B or 1, P, table_size]`, the transposed table: listed rows that see each key block in turn.
@@ -136,9 +143,10 @@ def key_gradient_kernel(
     if has_padding:
         is_key = is_key & (tl.load(padding + batch.to(tl.int64) * key_len + key_at, mask=is_key, other=1) == 0)
     is_cut: tl.constexpr = has_padding or is_ragged
-    key_start, value_start = sequence_start(key, batch, head), sequence_start(value, batch, head)
-    keys = load_tile(key_start, key.token_stride, first_key, key_within, features, is_key, is_cut)
-    values = load_tile(value_start, value.token_stride, first_key, key_within, features, is_key, is_cut)
+    start = sequence_start(key, key_strides, batch, head)
+    keys = load_tile(start, key_strides.token, first_key, key_within, features, is_key, is_cut)
+    start = sequence_start(value, value_strides, batch, head)
+    values = load_tile(start, value_strides.token, first_key, key_within, features, is_key, is_cut)
     slope = 0.0
     if has_slopes:
         slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
@@ -150,7 +158,8 @@ def key_gradient_kernel(
     score_scale = scale * LOG2_E
     key_result = tl.zeros([block_n, head_dim], tl.float32)
     value_result = tl.zeros([block_n, head_dim], tl.float32)
-    query_start, grad_start = sequence_start(query, batch, head), sequence_start(grad_output, batch, head)
+    query_start = sequence_start(query, query_strides, batch, head)
+    grad_start = sequence_start(grad_output, grad_output_strides, batch, head)
     entries = rows + table.to(tl.int64) * table_size + first_entry
     within = tl.arange(0, block_m)
     row_tiles: tl.constexpr = block_size // block_m
@@ -168,14 +177,15 @@ def key_gradient_kernel(
             first = place * block_size + step % row_tiles * block_m
             query_at = first + within
             is_query = query_at < query_len
-            queries = load_tile(query_start, query.token_stride, first, within, features, is_query, is_ragged)
-            grads = load_tile(grad_start, grad_output.token_stride, first, within, features, is_query, is_ragged)
+            queries = load_tile(query_start, query_strides.token, first, within, features, is_query, is_ragged)
+            grads = load_tile(grad_start, grad_output_strides.token, first, within, features, is_query, is_ragged)
             if is_ragged:
-                log_sum = tl.load(lse + first_of_sequence + query_at, mask=is_query, other=float("inf"))
+                log_sum = tl.load(lse + first_of_sequence + query_at, mask=is_query, other=float("-inf"))
                 deltas = tl.load(delta + first_of_sequence + query_at, mask=is_query, other=0.0)
             else:
                 log_sum = tl.load(lse + first_of_sequence + query_at)
                 deltas = tl.load(delta + first_of_sequence + query_at)
+            log_sum = base_2(log_sum)
             scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * score_scale  # [keys, queries]
             standing = (query_at + row_shift * block_size)[None, :]
             if has_slopes:
@@ -209,7 +219,7 @@ def key_gradient_kernel(
         tl.store(value_part + cell, value_result, mask=is_written[:, None])
     else:
         place_at = key_at.to(tl.int64)[:, None]
-        target = sequence_start(grad_key, batch, head) + place_at * grad_key.token_stride + features[None, :]
-        tl.store(target, key_result.to(grad_key.data.dtype.element_ty), mask=is_written[:, None])
-        target = sequence_start(grad_value, batch, head) + place_at * grad_value.token_stride + features[None, :]
-        tl.store(target, value_result.to(grad_value.data.dtype.element_ty), mask=is_written[:, None])
+        target = sequence_start(grad_key, grad_key_strides, batch, head) + place_at * grad_key_strides.token
+        tl.store(target + features[None, :], key_result.to(grad_key.dtype.element_ty), mask=is_written[:, None])
+        target = sequence_start(grad_value, grad_value_strides, batch, head) + place_at * grad_value_strides.token
+        tl.store(target + features[None, :], value_result.to(grad_value.dtype.element_ty), mask=is_written[:, None])

@@ -8,20 +8,21 @@ output times gradient; and the partial results of dense rows and global columns,
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_zoo.kernels.blocks.call import BlockCall
-from attn_zoo.kernels.blocks.pattern import BlockPattern
-from attn_zoo.kernels.blocks.triton.addressing import tokens
-from attn_zoo.kernels.blocks.triton.forward import forward_kernel, merge_kernel
+from attn_zoo.kernels.blocks.triton.addressing import strides_of
+from attn_zoo.kernels.blocks.triton.forward import forward_kernel
 from attn_zoo.kernels.blocks.triton.kept_weights import dropout_options
 from attn_zoo.kernels.blocks.triton.key_gradient import key_gradient_kernel
-from attn_zoo.kernels.blocks.triton.query_gradient import delta_kernel, query_gradient_kernel
+from attn_zoo.kernels.blocks.triton.query_gradient import query_gradient_kernel
+from attn_zoo.kernels.blocks.triton.stretches import add_up_kernel, merge_kernel
+from attn_zoo.kernels.cached_launch import CachedLaunch, kind_of, on_device_of, remembered
 from attn_zoo.kernels.trace import note_path
 
 # A stretch of a dense line has twice the blocks of a listed line with the usual 3 + 3 + 2, and starts first, so that it
@@ -31,7 +32,6 @@ _SPLIT_BLOCKS = 16
 _MAX_SPLITS = 32
 
 _MERGE_TOKENS = 16  # dense tokens that one program merges: few, as they are few
-_DELTA_TOKENS = 64
 _NO_RULE = {"reach": -1, "dilation": 1, "stride": 0, "num_global_tokens": 0}
 
 
@@ -40,12 +40,21 @@ Kernel = Literal["forward", "query_gradient", "key_gradient"]
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel is cut and run: queries and keys of a tile, warps of a program, stages of its pipeline."""
+    """How a kernel is cut and run.
+
+    Args:
+        block_m: queries of a tile.
+        block_n: keys of a tile.
+        num_warps: of a program.
+        num_stages: of its pipeline.
+        max_registers: of a thread where nothing is hidden; a few more would make one program less resident.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 # For 16-bit inputs and blocks of 64 or more, by kernel and head_dim (smaller ones as 64). Chosen from what the compiler
@@ -55,7 +64,7 @@ class Tiles:
 _TILES: dict[tuple[Kernel, int], Tiles] = {
     ("forward", 64): Tiles(64, 64, 4, 3),  # 112 registers, 40 KiB: 4
     ("forward", 128): Tiles(64, 64, 4, 3),  # 159, 80 KiB: 2
-    ("query_gradient", 64): Tiles(64, 64, 4, 3),  # 126, 48 KiB: 4
+    ("query_gradient", 64): Tiles(64, 64, 4, 3, max_registers=128),  # 127 (135 if it may), 48 KiB: 4
     ("query_gradient", 128): Tiles(64, 64, 4, 3),  # 202, 96 KiB: 2
     ("key_gradient", 64): Tiles(64, 64, 4, 3),  # 216, 49 KiB: 2
     ("key_gradient", 128): Tiles(32, 64, 4, 3),  # 234, 64 KiB: 2; with 64 queries it spills
@@ -85,55 +94,123 @@ def _splits(num_blocks: int) -> tuple[int, int]:
     return max(1, math.ceil(num_blocks / length)), length
 
 
-def _options(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
-    """Return what all kernels take, by name."""
-    query, pattern = call.query, call.pattern
-    make = _fixed_options.__wrapped__ if pattern.is_dynamic else _fixed_options
-    has_padding, has_slopes = call.padding is not None, call.slopes is not None
+class _Forward(NamedTuple):
+    """What a call launches."""
+
+    attend: CachedLaunch
+    merge: CachedLaunch | None  # where there are dense rows
+    num_parts: int  # numbers that stretches of dense rows leave
+
+
+class _Backward(NamedTuple):
+    """What a backward pass launches."""
+
+    query_gradient: CachedLaunch
+    key_gradient: CachedLaunch
+    add_up: CachedLaunch | None  # where there are dense rows or global columns
+    sections: list[int]  # numbers in the parts of queries, of keys, of values, and in `delta`
+
+
+_forwards: dict[Hashable, _Forward] = {}
+_backwards: dict[Hashable, _Backward] = {}
+
+
+def _tensors(call: BlockCall, *table: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the last tensors of every kernel that attends: a table, padding, slopes and seed."""
+    padding = None if call.padding is None else call.padding.contiguous().view(torch.uint8)
+    return *table, padding, call.slopes, call.seed
+
+
+def _kind(call: BlockCall, *tensors: Tensor | None) -> Hashable:
+    """Return what decides how a call is cut, and what its kernels are compiled for."""
+    return call.pattern.sizes, call.dropout_p, kind_of(call.query, call.key, call.value, *tensors)
+
+
+def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
+    """Return what all kernels that attend take beside tensors, their strides and stretches, by name."""
+    pattern, (batch_size, num_heads, query_len, head_dim) = call.pattern, call.query.shape
+    size = pattern.block_size
+    tiles = tiles_of(kernel, size, head_dim, call.query.element_size())
+    is_ragged = query_len % size != 0 or pattern.key_len % size != 0
+    hides = call.padding is not None or call.dropout_p > 0 or pattern.is_causal or pattern.rule is not None or is_ragged
+    limit = {} if tiles.max_registers is None or hides else {"maxnreg": tiles.max_registers}
     return {
-        **make(pattern, query.shape, query.element_size(), kernel, has_padding=has_padding, has_slopes=has_slopes),
-        "padding": None if call.padding is None else call.padding.contiguous().view(torch.uint8),
-        "slopes": call.slopes,
         "scale": call.scale,
-        **dropout_options(call.dropout_p, call.seed),
-    }
-
-
-@lru_cache(maxsize=256)
-def _fixed_options(
-    pattern: BlockPattern, shape: torch.Size, itemsize: int, kernel: Kernel, *, has_padding: bool, has_slopes: bool
-) -> dict[str, Any]:
-    """Return those that depend on the pattern and on sizes."""
-    batch_size, num_heads, _, head_dim = shape
-    size, tiles = pattern.block_size, tiles_of(kernel, pattern.block_size, head_dim, itemsize)
-    return {
         "num_sequences": batch_size * num_heads,
         "num_heads": num_heads,
-        "query_len": pattern.query_len,
+        "query_len": query_len,
         "key_len": pattern.key_len,
         "num_dense_rows": pattern.num_dense_rows,
         "num_global": pattern.num_global,
         "num_tables": pattern.num_heads,
-        "row_shift": (pattern.key_len - pattern.query_len) // size,
+        "row_shift": (pattern.key_len - query_len) // size,
         "block_size": size,
         "block_m": tiles.block_m,
         "block_n": tiles.block_n,
         "head_dim": head_dim,
         "is_causal": pattern.is_causal,
-        "is_ragged": pattern.query_len % size != 0 or pattern.key_len % size != 0,
+        "is_ragged": is_ragged,
         "has_batch_tables": pattern.indices.shape[0] > 1,
         **(_NO_RULE if pattern.rule is None else asdict(pattern.rule)),
-        "has_padding": has_padding,
-        "has_slopes": has_slopes,
+        "has_padding": call.padding is not None,
+        "has_slopes": call.slopes is not None,
+        **dropout_options(call.dropout_p),
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
+        **limit,
     }
 
 
-def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the scores, float32 `[B, H, L]`.
+def _strides(**tensors: Tensor) -> dict[str, Any]:
+    return {f"{name}_strides": strides_of(tensor) for name, tensor in tensors.items()}
 
-    It is in base 2, and +inf where a query sees nothing; or, where it is wanted, natural and -inf there.
+
+class _Lines(NamedTuple):
+    """How dense rows or global columns are cut: stretches, blocks of a stretch, and their tokens."""
+
+    num_splits: int
+    split_blocks: int
+    num_tokens: int
+
+
+def _dense_rows(call: BlockCall) -> _Lines:
+    pattern = call.pattern
+    splits = _splits(-(-pattern.dense_key_len // pattern.block_size))
+    return _Lines(*splits, min(pattern.num_dense_rows * pattern.block_size, pattern.query_len))
+
+
+def _global_columns(call: BlockCall) -> _Lines:
+    pattern = call.pattern
+    return _Lines(*_splits(pattern.num_query_blocks), min(pattern.num_global * pattern.block_size, pattern.key_len))
+
+
+def _cut_forward(call: BlockCall, output: Tensor) -> _Forward:
+    pattern, lines, sizes = call.pattern, _dense_rows(call), _sizes(call, "forward")
+    num_sequences, head_dim = sizes["num_sequences"], sizes["head_dim"]
+    row_tiles = pattern.block_size // sizes["block_m"]
+    stretches = {"num_splits": lines.num_splits, "split_blocks": lines.split_blocks}
+    rows = {"num_rows": pattern.num_rows, "width": pattern.indices.shape[-1]}
+    strides = _strides(query=call.query, key=call.key, value=call.value, output=output)
+    num_programs = num_sequences * row_tiles * (pattern.num_dense_rows * lines.num_splits + pattern.num_rows)
+    attend = CachedLaunch(forward_kernel, (num_programs,), sizes | strides | stretches | rows)
+    merge = None
+    if lines.num_tokens:
+        rest = {
+            **_strides(output=output),
+            "num_sequences": num_sequences,
+            "num_heads": sizes["num_heads"],
+            "query_len": pattern.query_len,
+            "num_tokens": lines.num_tokens,
+            "num_splits": lines.num_splits,
+            "block_m": _MERGE_TOKENS,
+            "head_dim": head_dim,
+        }
+        merge = CachedLaunch(merge_kernel, (num_sequences * -(-lines.num_tokens // _MERGE_TOKENS),), rest)
+    return _Forward(attend, merge, num_sequences * lines.num_splits * lines.num_tokens * (head_dim + 1))
+
+
+def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of the scores, float32 `[B, H, L]`, -inf where a query sees nothing.
 
     Sums are in float32, products of float32 inputs too (not in TensorFloat32). The first call of a kind compiles, not
     that of a length.
@@ -142,41 +219,68 @@ def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
     query, pattern = call.query, call.pattern
     output = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    options = _options(call, "forward")
-    num_sequences, row_tiles = options["num_sequences"], pattern.block_size // options["block_m"]
-    num_splits, split_blocks = _splits(-(-pattern.dense_key_len // pattern.block_size))
-    num_dense = min(pattern.num_dense_rows * pattern.block_size, pattern.query_len)
-    part = query.new_empty((num_sequences, num_splits, num_dense, query.shape[-1]), dtype=torch.float32)
-    part_lse = query.new_empty((num_sequences, num_splits, num_dense), dtype=torch.float32)
-    with torch.cuda.device_of(query):
-        num_programs = num_sequences * row_tiles * (pattern.num_dense_rows * num_splits + pattern.num_rows)
-        forward_kernel[(num_programs,)](
-            *map(tokens, (query, call.key, call.value, output)),
-            lse,
-            part,
-            part_lse,
-            pattern.indices,
-            pattern.counts,
-            num_rows=pattern.num_rows,
-            width=pattern.indices.shape[-1],
-            num_splits=num_splits,
-            split_blocks=split_blocks,
-            **options,
-        )
-        if num_dense:
-            merge_kernel[(num_sequences * -(-num_dense // _MERGE_TOKENS),)](
-                part,
-                part_lse,
-                tokens(output),
-                lse,
-                query.shape[1],
-                pattern.query_len,
-                num_dense,
-                num_splits,
-                block_m=_MERGE_TOKENS,
-                head_dim=query.shape[-1],
-            )
-    return output, (torch.where(lse.isinf(), -torch.inf, lse * math.log(2)) if call.has_lse else lse)
+    tensors = _tensors(call, pattern.indices, pattern.counts)
+    launches = remembered(_forwards, _kind(call, *tensors), lambda: _cut_forward(call, output))
+    part = query.new_empty(launches.num_parts, dtype=torch.float32) if launches.num_parts else lse
+    with on_device_of(query):
+        launches.attend(query, call.key, call.value, output, lse, part, *tensors)
+        if launches.merge is not None:
+            launches.merge(part, output, lse)
+    return output, lse
+
+
+def _cut_backward(
+    call: BlockCall, output: Tensor, grad_output: Tensor, grads: tuple[Tensor, Tensor, Tensor], *, has_grad_lse: bool
+) -> _Backward:
+    pattern, dense, columns = call.pattern, _dense_rows(call), _global_columns(call)
+    inputs = _strides(query=call.query, key=call.key, value=call.value, grad_output=grad_output)
+    grad_query, grad_key, grad_value = grads
+
+    sizes = _sizes(call, "query_gradient")
+    num_sequences, head_dim, size = sizes["num_sequences"], sizes["head_dim"], pattern.block_size
+    lines = pattern.num_dense_rows * dense.num_splits + pattern.num_rows
+    query_gradient = CachedLaunch(
+        query_gradient_kernel,
+        (num_sequences * lines * (size // sizes["block_m"]),),
+        {
+            **(sizes | inputs | _strides(output=output, grad_query=grad_query)),
+            "num_rows": pattern.num_rows,
+            "width": pattern.indices.shape[-1],
+            "num_splits": dense.num_splits,
+            "split_blocks": dense.split_blocks,
+            "has_grad_lse": has_grad_lse,
+        },
+    )
+
+    sizes = _sizes(call, "key_gradient")
+    lines = pattern.num_global * columns.num_splits + pattern.num_key_blocks - pattern.num_global
+    key_gradient = CachedLaunch(
+        key_gradient_kernel,
+        (num_sequences * lines * (size // sizes["block_n"]),),
+        {
+            **(sizes | inputs | _strides(grad_key=grad_key, grad_value=grad_value)),
+            "num_columns": pattern.num_key_blocks,
+            "table_size": pattern.indices.shape[-2] * pattern.indices.shape[-1],
+            "num_splits": columns.num_splits,
+            "split_blocks": columns.split_blocks,
+        },
+    )
+
+    num_tiles = -(-dense.num_tokens // _MERGE_TOKENS) + -(-columns.num_tokens // _MERGE_TOKENS)
+    rest = {
+        **_strides(grad_query=grad_query, grad_key=grad_key, grad_value=grad_value),
+        "num_sequences": num_sequences,
+        "num_heads": sizes["num_heads"],
+        "num_dense_tokens": dense.num_tokens,
+        "num_query_splits": dense.num_splits,
+        "num_global_tokens": columns.num_tokens,
+        "num_key_splits": columns.num_splits,
+        "block_m": _MERGE_TOKENS,
+        "head_dim": head_dim,
+    }
+    add_up = CachedLaunch(add_up_kernel, (num_sequences * num_tiles,), rest) if num_tiles else None
+    parts = [num_sequences * each.num_splits * each.num_tokens * head_dim for each in (dense, columns, columns)]
+    return _Backward(query_gradient, key_gradient, add_up, [*parts, num_sequences * pattern.query_len])
 
 
 def triton_backward(
@@ -184,65 +288,32 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from what `triton_forward` returned."""
     query, key, value, pattern = call.query, call.key, call.value, call.pattern
-    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
-    batch_size, num_heads, query_len, head_dim = query.shape
-    num_sequences, size = batch_size * num_heads, pattern.block_size
-    if call.has_lse:
-        lse = torch.where(lse.isinf(), torch.inf, lse / math.log(2))
-    delta = torch.empty_like(lse)
-    with torch.cuda.device_of(query):
-        delta_kernel[(num_sequences * -(-query_len // _DELTA_TOKENS),)](
-            *map(tokens, (output, grad_output)),
-            delta,
-            num_heads,
-            query_len,
-            block_m=_DELTA_TOKENS,
-            head_dim=head_dim,
-        )
-        if grad_lse is not None:  # adds weight times gradient to the gradient of each score
-            delta -= grad_lse.masked_fill(lse.isinf(), 0.0)
-        rows, row_starts = pattern.transposed
-        options = _options(call, "key_gradient")
-        num_splits, split_blocks = _splits(pattern.num_query_blocks)
-        num_global = min(pattern.num_global * size, pattern.key_len)
-        parts = query.new_empty((2, batch_size, num_heads, num_splits, num_global, head_dim), dtype=torch.float32)
-        key_part, value_part = parts.unbind()
-        lines = pattern.num_global * num_splits + pattern.num_key_blocks - pattern.num_global
-        key_gradient_kernel[(num_sequences * lines * (size // options["block_n"]),)](
-            *map(tokens, (query, key, value, grad_output, grad_key, grad_value)),
+    grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    tensors = _tensors(call, pattern.indices, pattern.counts)
+    launches = remembered(
+        _backwards,
+        _kind(call, output, grad_output, grad_lse, *tensors),
+        lambda: _cut_backward(call, output, grad_output, grads, has_grad_lse=grad_lse is not None),
+    )
+    workspace = query.new_empty(sum(launches.sections), dtype=torch.float32)
+    query_part, key_part, value_part, delta = workspace.split(launches.sections)
+    with on_device_of(query):
+        inputs = query, key, value
+        launches.query_gradient(*inputs, output, grad_output, grad_query, lse, grad_lse, delta, query_part, *tensors)
+        launches.key_gradient(
+            *inputs,
+            grad_output,
+            grad_key,
+            grad_value,
             lse,
             delta,
             key_part,
             value_part,
-            rows,
-            row_starts,
-            num_columns=pattern.num_key_blocks,
-            table_size=rows.shape[-1],
-            num_splits=num_splits,
-            split_blocks=split_blocks,
-            **options,
+            *pattern.transposed,
+            *tensors[2:],
         )
-        if num_global:
-            grad_key[:, :, :num_global], grad_value[:, :, :num_global] = parts.sum(3).unbind()
-        del parts, key_part, value_part  # before the next partial results are allocated
-        options = _options(call, "query_gradient")
-        num_splits, split_blocks = _splits(-(-pattern.dense_key_len // size))
-        num_dense = min(pattern.num_dense_rows * size, query_len)
-        part = query.new_empty((batch_size, num_heads, num_splits, num_dense, head_dim), dtype=torch.float32)
-        lines = pattern.num_dense_rows * num_splits + pattern.num_rows
-        query_gradient_kernel[(num_sequences * lines * (size // options["block_m"]),)](
-            *map(tokens, (query, key, value, grad_output, grad_query)),
-            lse,
-            delta,
-            part,
-            pattern.indices,
-            pattern.counts,
-            num_rows=pattern.num_rows,
-            width=pattern.indices.shape[-1],
-            num_splits=num_splits,
-            split_blocks=split_blocks,
-            **options,
-        )
-        if num_dense:
-            grad_query[:, :, :num_dense] = part.sum(2)
-    return grad_query, grad_key, grad_value
+        if launches.add_up is not None:
+            launches.add_up(query_part, key_part, value_part, *grads)
+    return grads

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from attn_zoo.kernels.blocks.triton.addressing import (
     LOG2_E,
+    base_2,
     block_at,
     find_tile,
     is_visible,
@@ -42,31 +43,22 @@ SIZES = [
 ]
 
 
-@triton.jit(do_not_specialize=["num_heads", "query_len"])
-def delta_kernel(output, grad_output, delta, num_heads, query_len, block_m: tl.constexpr, head_dim: tl.constexpr):
-    """Write the sum of output times its gradient of each query: float32 `[B, H, L]`."""
-    num_tiles = tl.cdiv(query_len, block_m)
-    sequence, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    batch, head = sequence // num_heads, sequence % num_heads
-    within, features = tl.arange(0, block_m), tl.arange(0, head_dim)
-    query_at = tile * block_m + within
-    is_query = query_at < query_len
-    start, grad_start = sequence_start(output, batch, head), sequence_start(grad_output, batch, head)
-    first = tile * block_m
-    results = load_tile(start, output.token_stride, first, within, features, is_query, True)
-    grads = load_tile(grad_start, grad_output.token_stride, first, within, features, is_query, True)
-    sums = tl.sum(results.to(tl.float32) * grads.to(tl.float32), 1)
-    tl.store(delta + sequence.to(tl.int64) * query_len + query_at, sums, mask=is_query)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
     query,
+    query_strides,
     key,
+    key_strides,
     value,
+    value_strides,
+    output,
+    output_strides,
     grad_output,
+    grad_output_strides,
     grad_query,
+    grad_query_strides,
     lse,
+    grad_lse,
     delta,
     part,
     indices,
@@ -103,13 +95,15 @@ def query_gradient_kernel(
     has_padding: tl.constexpr,
     has_slopes: tl.constexpr,
     has_dropout: tl.constexpr,
+    has_grad_lse: tl.constexpr,
 ):
     """Compute the gradient of one tile of queries; tiles and masks as in the forward kernel.
 
     Args:
-        query: `Tokens` of `[B, H, L, D]`; so `key`, `value`, `grad_output`, `grad_query`.
+        query: `[B, H, L, D]`; so `key`, `value`, `output`, `grad_output`, `grad_query`, whose strides follow.
         lse: float32 `[B, H, L]`, of the forward pass.
-        delta: float32 `[B, H, L]`.
+        grad_lse: float32 `[B, H, L]`, contiguous, or None.
+        delta: float32 `[B, H, L]`, written: the sum of output times gradient of each query, without `grad_lse`.
         part: float32 `[B, H, splits, dense tokens, D]`, written: the stretches' gradients of dense rows.
         indices: int32 `[B or 1, P, R, W]`; the further arguments are the forward kernel's.
     """
@@ -142,12 +136,19 @@ def query_gradient_kernel(
     query_at = first_query + within
     standing = query_at + row_shift * block_size
     is_query = query_at < query_len
-    query_start, grad_start = sequence_start(query, batch, head), sequence_start(grad_output, batch, head)
-    queries = load_tile(query_start, query.token_stride, first_query, within, features, is_query, is_ragged)
-    grads = load_tile(grad_start, grad_output.token_stride, first_query, within, features, is_query, is_ragged)
+    start = sequence_start(query, query_strides, batch, head)
+    queries = load_tile(start, query_strides.token, first_query, within, features, is_query, is_ragged)
+    start = sequence_start(grad_output, grad_output_strides, batch, head)
+    grads = load_tile(start, grad_output_strides.token, first_query, within, features, is_query, is_ragged)
+    start = sequence_start(output, output_strides, batch, head)
+    results = load_tile(start, output_strides.token, first_query, within, features, is_query, is_ragged)
     place = sequence.to(tl.int64) * query_len + query_at
-    log_sum = tl.load(lse + place, mask=is_query, other=float("inf"))
-    deltas = tl.load(delta + place, mask=is_query, other=0.0)
+    log_sum = base_2(tl.load(lse + place, mask=is_query, other=float("-inf")))
+    deltas = tl.sum(results.to(tl.float32) * grads.to(tl.float32), 1)
+    if has_grad_lse:  # it adds weight times gradient to the gradient of each score
+        deltas -= tl.load(grad_lse + place, mask=is_query & (log_sum < float("inf")), other=0.0)
+    num_owned = tl.where(is_split & (split > 0), 0, query_len)  # all stretches of a row find the same
+    tl.store(delta + place, deltas, mask=query_at < num_owned)
     slope = 0.0
     if has_slopes:
         slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
@@ -160,7 +161,10 @@ def query_gradient_kernel(
 
     score_scale = scale * LOG2_E
     result = tl.zeros([block_m, head_dim], tl.float32)
-    key_start, value_start = sequence_start(key, batch, head), sequence_start(value, batch, head)
+    key_start, value_start = (
+        sequence_start(key, key_strides, batch, head),
+        sequence_start(value, value_strides, batch, head),
+    )
     key_within = tl.arange(0, block_n)
     key_tiles: tl.constexpr = block_size // block_n
     is_masked_everywhere: tl.constexpr = has_padding or reach >= 0
@@ -179,8 +183,8 @@ def query_gradient_kernel(
             is_key = key_at < key_len
             if has_padding:
                 is_key = is_key & (tl.load(padding + key_at, mask=is_key, other=1) == 0)
-            keys = load_tile(key_start, key.token_stride, first, key_within, features, is_key, is_masked)
-            values = load_tile(value_start, value.token_stride, first, key_within, features, is_key, is_masked)
+            keys = load_tile(key_start, key_strides.token, first, key_within, features, is_key, is_masked)
+            values = load_tile(value_start, value_strides.token, first, key_within, features, is_key, is_masked)
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * score_scale
             if has_slopes:
                 scores = scores - slope * tl.abs(standing[:, None] - key_at[None, :])
@@ -204,5 +208,6 @@ def query_gradient_kernel(
         is_query = query_at < num_tokens
         tl.store(part + token[:, None] * head_dim + features[None, :], result, mask=is_query[:, None])
     else:
-        target = sequence_start(grad_query, batch, head) + query_at.to(tl.int64)[:, None] * grad_query.token_stride
-        tl.store(target + features[None, :], result.to(grad_query.data.dtype.element_ty), mask=is_query[:, None])
+        target = sequence_start(grad_query, grad_query_strides, batch, head)
+        target += query_at.to(tl.int64)[:, None] * grad_query_strides.token
+        tl.store(target + features[None, :], result.to(grad_query.dtype.element_ty), mask=is_query[:, None])
