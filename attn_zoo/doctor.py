@@ -99,7 +99,7 @@ def diagnose_backends(
             why = f"{slow[backend]} took too long" if backend in slow else "there was no time left"
             rows.append((name, backend, f"not tried: {why} (--wait waits)"))
             continue
-        tell(f"{name} {backend}")
+        tell(f"{name} {backend} on {device}")
         try:
             with _interrupted_after(limit_s):
                 attention = build_attention(name, build, backend=backend).to(device, dtype).eval()
@@ -142,18 +142,17 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
     ]
 
 
+def _say(what: str) -> None:
+    err.print(f"trying {what}")
+
+
 def print_diagnosis(*, as_json: bool, waits: bool) -> None:
     """Try everything and print what works, for people or as JSON; for as long as it takes, or for `LIMIT_S`."""
     deadline = math.inf if waits else psutil.Process().create_time() + LIMIT_S
     environment = capture_environment()
     packages = diagnose_packages()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    backends = {
-        device: diagnose_backends(
-            device, lambda: deadline - time.time(), lambda what, on=device: err.print(f"trying {what} on {on}")
-        )
-        for device in devices
-    }
+    backends = {device: diagnose_backends(device, lambda: deadline - time.time(), _say) for device in devices}
     answers = {device: diagnose_device(device) for device in devices}
     failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
     if as_json:
