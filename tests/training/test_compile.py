@@ -95,7 +95,9 @@ def test_a_model_is_compiled_once_to_train_and_once_to_validate(monkeypatch, is_
         return called
 
     monkeypatch.setattr(torch, "compile", traced)
-    run = cell("plain", num_steps=10, eval_every=5, compile=True, is_full_length=is_full_length, pad_multiple=1, batch_size=2)
+    run = cell(
+        "plain", num_steps=10, eval_every=5, compile=True, is_full_length=is_full_length, pad_multiple=1, batch_size=2
+    )
     result = run_training(run)
     assert result.score is not None
     assert len(seen) == 1 if is_full_length else len(seen) > 1
