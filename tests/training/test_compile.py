@@ -81,6 +81,15 @@ def test_a_compiled_model_learns_the_same():
     expect_equal(*scores("plain"))
 
 
+def test_advice_of_the_compiler_about_a_gpu_is_no_error(monkeypatch):
+    """As an error it would end the compilation: on an H100 it did."""
+    from torch._inductor import compile_fx
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    compile_fx._warn_tf32_disabled.__wrapped__()
+
+
 @pytest.mark.gpu
 def test_long_range_arena_trains_compiled_on_a_gpu():
     run = dataclasses.replace(cell("plain", num_steps=10, eval_every=5), device="cuda", protocol="lra-small")
@@ -100,6 +109,7 @@ def test_on_a_gpu(is_full_length):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_update_waits_for_the_gpu(monkeypatch):
     """Between two looks at the loss the host only sends work: anything else would raise here."""
     original = updates.Updater._update
