@@ -279,11 +279,12 @@ def _attend(
     path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
+    make_call = partial(
+        BlockCall, pattern=pattern, slopes=slopes, dropout_p=dropout_p, seed=seed, has_lse=has_lse, kind=kind
+    )
     if path == "flex" or not (needs_grad or forward_ad._current_level >= 0):  # forward derivatives are refused below
-        output, lse = _forward(path, BlockCall(*tensors[:4], pattern, slopes, dropout_p, seed, has_lse, kind))
+        output, lse = _forward(path, make_call(query, key, value, padding))
         return output, lse if has_lse else None
-    options = {"pattern": pattern, "slopes": slopes, "dropout_p": dropout_p, "seed": seed, "has_lse": has_lse}
-    make_call = partial(BlockCall, **options, kind=kind)
     attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, make_call)
     return attended
 
