@@ -378,11 +378,17 @@ def docs(root: Path = Path()) -> None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Say what works on this machine and, where something does not, why. Every kernel is tried."""
+def doctor(
+    as_json: AsJson = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for kernels that are compiled, up to minutes each.")
+    ] = False,
+) -> None:
+    """Say what works on this machine and, where something does not, why. Every kernel is tried, for 15 s in all."""
+    console.err.print("loading torch")
     from attn_zoo.doctor import print_diagnosis
 
-    print_diagnosis(as_json=as_json)
+    print_diagnosis(as_json=as_json, waits=wait)
 
 
 app.add_typer(results)

@@ -1,9 +1,21 @@
-"""`attn-zoo doctor`: what works on this machine and, where something does not, why. Everything is really tried."""
+"""`attn-zoo doctor`: what works on this machine and, where something does not, why. Everything is really tried.
+
+Some kernels are compiled at their first call, which takes a minute or more on a fresh machine. So the answer has a time
+limit: a call is interrupted when half of what is left has passed, and its kernel is not tried for other variants.
+"""
 
 from __future__ import annotations
 
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 
+import psutil
 import torch
 from torch.nn.attention import SDPBackend
 
@@ -25,6 +37,34 @@ _PACKAGES = {
 }
 
 
+LIMIT_S = 14.0
+"""Seconds from the start of the process within which kernels are tried; the rest of the answer takes less than one."""
+
+
+class _TooLong(BaseException):
+    """Raised in a call that takes too long; not an `Exception`, which compilers catch and wrap."""
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise `_TooLong` in the block after so many seconds, where the system can do that."""
+    is_possible = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    if not is_possible or math.isinf(seconds):
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def diagnose_packages() -> list[tuple[str, str, str]]:
     """Return (package, version or "absent", what it is for)."""
     rows = []
@@ -36,21 +76,44 @@ def diagnose_packages() -> list[tuple[str, str, str]]:
     return rows
 
 
-def diagnose_backends(device: str) -> list[tuple[str, str, str]]:
-    """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only."""
+def diagnose_backends(
+    device: str,
+    left_s: Callable[[], float] = lambda: math.inf,
+    tell: Callable[[str], object] = lambda _: None,
+) -> list[tuple[str, str, str]]:
+    """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only.
+
+    Args:
+        device: to try them on.
+        left_s: tells how many seconds are left.
+        tell: told of each before it is tried.
+    """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=128)
     heads = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     rows = []
-    for name in variants:
-        for backend in variants[name].backends:
-            try:
+    slow: dict[str, str] = {}
+    for name, backend in [(each, backend) for each in variants for backend in variants[each].backends]:
+        limit_s = left_s() / 2
+        if backend in slow or limit_s <= 0.0:
+            why = f"{slow[backend]} took too long" if backend in slow else "there was no time left"
+            rows.append((name, backend, f"not tried: {why} (--wait waits)"))
+            continue
+        tell(f"{name} {backend} on {device}")
+        try:
+            with _interrupted_after(limit_s):
                 attention = build_attention(name, build, backend=backend).to(device, dtype).eval()
                 with torch.no_grad(), recording() as paths:
                     attention(heads, heads, heads)
-                rows.append((name, backend, "works: " + ", ".join(paths)))
-            except AttnZooError as error:
-                rows.append((name, backend, f"no: {error}"))
+            rows.append((name, backend, "works: " + ", ".join(paths)))
+        except AttnZooError as error:
+            rows.append((name, backend, f"no: {error}"))
+        except Exception as error:  # whatever else a kernel or a compiler raises is an answer too
+            said = str(error).strip().partition("\n")[0]
+            rows.append((name, backend, f"fails: {type(error).__name__}: {said}"))
+        except _TooLong:
+            slow[backend] = name
+            rows.append((name, backend, f"not known: still at it after {limit_s:.0f} s (--wait waits)"))
     return rows
 
 
@@ -79,13 +142,17 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
     ]
 
 
-def print_diagnosis(*, as_json: bool) -> None:
-    """Try everything and print what works, for people or as JSON."""
+def _say(what: str) -> None:
+    err.print(f"trying {what}")
+
+
+def print_diagnosis(*, as_json: bool, waits: bool) -> None:
+    """Try everything and print what works, for people or as JSON; for as long as it takes, or for `LIMIT_S`."""
+    deadline = math.inf if waits else psutil.Process().create_time() + LIMIT_S
     environment = capture_environment()
     packages = diagnose_packages()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    err.print("trying every kernel: some are compiled first, which may take a minute")
-    backends = {device: diagnose_backends(device) for device in devices}
+    backends = {device: diagnose_backends(device, lambda: deadline - time.time(), _say) for device in devices}
     answers = {device: diagnose_device(device) for device in devices}
     failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
     if as_json:

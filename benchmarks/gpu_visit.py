@@ -11,25 +11,35 @@ small enough to carry, so a visit that is cut off loses at most a stage.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_MINUTES = 0.5  # a stage is not begun for less
 MOST_PACKED_BYTES = 16 * 2**20
-LEFT_OUT = {"logs", "weights", "replaced", "figures", "tables"}
-"""Folders of a results folder that a pack leaves out: large, or made again from the records."""
+LEFT_OUT = {"logs", "weights", "replaced", "figures", "tables", "checkpoints"}
+"""Folders of a results folder that a pack leaves out: large, or made again from the records. Of checkpoints it takes
+those that still fit: without its own a training begins anew."""
 
-LONG = tuple(f"*/L{length}/*" for length in (65_536, 131_072, 262_144))
+# Where the device is the limit; of exact attention, which takes seconds a call at the longest, not those.
+LONG = (
+    *(f"*/L{length}/*" for length in (65_536, 131_072, 262_144)),
+    *(f"{name}/*/L{length}/*" for name in ("linformer", "bigbird") for length in (524_288, 1_048_576)),
+)
+SHORT = tuple(f"*/L{512 * 2**power}/*" for power in range(7))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +49,22 @@ class Stage:
     Args:
         name: of the stage.
         minutes: its share of the visit.
-        matrix: name of its file in `benchmarks`, and of its results folder; empty for the tests.
+        matrix: name of its file in `benchmarks`; empty for the tests.
         more: further arguments of `attn-zoo run`, or of pytest.
+        again: end of the name of its results folder, which begins with that of the matrix: another run of the same
+            cells, in further processes.
     """
 
     name: str
     minutes: float
     matrix: str = ""
     more: tuple[str, ...] = ()
+    again: str = ""
+
+    @property
+    def results(self) -> str:
+        """Name of its results folder."""
+        return self.matrix + self.again
 
 
 STAGES: tuple[Stage, ...] = (
@@ -55,12 +73,13 @@ STAGES: tuple[Stage, ...] = (
         minutes=3.5,
         more=("tests", "-m", "gpu", "-q", "-n", "8", "--dist", "worksteal", "--benchmark-disable", "-rfE"),
     ),
-    # Where the device is the limit, and the longest but for exact attention's, which take seconds a call.
-    Stage(name="scaling, long", minutes=3, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in LONG)),
-    Stage(name="scaling", minutes=4, matrix="scaling-gpu"),
+    Stage(name="scaling, long", minutes=3.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in LONG)),
+    Stage(name="scaling, short", minutes=2.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in SHORT)),
+    Stage(name="scaling", minutes=1, matrix="scaling-gpu"),
     Stage(name="peers", minutes=7, matrix="peers-gpu"),
     Stage(name="energy", minutes=1, matrix="energy-gpu"),
     Stage(name="accuracy", minutes=6, matrix="lra-small", more=("--jobs", "8")),
+    Stage(name="peers again", minutes=0, matrix="peers-gpu", again="-again"),  # where time is left
 )
 
 
@@ -71,7 +90,7 @@ def command(stage: Stage, work: Path, minutes: float, device: str) -> list[str]:
     peers = sorted((ROOT / "benchmarks" / "peers").glob("*.py")) if stage.matrix.startswith("peers") else []
     return [
         *(sys.executable, "-m", "attn_zoo", "run", str(ROOT / "benchmarks" / f"{stage.matrix}.toml")),
-        *("--device", device, "--out", str(work / stage.matrix), "--time-limit", f"{minutes:.2f}"),
+        *("--device", device, "--out", str(work / stage.results), "--time-limit", f"{minutes:.2f}"),
         *(part for path in peers for part in ("--variant-file", str(path))),
         *stage.more,
     ]
@@ -83,18 +102,24 @@ def run_stage(stage: Stage, work: Path, minutes: float, device: str) -> str:
     log = work / f"{stage.name.replace(', ', '-')}.log"
     print(f"== {stage.name}: {minutes:.1f} min", flush=True)
     with log.open("a", encoding="utf-8") as out:
+        # What tests have started ends with them, or the next stage would be timed beside it; a matrix sees to its own.
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=not stage.matrix
+        )
         try:
             # A matrix keeps its own limit, and gets a little longer to write what it has.
-            limit_s = 60 * minutes + (30 if stage.matrix else 0)
-            done = subprocess.run(
-                arguments, check=False, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=limit_s
-            )
-        except subprocess.TimeoutExpired:
-            return "did not end in its time"
+            code = process.wait(60 * minutes + (30 if stage.matrix else 0))
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                (process.kill if stage.matrix else partial(os.killpg, process.pid, signal.SIGKILL))()
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return "did not end in its time"
+            raise
     said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     print("   " + "\n   ".join(said[-3:]), flush=True)
-    if done.returncode not in (0, 1):  # 1: a test or a cell failed, which is a result
-        return f"exit code {done.returncode}: {said[-1] if said else 'nothing said'}"
+    if code not in (0, 1):  # 1: a test or a cell failed, which is a result
+        return f"exit code {code}: {said[-1] if said else 'nothing said'}"
     return num_left(stage, work) if stage.matrix else ""
 
 
@@ -103,23 +128,38 @@ def num_left(stage: Stage, work: Path) -> str:
     from attn_zoo import api
 
     globs = [part.partition("=")[2] for part in stage.more if part.startswith("--only=")] or ["*"]
-    left = [item.cell.id for item in api.status(work / stage.matrix).left]
+    left = [item.cell.id for item in api.status(work / stage.results).left]
     count = sum(any(fnmatch.fnmatch(name, glob) for glob in globs) for name in left)
     return f"{count} cells" if count else ""
 
 
 def pack(stage: Stage, work: Path, folder: Path) -> None:
     """Write what a stage has into one file of `folder`."""
-    sources = [work / stage.matrix] if stage.matrix else sorted(work.glob("*.log"))
-    target = folder / f"{stage.matrix or stage.name}.tar.gz"
+    sources = [work / stage.results] if stage.matrix else sorted(work.glob("*.log"))
+    target = folder / f"{stage.results or stage.name}.tar.gz"
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(target, "w:gz") as archive:
-        for source in sources:
-            if source.exists():
-                archive.add(source, source.name, filter=_is_kept)
-        archive.add(work / "visit.json", "visit.json")
-    if (size := target.stat().st_size) > MOST_PACKED_BYTES:
+
+    def write(more: Sequence[Path]) -> int:
+        with tarfile.open(target, "w:gz") as archive:
+            for source in sources:
+                if source.exists():
+                    archive.add(source, source.name, filter=_is_kept)
+            for path in more:
+                archive.add(path, path.relative_to(work))
+            archive.add(work / "visit.json", "visit.json")
+        return target.stat().st_size
+
+    checkpoints = [path for source in sources for path in source.glob("checkpoints/*/*") if path.is_file()]
+    if (size := write(())) > MOST_PACKED_BYTES:
         print(f"   {target.name} has {size / 2**20:.0f} MiB, which may be too much to carry", flush=True)
+    fitting = []
+    for path in sorted(checkpoints, key=lambda path: path.stat().st_size):  # they hardly compress
+        size += path.stat().st_size
+        fitting += [path] if size < MOST_PACKED_BYTES else []
+    if fitting:
+        write(fitting)
+    if behind := len(checkpoints) - len(fitting):
+        print(f"   {behind} checkpoints of trainings are too large to carry: elsewhere these begin anew", flush=True)
 
 
 def _is_kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -129,11 +169,17 @@ def _is_kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 def unpack(folder: Path, work: Path) -> None:
     """Lay out what an earlier part of the visit packed, where the work folder has nothing of it."""
-    for path in sorted(folder.glob("*.tar.gz"), key=lambda path: path.stat().st_mtime):
+    states = []
+    for path in sorted(folder.glob("*.tar.gz")):
         with tarfile.open(path) as archive:
-            members = archive.getmembers()
-            new = [one for one in members if not (work / Path(one.name).parts[0]).exists() or one.name == "visit.json"]
-            archive.extractall(work, new, filter="data")  # the state of the latest pack stays
+            members = [one for one in archive.getmembers() if not (work / Path(one.name).parts[0]).exists()]
+            archive.extractall(work, members, filter="data")
+        saved = work / "visit.json"
+        states.append(saved.read_text(encoding="utf-8"))
+        saved.unlink()
+    if states:  # every pack has the state of its time, and files that were copied all have the time of that
+        latest = max(states, key=lambda text: sum(one["minutes"] for one in json.loads(text).values()))
+        (work / "visit.json").write_text(latest, encoding="utf-8")
 
 
 def visit(
@@ -176,7 +222,8 @@ def main() -> int:
     parser.add_argument("--from", dest="earlier", type=Path, help="files of an earlier call, to go on from")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    needed = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "pytest", "xdist")
+    needed = ("torch", "numpy", "scipy", "psutil", "pydantic", "typer", "rich", "safetensors")
+    needed += ("pytest", "xdist", "pytest_benchmark", "pytest_timeout", "hypothesis")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         print(f"missing packages: {', '.join(missing)}; install them, or put wheels on PYTHONPATH", file=sys.stderr)
         return 2

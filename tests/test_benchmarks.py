@@ -18,7 +18,6 @@ SELECTED = {
     "test_variants.py": ("full", 2),
     "test_peers_attention.py": ("linformer", 2),
     "test_peers_exact.py": ("torch", 12),
-    "test_host_time.py": ("torch or full", 4),
 }
 
 

@@ -436,9 +436,10 @@ def test_the_status_of_an_older_folder_says_what_is_not_known(call):
 
 
 def test_doctor_says_what_runs_here(call):
-    answer = call("doctor")
+    answer = call("doctor", "--wait")
     assert answer.code == 0
     assert re.search(r"sdpa\.math", answer.out)
+    assert "trying full math on cpu" in answer.err, "it is never silent"
     assert re.search(r"torch's choice, tokens first +flash_attention", answer.out)
     assert "CUDA" in answer.out
 

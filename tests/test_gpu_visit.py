@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import json
+import os
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,84 @@ def test_shares_come_first_and_the_rest_goes_to_what_is_not_complete(script, tmp
     state = script.visit(9, tmp_path, tmp_path, "cpu", stages, now=lambda: clock[0])
     assert log == [("c", 1), ("a", 8)], "what had its share waits until the others had theirs"
     assert [state[name]["left"] for name in "abc"] == ["", "", "8 cells"]
+
+
+def test_what_takes_minutes_and_says_least_comes_last(script):
+    """Lanes run one after another: exact attention at its longest would come before the others at their shortest."""
+    globs = {stage.name: [each.partition("=")[2] for each in stage.more] for stage in script.STAGES}
+    cells = [f"{name}/scaling/fwd/L{512 * 2**power}/bf16" for name in ("full", "bigbird") for power in range(12)]
+    first, second = (
+        {cell for cell in cells if any(fnmatch.fnmatch(cell, glob) for glob in globs[name])}
+        for name in ("scaling, long", "scaling, short")
+    )
+    assert not first & second
+    assert set(cells) - first - second == {f"full/scaling/fwd/L{length}/bf16" for length in (524_288, 1_048_576)}
+
+
+def test_the_state_of_the_latest_pack_stays_whenever_its_file_was_copied(script, tmp_path):
+    out = tmp_path / "out"
+    for name, minutes in (("a", 9.0), ("b", 3.0)):
+        work = tmp_path / name
+        (work / name).mkdir(parents=True)
+        (work / name / "run.json").write_text(name)
+        (work / "visit.json").write_text(json.dumps({name: {"minutes": minutes, "left": ""}}))
+        script.pack(script.Stage(name=name, minutes=1, matrix=name), work, out)
+        os.utime(out / f"{name}.tar.gz", (1.0, 1.0))
+    script.unpack(out, tmp_path)
+    assert json.loads((tmp_path / "visit.json").read_text()) == {"a": {"minutes": 9.0, "left": ""}}
+    assert not (out / "visit.json").exists()
+    new = tmp_path / "new"
+    new.mkdir()
+    script.unpack(out, new)
+    assert sorted(path.name for path in new.iterdir()) == ["a", "b", "visit.json"]
+    assert (new / "b" / "run.json").read_text() == "b"
+
+
+def test_checkpoints_are_packed_as_far_as_they_can_be_carried(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "MOST_PACKED_BYTES", 40_000)
+    (tmp_path / "visit.json").write_text("{}")
+    for key, size in (("small", 10_000), ("large", 50_000)):
+        folder = tmp_path / "lra" / "checkpoints" / key
+        folder.mkdir(parents=True)
+        (folder / "train.safetensors").write_bytes(os.urandom(size))
+    script.pack(script.Stage(name="accuracy", minutes=1, matrix="lra"), tmp_path, tmp_path / "out")
+    packed = tmp_path / "out" / "lra.tar.gz"
+    assert packed.stat().st_size < 40_000
+    with tarfile.open(packed) as archive:
+        names = archive.getnames()
+    assert "lra/checkpoints/small/train.safetensors" in names
+    assert not any("large" in name for name in names)
+    assert "1 checkpoints of trainings are too large to carry" in capsys.readouterr().out
+
+
+def test_no_process_of_the_tests_is_left_for_the_next_stage(script, tmp_path, monkeypatch):
+    """Here two: one that waits for the other, which has written its number."""
+    note = tmp_path / "pid"
+    child = f"import os, time; open({str(note)!r} + '.new', 'w').write(str(os.getpid()))"
+    child += f"; os.replace({str(note)!r} + '.new', {str(note)!r}); time.sleep(300)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", parent])
+    wait = script.subprocess.Popen.wait
+
+    def when_both_run(process, timeout=None):
+        end = time.monotonic() + 60
+        while timeout is not None and not note.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        return wait(process, None if timeout is None else 0.0)
+
+    monkeypatch.setattr(script.subprocess.Popen, "wait", when_both_run)
+    assert script.run_stage(script.Stage(name="tests", minutes=1), tmp_path, 1.0, "cpu") == "did not end in its time"
+    end = time.monotonic() + 60
+    while _runs(int(note.read_text())) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not _runs(int(note.read_text()))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 TINY = """

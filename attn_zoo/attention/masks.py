@@ -6,6 +6,8 @@ aligned bottom right: query i sees keys j <= i + S - L.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -125,13 +127,24 @@ def alibi_slopes(num_heads: int, device: torch.device | str = "cpu", dtype: torc
     >>> alibi_slopes(2).tolist()
     [0.0625, 0.00390625]
     """
+    given = num_heads, torch.device(device), dtype
+    # Making them copies from the host, which is waited for and which no CUDA graph may hold. A compiler ignores caches.
+    return _make_slopes(*given) if torch.compiler.is_compiling() else _kept_slopes(*given)
 
+
+def _make_slopes(num_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     def series(count: int) -> list[float]:
         return [2.0 ** (-8.0 * (head + 1) / count) for head in range(count)]
 
     lower = 1 << (num_heads.bit_length() - 1)
     slopes = series(lower) + series(2 * lower)[0::2][: num_heads - lower]
     return torch.tensor(slopes, device=device, dtype=dtype)
+
+
+@cache
+def _kept_slopes(num_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # a call with a graph may come later
+        return _make_slopes(num_heads, device, dtype)
 
 
 def alibi_bias(

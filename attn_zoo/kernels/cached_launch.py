@@ -57,8 +57,10 @@ def kind_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
 
 
-def remembered(kept: dict[Hashable, _T], kind: Hashable, make: Callable[[], _T]) -> _T:
-    """Return what was made for calls of this kind, at most `MAX_KINDS` of them."""
+def remembered(kept: dict[Hashable, _T], kind: Hashable | None, make: Callable[[], _T]) -> _T:
+    """Return what was made for calls of this kind, at most `MAX_KINDS` of them; of the kind None nothing is kept."""
+    if kind is None:
+        return make()
     found = kept.get(kind)
     if found is None:
         if len(kept) >= MAX_KINDS:

@@ -95,6 +95,13 @@ def test_large_queries_and_keys_together_could_do_harm():
     assert not harmless_padding(query, key, value, torch.tensor([[False, True]]))[0][:, :, 1].any()
 
 
+def test_slopes_are_made_once_and_serve_a_graph_though_they_were_made_without_one():
+    with torch.inference_mode():
+        first = alibi_slopes(5)
+    assert alibi_slopes(5) is first
+    (first * torch.ones(5, requires_grad=True)).sum().backward()  # an inference tensor could not be saved for it
+
+
 def test_slopes_are_the_published_ones():
     assert alibi_slopes(8).tolist() == [2.0**-power for power in range(1, 9)]
     # Heads that are no power of two: the next lower one's, then every other one of the next higher one's.

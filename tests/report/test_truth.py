@@ -33,7 +33,7 @@ def on_gpu(variant: str, seq_len: int, device_ms: float, *, graph: bool = False,
 
 def launch_bound(*, graph: bool = False) -> list[Record]:
     """Exact attention is busy from 8k tokens on, the linear variant never: its GPU time is a tenth of the host's."""
-    exact = [on_gpu("full", n, 1.2e-8 * n**2, graph=graph, host_ms=0.2) for n in LENGTHS]
+    exact = [on_gpu("full", n, 1.2e-8 * n**2, graph=graph, host_ms=0.3) for n in LENGTHS]
     return exact + [on_gpu("linformer", n, 1e-6 * n, graph=graph) for n in LENGTHS]
 
 
@@ -142,6 +142,22 @@ def test_a_curve_that_waits_for_the_host_has_no_exponent_and_its_crossing_says_s
     for picture in make_pictures(analysis):
         assert "exponent 0" not in picture.alt
         assert_legible(picture.figure)
+
+
+def test_the_longest_lengths_are_the_gpus_where_they_lie_on_one_line_however_slow_the_host_was_before(tmp_path):
+    """Linformer's calls on an H100: the slowest of those that wait is two thirds of one that keeps the GPU busy."""
+    calls_ms = [0.583, 0.69, 0.695, 0.707, 0.673, 0.936, 0.475, 0.827, 0.695, 1.39, 2.87]
+    lengths = [1024 * 2**power for power in range(len(calls_ms))]
+    records = [on_gpu("linformer", n, ms, host_ms=0.0) for n, ms in zip(lengths, calls_ms, strict=True)]
+    records += [on_gpu("full", n, 5e-9 * n**2, host_ms=0.2) for n in lengths]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    (panel,) = analysis.panels
+    waiting = {series.label: max(series.waiting) for series in panel.series}
+    assert waiting == {"full": 4096, "linformer": 131_072}
+    assert panel.time["linformer"].verdict == "linear"
+    assert "calls wait for the host: full up to 4k, linformer up to 128k" in headline(analysis)
+    short = analyse([write_run(tmp_path / "short", records[:10])]).panels[0]
+    assert max(short.series[0].waiting) == lengths[9], "two lengths lie on any line"
 
 
 def test_device_time_is_what_is_fitted_compared_and_held_against_the_roof(tmp_path):

@@ -13,18 +13,20 @@ pattern anew at every call, because it ignores caches of Python, and would stop 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path, wide_dtype
 from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
+from attn_zoo.kernels.cached_launch import kind_of, remembered
 
 
 def _forward(path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
@@ -142,8 +144,9 @@ def _as_call(*given: Any) -> tuple[Backend, BlockCall]:
     """Return the path and the call that the operator's arguments stand for."""
     query, key, value, padding, slopes, seed, *table, dropout_p, backend, has_lse, needs_grad = given
     pattern = _as_pattern(query, key, *table)
-    path = choose_path(query, pattern.block_size, dropout_p=dropout_p, needs_grad=needs_grad, backend=backend)
-    return path, BlockCall(query, key, value, padding, pattern, slopes, dropout_p, seed, has_lse)
+    tensors = query, key, value, padding, slopes
+    path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
+    return path, BlockCall(query, key, value, padding, pattern, slopes, dropout_p, seed, has_lse, kind)
 
 
 @torch.library.custom_op(
@@ -272,15 +275,43 @@ def _attend(
         return compiled
     if isinstance(pattern, PatternLayout):
         pattern = pattern.pattern(str(query.device))
-    _check_sizes(query, key, pattern, slopes)
-    path = choose_path(query, pattern.block_size, dropout_p=dropout_p, needs_grad=needs_grad, backend=backend)
+    tensors = query, key, value, padding, slopes
+    path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
-    make_call = partial(BlockCall, pattern=pattern, slopes=slopes, dropout_p=dropout_p, seed=seed, has_lse=has_lse)
-    if path == "flex":
-        return _forward(path, make_call(query, key, value, padding))
+    make_call = partial(
+        BlockCall, pattern=pattern, slopes=slopes, dropout_p=dropout_p, seed=seed, has_lse=has_lse, kind=kind
+    )
+    if path == "flex" or not (needs_grad or forward_ad._current_level >= 0):  # forward derivatives are refused below
+        output, lse = _forward(path, make_call(query, key, value, padding))
+        return output, lse if has_lse else None
     attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, make_call)
     return attended
+
+
+_paths: dict[Hashable, Backend] = {}
+
+
+def _path_and_kind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    padding: Tensor | None,
+    slopes: Tensor | None,
+    pattern: BlockPattern,
+    dropout_p: float,
+    backend: Backend,
+    *,
+    needs_grad: bool,
+) -> tuple[Backend, Hashable]:
+    """Return the path that serves a call, and the call's kind; sizes are checked when a kind is met first."""
+    kind = pattern.sizes, dropout_p, backend, needs_grad, kind_of(query, key, value, padding, slopes)
+
+    def choose() -> Backend:
+        _check_sizes(query, key, pattern, slopes)
+        return choose_path(query, pattern.block_size, dropout_p=dropout_p, needs_grad=needs_grad, backend=backend)
+
+    return remembered(_paths, kind, choose), kind
 
 
 def _check_sizes(query: Tensor, key: Tensor, pattern: BlockPattern, slopes: Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -32,6 +32,7 @@ class BlockCall:
         dropout_p: probability of dropping a weight.
         seed: int64 `[1]`, of the draws of dropout, or None.
         has_lse: the log-sum-exp of the scores is a result too, with a gradient.
+        kind: the same for calls that are cut alike by the same kernels; None, and nothing is remembered of it.
     """
 
     query: Tensor
@@ -43,6 +44,7 @@ class BlockCall:
     dropout_p: float = 0.0
     seed: Tensor | None = None
     has_lse: bool = False
+    kind: Hashable = None
 
     @property
     def scale(self) -> float:
@@ -132,26 +134,10 @@ def choose_path(
     backend: Backend,
 ) -> Backend:
     """Return the path that serves a call; see `block_sparse_attention` for arguments and errors."""
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     sizes = query.device, query.dtype, query.shape[-1], block_size
-    return _choose(*sizes, dropout_p, backend, needs_grad=needs_grad, is_interpreted=is_interpreted)
-
-
-@cache  # asked in every call, and looking for a package takes longer than the rest of a small one
-def _choose(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
-    dropout_p: float,
-    backend: Backend,
-    *,
-    needs_grad: bool,
-    is_interpreted: bool,  # noqa: ARG001  # part of the key
-) -> Backend:
     reasons: dict[str, Callable[[], str | None]] = {
-        "triton": lambda: why_not_triton(device, dtype, head_dim, block_size),
-        "flex": lambda: why_not_flex(device, dtype, head_dim, block_size, dropout_p, needs_grad=needs_grad),
+        "triton": lambda: why_not_triton(*sizes),
+        "flex": lambda: why_not_flex(*sizes, dropout_p, needs_grad=needs_grad),
         "gather": lambda: None,
     }
     if backend == "auto":

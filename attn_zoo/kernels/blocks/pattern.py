@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_zoo.kernels.cached_launch import kind_of
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
@@ -115,9 +117,9 @@ class BlockPattern:
 
     @cached_property
     def sizes(self) -> tuple[Hashable, ...]:
-        """All but the table itself, whose shape is known from the tensors."""
-        lines = self.num_global, self.num_dense_rows
-        return self.query_len, self.key_len, self.block_size, *lines, self.is_causal, self.rule
+        """All that a launch can depend on: every field but the entries of the table, whose shape stands for them."""
+        numbers = self.query_len, self.key_len, self.block_size, self.num_global, self.num_dense_rows
+        return *numbers, self.is_causal, self.rule, *kind_of(self.indices, self.counts)
 
     @property
     def num_query_blocks(self) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise, takewhile
 
 from attn_zoo.folder import Claim
 from attn_zoo.records import Memory, Record, Timing
@@ -19,6 +20,10 @@ HOST_FACTOR = 1.5
 """A call on a GPU that takes no more than this times what the host alone needs waits for the host."""
 FLAT_SLOPE = 0.6
 """A GPU that had work enough would take more than this power of the length longer for each doubling."""
+BUSY_SLOPE = 0.9
+"""A GPU that is busy takes at least this power of the length longer, and this share of the slope at the longest."""
+LEAST_BUSY = 3
+"""Lengths on one such line before all of them are taken to be the GPU's: two would lie on any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,8 @@ def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
     """Return the lengths at which a call on a GPU waits for the host that launches it.
 
     Where the time of the device alone is known, it decides. Elsewhere: the host's time is that of the last length up to
-    which time hardly grew, and every call that takes about as long waits for it.
+    which time hardly grew, and every call that takes about as long waits for it, but for the longest ones, as far down
+    as they lie on one line of a slope that the host's time, which does not grow, cannot have.
 
     Args:
         points: of one curve, shortest first.
@@ -160,11 +166,24 @@ def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
         if before and math.log(own_ms / slowest) < FLAT_SLOPE * math.log(point.seq_len / before):
             host_ms = own_ms
         slowest, before = own_ms, point.seq_len
+    busy = _busy_lengths(on_gpu)
     for point in on_gpu:
-        least_ms = host_ms if point.device_ms is None else 0.0
+        least_ms = host_ms if point.device_ms is None and point.seq_len not in busy else 0.0
         if point.median_ms <= HOST_FACTOR * least_ms or point.median_ms > HOST_FACTOR * (point.device_ms or math.inf):
             waiting.add(point.seq_len)
     return frozenset(waiting)
+
+
+def _busy_lengths(points: Sequence[Point]) -> frozenset[int]:
+    """Return the longest lengths of one curve that lie on one line, where those are enough to tell."""
+    slopes = [
+        math.log(after.median_ms / before.median_ms) / math.log(after.seq_len / before.seq_len)
+        for before, after in pairwise(points)
+    ]
+    least = BUSY_SLOPE * max(1.0, slopes[-1]) if slopes else 0.0
+    on_line = list(takewhile(lambda slope: slope >= least, reversed(slopes)))
+    count = len(on_line) + 1
+    return frozenset(point.seq_len for point in points[-count:]) if count >= LEAST_BUSY else frozenset()
 
 
 def make_series(label: str, members: Sequence[Observation], scope: str | None, results: Results) -> Series:

@@ -79,7 +79,14 @@ def _winners(panel: Panel) -> str:
         else:
             said += [f"{_level(own[0].labels)} from {human_length(own[0].seq_len)}" for _, own in between]
         said.append(f"{_level(ending[0].labels)} from {human_length(ending[0].seq_len)}")
-    return ", ".join(said) + _by_how_much(panel, judged[-1])
+    return ", ".join(said) + _by_how_much(panel, judged[-1]) + _waiting(panel)
+
+
+def _waiting(panel: Panel) -> str:
+    """Return up to which lengths it is the host that is compared, not the mechanisms."""
+    judged = ((series.label, max(series.waiting, default=0)) for series in panel.series if not series.is_simulated)
+    said = [f"{label} up to {human_length(length)}" for label, length in judged if length]
+    return f"; calls wait for the host: {some(said)}" if said else ""
 
 
 def _span(lengths: Sequence[str]) -> str:

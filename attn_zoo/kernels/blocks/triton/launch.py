@@ -121,11 +121,6 @@ def _tensors(call: BlockCall, *table: Tensor) -> tuple[Tensor | None, ...]:
     return *table, padding, call.slopes, call.seed
 
 
-def _kind(call: BlockCall, *tensors: Tensor | None) -> Hashable:
-    """Return what decides how a call is cut, and what its kernels are compiled for."""
-    return call.pattern.sizes, call.dropout_p, kind_of(call.query, call.key, call.value, *tensors)
-
-
 def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
     """Return what all kernels that attend take beside tensors, their strides and stretches, by name."""
     pattern, (batch_size, num_heads, query_len, head_dim) = call.pattern, call.query.shape
@@ -220,7 +215,7 @@ def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(query)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     tensors = _tensors(call, pattern.indices, pattern.counts)
-    launches = remembered(_forwards, _kind(call, *tensors), lambda: _cut_forward(call, output))
+    launches = remembered(_forwards, call.kind, lambda: _cut_forward(call, output))
     part = query.new_empty(launches.num_parts, dtype=torch.float32) if launches.num_parts else lse
     with on_device_of(query):
         launches.attend(query, call.key, call.value, output, lse, part, *tensors)
@@ -294,7 +289,7 @@ def triton_backward(
     tensors = _tensors(call, pattern.indices, pattern.counts)
     launches = remembered(
         _backwards,
-        _kind(call, output, grad_output, grad_lse, *tensors),
+        call.kind and (call.kind, kind_of(grad_output, grad_lse)),
         lambda: _cut_backward(call, output, grad_output, grads, has_grad_lse=grad_lse is not None),
     )
     workspace = query.new_empty(sum(launches.sections), dtype=torch.float32)
