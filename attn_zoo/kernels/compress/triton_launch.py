@@ -119,18 +119,15 @@ def _kind(call: CompressCall, *grads: Tensor) -> Hashable:
     return len(call.tokens), len(call.matrices), kind_of(*tensors)
 
 
-def _strides(names: str, tensor: Tensor) -> dict[str, int]:
-    return dict(zip(names.split(), tensor.stride(), strict=False))
+def _strides(name: str, letters: str, tensor: Tensor) -> dict[str, int]:
+    """Return the first strides of a tensor as a kernel takes them: `name` and a letter for each."""
+    return {f"{name}_{letter}": stride for letter, stride in zip(letters, tensor.stride(), strict=False)}
 
 
 def _matrix_strides(matrix: Tensor) -> dict[str, int]:
     """Return the strides; a matrix that is shared along a dimension does not move along it."""
     shared = {name: 0 for name, size in zip(("matrix_n", "matrix_g"), matrix.shape[:2], strict=True) if size == 1}
-    return _strides("matrix_n matrix_g matrix_s matrix_k", matrix) | shared
-
-
-_TOKEN_STRIDES = "token_n token_g token_s token_d"
-_GRAD_STRIDES = "grad_n grad_g grad_k"
+    return _strides("matrix", "ngsk", matrix) | shared
 
 
 class _Forward(NamedTuple):
@@ -152,7 +149,7 @@ def _cut_forward(call: CompressCall) -> _Forward:
     splits, width = _split(sizes, programs * count, tiles)
     is_split = splits > 1
     rest = {
-        **_strides(_TOKEN_STRIDES, call.tokens[0]),
+        **_strides("token", "ngsd", call.tokens[0]),
         **_matrix_strides(call.matrices[0]),
         **sizes.common,
         "width": width,
@@ -198,7 +195,7 @@ def _cut_backward(call: CompressCall, grads: Sequence[Tensor]) -> _Backward:
     has_copies = not _are_read_in_place(grads)
     common = {
         **sizes.common,
-        **_strides(_GRAD_STRIDES, grads[0].contiguous() if has_copies else grads[0]),
+        **_strides("grad", "ngk", grads[0].contiguous() if has_copies else grads[0]),
         "has_mask": call.mask is not None,
     }
 
@@ -207,7 +204,7 @@ def _cut_backward(call: CompressCall, grads: Sequence[Tensor]) -> _Backward:
     count = sizes.batch_size * sizes.blocks * -(-sizes.heads * sizes.head_dim // tiles.columns)
     splits, width = _split(sizes, count * sizes.num_tokens, tiles)
     rest = {
-        **_strides(_TOKEN_STRIDES, torch.empty_like(call.tokens[0], device="meta")),
+        **_strides("token", "ngsd", torch.empty_like(call.tokens[0], device="meta")),
         **_matrix_strides(call.matrices[0]),
         **common,
         "width": width,
@@ -220,8 +217,8 @@ def _cut_backward(call: CompressCall, grads: Sequence[Tensor]) -> _Backward:
     tiles = matrix_tiles(*sizes.sizing)
     count = -(-sizes.length // tiles.positions) * -(-sizes.rank // tiles.rank)
     rest = {
-        **_strides(_TOKEN_STRIDES, call.tokens[0]),
-        **_strides("matrix_n matrix_g matrix_s matrix_k", torch.empty_like(call.matrices[0], device="meta")),
+        **_strides("token", "ngsd", call.tokens[0]),
+        **_strides("matrix", "ngsk", torch.empty_like(call.matrices[0], device="meta")),
         **common,
         "batches": sizes.batch_size // sizes.matrix_batches,
         "num_summed": sizes.num_results // sizes.num_matrices,
