@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_zoo.kernels.compress import triton_launch, triton_tiles
 from attn_zoo.kernels.compress.compression import Path, compress, compress_pair
 from attn_zoo.kernels.trace import recording
-from tests.kernels.compress.test_compression import SHARINGS, checked, padding
+from tests.kernels.compress.test_compression import SHARINGS, check_longer_matrix, checked, padding
 from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
 
 pytestmark = [
@@ -136,6 +136,11 @@ def test_gradients_are_read_where_they_lie():
     assert torch.equal(
         of_one, torch.autograd.grad(compress(tokens, matrix, path=TRITON), tokens, torch.ones_like(out))[0]
     )
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_learned_matrix_serves_shorter_sequences_with_its_first_rows(groups: int):
+    check_longer_matrix(groups, torch.float32, TRITON)
 
 
 def test_splits_are_added_in_order():
