@@ -118,7 +118,8 @@ def fit_rows(
         key_padding_mask: bool `[B, S]`, True = padding.
 
     Returns:
-        Rows as `compress` takes them, `[G or 1, N, k]` or `[B or 1, G or 1, S, k]`, and the factor `[B or 1, 1, 1, 1]` (float64) to apply after `compress`, or None.
+        Rows as `compress` takes them, `[G or 1, N, k]` or `[B or 1, G or 1, S, k]`, and the factor `[B or 1, 1, 1, 1]`
+        (float64) to apply after it, or None.
         Only interpolation with padding needs rows of its own for each sequence: O(B S k) memory.
     """
     max_len = weight.shape[1]

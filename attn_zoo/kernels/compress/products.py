@@ -26,8 +26,8 @@ class CompressCall(NamedTuple):
 
     Args:
         tokens: each `[B, G, S, D]`, alike in shape, strides and dtype.
-        matrices: each `[B or 1, G or 1, S, k]`, alike likewise; a 1 is shared along that dimension. Triton's kernels also
-            take `[G or 1, N, k]`, shared by all sequences, of which they read the first S rows.
+        matrices: each `[B or 1, G or 1, S, k]`, alike likewise; a 1 is shared along that dimension. Triton's kernels
+            also take `[G or 1, N, k]`, shared by all sequences, of which they read the first S rows.
         mask: bool `[B, S]`, True = left out, or None.
     """
 

@@ -155,8 +155,8 @@ def grad_matrix(
 ):  # fmt: skip
     """Write out[r, j, m] = sum over the `batches` and heads that share matrix r, and d, of tokens times grad.
 
-    Each matrix has a source of its own; where `num_summed` is 2, one matrix served both sources. It has `rows` positions,
-    `length` at least, and those beyond the tokens get zeros.
+    Each matrix has a source of its own; where `num_summed` is 2, one matrix served both sources. It has `rows`
+    positions, `length` at least, and those beyond the tokens get zeros.
     """
     tile, shared = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 1:

@@ -168,6 +168,7 @@ def test_operators_are_registered_as_torch_expects(is_padded: bool):
 def test_compiled_whole():
     """Traced by torch's compiler without a break, forward and backward: operators are opaque to it."""
     tokens, matrix = draw((1, 1), torch.float32, 70)
+    matrix = torch.cat((matrix[0].detach(), torch.ones(1, 9, 20)), 1).requires_grad_()  # for longer sequences too
 
     def loss(tokens: Tensor, matrix: Tensor) -> Tensor:
         return compress(tokens, matrix, path=TRITON).square().sum()
