@@ -255,7 +255,8 @@ def test_what_captures_itself_has_a_host_time_and_a_reason():
     cuda = GraphCuda()
     clock = lambda: round(1e6 * cuda.now_ms)  # noqa: E731
     timing = with_host_and_device_time(single(0.05), make_for(cuda), "cuda", "a reason", cuda=cuda, clock=clock)
-    assert (timing.graph_ms, timing.graph_reason, timing.host_ms) == (None, "a reason", pytest.approx(0.05))
+    assert (timing.graph_ms, timing.graph_reason) == (None, "a reason")
+    assert timing.host_ms == pytest.approx(0.05)
 
 
 def test_times_of_a_cpu_are_left_alone():
