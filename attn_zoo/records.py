@@ -284,6 +284,8 @@ class Score(Json):
         train_s: seconds of training, evaluation excluded.
         compile_s: seconds of those updates that compiled the model or captured a CUDA graph; part of `train_s`.
         eval_s: seconds of all evaluations, the test included; in addition to `train_s`.
+        eval_compile_s: seconds of those batches in them that compiled the model or captured a CUDA graph; part of
+            `eval_s`.
         tokens_per_s: training throughput of all devices together, padding excluded, and so are the updates that
             compiled where others followed.
         curve: evaluations in order: step, train_loss, validation_loss, validation value.
@@ -314,6 +316,7 @@ class Score(Json):
     train_s: float
     compile_s: float | None = None
     eval_s: float | None = None
+    eval_compile_s: float | None = None
     tokens_per_s: float
     curve: tuple[dict[str, float], ...] = ()
     correct: str = ""

@@ -49,14 +49,22 @@ class Stage:
     Args:
         name: of the stage.
         minutes: its share of the visit.
-        matrix: name of its file in `benchmarks`, and of its results folder; empty for the tests.
+        matrix: name of its file in `benchmarks`; empty for the tests.
         more: further arguments of `attn-zoo run`, or of pytest.
+        again: end of the name of its results folder, which begins with that of the matrix: another run of the same
+            cells, in further processes.
     """
 
     name: str
     minutes: float
     matrix: str = ""
     more: tuple[str, ...] = ()
+    again: str = ""
+
+    @property
+    def results(self) -> str:
+        """Name of its results folder."""
+        return self.matrix + self.again
 
 
 STAGES: tuple[Stage, ...] = (
@@ -71,6 +79,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="peers", minutes=7, matrix="peers-gpu"),
     Stage(name="energy", minutes=1, matrix="energy-gpu"),
     Stage(name="accuracy", minutes=6, matrix="lra-small", more=("--jobs", "8")),
+    Stage(name="peers again", minutes=0, matrix="peers-gpu", again="-again"),  # where time is left
 )
 
 
@@ -81,7 +90,7 @@ def command(stage: Stage, work: Path, minutes: float, device: str) -> list[str]:
     peers = sorted((ROOT / "benchmarks" / "peers").glob("*.py")) if stage.matrix.startswith("peers") else []
     return [
         *(sys.executable, "-m", "attn_zoo", "run", str(ROOT / "benchmarks" / f"{stage.matrix}.toml")),
-        *("--device", device, "--out", str(work / stage.matrix), "--time-limit", f"{minutes:.2f}"),
+        *("--device", device, "--out", str(work / stage.results), "--time-limit", f"{minutes:.2f}"),
         *(part for path in peers for part in ("--variant-file", str(path))),
         *stage.more,
     ]
@@ -119,15 +128,15 @@ def num_left(stage: Stage, work: Path) -> str:
     from attn_zoo import api
 
     globs = [part.partition("=")[2] for part in stage.more if part.startswith("--only=")] or ["*"]
-    left = [item.cell.id for item in api.status(work / stage.matrix).left]
+    left = [item.cell.id for item in api.status(work / stage.results).left]
     count = sum(any(fnmatch.fnmatch(name, glob) for glob in globs) for name in left)
     return f"{count} cells" if count else ""
 
 
 def pack(stage: Stage, work: Path, folder: Path) -> None:
     """Write what a stage has into one file of `folder`."""
-    sources = [work / stage.matrix] if stage.matrix else sorted(work.glob("*.log"))
-    target = folder / f"{stage.matrix or stage.name}.tar.gz"
+    sources = [work / stage.results] if stage.matrix else sorted(work.glob("*.log"))
+    target = folder / f"{stage.results or stage.name}.tar.gz"
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(more: Sequence[Path]) -> int:

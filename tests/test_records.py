@@ -74,6 +74,7 @@ scores = st.builds(
     train_s=finite,
     compile_s=st.none() | finite,
     eval_s=st.none() | finite,
+    eval_compile_s=st.none() | finite,
     tokens_per_s=finite,
     curve=st.lists(st.dictionaries(words, finite, max_size=2), max_size=2).map(tuple),
 )

@@ -30,7 +30,7 @@ LONGEST_CAPTURED_MS = 1_000.0
 NUM_WARMUP = 3
 NUM_SAMPLES, FEW_SAMPLES = 10, 3
 FEW_SAMPLES_MS = 100.0
-"""Calls from here on are sampled less often."""
+"""Calls from here on are sampled less often, and warmed up by one; those that are not captured are launched once."""
 SAMPLE_MS = 5.0
 """Replays that fill one sample take about this long, going by the single call."""
 MAX_REPLAYS = 2000
@@ -228,7 +228,13 @@ def with_host_and_device_time(
 
 
 def _num_samples(call_ms: float) -> int:
+    if call_ms > LONGEST_CAPTURED_MS:
+        return 1
     return NUM_SAMPLES if call_ms < FEW_SAMPLES_MS else FEW_SAMPLES
+
+
+def _num_warmup(call_ms: float) -> int:
+    return NUM_WARMUP if call_ms < FEW_SAMPLES_MS else 1
 
 
 def _host_ms(make: Make, device: torch.device, call_ms: float, cuda: Any, clock: Callable[[], int]) -> float:
@@ -256,8 +262,8 @@ def _graph_ms(make: Make, device: torch.device, call_ms: float, cuda: Any) -> fl
         stream.wait_stream(outer)
         try:
             with cuda.stream(stream):
-                graph = _capture(make, stream, cuda)
-                return _replay_ms(graph, num_replays, _num_samples(call_ms), cuda)
+                graph = _capture(make, _num_warmup(call_ms), stream, cuda)
+                return _replay_ms(graph, num_replays, call_ms, cuda)
         except Exception:
             generator.graphsafe_set_state(before)
             raise
@@ -265,9 +271,9 @@ def _graph_ms(make: Make, device: torch.device, call_ms: float, cuda: Any) -> fl
             cuda.synchronize()
 
 
-def _capture(make: Make, stream: Any, cuda: Any) -> Any:
+def _capture(make: Make, num_warmup: int, stream: Any, cuda: Any) -> Any:
     call, setup = make()
-    for _ in range(NUM_WARMUP):
+    for _ in range(num_warmup):
         if setup is not None:
             setup()
         call()
@@ -279,11 +285,11 @@ def _capture(make: Make, stream: Any, cuda: Any) -> Any:
     return graph
 
 
-def _replay_ms(graph: Any, num_replays: int, num_samples: int, cuda: Any) -> float:
+def _replay_ms(graph: Any, num_replays: int, call_ms: float, cuda: Any) -> float:
     """Return the median over samples of `num_replays` replays each, all queued before any of them is read."""
-    starts = [cuda.Event(enable_timing=True) for _ in range(num_samples)]
-    ends = [cuda.Event(enable_timing=True) for _ in range(num_samples)]
-    for _ in range(NUM_WARMUP):
+    starts = [cuda.Event(enable_timing=True) for _ in range(_num_samples(call_ms))]
+    ends = [cuda.Event(enable_timing=True) for _ in starts]
+    for _ in range(_num_warmup(call_ms)):
         graph.replay()
     for start, end in zip(starts, ends, strict=True):
         start.record()

@@ -63,6 +63,14 @@ class Batch:
             weight=is_item[own].sum().double() / is_item.sum().clamp(min=1),
         )
 
+    def tell_compiler(self) -> None:
+        """Tell torch's compiler that lengths vary, or it finds out by compiling for the first one alone."""
+        from torch._dynamo import maybe_mark_dynamic  # loads the compiler
+
+        for tensor in (self.tokens, self.key_padding_mask, self.other_tokens, self.other_padding_mask):
+            if tensor is not None:
+                maybe_mark_dynamic(tensor, 1)
+
     @property
     def shapes(self) -> tuple[torch.Size | None, ...]:
         """Sizes of both inputs."""
@@ -108,6 +116,8 @@ class Batcher:
         """Longest batch: what the model must be built for."""
         self.has_mask = spec.has_padding or self.max_seq_len > min(spec.max_seq_len, spec.other_max_seq_len or longest)
         """Whether batches may hold padding."""
+        self.is_fixed_length = self.is_full_length or not spec.has_padding
+        """Whether all batches have one length."""
 
     def _rounded(self, longest: int) -> int:
         return -(-(longest + self.num_extra) // self.multiple) * self.multiple - self.num_extra

@@ -38,6 +38,7 @@ class Numbers:
         compile_s: seconds of those updates that compiled the model or captured a graph.
         compile_tokens: trained on in them.
         eval_s: seconds of evaluations.
+        eval_compile_s: seconds of those batches in them that compiled the model or captured a graph.
         train_flops: so far.
         peak_bytes: most memory in use while training.
         kernels: paths that ran.
@@ -56,6 +57,7 @@ class Numbers:
     compile_s: float = 0.0
     compile_tokens: int = 0
     eval_s: float = 0.0
+    eval_compile_s: float = 0.0
     train_flops: float | None = 0.0
     peak_bytes: int | None = None
     kernels: list[str] = field(default_factory=list)

@@ -91,6 +91,7 @@ class Graphed:
                 outputs = self._function(held)
         except RuntimeError as error:
             generator.graphsafe_set_state(before)
+            self._captured.clear()  # they follow the generator's state of before, which is no longer the generator's
             self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"
             return False
         note_path(GRAPH_PATH)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 from attn_zoo.model import ModelConfig
 from attn_zoo.records import Cell
@@ -50,10 +49,24 @@ class Trainer(Updater):
 
     def evaluate(self, feed: Feed, *, is_test: bool = False) -> Evaluation:
         """Score the model as it is; compiled where it trains so, but for a test, whose predictions may take more."""
-        start = self._now()
+        start, compiling_s = self._now(), 0.0
         if self._score is None and self.protocol.compile:
-            score = partial(score_batch, self.compiled, self.objective, self.dtype)
+
+            def score(batch: Batch) -> Scored:
+                return score_batch(self.compiled, self.objective, self.dtype, self.tell_compiler(batch))
+
             self._score = Graphed(score) if self.batcher.device.type == "cuda" else score
+
+        def score_full(batch: Batch) -> Scored:
+            nonlocal compiling_s
+            assert self._score is not None
+            if not self.is_unlike(batch, self._score):
+                return self._score(batch)
+            begun = self._now()
+            scored = self._score(batch)
+            compiling_s += self._now() - begun
+            return scored
+
         scored = evaluate(
             self.model,
             self.objective,
@@ -63,10 +76,11 @@ class Trainer(Updater):
             seed=self.seed,
             dtype=self.dtype,
             is_test=is_test,
-            score_full=None if is_test else self._score,
+            score_full=None if is_test or self._score is None else score_full,
             ranks=self.ranks,
         )
         self.numbers.eval_s += self._now() - start
+        self.numbers.eval_compile_s += compiling_s
         return scored
 
     def _select(self, train_loss: float, scored: Evaluation) -> None:

@@ -228,6 +228,7 @@ def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:
         train_s=numbers.train_s,
         compile_s=numbers.compile_s,
         eval_s=numbers.eval_s,
+        eval_compile_s=numbers.eval_compile_s,
         tokens_per_s=numbers.tokens_per_s,
         curve=tuple(numbers.curve),
         correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()) if has_correct else "",

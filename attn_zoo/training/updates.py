@@ -30,6 +30,9 @@ from attn_zoo.training.ranks import ALONE, Ranks
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
+LARGE_BYTES, LARGE_EVERY_S = 8 * 2**20, 10.0
+"""A checkpoint of more bytes is written no oftener: where an update takes milliseconds, it would take longer."""
+
 _LOOK_EVERY = 20  # steps between checks for non-finite values, which wait for the device; the step is known exactly
 
 
@@ -91,8 +94,9 @@ class Updater:
             # Not with several ranks: a graph would hold their messages, and one rank might capture while another runs.
             if batcher.device.type == "cuda" and ranks.size == 1:
                 self._run = Graphed(self._learn)
-        self._num_seen: Counter[Hashable] = Counter()  # updates by their shape
+        self._num_seen: Counter[Hashable] = Counter()  # compiled calls by mode and shape
         self.numbers = Numbers()
+        self._save_again = 0.0
         self.best_weights: dict[str, Tensor] = {}
         self._step = torch.zeros((), dtype=torch.int64, device=batcher.device)
         self._first_bad = torch.zeros_like(self._step)
@@ -120,9 +124,12 @@ class Updater:
         return True
 
     def save(self, path: Path, identity: str) -> None:
-        """Write a checkpoint, of several ranks the first."""
-        if self.ranks.is_first:
-            save_checkpoint(path, identity, self.numbers, self.model, self.best_weights, self.optimizer)
+        """Write a checkpoint, of several ranks the first; a large one only some seconds after the one before."""
+        if not self.ranks.is_first or time.monotonic() < self._save_again:
+            return
+        save_checkpoint(path, identity, self.numbers, self.model, self.best_weights, self.optimizer)
+        if path.stat().st_size > LARGE_BYTES:
+            self._save_again = time.monotonic() + LARGE_EVERY_S
 
     def _advance(self, feed: Feed, order: DataOrder, after_step: Callable[[int], None] | None) -> float:
         """Make the updates up to the next evaluation; return their mean loss."""
@@ -179,8 +186,7 @@ class Updater:
         """
         step = self.numbers.step + 1
         batch = self.batcher.batch(feed, order.rows(step))
-        if self.protocol.compile and self._num_seen[batch.shapes] < self.num_unlike:
-            self._num_seen[batch.shapes] += 1
+        if self.is_unlike(batch, self._run):
             start = self._now()
             self._update(step, batch)
             self.numbers.compile_s += self._now() - start
@@ -194,9 +200,24 @@ class Updater:
     @property
     def num_unlike(self) -> int:
         """First updates of a batch shape that run otherwise than all that follow: they compile, or capture a graph."""
-        if isinstance(self._run, Graphed):
-            return NUM_PLAIN + 1
-        return int(self.protocol.compile is True)
+        return self._num_unlike(self._run)
+
+    def _num_unlike(self, run: Callable[[Batch], object]) -> int:
+        return NUM_PLAIN + 1 if isinstance(run, Graphed) else int(self.protocol.compile is True)
+
+    def is_unlike(self, batch: Batch, run: Callable[[Batch], object]) -> bool:
+        """Tell whether this call of `run` compiles or captures, and count it."""
+        shape = (self.model.training, *batch.shapes)
+        if self._num_seen[shape] >= self._num_unlike(run):
+            return False
+        self._num_seen[shape] += 1
+        return True
+
+    def tell_compiler(self, batch: Batch) -> Batch:
+        """Return the batch that a compiled model is given: its lengths vary where those of the task do."""
+        if self.protocol.compile and not self.batcher.is_fixed_length:
+            batch.tell_compiler()
+        return batch
 
     def launch_singly(self) -> None:
         """Use no CUDA graph from here on: what happens inside one is hidden from the allocator's statistics."""
@@ -232,7 +253,7 @@ class Updater:
     def _learn(self, batch: Batch) -> tuple[()]:
         """Make an update on the device; nothing here depends on the host."""
         with precision(self.dtype, self.batcher.device):
-            outputs = self.objective.outputs(self.compiled, batch)
+            outputs = self.objective.outputs(self.compiled, self.tell_compiler(batch))
         loss = self.objective.loss(outputs, batch)
         if batch.weight is not None:
             loss = loss * batch.weight.to(loss.dtype)

@@ -241,7 +241,14 @@ def test_calls_of_a_second_have_a_host_time_and_a_reason():
     timing = split(single(2 * LONGEST_CAPTURED_MS), cuda)
     assert (timing.graph_ms, timing.graph_reason) == (None, "calls of over 1000 ms are not captured")
     assert timing.host_ms == pytest.approx(0.05)
-    assert cuda.log.count("call") == FEW_SAMPLES
+    assert cuda.log.count("call") == 1, "each takes seconds"
+
+
+def test_calls_of_a_tenth_of_a_second_are_made_less_often():
+    cuda = GraphCuda()
+    assert split(single(500.0), cuda).graph_reason == ""
+    assert cuda.log.count("call") == FEW_SAMPLES + 1
+    assert cuda.log.count("replay") == FEW_SAMPLES + 1
 
 
 def test_times_of_a_cpu_are_left_alone():

@@ -76,6 +76,35 @@ def test_a_traced_model_learns_the_same(monkeypatch, level, overrides):
     assert all(options.keys() == {"dynamic"} for options in used), "CUDA graphs hold whole updates: training/graphed.py"
 
 
+@pytest.mark.parametrize("is_full_length", [False, True], ids=["lengths-of-batches", "full-length"])
+def test_a_model_is_compiled_once_to_train_and_once_to_validate(monkeypatch, is_full_length):
+    """Lengths vary from the first batch on: else it would be compiled for the first of them alone, then anew."""
+    graphs, original, seen = [], torch.compile, set()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def traced(model, dynamic):
+        compiled = original(model, backend=backend, dynamic=dynamic)
+
+        def called(*inputs):
+            seen.add(inputs[0].shape[1])
+            return compiled(*inputs)
+
+        return called
+
+    monkeypatch.setattr(torch, "compile", traced)
+    run = cell(
+        "plain", num_steps=10, eval_every=5, compile=True, is_full_length=is_full_length, pad_multiple=1, batch_size=2
+    )
+    result = run_training(run)
+    assert result.score is not None
+    assert len(seen) == 1 if is_full_length else len(seen) > 1
+    assert len(graphs) == 2
+    assert 0.0 < (result.score.eval_compile_s or 0.0) < (result.score.eval_s or 0.0)
+
+
 @pytest.mark.slow
 def test_a_compiled_model_learns_the_same():
     expect_equal(*scores("plain"))

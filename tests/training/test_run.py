@@ -16,7 +16,7 @@ from torch import nn
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.records import Score
 from attn_zoo.registry import variants
-from attn_zoo.training import Progress, TrainingResult, run_training
+from attn_zoo.training import Progress, TrainingResult, run_training, updates
 from attn_zoo.training.loop import Trainer
 from tests.training.toy_task import ToyTask, cell, toy_task
 
@@ -47,6 +47,7 @@ def same(one: TrainingResult, two: TrainingResult) -> bool:
         "train_s": 1.0,
         "compile_s": 0.0,
         "eval_s": 1.0,
+        "eval_compile_s": 0.0,
         "tokens_per_s": 1.0,
         "peak_bytes": None,
         "pretrain_s": None,
@@ -116,6 +117,18 @@ def test_a_stopped_run_continues_with_identical_results(tmp_path, step):
     # The evaluation at step 10 comes after the step's own progress, so a stop at 10 has saved nothing.
     assert seen[0].step == (step - 1) // 10 * 10 + 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("large_bytes", "last_saved"), [(2**20, 30), (0, 10)], ids=["small", "large"])
+def test_a_large_checkpoint_is_not_written_at_every_evaluation(tmp_path, monkeypatch, large_bytes, last_saved):
+    """On a GPU writing it would take longer than the updates between."""
+    monkeypatch.setattr(updates, "LARGE_BYTES", large_bytes)
+    monkeypatch.setattr(updates, "LARGE_EVERY_S", 1e9)
+    with pytest.raises(StoppedError):
+        run_training(cell(), checkpoint_dir=tmp_path, progress=stop_at(35))
+    seen: list[Progress] = []
+    assert same(undisturbed(has_dropout=False), run_training(cell(), checkpoint_dir=tmp_path, progress=seen.append))
+    assert seen[0].step == last_saved + 1
 
 
 def test_a_run_may_be_stopped_many_times(tmp_path):

@@ -60,6 +60,7 @@ def spawn_environment(threads: int | None) -> dict[str, str]:
     environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
     if threads is not None:
         environment.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))  # else one for each core
     return environment
 
 
