@@ -16,7 +16,6 @@ of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -240,19 +239,15 @@ class _Compress(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mask, *tensors = ctx.saved_tensors
+        num_tokens = ctx.num_tokens
+        call = CompressCall(tuple(tensors[:num_tokens]), tuple(tensors[num_tokens:]), mask)
         needed = ctx.needs_input_grad[3:]
-        call = CompressCall(tuple(tensors[: ctx.num_tokens]), tuple(tensors[ctx.num_tokens :]), mask)
-        module = _module(ctx.path)
-        if ctx.path == "triton":  # its kernels read them so; one copy serves both
-            grads = tuple(grad.contiguous() for grad in grads)
-        of_tokens: Sequence[Tensor | None] = [None] * len(call.tokens)
-        of_matrices: Sequence[Tensor | None] = [None] * len(call.matrices)
-        with _without_autocast(call.tokens[0]):
-            if any(needed[: len(call.tokens)]):
-                of_tokens = module.grad_tokens(call, grads)
-            if any(needed[len(call.tokens) :]):
-                of_matrices = module.grad_matrices(call, grads)
-        return None, None, None, *of_tokens, *of_matrices
+        of_tokens, of_matrices = any(needed[:num_tokens]), any(needed[num_tokens:])
+        with _without_autocast(tensors[0]):
+            found = _module(ctx.path).gradients(call, grads, of_tokens=of_tokens, of_matrices=of_matrices)
+        before = () if of_tokens else (None,) * num_tokens
+        after = () if of_matrices else (None,) * len(call.matrices)
+        return None, None, None, *before, *found, *after
 
 
 def pool_windows(

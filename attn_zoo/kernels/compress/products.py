@@ -45,8 +45,15 @@ def compress(call: CompressCall) -> list[Tensor]:
     return [_sum(tokens, matrix, call.mask) for tokens, matrix in call.pairs]
 
 
-def grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the tokens, in their layout, zero in padding."""
+def gradients(call: CompressCall, grads: Sequence[Tensor], *, of_tokens: bool, of_matrices: bool) -> list[Tensor]:
+    """Return the gradients that are wanted: those of the tokens, in their layout, zero in padding; of the matrices."""
+    return [
+        *(_grad_tokens(call, grads) if of_tokens else ()),
+        *(_grad_matrices(call, grads) if of_matrices else ()),
+    ]
+
+
+def _grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
     results = [torch.empty_like(x) for x in call.tokens]
     for index, (grad, (source, matrix)) in enumerate(zip(grads, call.pairs, strict=True)):
         folded = _fold(grad, _shared(matrix)).to(_short_sum(source))  # [R, k, X]
@@ -64,8 +71,7 @@ def grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
     return results
 
 
-def grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the matrices."""
+def _grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
     results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.matrices]
     for index, (grad, (source, matrix)) in enumerate(zip(grads, call.pairs, strict=True)):
         folded = _fold(grad, _shared(matrix)).to(_short_sum(source)).mT  # [R, X, k]

@@ -28,11 +28,14 @@ def _columns(tile, block, heads: tl.constexpr, dim: tl.constexpr, tile_x: tl.con
 def sum_positions(
     tokens, tokens_b, matrix, matrix_b, mask, sums, sums_b,
     token_n, token_g, token_s, token_d, matrix_n, matrix_g, matrix_s, matrix_k,
-    blocks, length, width, rank, sums_split,
+    blocks, length, width, rank, sums_split, sums_source,
     dim: tl.constexpr, heads: tl.constexpr, has_mask: tl.constexpr,
     tile_k: tl.constexpr, tile_x: tl.constexpr, tile_s: tl.constexpr,
 ):  # fmt: skip
-    """Write sums[split, n, g, m, d] = sum over a split of matrix[j, m] tokens[n, g, j, d], `width` positions each."""
+    """Write sums[split, n, g, m, d] = sum over a split of matrix[j, m] tokens[n, g, j, d], `width` positions each.
+
+    Those of the second source begin `sums_source` after `sums_b`.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 1:
         tokens, matrix, sums = tokens_b, matrix_b, sums_b
@@ -61,18 +64,18 @@ def sum_positions(
         token_at += tile_s * token_s
         matrix += tile_s * matrix_s
     at = ((n * (blocks * heads) + head) * rank)[:, None] + row[None, :]
-    out = sums + split.to(tl.int64) * sums_split + at * dim + channel[:, None]
+    out = sums + tl.program_id(2) * sums_source + split.to(tl.int64) * sums_split + at * dim + channel[:, None]
     tl.store(out, total.to(sums.dtype.element_ty), mask=is_column[:, None] & (row < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["size", "splits"])
+@triton.jit(do_not_specialize=["splits"])
 def add_splits(
-    sums, sums_b, out, out_b, size, splits, sums_split,
+    sums, out, out_b, size, splits, sums_split,
     num_rows: tl.constexpr, block_size: tl.constexpr,
 ):  # fmt: skip
-    """Write out[i] = sum over splits of sums[split, i]: always in the same order."""
+    """Write out[i] = sum over splits of sums[split, i], then those of `out_b`: always in the same order."""
     if tl.program_id(1) == 1:
-        sums, out = sums_b, out_b
+        sums, out = sums + size, out_b
     index, row = tl.program_id(0) * block_size + tl.arange(0, block_size), tl.arange(0, num_rows)
     at = sums + row.to(tl.int64)[:, None] * sums_split + index[None, :]
     total = tl.zeros((num_rows, block_size), dtype=tl.float32)
@@ -87,6 +90,7 @@ def grad_tokens(
     grad, grad_b, matrix, matrix_b, mask, out, out_b,
     token_n, token_g, token_s, token_d, matrix_n, matrix_g, matrix_s, matrix_k,
     blocks, length, width, rank,
+    grad_n: tl.constexpr, grad_g: tl.constexpr, grad_k: tl.constexpr,
     dim: tl.constexpr, heads: tl.constexpr, num_summed: tl.constexpr, has_mask: tl.constexpr,
     is_held: tl.constexpr, tile_k: tl.constexpr, tile_x: tl.constexpr, tile_s: tl.constexpr,
 ):  # fmt: skip
@@ -104,8 +108,8 @@ def grad_tokens(
 
     row, within = tl.arange(0, tile_k), tl.arange(0, tile_s)
     first, stop = split * width, tl.minimum((split + 1) * width, length)
-    grad_start = n * (blocks * heads * rank * dim)
-    grad_at = (head * (rank * dim) + channel)[None, :] + (row * dim)[:, None]
+    grad_start = n * grad_n
+    grad_at = (head * grad_g + channel)[None, :] + (row * grad_k)[:, None]
     out += n * token_n
     corner = n * matrix_n + block.to(tl.int64) * matrix_g + first.to(tl.int64) * matrix_s
     matrix_at = within[:, None] * matrix_s + (row * matrix_k)[None, :]
@@ -130,7 +134,7 @@ def grad_tokens(
                     values = tl.load(from_grad + grad_at, mask=is_row[:, None] & is_column[None, :], other=0.0)
                     total = tl.dot(weights, values, total, input_precision="ieee")
                     from_matrix += tile_k * matrix_k
-                    from_grad += tile_k * dim
+                    from_grad += tile_k * grad_k
         if has_mask:
             is_padding = tl.load(mask + start + within, mask=is_position, other=1) != 0
             total = tl.where(is_padding[:, None], 0.0, total)
@@ -145,6 +149,7 @@ def grad_matrix(
     tokens, tokens_b, grad, grad_b, mask, out, out_b,
     token_n, token_g, token_s, token_d, matrix_n, matrix_g, matrix_s, matrix_k,
     blocks, batches, length, rank,
+    grad_n: tl.constexpr, grad_g: tl.constexpr, grad_k: tl.constexpr,
     dim: tl.constexpr, heads: tl.constexpr, num_summed: tl.constexpr, has_mask: tl.constexpr,
     tile_k: tl.constexpr, tile_x: tl.constexpr, tile_s: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +177,7 @@ def grad_matrix(
             if has_mask:
                 is_token = is_position & (tl.load(mask + n * length + position, mask=is_position, other=1) == 0)
             token_at = tokens + n * token_n + far * token_s + (head.to(tl.int64) * token_g + channel * token_d)[None, :]
-            grad_at = grad + ((n * (blocks * heads) + head) * rank * dim + channel)[None, :] + (row * dim)[:, None]
+            grad_at = grad + (n * grad_n + head * grad_g + channel)[None, :] + (row * grad_k)[:, None]
             values = tl.load(token_at, mask=is_token[:, None] & is_column[None, :], other=0.0)
             weights = tl.load(grad_at, mask=is_row[:, None] & is_column[None, :], other=0.0)
             total = tl.dot(values, tl.trans(weights), total, input_precision="ieee")

@@ -5,13 +5,14 @@ Under torch's compiler they are operators that it takes whole: `torch.ops.attn_z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_zoo.kernels.cached_launch import CachedLaunch, kind_of, on_device_of, remembered
 from attn_zoo.kernels.compress import triton_kernels as kernels
 from attn_zoo.kernels.compress.products import CompressCall
 from attn_zoo.kernels.compress.triton_tiles import (
@@ -63,13 +64,11 @@ class _Sizes(NamedTuple):
         """Arguments of the tile rules."""
         return self.rank, self.heads * self.head_dim, self.item_bytes, self.shared_bytes
 
-
-class _Cut(NamedTuple):
-    """How one launch is cut."""
-
-    grid: tuple[int, int, int]
-    width: int  # positions of one program, or 0 where it has one tile of them
-    options: dict[str, Any]  # what the kernel is compiled for
+    @property
+    def common(self) -> dict[str, int]:
+        """Arguments of all three kernels."""
+        sizes = {"blocks": self.blocks, "length": self.length, "rank": self.rank}
+        return {**sizes, "dim": self.head_dim, "heads": self.heads}
 
 
 @lru_cache
@@ -106,161 +105,220 @@ def _split(sizes: _Sizes, programs: int, tiles: Tiles) -> tuple[int, int]:
     return -(-sizes.length // width), width
 
 
-def _options(sizes: _Sizes, tiles: Tiles, **more: Any) -> dict[str, Any]:
-    return {"dim": sizes.head_dim, "heads": sizes.heads, **more, **tiles.options}
-
-
-@lru_cache(maxsize=1024)
-def _cut_sum(sizes: _Sizes) -> _Cut:
-    tiles = forward_tiles(*sizes.sizing)
-    columns = sizes.heads * sizes.head_dim
-    count = sizes.batch_size * sizes.blocks * -(-columns // tiles.columns) * -(-sizes.rank // tiles.rank)
-    splits, width = _split(sizes, count * sizes.num_results, tiles)
-    return _Cut((count, splits, sizes.num_results), width, _options(sizes, tiles))
-
-
-@lru_cache(maxsize=1024)
-def _cut_grad_tokens(sizes: _Sizes) -> _Cut:
-    is_summed = sizes.num_tokens < sizes.num_matrices
-    tiles = token_tiles(*sizes.sizing, is_summed=is_summed)
-    count = sizes.batch_size * sizes.blocks * -(-sizes.heads * sizes.head_dim // tiles.columns)
-    splits, width = _split(sizes, count * sizes.num_tokens, tiles)
-    options = _options(
-        sizes,
-        tiles,
-        num_summed=sizes.num_results // sizes.num_tokens,
-        is_held=sizes.rank <= tiles.rank and not is_summed,
-    )
-    return _Cut((count, splits, sizes.num_tokens), width, options)
-
-
-@lru_cache(maxsize=1024)
-def _cut_grad_matrices(sizes: _Sizes) -> _Cut:
-    tiles = matrix_tiles(*sizes.sizing)
-    count = -(-sizes.length // tiles.positions) * -(-sizes.rank // tiles.rank)
-    options = _options(sizes, tiles, num_summed=sizes.num_results // sizes.num_matrices)
-    return _Cut((count, sizes.matrix_batches * sizes.blocks, sizes.num_matrices), 0, options)
-
-
 def _mask(call: CompressCall) -> Tensor:
     """Return the mask as bytes, or something else to point at."""
     return call.tokens[0] if call.mask is None else call.mask.contiguous().view(torch.uint8)
-
-
-def _matrix_strides(matrix: Tensor) -> tuple[int, ...]:
-    """Return the strides; a matrix that is shared along a dimension does not move along it."""
-    batches, blocks, *rest = matrix.stride()
-    return 0 if matrix.shape[0] == 1 else batches, 0 if matrix.shape[1] == 1 else blocks, *rest
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return tensors[0], tensors[-1]
 
 
-def _compress(call: CompressCall, _: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Return matrix^T tokens of each pair, `[B, G, k, D]`."""
-    tokens, sizes = call.tokens, _sizes(call)
-    cut, size = _cut_sum(sizes), sizes.result_size
-    splits, count = cut.grid[1], sizes.num_results
-    out = [tokens[0].new_empty(sizes.batch_size, sizes.groups, sizes.rank, sizes.head_dim) for _ in range(count)]
-    sums, stride = out, 0
-    if splits > 1:
-        stride = count * size
-        partial = out[0].new_empty(splits * stride, dtype=torch.float32)
-        sums = [partial, partial[size:]] if count == 2 else [partial]
-    with torch.cuda.device_of(tokens[0]):
-        kernels.sum_positions[cut.grid](
-            *_pair(tokens), *_pair(call.matrices), _mask(call), *_pair(sums),
-            *tokens[0].stride(), *_matrix_strides(call.matrices[0]),
-            sizes.blocks, sizes.length, cut.width, sizes.rank, stride,
-            **cut.options, has_mask=call.mask is not None,
-        )  # fmt: skip
-        if splits > 1:
-            kernels.add_splits[(-(-size // ADD_BLOCK), count)](
-                *_pair(sums), *_pair(out), size, splits, stride,
-                num_rows=ADD_ROWS, block_size=ADD_BLOCK, num_warps=4,
-            )  # fmt: skip
-    return out
+def _kind(call: CompressCall, *grads: Tensor) -> Hashable:
+    tensors = *call.tokens, *call.matrices, call.mask, *grads
+    return len(call.tokens), len(call.matrices), kind_of(*tensors)
 
 
-def _grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the tokens, in their layout, zero in padding."""
+def _strides(name: str, letters: str, tensor: Tensor) -> dict[str, int]:
+    """Return the first strides of a tensor as a kernel takes them: `name` and a letter for each."""
+    return {f"{name}_{letter}": stride for letter, stride in zip(letters, tensor.stride(), strict=False)}
+
+
+def _matrix_strides(matrix: Tensor) -> dict[str, int]:
+    """Return the strides; a matrix that is shared along a dimension does not move along it."""
+    shared = {name: 0 for name, size in zip(("matrix_n", "matrix_g"), matrix.shape[:2], strict=True) if size == 1}
+    return _strides("matrix", "ngsk", matrix) | shared
+
+
+class _Forward(NamedTuple):
+    """What a call launches, and the sizes of what it allocates."""
+
+    sum_positions: CachedLaunch
+    add_splits: CachedLaunch | None  # where the positions are split
+    num_partial: int
+    shape: tuple[int, int, int, int]  # of one result
+    num_results: int
+
+
+def _cut_forward(call: CompressCall) -> _Forward:
     sizes = _sizes(call)
-    cut = _cut_grad_tokens(sizes)
-    out = [torch.empty_like(x) for x in call.tokens]
-    with torch.cuda.device_of(out[0]):
-        kernels.grad_tokens[cut.grid](
-            *_pair([x.contiguous() for x in grads]), *_pair(call.matrices), _mask(call), *_pair(out),
-            *out[0].stride(), *_matrix_strides(call.matrices[0]),
-            sizes.blocks, sizes.length, cut.width, sizes.rank,
-            **cut.options, has_mask=call.mask is not None,
-        )  # fmt: skip
+    count, size = sizes.num_results, sizes.result_size
+    tiles = forward_tiles(*sizes.sizing)
+    columns = sizes.heads * sizes.head_dim
+    programs = sizes.batch_size * sizes.blocks * -(-columns // tiles.columns) * -(-sizes.rank // tiles.rank)
+    splits, width = _split(sizes, programs * count, tiles)
+    is_split = splits > 1
+    rest = {
+        **_strides("token", "ngsd", call.tokens[0]),
+        **_matrix_strides(call.matrices[0]),
+        **sizes.common,
+        "width": width,
+        "sums_split": count * size if is_split else 0,
+        "sums_source": size if is_split else 0,
+        "has_mask": call.mask is not None,
+        **tiles.options,
+    }
+    sum_positions = CachedLaunch(kernels.sum_positions, (programs, splits, count), rest)
+    add_splits = None
+    if is_split:
+        rest = {"size": size, "splits": splits, "sums_split": count * size}
+        rest |= {"num_rows": ADD_ROWS, "block_size": ADD_BLOCK, "num_warps": 4}
+        add_splits = CachedLaunch(kernels.add_splits, (-(-size // ADD_BLOCK), count), rest)
+    shape = sizes.batch_size, sizes.groups, sizes.rank, sizes.head_dim
+    return _Forward(sum_positions, add_splits, splits * count * size if is_split else 0, shape, count)
+
+
+def _compress(call: CompressCall) -> list[Tensor]:
+    tokens = call.tokens[0]
+    launches = remembered(_forwards, _kind(call), lambda: _cut_forward(call))
+    out = [tokens.new_empty(launches.shape) for _ in range(launches.num_results)]
+    sums = out
+    if launches.add_splits is not None:
+        sums = [tokens.new_empty(launches.num_partial, dtype=torch.float32)]
+    with on_device_of(tokens):
+        launches.sum_positions(*_pair(call.tokens), *_pair(call.matrices), _mask(call), *_pair(sums))
+        if launches.add_splits is not None:
+            launches.add_splits(sums[0], *_pair(out))
     return out
 
 
-def _grad_matrices(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of the matrices."""
+class _Backward(NamedTuple):
+    """What a backward pass launches."""
+
+    grad_tokens: CachedLaunch
+    grad_matrix: CachedLaunch
+    has_copies: bool  # gradients are read from contiguous copies
+
+
+def _cut_backward(call: CompressCall, grads: Sequence[Tensor]) -> _Backward:
     sizes = _sizes(call)
-    cut = _cut_grad_matrices(sizes)
-    out = [torch.empty_like(x) for x in call.matrices]
-    with torch.cuda.device_of(out[0]):
-        kernels.grad_matrix[cut.grid](
-            *_pair(call.tokens), *_pair([x.contiguous() for x in grads]), _mask(call), *_pair(out),
-            *call.tokens[0].stride(), *out[0].stride(),
-            sizes.blocks, sizes.batch_size // sizes.matrix_batches, sizes.length, sizes.rank,
-            **cut.options, has_mask=call.mask is not None,
-        )  # fmt: skip
-    return out
+    has_copies = not _are_read_in_place(grads)
+    common = {
+        **sizes.common,
+        **_strides("grad", "ngk", grads[0].contiguous() if has_copies else grads[0]),
+        "has_mask": call.mask is not None,
+    }
 
+    is_summed = sizes.num_tokens < sizes.num_matrices
+    tiles = token_tiles(*sizes.sizing, is_summed=is_summed)
+    count = sizes.batch_size * sizes.blocks * -(-sizes.heads * sizes.head_dim // tiles.columns)
+    splits, width = _split(sizes, count * sizes.num_tokens, tiles)
+    rest = {
+        **_strides("token", "ngsd", torch.empty_like(call.tokens[0], device="meta")),
+        **_matrix_strides(call.matrices[0]),
+        **common,
+        "width": width,
+        "num_summed": sizes.num_results // sizes.num_tokens,
+        "is_held": sizes.rank <= tiles.rank and not is_summed,
+        **tiles.options,
+    }
+    grad_tokens = CachedLaunch(kernels.grad_tokens, (count, splits, sizes.num_tokens), rest)
+
+    tiles = matrix_tiles(*sizes.sizing)
+    count = -(-sizes.length // tiles.positions) * -(-sizes.rank // tiles.rank)
+    rest = {
+        **_strides("token", "ngsd", call.tokens[0]),
+        **_strides("matrix", "ngsk", torch.empty_like(call.matrices[0], device="meta")),
+        **common,
+        "batches": sizes.batch_size // sizes.matrix_batches,
+        "num_summed": sizes.num_results // sizes.num_matrices,
+        **tiles.options,
+    }
+    grid = count, sizes.matrix_batches * sizes.blocks, sizes.num_matrices
+    return _Backward(grad_tokens, CachedLaunch(kernels.grad_matrix, grid, rest), has_copies)
+
+
+def _are_read_in_place(grads: Sequence[Tensor]) -> bool:
+    """Tell whether the kernels can read gradients where they lie: alike, channels side by side, offsets in 32 bits."""
+    first, last = _pair(grads)
+    _, *strides = first.stride()
+    extent = sum((size - 1) * stride for size, stride in zip(first.shape[1:], strides, strict=True))
+    return first.stride() == last.stride() and strides[-1] == 1 and extent < 2**31
+
+
+def _gradients(call: CompressCall, grads: Sequence[Tensor], *, of_tokens: bool, of_matrices: bool) -> list[Tensor]:
+    launches = remembered(_backwards, _kind(call, *grads), lambda: _cut_backward(call, grads))
+    if launches.has_copies:
+        grads = [x.contiguous() for x in grads]
+    mask, results = _mask(call), []
+    with on_device_of(call.tokens[0]):
+        if of_tokens:
+            out = results = [torch.empty_like(x) for x in call.tokens]
+            launches.grad_tokens(*_pair(grads), *_pair(call.matrices), mask, *_pair(out))
+        if of_matrices:
+            out = [torch.empty_like(x) for x in call.matrices]
+            launches.grad_matrix(*_pair(call.tokens), *_pair(grads), mask, *_pair(out))
+            results = results + out
+    return results
+
+
+_forwards: dict[Hashable, _Forward] = {}
+_backwards: dict[Hashable, _Backward] = {}
+
+
+# --- the same as operators, which torch's compiler takes whole ---
 
 _Tensors = list[Tensor]
 _library = torch.library.Library("attn_zoo", "FRAGMENT")
 
 
-def _traceable(
-    name: str, function: Callable[[CompressCall, Sequence[Tensor]], _Tensors], fake: Callable[..., _Tensors]
-) -> Callable[..., _Tensors]:
-    """Return `function`, which under torch's compiler is the operator `attn_zoo::name` that it takes whole.
-
-    Args:
-        name: of the operator.
-        function: of a call and the gradients of its results, of which a forward has none.
-        fake: makes results of the right sizes from the operator's arguments.
-    """
-    _library.define(f"{name}(Tensor[] tokens, Tensor[] matrices, Tensor? mask, Tensor[] grads) -> Tensor[]")
-
-    def implementation(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None, grads: _Tensors) -> _Tensors:
-        return function(CompressCall(tuple(tokens), tuple(matrices), mask), grads)
-
+def _define(name: str, schema: str, implementation: Callable[..., _Tensors], fake: Callable[..., _Tensors]) -> Any:
+    _library.define(f"{name}{schema}")
     for key in ("CUDA", "CPU"):  # on a CPU Triton's interpreter
         _library.impl(name, implementation, key)
     torch.library.register_fake(f"attn_zoo::{name}", fake, lib=_library)
-    operator = getattr(torch.ops.attn_zoo, name)
-
-    def run(call: CompressCall, grads: Sequence[Tensor] = ()) -> _Tensors:
-        if torch.compiler.is_compiling():
-            results: _Tensors = operator(list(call.tokens), list(call.matrices), call.mask, list(grads))
-            return results
-        return function(call, grads)
-
-    run.__doc__ = function.__doc__
-    return run
+    return getattr(torch.ops.attn_zoo, name)
 
 
-def _fake_results(tokens: _Tensors, matrices: _Tensors, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
+def _fake_results(tokens: _Tensors, matrices: _Tensors, mask: Any) -> _Tensors:  # noqa: ARG001
     batch_size, groups, _, head_dim = tokens[0].shape
     count = max(len(tokens), len(matrices))
     return [tokens[0].new_empty(batch_size, groups, matrices[0].shape[3], head_dim) for _ in range(count)]
 
 
-def _fake_grad_tokens(tokens: _Tensors, matrices: Any, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
-    return [torch.empty_like(x) for x in tokens]
+def _fake_gradients(
+    tokens: _Tensors,
+    matrices: _Tensors,
+    mask: Any,  # noqa: ARG001
+    grads: Any,  # noqa: ARG001
+    of_tokens: bool,
+    of_matrices: bool,
+) -> _Tensors:
+    return [torch.empty_like(x) for x in (*(tokens if of_tokens else ()), *(matrices if of_matrices else ()))]
 
 
-def _fake_grad_matrices(tokens: Any, matrices: _Tensors, mask: Any, grads: Any) -> _Tensors:  # noqa: ARG001
-    return [torch.empty_like(x) for x in matrices]
+def _call_of(tokens: _Tensors, matrices: _Tensors, mask: Tensor | None) -> CompressCall:
+    return CompressCall(tuple(tokens), tuple(matrices), mask)
 
 
-compress = _traceable("compress", _compress, _fake_results)
-grad_tokens = _traceable("compress_grad_tokens", _grad_tokens, _fake_grad_tokens)
-grad_matrices = _traceable("compress_grad_matrices", _grad_matrices, _fake_grad_matrices)
+_compress_operator = _define(
+    "compress",
+    "(Tensor[] tokens, Tensor[] matrices, Tensor? mask) -> Tensor[]",
+    lambda *given: _compress(_call_of(*given)),
+    _fake_results,
+)
+_gradients_operator = _define(
+    "compress_gradients",
+    "(Tensor[] tokens, Tensor[] matrices, Tensor? mask, Tensor[] grads, bool of_tokens, bool of_matrices) -> Tensor[]",
+    lambda tokens, matrices, mask, grads, of_tokens, of_matrices: _gradients(
+        _call_of(tokens, matrices, mask), grads, of_tokens=of_tokens, of_matrices=of_matrices
+    ),
+    _fake_gradients,
+)
+
+
+def compress(call: CompressCall) -> list[Tensor]:
+    """Return matrix^T tokens of each pair, `[B, G, k, D]`."""
+    if torch.compiler.is_compiling():
+        results: _Tensors = _compress_operator(list(call.tokens), list(call.matrices), call.mask)
+        return results
+    return _compress(call)
+
+
+def gradients(call: CompressCall, grads: Sequence[Tensor], *, of_tokens: bool, of_matrices: bool) -> list[Tensor]:
+    """Return the gradients that are wanted: those of the tokens, in their layout, zero in padding; of the matrices."""
+    if torch.compiler.is_compiling():
+        given = list(call.tokens), list(call.matrices), call.mask, list(grads)
+        results: _Tensors = _gradients_operator(*given, of_tokens, of_matrices)
+        return results
+    return _gradients(call, grads, of_tokens=of_tokens, of_matrices=of_matrices)

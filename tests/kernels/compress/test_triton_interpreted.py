@@ -45,8 +45,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget_cuts() -> None:
     """Forget how launches are cut: it was worked out for tiles of another size."""
-    for cut in (triton_launch._cut_sum, triton_launch._cut_grad_tokens, triton_launch._cut_grad_matrices):
-        cut.cache_clear()
+    for kept in (triton_launch._forwards, triton_launch._backwards):
+        kept.clear()
 
 
 def draw(sharing: tuple[int, int], dtype: torch.dtype, length: int = 150, rank: int = 20, dim: int = 8) -> Any:
@@ -120,6 +120,24 @@ def test_padding_of_a_source_that_meets_two_matrices_gets_exact_zeros():
     assert grad[~mask[:, None, :, None].expand_as(grad)].all()
 
 
+def test_gradients_are_read_where_they_lie():
+    """Heads interleaved, as kernels of attention leave them; what the kernels cannot read so is copied."""
+    tokens, matrix = draw((1, 1), torch.float32)
+    out = compress(tokens, matrix, path=TRITON)
+    drawn = torch.randn(out.shape)
+    interleaved, sideways = drawn.transpose(1, 2).contiguous().transpose(1, 2), drawn.mT.contiguous().mT
+    want, *got = (
+        torch.autograd.grad(out, (tokens, matrix), x, retain_graph=True) for x in (drawn, interleaved, sideways)
+    )
+    assert [x.has_copies for x in triton_launch._backwards.values()] == [False, False, True]
+    for each in got:
+        assert all(torch.equal(mine, right) for mine, right in zip(each, want, strict=True))
+    (of_one,) = torch.autograd.grad(out.sum(), tokens)  # one number, expanded
+    assert torch.equal(
+        of_one, torch.autograd.grad(compress(tokens, matrix, path=TRITON), tokens, torch.ones_like(out))[0]
+    )
+
+
 def test_splits_are_added_in_order():
     tokens, matrix = draw((1, 1), torch.float32, 500)
     first, second = (compress(tokens, matrix, path=TRITON) for _ in range(2))
@@ -134,9 +152,10 @@ def test_operators_are_registered_as_torch_expects(is_padded: bool):
     tensors, mask = ([tokens.detach()], [matrix.detach()]), padding(70) if is_padded else None
     operators = torch.ops.attn_zoo
     for operator, given in (
-        (operators.compress, (*tensors, mask, [])),
-        (operators.compress_grad_tokens, (*tensors, mask, [grad])),
-        (operators.compress_grad_matrices, (*tensors, mask, [grad])),
+        (operators.compress, (*tensors, mask)),
+        (operators.compress_gradients, (*tensors, mask, [grad], True, True)),
+        (operators.compress_gradients, (*tensors, mask, [grad], False, True)),
+        (operators.compress_gradients, (*tensors, mask, [grad], True, False)),
     ):
         torch.library.opcheck(operator.default, given)
 

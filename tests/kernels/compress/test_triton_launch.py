@@ -33,10 +33,10 @@ class _Launch:
     """Stands for a kernel and notes how it is launched."""
 
     def __init__(self, kernel: Any, launches: list[Any]) -> None:
-        self.kernel, self.launches = kernel, launches
+        self.kernel, self.launches, self.arg_names = kernel, launches, kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *given, **named: self.launches.append((self.kernel, given, named))
+        return lambda **named: self.launches.append((self.kernel, named))
 
 
 def launches_of(
@@ -49,14 +49,15 @@ def launches_of(
     for name in ("sum_positions", "add_splits", "grad_tokens", "grad_matrix"):
         kernel = getattr(triton_kernels, name)
         monkeypatch.setattr(triton_kernels, name, _Launch(kernel, launches))
+    for kept in ("_forwards", "_backwards"):
+        monkeypatch.setattr(triton_launch, kept, {})
     like: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     tokens = [torch.empty(1, 65536, 16, head_dim, **like).transpose(1, 2) for _ in range(num_tokens)]
     matrices = [torch.empty(1, 1, 65536, 256, **like) for _ in range(num_matrices)]
     mask = torch.empty(1, 65536, dtype=torch.bool, device="meta") if has_mask else None
     call = CompressCall(tuple(tokens), tuple(matrices), mask)
-    out = triton_launch._compress(call)
-    triton_launch._grad_tokens(call, out)
-    triton_launch._grad_matrices(call, out)
+    out = triton_launch.compress(call)
+    triton_launch.gradients(call, out, of_tokens=True, of_matrices=True)
     return launches
 
 
@@ -66,19 +67,19 @@ def compiled(launch: Any, folder: Path) -> tuple[Any, str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, given, named = launch
+    kernel, named = launch
     options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
-    signature, constants, aligned = {}, dict(named), {}
+    signature, constants, aligned = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
-        value = named[name] if name in named else given[index]
+        value, parameter = named[name], kernel.params[index]
         if isinstance(value, Tensor):
             signature[name] = POINTERS[value.dtype]
             aligned[(index,)] = [["tt.divisibility", 16]]
-        elif name in named or (value == 1 and not kernel.params[index].do_not_specialize):
+        elif parameter.is_constexpr or (value == 1 and not parameter.do_not_specialize):
             signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0 and not kernel.params[index].do_not_specialize:
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
