@@ -50,7 +50,7 @@ class Graph:
 class Update:
     """Learns the sum of the tokens; stands in for torch.cuda as well."""
 
-    def __init__(self, draw=None, refuses: Exception | None = None):
+    def __init__(self, draw=None, refuses=None):
         self.total, self.log = 0, []
         self.draw, self.refuses = draw, refuses
         self.capturing, self.pools = None, []
