@@ -118,15 +118,19 @@ def run_stage(stage: Stage, work: Path, minutes: float, device: str) -> str:
             raise
     said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     print("   " + "\n   ".join(said[-3:]), flush=True)
-    if code not in (0, 1):  # 1: a test or a cell failed, which is a result
-        return f"exit code {code}: {said[-1] if said else 'nothing said'}"
-    return num_left(stage, work) if stage.matrix else ""
+    if code in (0, 1) and not stage.matrix:  # 1: a test failed, which is a result
+        return ""
+    if code in (0, 1) and (left := num_left(stage, work)) is not None:
+        return left
+    return f"exit code {code}: {said[-1] if said else 'nothing said'}"
 
 
-def num_left(stage: Stage, work: Path) -> str:
-    """Return how many cells of a stage have no record, in words; empty for none."""
+def num_left(stage: Stage, work: Path) -> str | None:
+    """Return how many cells of a stage have no record, in words; empty for none, None if it broke before it began."""
     from attn_zoo import api
 
+    if not (work / stage.results / "run.json").is_file():
+        return None
     globs = [part.partition("=")[2] for part in stage.more if part.startswith("--only=")] or ["*"]
     left = [item.cell.id for item in api.status(work / stage.results).left]
     count = sum(any(fnmatch.fnmatch(name, glob) for glob in globs) for name in left)
@@ -222,6 +226,7 @@ def main() -> int:
     parser.add_argument("--from", dest="earlier", type=Path, help="files of an earlier call, to go on from")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # a package that is not installed is found beside this file
     needed = ("torch", "numpy", "scipy", "psutil", "pydantic", "typer", "rich", "safetensors")
     needed += ("pytest", "xdist", "pytest_benchmark", "pytest_timeout", "hypothesis")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:

@@ -5,8 +5,8 @@
     python benchmarks/host_time.py --stand-in bigbird      a GPU's path of our Triton kernels without a GPU
 
 On a GPU calls are enqueued and not waited for. On a CPU they have 16 tokens and one thread, so that there is next to
-nothing to compute. So it is with the stand-in, a driver for which Triton compiles as for an H100 and which launches
-nothing: a real one adds a few microseconds a launch, and torch's own kernels really run.
+nothing to compute. With the stand-in, a driver for which Triton compiles as for an H100 and which launches nothing,
+only torch's own kernels compute; a real driver adds a few microseconds a launch.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def main() -> None:
     if sizes.stand_in:
         sizes.device = "cpu"
     is_gpu_path = sizes.stand_in or sizes.device == "cuda"
-    sizes.seq_len = sizes.seq_len or (4096 if sizes.device == "cuda" else 16)
+    sizes.seq_len = sizes.seq_len or (4096 if sizes.device == "cuda" else 1024 if sizes.stand_in else 16)
     sizes.num_heads = sizes.num_heads or (8 if is_gpu_path else 2)
     sizes.dtype = sizes.dtype or ("bfloat16" if is_gpu_path else "float32")
     unknown = set(sizes.names) - set(variants)

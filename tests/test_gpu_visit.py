@@ -127,6 +127,12 @@ def test_no_process_of_the_tests_is_left_for_the_next_stage(script, tmp_path, mo
     assert not _runs(int(note.read_text()))
 
 
+def test_a_stage_that_breaks_before_it_has_a_folder_does_not_end_the_visit(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", "raise OSError('no card')"])
+    stage = script.Stage(name="scaling", minutes=1, matrix="scaling-gpu")
+    assert script.run_stage(stage, tmp_path, 1.0, "cpu") == "exit code 1: OSError: no card"
+
+
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -197,6 +197,7 @@ def with_host_and_device_time(
     timing: Timing,
     make: Make,
     device: torch.device | str,
+    why_not: str = "",
     *,
     cuda: Any = torch.cuda,
     clock: Callable[[], int] = time.perf_counter_ns,
@@ -212,14 +213,17 @@ def with_host_and_device_time(
             captured, because a backward runs on the stream of its forward. No tensor of an earlier graph may be alive
             that shares its leaves.
         device: of the call.
+        why_not: why it is not to be captured; empty to try.
         cuda: what to use as `torch.cuda`.
         clock: nanoseconds of wall time.
     """
     if timing.timer != "cuda_event":
         return timing
     timing = replace(timing, host_ms=_host_ms(make, torch.device(device), timing.median_ms, cuda, clock))
-    if timing.median_ms > LONGEST_CAPTURED_MS:
-        return replace(timing, graph_reason=f"calls of over {LONGEST_CAPTURED_MS:g} ms are not captured")
+    if not why_not and timing.median_ms > LONGEST_CAPTURED_MS:
+        why_not = f"calls of over {LONGEST_CAPTURED_MS:g} ms are not captured"
+    if why_not:
+        return replace(timing, graph_reason=why_not)
     try:
         return replace(timing, graph_ms=_graph_ms(make, torch.device(device), timing.median_ms, cuda))
     except Exception as error:  # whatever a foreign call does: the time of single calls stands

@@ -53,7 +53,7 @@ class Measurement:
 
 
 CALLS: tuple[Measurement, ...] = (
-    Measurement("host_ms", "timing", "host", human_ms, 5, ("scaling",)),
+    Measurement("host_ms", "timing", "host", human_ms, 5, ("scaling", "steps")),
     Measurement("graph_ms", "timing", "from a graph", human_ms, 4, ("scaling",)),
     Measurement("peak_bytes", "memory", "peak memory", human_bytes, 1, ("scaling", "steps")),
     Measurement("extra_bytes", "memory", "extra memory", human_bytes, 5, ("scaling",)),

@@ -89,7 +89,7 @@ def step_protocol(cell: Cell) -> Protocol:
     """
     if cell.protocol is None or cell.batch_size is None:
         raise ConfigError(cell.id, [("", "expected a cell of scope model with protocol and batch_size")])
-    fixed = {"batch_size": cell.batch_size, "is_full_length": True, "num_steps": NUM_STEPS}
+    fixed = {"batch_size": cell.batch_size, "is_full_length": True, "pad_multiple": 1, "num_steps": NUM_STEPS}
     protocol = resolve_protocol(cell.protocol, overrides={**cell.overrides, **fixed})
     return replace(protocol, compile=bool(protocol.compile))
 

@@ -238,7 +238,8 @@ class BigBirdAttention(AbstractAttention):
             slopes=alibi_slopes(build.num_heads, query.device) if build.position == "alibi" else None,
             backend=self.config.backend,
         )
-        return zero_padded_rows(output, key_padding_mask)
+        # Extra tokens are seen by all; else a row that sees padding only is zero already.
+        return zero_padded_rows(output, key_padding_mask) if self.config.mode == "etc" else output
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Compute exact softmax attention under the dense mask of the definition, without dropout."""

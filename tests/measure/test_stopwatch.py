@@ -251,6 +251,14 @@ def test_calls_of_a_tenth_of_a_second_are_made_less_often():
     assert cuda.log.count("replay") == FEW_SAMPLES + 1
 
 
+def test_what_captures_itself_has_a_host_time_and_a_reason():
+    cuda = GraphCuda()
+    clock = lambda: round(1e6 * cuda.now_ms)  # noqa: E731
+    timing = with_host_and_device_time(single(0.05), make_for(cuda), "cuda", "a reason", cuda=cuda, clock=clock)
+    assert (timing.graph_ms, timing.graph_reason) == (None, "a reason")
+    assert timing.host_ms == pytest.approx(0.05)
+
+
 def test_times_of_a_cpu_are_left_alone():
     cuda, timing = GraphCuda(), single(0.01, "perf_counter")
     assert split(timing, cuda) is timing

@@ -27,6 +27,7 @@ from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
 from attn_zoo.kernels.cached_launch import kind_of, remembered
+from attn_zoo.kernels.exact.sdpa import exact_attention
 
 
 def _forward(path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
@@ -220,7 +221,9 @@ def block_sparse_attention(
         key_padding_mask: bool `[B, S]`, True = padding.
         dropout_p: probability of dropping an attention weight.
         slopes: ALiBi's `[H]`; the bias of a pair is minus the slope times the distance of the positions.
-        backend: a path; `"auto"` takes the first of `"triton"`, `"flex"` and `"gather"` that can serve the call.
+        backend: a path; `"auto"` takes the first of `"triton"`, `"flex"` and `"gather"` that can serve the call, or
+            exact attention's kernel where a layout hides nothing, nor do padding, dropout or slopes change a weight.
+            Under torch's compiler, which does not look at a pattern, that is not asked.
 
     Returns:
         `[B, H, L, D]`; zeros where a query sees no key that is not padding.
@@ -275,6 +278,9 @@ def _attend(
         return compiled
     if isinstance(pattern, PatternLayout):
         pattern = pattern.pattern(str(query.device))
+        is_plain = padding is None and slopes is None and not dropout_p and not has_lse
+        if is_plain and backend == "auto" and pattern.shows_all:  # too short for blocks to hide anything
+            return exact_attention(query, key, value, score_bias=_no_bias, is_causal=bool(pattern.is_causal)), None
     tensors = query, key, value, padding, slopes
     path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
@@ -287,6 +293,10 @@ def _attend(
         return output, lse if has_lse else None
     attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, make_call)
     return attended
+
+
+def _no_bias(*_: object, **__: object) -> Tensor:
+    raise AssertionError("nothing is hidden but by the kernel's own causal flag")
 
 
 _paths: dict[Hashable, Backend] = {}

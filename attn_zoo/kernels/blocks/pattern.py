@@ -215,6 +215,15 @@ class BlockPattern:
         past = self.key_len - self.query_len
         return pairs - hidden + num_tables * (dense * past + dense * (dense + 1) // 2)
 
+    @cached_property
+    def shows_all(self) -> bool:
+        """Whether L = S and every query sees every key, or every one up to its own; False of a dynamic pattern."""
+        is_narrow = self.num_global + self.indices.shape[-1] < self.num_key_blocks and self.num_rows
+        if self.is_dynamic or is_narrow or self.query_len != self.key_len:
+            return False
+        all_pairs = self.query_len * (self.query_len + 1) // 2 if self.is_causal else self.query_len**2
+        return self.num_pairs == self.counts.shape[0] * self.num_heads * all_pairs
+
     def to(self, device: torch.device | str) -> BlockPattern:
         """Return the same pattern with its table on `device`."""
         return replace(self, indices=self.indices.to(device), counts=self.counts.to(device))

@@ -151,8 +151,7 @@ class Trial:
         memory = energy = counted = None
         if not self.is_repeat:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
-                if work.is_capturable:
-                    timing = with_host_and_device_time(timing, work.make_call, cell.device)
+                timing = with_host_and_device_time(timing, work.make_call, cell.device, work.why_not_captured)
                 work.release()
             with self.phase("memory"):
                 memory = work.memory()

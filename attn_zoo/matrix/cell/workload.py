@@ -19,11 +19,11 @@ class AbstractWorkload(ABC):
 
     Attributes:
         inputs: what a cell that differs in the variant only may be given too.
-        is_capturable: a call may be tried as a CUDA graph.
+        why_not_captured: why a call is not tried as a CUDA graph; empty where it is.
     """
 
     inputs: Sequence[Tensor]
-    is_capturable = True
+    why_not_captured = ""
 
     @abstractmethod
     def gate(self) -> tuple[str, ...]:

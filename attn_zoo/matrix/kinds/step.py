@@ -161,7 +161,7 @@ class StepWorkload(AbstractWorkload):
         UnsupportedError: the variant, or training itself, refuses what the cell asks.
     """
 
-    is_capturable = False  # a trainer captures its steps itself, where its protocol says so
+    why_not_captured = "a trainer captures its steps itself, where its protocol compiles them"
 
     def __init__(self, cell: Cell) -> None:
         from attn_zoo.training.learner import Learner

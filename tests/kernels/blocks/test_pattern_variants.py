@@ -23,6 +23,7 @@ from attn_zoo.kernels.blocks.flex import flex_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout, TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 from attn_zoo.kernels.exact import flex_attention
+from attn_zoo.kernels.trace import recording
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 from tests.kernels.blocks.test_flex import plain_kernel
@@ -219,3 +220,27 @@ def test_other_paths_and_the_compiler_agree(registered: str, is_causal: bool, mo
 def as_tested(options: dict[str, Any]) -> dict[str, Any]:
     """Give the plain kernel the tiles it expects; blocks of 8 have others."""
     return {**options, "kernel_options": {"fwd_BLOCK_M": 16}}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["bigbird", "local_window"])
+def test_a_layout_that_hides_nothing_is_exact_attention(name: str, is_causal: bool):
+    build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=512, is_causal=is_causal)
+    attention, full = build_attention(name, build), build_attention("full", build)
+    for length, hides in ((100, False), (512, True)):
+        inputs = [torch.randn(2, 2, length, 16, requires_grad=True) for _ in range(3)]
+        with recording() as paths:
+            output = attention(*inputs)
+        assert paths == ["block_sparse.gather" if hides else "sdpa.flash"]
+        wanted = full(*inputs)
+        assert hides != torch.equal(output, wanted)
+        gathered = build_attention(name, build, backend="gather")(*inputs)
+        torch.testing.assert_close(gathered, output, rtol=1e-5, atol=1e-5)
+        for found, sought in zip(
+            *(torch.autograd.grad(x.square().sum(), inputs) for x in (output, gathered)), strict=True
+        ):
+            torch.testing.assert_close(found, sought, rtol=1e-4, atol=1e-4)
+    padding = torch.zeros(2, 100, dtype=torch.bool)
+    with recording() as paths:  # its kernel would need keys that are finite there
+        attention(*(x[:, :, :100] for x in inputs), key_padding_mask=padding)
+    assert paths == ["block_sparse.gather"]

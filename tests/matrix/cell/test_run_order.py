@@ -261,7 +261,8 @@ def test_a_time_that_the_hardware_cannot_reach_is_rejected(monkeypatch):
 def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_only(monkeypatch):
     calls = []
 
-    def with_graph(timing, make, device):
+    def with_graph(timing, make, device, why_not):
+        assert why_not == ""
         call, setup = make()
         calls.append((device, setup is not None, call().shape[-2]))
         return replace(timing, graph_ms=0.25)
