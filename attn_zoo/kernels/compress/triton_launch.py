@@ -84,13 +84,16 @@ def _device(device: torch.device) -> tuple[int, int]:
 def _sizes(call: CompressCall) -> _Sizes:
     first, matrix = call.tokens[0], call.matrices[0]
     batch_size, groups, length, head_dim = first.shape
+    blocks, rows, rank = matrix.shape[-3:]
     return _Sizes(
         batch_size,
         groups,
         length,
         head_dim,
         matrix.shape[0] if matrix.dim() == 4 else 1,
-        *matrix.shape[-3:],
+        blocks,
+        rows,
+        rank,
         len(call.tokens),
         len(call.matrices),
         first.element_size(),
