@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.exact import flex_attention, varlen, xformers
+from attn_zoo.kernels.exact import few_keys, flex_attention, varlen, xformers
 from attn_zoo.kernels.exact.backends import (
     DENSE_DROPOUT,
     PINS,
@@ -27,6 +27,7 @@ from attn_zoo.kernels.exact.backends import (
     sdpa_arguments,
     select,
     select_while_compiling,
+    why_not,
 )
 from attn_zoo.kernels.exact.row_chunks import attend_rows, guard_empty_rows, weights_with_dropout
 from attn_zoo.kernels.trace import note_path
@@ -134,7 +135,36 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
         kernel = _cpu_flash
     else:
         kernel = partial(_torch_choice if _is_torchs_choice(name, call) else _pinned, name)
+        can_split = call.needs_grad and not call.has_bias and not call.is_causal
+        parts = few_keys.num_parts(call.query, call.key) if can_split else 1
+        if parts > 1:
+            return _in_parts(name, kernel, call, parts)
     return _with_kernel(kernel, call)
+
+
+def _in_parts(name: str, kernel: _Kernel, call: ExactCall, parts: int) -> _Attend:
+    """Return what attends to few keys in so many parts by the kernel `name`, as one node of autograd where it can."""
+
+    def by_function(call: ExactCall) -> Tensor:
+        attend = partial(exact_attention, score_bias=call.score_bias, dropout_p=call.dropout_p, backend=name)
+        return few_keys.attend_in_parts(call.query, call.key, call.value, attend, parts)
+
+    def by_operator(call: ExactCall) -> Tensor:
+        if torch.is_autocast_enabled(call.query.device.type):  # which knows the public function only
+            return by_function(call)
+        operator, inputs = few_keys.OPERATORS[name], (call.query, call.key, call.value)
+        output = few_keys.attend_by_operator(*inputs, operator, dropout_p=call.dropout_p, parts=parts)
+        note_path(f"sdpa.{name}")
+        return output
+
+    if torch.compiler.is_compiling():
+        return by_function
+    with torch.no_grad():
+        query, key, value = few_keys.split(call.query, call.key, call.value, parts)
+    if why_not(name, call._replace(query=query, key=key, value=value)) is not None:
+        return _with_kernel(kernel, call)
+    is_plain = not call.is_grouped and query.shape[-1] % 8 == 0  # the public function repeats, or pads, what is not
+    return by_operator if is_plain else by_function
 
 
 def _with_kernel(kernel: _Kernel, call: ExactCall) -> _Attend:
