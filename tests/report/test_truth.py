@@ -177,6 +177,7 @@ def test_device_time_is_what_is_fitted_compared_and_held_against_the_roof(tmp_pa
     assert not row.is_waiting
     assert row.roof_frac == pytest.approx(1e6 * 65536 / 1e13 / (row.time_ms * 1e-3))
     assert any("on the GPU alone" in text for text in findings(analysis))
+    assert "; on the GPU alone cheaper than full: linformer from 512 or less" in headline(analysis)
 
 
 def test_a_linear_curve_of_a_busy_gpu_is_not_said_to_wait(tmp_path):

@@ -106,6 +106,7 @@ def draw_curve(
     line: Line,
     *,
     is_open: bool = False,
+    alpha: float | None = None,
     tag: Tag = NO_TAG,
 ) -> None:
     """Draw a line with markers, which are hollow where `is_open`.
@@ -116,6 +117,7 @@ def draw_curve(
         look: of the curve.
         line: its style.
         is_open: hollow marks.
+        alpha: of both; None for opaque ones.
         tag: of the curve, with a tip for each point.
     """
     if not points:
@@ -123,7 +125,8 @@ def draw_curve(
     x, y = [x for x, _ in points], [y for _, y in points]
     face, edge, width = ("white", look.colour, 1.2) if is_open else (look.colour, "white", 0.7)
     marker = {"marker": look.marker, "ms": 5.5, "mfc": face, "mec": edge, "mew": width}
-    tag.put_on(*axes.plot(x, y, color=look.colour, ls=line, lw=1.9, zorder=3, **marker))  # type: ignore[arg-type]
+    style = {"color": look.colour, "ls": line, "lw": 1.9, "alpha": alpha, "zorder": 3, **marker}
+    tag.put_on(*axes.plot(x, y, **style))  # type: ignore[arg-type]
 
 
 def draw_intervals(

@@ -37,6 +37,8 @@ from attn_zoo.report.wording import MARKS, ceilings_words
 
 SMALLEST, LARGEST = 3.0, 8.5
 """Points across the mark of the shortest and the longest length."""
+FAINT = 0.35
+"""Alpha of a rate that says more of the host than of the kernel."""
 Rows = Mapping[str, Sequence[Efficiency]]
 
 
@@ -142,7 +144,7 @@ def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: 
     for row, (x, y), pixel in zip(series, points, pixels, strict=True):
         size = _mark_size(row.seq_len, lengths)
         face, edge = ("white", look.colour) if row.doubt else (look.colour, "white")
-        width, alpha = (1.1 if row.doubt else 0.6), (0.35 if row.is_waiting else 1.0)
+        width, alpha = (1.1 if row.doubt else 0.6), (FAINT if row.is_waiting else 1.0)
         mark = axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=width, alpha=alpha, zorder=3)
         Tag(of=row.label, tips=(_alt(row.label, row),)).put_on(*mark)
         boxes.append(square(float(pixel[0]), float(pixel[1]), 0.7 * size))
@@ -164,4 +166,8 @@ def _draw_bytes(axes: Axes, rows: Rows, looks: Looks, ceilings: Ceilings) -> Non
         look = looks[label]
         points = [(row.seq_len, row.bytes_per_s) for row in series]
         tips = tuple(_alt(label, row) for row in series)
-        draw_curve(axes, points, look, look.line, tag=Tag(of=label, tips=tips))
+        busy = [(at, math.nan if row.is_waiting else rate) for (at, rate), row in zip(points, series, strict=True)]
+        is_faint = any(row.is_waiting for row in series)
+        draw_curve(axes, points, look, look.line, alpha=FAINT if is_faint else None, tag=Tag(of=label, tips=tips))
+        if is_faint:
+            draw_curve(axes, busy, look, look.line, tag=Tag(of=label))

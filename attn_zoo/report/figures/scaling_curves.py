@@ -62,7 +62,9 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
     has_device = any(point.device_ms for point in panel.points)
     legend = [_marker("median, 95 % interval, quartile band")]
     if has_device:
-        legend.append(_marker("strong: the GPU alone; faint: single calls"))
+        is_every = all(mark.call is not None for curve in curves for mark in curve.marks)
+        beside = "" if is_every else ", or calls that keep it busy"
+        legend.append(_marker(f"strong: the GPU alone{beside}; faint: calls"))
     settled = [
         (curve, one)
         for curve in curves

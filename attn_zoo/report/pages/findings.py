@@ -83,10 +83,16 @@ def _winners(panel: Panel) -> str:
 
 
 def _waiting(panel: Panel) -> str:
-    """Return up to which lengths it is the host that is compared, not the mechanisms."""
+    """Return up to which lengths it is the host that is compared, not the mechanisms, and how these compare."""
     judged = ((series.label, max(series.waiting, default=0)) for series in panel.series if not series.is_simulated)
     said = [f"{label} up to {human_length(length)}" for label, length in judged if length]
-    return f"; calls wait for the host: {some(said)}" if said else ""
+    if not said:
+        return ""
+    alone = [f"{one.label} {crossing_text(one)}" for one in panel.device_crossings if one.is_fastest]
+    beside = (
+        f"; on the GPU alone cheaper than {panel.baseline.label}: {some(alone)}" if panel.baseline and alone else ""
+    )
+    return f"; calls wait for the host: {some(said)}{beside}"
 
 
 def _span(lengths: Sequence[str]) -> str:
