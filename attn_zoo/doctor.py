@@ -151,7 +151,7 @@ def print_diagnosis(*, as_json: bool, waits: bool) -> None:
     deadline = math.inf if waits else psutil.Process().create_time() + LIMIT_S
     environment = capture_environment()
     packages = diagnose_packages()
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    devices = [*(["cuda"] if torch.cuda.is_available() else []), "cpu"]  # the time may not last for both
     backends = {device: diagnose_backends(device, lambda: deadline - time.time(), _say) for device in devices}
     answers = {device: diagnose_device(device) for device in devices}
     failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]

@@ -89,7 +89,7 @@ class Graphed:
         try:
             with cuda.graph(graph, pool=self._pool, stream=self._stream):
                 outputs = self._function(held)
-        except RuntimeError as error:
+        except Exception as error:  # whatever a model or a compiler raises: without a graph it may well run
             generator.graphsafe_set_state(before)
             self._captured.clear()  # they follow the generator's state of before, which is no longer the generator's
             self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"

@@ -180,6 +180,15 @@ def test_device_time_is_what_is_fitted_compared_and_held_against_the_roof(tmp_pa
     assert "; on the GPU alone cheaper than full: linformer from 512 or less" in headline(analysis)
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["older", "new"])
+def test_of_one_length_nobody_knows_whether_calls_wait_unless_the_gpu_alone_was_timed(tmp_path, graph):
+    records = [on_gpu(variant, 1024, 0.1, graph=graph) for variant in ("full", "linformer")]
+    (panel,) = analyse([write_run(tmp_path / "run", records)]).panels
+    note = length_table(panel, "time").note
+    assert ("Whether short calls wait for the host is not known" in note) is not graph
+    assert ("waits for the host, not for the GPU" in note) is graph
+
+
 def test_a_linear_curve_of_a_busy_gpu_is_not_said_to_wait(tmp_path):
     records = [on_gpu("linformer", n, 1e-2 * n) for n in LENGTHS]
     (panel,) = analyse([write_run(tmp_path / "run", records)]).panels

@@ -50,7 +50,7 @@ class Graph:
 class Update:
     """Learns the sum of the tokens; stands in for torch.cuda as well."""
 
-    def __init__(self, draw=None, refuses=False):
+    def __init__(self, draw=None, refuses=None):
         self.total, self.log = 0, []
         self.draw, self.refuses = draw, refuses
         self.capturing, self.pools = None, []
@@ -58,8 +58,8 @@ class Update:
 
     def __call__(self, batch):
         if self.capturing is not None:
-            if self.refuses:
-                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            if self.refuses is not None:
+                raise self.refuses
             self.capturing.held = batch
             self.capturing.output = torch.zeros(())
             return (self.capturing.output,)
@@ -171,8 +171,9 @@ def test_what_a_model_draws_on_the_host_is_not_frozen(draw):
     assert "on the host" in run.reason
 
 
-def test_what_cannot_be_captured_runs_as_before():
-    update = Update(refuses=True)
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_what_cannot_be_captured_runs_as_before(error):
+    update = Update(refuses=error("operation not permitted when stream is capturing\nmore"))
     run = Graphed(update, cuda=update)
     with recording() as paths:
         for _ in range(NUM_PLAIN + 2):
@@ -181,3 +182,16 @@ def test_what_cannot_be_captured_runs_as_before():
     assert run.reason == "it cannot be captured: operation not permitted when stream is capturing"
     assert not update.default_generators[0].is_capturing, "or every later random number would fail"
     assert paths == []
+
+
+def test_after_a_capture_that_fails_no_graph_is_replayed():
+    """The others follow the random numbers of a state that is not the generator's any more."""
+    update = Update()
+    run = Graphed(update, cuda=update)
+    for _ in range(NUM_PLAIN + 1):
+        run(batch_of(1, 4))
+    update.refuses = RuntimeError("out of memory")
+    for _ in range(NUM_PLAIN + 1):
+        run(batch_of(1, 8))
+    run(batch_of(1, 4))
+    assert update.log == ["plain"] * NUM_PLAIN + ["replayed"] + ["plain"] * (NUM_PLAIN + 2)

@@ -137,6 +137,14 @@ class Series:
         """Lengths at which a call waits for the host that launches it, so that its time is not the mechanism's."""
         return frozenset(point.seq_len for point in self.points if point.is_waiting)
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether calls on a GPU may wait for the host and nothing tells: too few lengths, no time of the GPU."""
+        older = (point for point in self.points if point.device_ms is None and not point.timing.graph_reason)
+        return len(self.points) < LEAST_BUSY and any(
+            point.record.cell.device == "cuda" and not point.is_waiting for point in older
+        )
+
     @cached_property
     def outcomes(self) -> dict[int, Point | Failure]:
         """What became of every length, shortest first."""

@@ -88,6 +88,8 @@ def time_caveats(panel: Panel, shown: frozenset[str]) -> list[str]:
     caveats = [doubt_words(point.num_processes for point in panel.points), mark_words(shown)]
     if any(point.is_waiting and point.device_ms is None for point in panel.points):
         caveats.append("That they wait is inferred from times that hardly grow: the GPU alone was not timed.")
+    if any(series.may_wait for series in panel.series):
+        caveats.append("Whether short calls wait for the host is not known: the GPU alone was not timed.")
     return caveats
 
 
