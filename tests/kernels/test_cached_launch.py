@@ -69,7 +69,7 @@ def test_a_kind_is_all_that_a_kernel_is_compiled_for():
 def test_no_more_than_so_many_kinds_are_remembered(monkeypatch):
     monkeypatch.setattr(cached_launch, "MAX_KINDS", 2)
     kept: dict[Any, int] = {}
-    made = []
+    made: list[int] = []
 
     def make() -> int:
         made.append(len(made))
