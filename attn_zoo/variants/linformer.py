@@ -286,9 +286,9 @@ class LinformerAttention(AbstractAttention):
             return first, second
         assert e is not None
         assert f is not None
-        fit = partial(fit_rows, key_len=key.shape[2], rule=self.config.short, key_padding_mask=key_padding_mask)
-        key_rows, gain = fit(e.to(key.dtype))
-        value_rows = key_rows if f is e else fit(f.to(value.dtype))[0]
+        fitting = key.shape[2], self.config.short, key_padding_mask
+        key_rows, gain = fit_rows(e.to(key.dtype), *fitting)
+        value_rows = key_rows if f is e else fit_rows(f.to(key.dtype), *fitting)[0]
         both = compress_pair((key, value), (key_rows, value_rows), key_padding_mask=key_padding_mask)
         if gain is not None:  # of the lengths: the same for E and F
             both = both[0] * gain.to(key.dtype), both[1] * gain.to(key.dtype)
@@ -300,6 +300,7 @@ class LinformerAttention(AbstractAttention):
         if weight is None or self.config.projection == "conv":
             return window_matrix(key_len, self.width, weight, key_padding_mask=mask, like=like)
         rows, gain = fit_rows(weight, key_len, self.config.short, key_padding_mask=mask)
+        rows = rows if rows.dim() == 4 else rows[None, :, :key_len]
         rows = rows if gain is None else rows * gain.to(like.dtype)
         return rows if mask is None else rows.masked_fill(mask[:, None, :, None], 0.0)
 

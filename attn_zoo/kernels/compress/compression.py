@@ -16,7 +16,6 @@ of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -41,7 +40,8 @@ def compress(tokens: Tensor, matrix: Tensor, *, key_padding_mask: Tensor | None 
 
     Args:
         tokens: `[B, G, S, D]`, of any strides.
-        matrix: `[B or 1, G or 1, S, k]`; a 1 is shared along that dimension.
+        matrix: `[B or 1, G or 1, S, k]`; a 1 is shared along that dimension. Or a learned one that all sequences share,
+            `[G or 1, N, k]`, of which the first S rows serve.
         key_padding_mask: bool `[B, S]`, True = left out, whatever is stored there (NaN and infinity too).
         path: `"auto"`, or the one that must run.
 
@@ -83,13 +83,14 @@ def compress_pair(
         ValueError: shapes, dtypes or devices do not fit.
         UnsupportedError: the named path cannot serve this call.
     """
-    if not (_are_alike(*tokens) and _are_alike(*matrices)):
+    (one, other), (e, f) = tokens, matrices
+    if not (_are_alike(one, other) and _are_alike(e, f)):
         first, second = (
             compress(*pair, key_padding_mask=key_padding_mask, path=path) for pair in zip(tokens, matrices, strict=True)
         )
         return first, second
-    distinct_tokens, distinct_matrices = ((a,) if a is b else (a, b) for a, b in (tokens, matrices))
-    results = _run(CompressCall(distinct_tokens, distinct_matrices, key_padding_mask), path)
+    call = CompressCall((one,) if one is other else (one, other), (e,) if e is f else (e, f), key_padding_mask)
+    results = _run(call, path)
     return results[0], results[-1]
 
 
@@ -103,7 +104,7 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def fit_rows(
-    weight: Tensor, key_len: int, rule: Short, *, key_padding_mask: Tensor | None = None
+    weight: Tensor, key_len: int, rule: Short, key_padding_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rows of a learned matrix for sequences shorter than the length it was learned for.
 
@@ -117,12 +118,13 @@ def fit_rows(
         key_padding_mask: bool `[B, S]`, True = padding.
 
     Returns:
-        Rows `[B or 1, G or 1, S, k]` and the factor `[B or 1, 1, 1, 1]` (float64) to apply after `compress`, or None.
+        Rows as `compress` takes them, `[G or 1, N, k]` or `[B or 1, G or 1, S, k]`, and the factor `[B or 1, 1, 1, 1]`
+        (float64) to apply after it, or None.
         Only interpolation with padding needs rows of its own for each sequence: O(B S k) memory.
     """
     max_len = weight.shape[1]
     if rule == "slice":
-        return (weight if key_len == max_len else weight[:, :key_len])[None], None
+        return weight, None
     if key_padding_mask is None:
         valid = torch.ones(1, key_len, dtype=torch.bool, device=weight.device)
     else:
@@ -130,7 +132,7 @@ def fit_rows(
     # Positions in float64: beyond 2^24 / k they are not exact in float32, and the factor is part of the mathematics.
     stretch = max_len / valid.sum(-1, keepdim=True).clamp(min=1).double()  # [B or 1, 1]
     if rule == "slice_renormalise":
-        return weight[None, :, :key_len], stretch.sqrt()[..., None, None]
+        return weight, stretch.sqrt()[..., None, None]
     rank = valid.cumsum(-1) - 1
     source = ((rank + 0.5) * stretch - 0.5).clamp(0, max_len - 1)  # [B or 1, S]
     low = source.long()
@@ -146,10 +148,14 @@ def _run(call: CompressCall, path: Path) -> tuple[Tensor, ...]:
         ValueError: shapes, dtypes or devices do not fit.
         UnsupportedError: the named path cannot serve this call.
     """
-    _check(call.tokens[0], call.matrices[0], call.mask)
-    if call.tokens[0].shape[0] == 0:  # nothing to cut into chunks; the matrices still get a gradient, of zeros
-        return tuple([matrix.to(tokens.dtype).mT @ tokens for tokens, matrix in call.pairs])
-    name = _choose(path, call.tokens[0])
+    tokens = call.tokens[0]
+    _check(tokens, call.matrices[0], call.mask)
+    is_empty = tokens.shape[0] == 0
+    name = "chunked" if is_empty else _choose(path, tokens)
+    if name != "triton" and call.matrices[0].dim() == 3:  # our kernels take them as they are, which saves some views
+        call = call._replace(matrices=tuple([matrix[None, :, : tokens.shape[2]] for matrix in call.matrices]))
+    if is_empty:  # nothing to cut into chunks; the matrices still get a gradient, of zeros
+        return tuple([matrix.mT @ tokens for tokens, matrix in call.pairs])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tokens, *call.matrices)):
         results: tuple[Tensor, ...] = _Compress.apply(name, len(call.tokens), call.mask, *call.tokens, *call.matrices)
         return results
@@ -158,11 +164,15 @@ def _run(call: CompressCall, path: Path) -> tuple[Tensor, ...]:
 
 def _check(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> None:
     batch_size, groups, key_len, _ = tokens.shape
-    fits = matrix.dim() == 4 and matrix.shape[0] in (1, batch_size) and matrix.shape[1] in (1, groups)
-    if not fits or matrix.shape[2] != key_len:
+    sizes = matrix.shape
+    if len(sizes) == 3:
+        fits = sizes[0] in (1, groups) and sizes[1] >= key_len
+    else:
+        fits = len(sizes) == 4 and sizes[0] in (1, batch_size) and sizes[1] in (1, groups) and sizes[2] == key_len
+    if not fits:
         raise ValueError(
-            f"matrix: expected [B or 1, G or 1, S, k] = [{batch_size} or 1, {groups} or 1, {key_len}, k]; "
-            f"got {list(matrix.shape)}"
+            f"matrix: expected [B or 1, G or 1, S, k] = [{batch_size} or 1, {groups} or 1, {key_len}, k], "
+            f"or [G or 1, N, k] with N >= {key_len}; got {list(matrix.shape)}"
         )
     if matrix.dtype != tokens.dtype or matrix.device != tokens.device:
         raise ValueError(
@@ -170,7 +180,7 @@ def _check(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> None:
             f"got {matrix.dtype}, {matrix.device}"
         )
     expected = (tokens.shape[0], tokens.shape[2])
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != expected):
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != expected):
         raise ValueError(
             f"key_padding_mask: expected bool [B, S] = {list(expected)}; got {mask.dtype} {list(mask.shape)}"
         )
@@ -206,7 +216,7 @@ def _why_not_triton(tokens: Tensor) -> str | None:
 
 
 def _module(path: str) -> Any:
-    """Return what computes a path: three functions of a call."""
+    """Return what computes a path: two functions of a call."""
     if path != "triton":
         return products
     from attn_zoo.kernels.compress import triton_launch
@@ -214,16 +224,9 @@ def _module(path: str) -> Any:
     return triton_launch
 
 
-def _without_autocast(like: Tensor) -> AbstractContextManager[Any]:
-    """Keep autocast from narrowing the wide sums again."""
-    device = like.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 def _forward(path: str, call: CompressCall) -> tuple[Tensor, ...]:
     note_path(f"compress.{path}")
-    with _without_autocast(call.tokens[0]):
-        return tuple(_module(path).compress(call))
+    return tuple(_module(path).compress(call))
 
 
 class _Compress(torch.autograd.Function):
@@ -241,10 +244,9 @@ class _Compress(torch.autograd.Function):
         mask, *tensors = ctx.saved_tensors
         num_tokens = ctx.num_tokens
         call = CompressCall(tuple(tensors[:num_tokens]), tuple(tensors[num_tokens:]), mask)
-        needed = ctx.needs_input_grad[3:]
-        of_tokens, of_matrices = any(needed[:num_tokens]), any(needed[num_tokens:])
-        with _without_autocast(tensors[0]):
-            found = _module(ctx.path).gradients(call, grads, of_tokens=of_tokens, of_matrices=of_matrices)
+        _, _, _, *needed = ctx.needs_input_grad
+        of_tokens, of_matrices = True in needed[:num_tokens], True in needed[num_tokens:]
+        found = _module(ctx.path).gradients(call, grads, of_tokens=of_tokens, of_matrices=of_matrices)
         before = () if of_tokens else (None,) * num_tokens
         after = () if of_matrices else (None,) * len(call.matrices)
         return None, None, None, *before, *found, *after

@@ -8,7 +8,8 @@ the copy of a chunk, so on a CPU nothing as long as the sequence is made beyond 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ class CompressCall(NamedTuple):
 
     Args:
         tokens: each `[B, G, S, D]`, alike in shape, strides and dtype.
-        matrices: each `[B or 1, G or 1, S, k]`, alike likewise; a 1 is shared along that dimension.
+        matrices: each `[B or 1, G or 1, S, k]`, alike likewise; a 1 is shared along that dimension. Triton's kernels
+            also take `[G or 1, N, k]`, shared by all sequences, of which they read the first S rows.
         mask: bool `[B, S]`, True = left out, or None.
     """
 
@@ -42,15 +44,23 @@ class CompressCall(NamedTuple):
 
 def compress(call: CompressCall) -> list[Tensor]:
     """Return matrix^T tokens of each pair, `[B, G, k, D]`."""
-    return [_sum(tokens, matrix, call.mask) for tokens, matrix in call.pairs]
+    with _without_autocast(call):
+        return [_sum(tokens, matrix, call.mask) for tokens, matrix in call.pairs]
 
 
 def gradients(call: CompressCall, grads: Sequence[Tensor], *, of_tokens: bool, of_matrices: bool) -> list[Tensor]:
     """Return the gradients that are wanted: those of the tokens, in their layout, zero in padding; of the matrices."""
-    return [
-        *(_grad_tokens(call, grads) if of_tokens else ()),
-        *(_grad_matrices(call, grads) if of_matrices else ()),
-    ]
+    with _without_autocast(call):
+        return [
+            *(_grad_tokens(call, grads) if of_tokens else ()),
+            *(_grad_matrices(call, grads) if of_matrices else ()),
+        ]
+
+
+def _without_autocast(call: CompressCall) -> AbstractContextManager[Any]:
+    """Keep autocast from narrowing the wide sums again."""
+    device = call.tokens[0].device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _grad_tokens(call: CompressCall, grads: Sequence[Tensor]) -> list[Tensor]:

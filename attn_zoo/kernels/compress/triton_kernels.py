@@ -144,18 +144,19 @@ def grad_tokens(
         corner += tile_s * matrix_s
 
 
-@triton.jit(do_not_specialize=["blocks", "batches", "length"])
+@triton.jit(do_not_specialize=["blocks", "batches", "length", "rows"])
 def grad_matrix(
     tokens, tokens_b, grad, grad_b, mask, out, out_b,
     token_n, token_g, token_s, token_d, matrix_n, matrix_g, matrix_s, matrix_k,
-    blocks, batches, length, rank,
+    blocks, batches, length, rows, rank,
     grad_n: tl.constexpr, grad_g: tl.constexpr, grad_k: tl.constexpr,
     dim: tl.constexpr, heads: tl.constexpr, num_summed: tl.constexpr, has_mask: tl.constexpr,
     tile_k: tl.constexpr, tile_x: tl.constexpr, tile_s: tl.constexpr,
 ):  # fmt: skip
     """Write out[r, j, m] = sum over the `batches` and heads that share matrix r, and d, of tokens times grad.
 
-    Each matrix has a source of its own; where `num_summed` is 2, one matrix served both sources.
+    Each matrix has a source of its own; where `num_summed` is 2, one matrix served both sources. It has `rows`
+    positions, `length` at least, and those beyond the tokens get zeros.
     """
     tile, shared = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 1:
@@ -165,12 +166,13 @@ def grad_matrix(
     position = (tile // rank_tiles) * tile_s + tl.arange(0, tile_s)
     block, batch = shared % blocks, shared // blocks
     is_position, is_row = position < length, row < rank
+    steps = tl.where((tile // rank_tiles) * tile_s < length, batches * column_tiles, 0)
     far = position.to(tl.int64)[:, None]
     total = tl.zeros((tile_s, tile_k), dtype=tl.float32)
     for source in tl.static_range(num_summed):
         if source == 1:
             tokens, grad = tokens_b, grad_b
-        for step in range(batches * column_tiles):
+        for step in range(steps):
             n = (batch * batches + step // column_tiles).to(tl.int64)
             head, channel, is_column = _columns(step % column_tiles, block, heads, dim, tile_x)
             is_token = is_position
@@ -182,4 +184,4 @@ def grad_matrix(
             weights = tl.load(grad_at, mask=is_row[:, None] & is_column[None, :], other=0.0)
             total = tl.dot(values, tl.trans(weights), total, input_precision="ieee")
     place = batch.to(tl.int64) * matrix_n + block.to(tl.int64) * matrix_g + far * matrix_s + (row * matrix_k)[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_position[:, None] & is_row[None, :])
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=(position < rows)[:, None] & is_row[None, :])

@@ -37,6 +37,7 @@ class _Sizes(NamedTuple):
     head_dim: int
     matrix_batches: int  # B, or 1 where sequences share a matrix
     blocks: int  # G, or 1 where heads share a matrix: blocks of heads that do
+    rows: int  # of a matrix, `length` or more
     rank: int
     num_tokens: int
     num_matrices: int
@@ -83,14 +84,16 @@ def _device(device: torch.device) -> tuple[int, int]:
 def _sizes(call: CompressCall) -> _Sizes:
     first, matrix = call.tokens[0], call.matrices[0]
     batch_size, groups, length, head_dim = first.shape
+    blocks, rows, rank = matrix.shape[-3:]
     return _Sizes(
         batch_size,
         groups,
         length,
         head_dim,
-        matrix.shape[0],
-        matrix.shape[1],
-        matrix.shape[3],
+        matrix.shape[0] if matrix.dim() == 4 else 1,
+        blocks,
+        rows,
+        rank,
         len(call.tokens),
         len(call.matrices),
         first.element_size(),
@@ -126,8 +129,9 @@ def _strides(name: str, letters: str, tensor: Tensor) -> dict[str, int]:
 
 def _matrix_strides(matrix: Tensor) -> dict[str, int]:
     """Return the strides; a matrix that is shared along a dimension does not move along it."""
-    shared = {name: 0 for name, size in zip(("matrix_n", "matrix_g"), matrix.shape[:2], strict=True) if size == 1}
-    return _strides("matrix", "ngsk", matrix) | shared
+    batched = matrix if matrix.dim() == 4 else matrix[None]
+    shared = {name: 0 for name, size in zip(("matrix_n", "matrix_g"), batched.shape[:2], strict=True) if size == 1}
+    return _strides("matrix", "ngsk", batched) | shared
 
 
 class _Forward(NamedTuple):
@@ -215,11 +219,12 @@ def _cut_backward(call: CompressCall, grads: Sequence[Tensor]) -> _Backward:
     grad_tokens = CachedLaunch(kernels.grad_tokens, (count, splits, sizes.num_tokens), rest)
 
     tiles = matrix_tiles(*sizes.sizing)
-    count = -(-sizes.length // tiles.positions) * -(-sizes.rank // tiles.rank)
+    count = -(-sizes.rows // tiles.positions) * -(-sizes.rank // tiles.rank)
     rest = {
         **_strides("token", "ngsd", call.tokens[0]),
-        **_strides("matrix", "ngsk", torch.empty_like(call.matrices[0], device="meta")),
+        **_matrix_strides(torch.empty_like(call.matrices[0], device="meta")),
         **common,
+        "rows": sizes.rows,
         "batches": sizes.batch_size // sizes.matrix_batches,
         "num_summed": sizes.num_results // sizes.num_matrices,
         **tiles.options,
@@ -273,7 +278,7 @@ def _define(name: str, schema: str, implementation: Callable[..., _Tensors], fak
 def _fake_results(tokens: _Tensors, matrices: _Tensors, mask: Any) -> _Tensors:  # noqa: ARG001
     batch_size, groups, _, head_dim = tokens[0].shape
     count = max(len(tokens), len(matrices))
-    return [tokens[0].new_empty(batch_size, groups, matrices[0].shape[3], head_dim) for _ in range(count)]
+    return [tokens[0].new_empty(batch_size, groups, matrices[0].shape[-1], head_dim) for _ in range(count)]
 
 
 def _fake_gradients(

@@ -10,6 +10,7 @@ from torch import Tensor
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.compress import products
 from attn_zoo.kernels.compress.compression import (
+    Path,
     compress,
     compress_pair,
     fit_rows,
@@ -177,6 +178,28 @@ def test_a_pair_is_two_compressions(sharing: tuple[int, int], shared: str, chunk
     )
 
 
+def check_longer_matrix(groups: int, dtype: torch.dtype, path: Path) -> None:
+    """Check a learned matrix with more rows than there are tokens: those beyond them get zeros as their gradient."""
+    tokens, rows = inputs((1, groups), dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    longer = torch.cat((rows[0].detach(), torch.randn(groups, 300, 5, generator=generator, dtype=dtype)), 1)
+    longer.requires_grad_()
+    mask = padding(37)
+    out, want = (compress(tokens, x, key_padding_mask=mask, path=path) for x in (longer, rows))
+    torch.testing.assert_close(out, want)
+    upstream = torch.randn(out.shape, generator=generator, dtype=dtype)
+    got = torch.autograd.grad(out, (tokens, longer), upstream)
+    of_tokens, of_rows = torch.autograd.grad(want, (tokens, rows), upstream)
+    torch.testing.assert_close(got[0], of_tokens)
+    torch.testing.assert_close(got[1][:, :37], of_rows[0])
+    assert not got[1][:, 37:].any()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_learned_matrix_serves_shorter_sequences_with_its_first_rows(groups: int):
+    check_longer_matrix(groups, torch.float64, "auto")
+
+
 def test_a_pair_of_different_layouts_is_two_compressions():
     tokens, matrix = inputs((1, 1))
     strided = tokens.detach().transpose(1, 2).contiguous().transpose(1, 2)
@@ -215,6 +238,10 @@ def test_an_empty_batch_gives_an_empty_result(sharing: tuple[int, int]):
     [
         ({"matrix": torch.zeros(1, 1, 9, 2)}, r"matrix: expected \[B or 1, G or 1, S, k\]"),
         ({"matrix": torch.zeros(1, 2, 37, 2)}, r"matrix: expected \[B or 1, G or 1, S, k\]"),
+        ({"matrix": torch.zeros(1, 1, 38, 2)}, r"matrix: expected \[B or 1, G or 1, S, k\]"),
+        ({"matrix": torch.zeros(1, 36, 2)}, r"or \[G or 1, N, k\] with N >= 37; got \[1, 36, 2\]"),
+        ({"matrix": torch.zeros(2, 37, 2)}, r"or \[G or 1, N, k\]"),
+        ({"matrix": torch.zeros(37, 2)}, r"matrix: expected \[B or 1, G or 1, S, k\]"),
         ({"matrix": torch.zeros(1, 1, 37, 2, dtype=torch.bfloat16)}, "matrix: expected dtype"),
         ({"key_padding_mask": torch.zeros(2, 36, dtype=torch.bool)}, "key_padding_mask: expected bool"),
         ({"key_padding_mask": torch.zeros(2, 37)}, "key_padding_mask: expected bool"),

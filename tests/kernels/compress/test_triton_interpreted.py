@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_zoo.kernels.compress import triton_launch, triton_tiles
 from attn_zoo.kernels.compress.compression import Path, compress, compress_pair
 from attn_zoo.kernels.trace import recording
-from tests.kernels.compress.test_compression import SHARINGS, checked, padding
+from tests.kernels.compress.test_compression import SHARINGS, check_longer_matrix, checked, padding
 from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
 
 pytestmark = [
@@ -138,6 +138,11 @@ def test_gradients_are_read_where_they_lie():
     )
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_learned_matrix_serves_shorter_sequences_with_its_first_rows(groups: int):
+    check_longer_matrix(groups, torch.float32, TRITON)
+
+
 def test_splits_are_added_in_order():
     tokens, matrix = draw((1, 1), torch.float32, 500)
     first, second = (compress(tokens, matrix, path=TRITON) for _ in range(2))
@@ -163,6 +168,7 @@ def test_operators_are_registered_as_torch_expects(is_padded: bool):
 def test_compiled_whole():
     """Traced by torch's compiler without a break, forward and backward: operators are opaque to it."""
     tokens, matrix = draw((1, 1), torch.float32, 70)
+    matrix = torch.cat((matrix[0].detach(), torch.ones(1, 9, 20)), 1).requires_grad_()  # for longer sequences too
 
     def loss(tokens: Tensor, matrix: Tensor) -> Tensor:
         return compress(tokens, matrix, path=TRITON).square().sum()
