@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= runs
-TIME_LIMIT ?= 9
+TIME_LIMIT ?= 8.5
 WORKERS ?= 2
 JOBS ?= 8
 

@@ -220,7 +220,7 @@ def visit(
 def main() -> int:
     """Return 0, or 2 where a package is missing."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default 9)")
+    parser.add_argument("--minutes", type=float, default=8.5, help="of this call (default 8.5)")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gpu-visit", help="results folders")
     parser.add_argument("--pack", type=Path, required=True, help="where to put one file for each matrix")
     parser.add_argument("--from", dest="earlier", type=Path, help="files of an earlier call, to go on from")

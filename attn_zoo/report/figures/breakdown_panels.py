@@ -29,6 +29,10 @@ Grid = NDArray[np.float64]
 COLOURS = "viridis"
 LETTER = 0.1
 """Inches that a letter of a panel's title may take."""
+TITLE_SIZE, LEAST_TITLE = 9.5, 0.75
+"""Points of it, and the share of them that a long name may come down to."""
+MAP_GAP = 0.3
+"""Inches between maps."""
 
 
 def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
@@ -128,7 +132,7 @@ def _draw_maps(
     note += ", empty: no result" if any(np.isnan(grid).any() for grid in grids) else ""
     page = Page(title, note)
     height = min(3.0, max(1.2, 0.24 * len(up)))
-    panels = page.panels(len(scores), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=0.3, above=0.4)
+    panels = page.panels(len(scores), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=MAP_GAP, above=0.4)
     shades = _shades(np.concatenate([grid.ravel() for grid in grids]), group)
     bar = draw_colour_bar(page, panels[columns - 1], shades, metric.tick)
     if group.chance is not None and shades.norm(group.chance) >= 0:
@@ -137,9 +141,11 @@ def _draw_maps(
     for index, (panel, score, grid) in enumerate(zip(panels, scores, grids, strict=True)):
         draw_squares(panel, grid, shades, is_upwards=True)
         _label_squares(panel, grid, across, up, shades, metric)
-        letters = int(panel.get_window_extent().width / page.figure.dpi / LETTER)
-        name = plain(score.name, max(8, letters)) + (f"\n{metric.show(score.mean)}" if score.mean is not None else "")
-        panel.set_title(name, fontweight="bold", color=looks[score.label].colour, loc="left")
+        letters = max(8, (panel.get_window_extent().width / page.figure.dpi + MAP_GAP) / LETTER)
+        name = plain(score.name, int(letters / LEAST_TITLE))
+        size = TITLE_SIZE * max(LEAST_TITLE, min(1.0, letters / len(name)))  # rather small than cut
+        name += f"\n{metric.show(score.mean)}" if score.mean is not None else ""
+        panel.set_title(name, fontweight="bold", fontsize=size, color=looks[score.label].colour, loc="left")
         if index % columns:
             panel.set_yticklabels([])
             panel.tick_params(axis="y", length=0)
