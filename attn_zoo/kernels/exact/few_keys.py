@@ -100,12 +100,14 @@ def split(query: Tensor, key: Tensor, value: Tensor, parts: int) -> tuple[Tensor
 
 def _stretches(rows: Tensor, parts: int) -> Tensor:
     """Return `[B * parts, H, L / parts, D]` of `[B, H, L, D]`."""
-    return rows.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
+    stretches: Tensor = rows.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
+    return stretches
 
 
 def _joined(stretches: Tensor, parts: int) -> Tensor:
     """Undo `_stretches`."""
-    return stretches.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3)
+    rows: Tensor = stretches.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3)
+    return rows
 
 
 def attend_in_parts(

@@ -129,24 +129,38 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
         return _flex
     if name == "xformers":
         return _xformers
-    if name == "math":
-        kernel: _Kernel = _math
-    elif call.query.device.type == "cpu":
-        kernel = _cpu_flash
-    else:
-        kernel = partial(_torch_choice if _is_torchs_choice(name, call) else _pinned, name)
-        can_split = call.needs_grad and not call.has_bias and not call.is_causal
-        parts = few_keys.num_parts(call.query, call.key) if can_split else 1
+    can_split = name in few_keys.OPERATORS and call.query.device.type != "cpu" and call.needs_grad
+    if can_split and not call.has_bias and not call.is_causal:
+        parts = few_keys.num_parts(call.query, call.key)
         if parts > 1:
-            return _in_parts(name, kernel, call, parts)
-    return _with_kernel(kernel, call)
+            return _in_parts(name, call, parts)
+    return _with_kernel(_kernel_of(name, call), call)
 
 
-def _in_parts(name: str, kernel: _Kernel, call: ExactCall, parts: int) -> _Attend:
+def _kernel_of(name: str, call: ExactCall) -> _Kernel:
+    """Return what runs torch's kernel `name` for calls like this one."""
+    if name == "math":
+        return _math
+    if call.query.device.type == "cpu":
+        return _cpu_flash
+    return partial(_torch_choice if _is_torchs_choice(name, call) else _pinned, name)
+
+
+def _in_parts(name: str, call: ExactCall, parts: int) -> _Attend:
     """Return what attends to few keys in so many parts by the kernel `name`, as one node of autograd where it can."""
+    short = call
+    if not torch.compiler.is_compiling():  # which has no tensors to ask about
+        with torch.no_grad():
+            query, key, value = few_keys.split(call.query, call.key, call.value, parts)
+        short = call._replace(query=query, key=key, value=value)
+        if why_not(name, short) is not None:
+            return _with_kernel(_kernel_of(name, call), call)
+    kernel = _kernel_of(name, short)
 
     def by_function(call: ExactCall) -> Tensor:
-        attend = partial(exact_attention, score_bias=call.score_bias, dropout_p=call.dropout_p, backend=name)
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return kernel(query, key, value, None, call.dropout_p, False)
+
         return few_keys.attend_in_parts(call.query, call.key, call.value, attend, parts)
 
     def by_operator(call: ExactCall) -> Tensor:
@@ -157,13 +171,8 @@ def _in_parts(name: str, kernel: _Kernel, call: ExactCall, parts: int) -> _Atten
         note_path(f"sdpa.{name}")
         return output
 
-    if torch.compiler.is_compiling():
-        return by_function
-    with torch.no_grad():
-        query, key, value = few_keys.split(call.query, call.key, call.value, parts)
-    if why_not(name, call._replace(query=query, key=key, value=value)) is not None:
-        return _with_kernel(kernel, call)
-    is_plain = not call.is_grouped and query.shape[-1] % 8 == 0  # the public function repeats, or pads, what is not
+    # The public function repeats, or pads, what is not plain.
+    is_plain = not torch.compiler.is_compiling() and not call.is_grouped and call.query.shape[-1] % 8 == 0
     return by_operator if is_plain else by_function
 
 
