@@ -212,6 +212,7 @@ def dispatch(routing: Tensor, key_len: int, config: MobaConfig) -> Dispatch:
         key_len=key_len,
         block_size=tile,
         is_dynamic=True,
+        is_sorted=True,
     )
     return Dispatch(torch.zeros_like(place).scatter_(-1, order, place), token, pattern)
 

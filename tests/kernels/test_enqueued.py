@@ -24,6 +24,7 @@ MOST: dict[str, tuple[dict[str, Any], tuple[int, int, int], tuple[int, int, int]
     "bigbird": ({"backend": "triton"}, (2, 0, 3), (5, 0, 7)),
     "linformer": ({"proj_len": 256}, (2, 1, 4), (4, 2, 9)),  # with the kernels of SDPA
     "local_window": ({"backend": "triton"}, (1, 0, 2), (3, 0, 6)),
+    "moba": ({"backend": "triton"}, (2, 90, 93), (6, 153, 164)),
 }
 
 

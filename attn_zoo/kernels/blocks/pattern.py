@@ -296,6 +296,7 @@ def make_pattern(
     is_causal: bool = False,
     rule: TokenRule | None = None,
     is_dynamic: bool = False,
+    is_sorted: bool = False,
 ) -> BlockPattern:
     """Sort lists of key blocks into a `BlockPattern`, on the device of the lists.
 
@@ -311,6 +312,7 @@ def make_pattern(
         rule: hides tokens inside the blocks; see `BlockPattern`.
         is_dynamic: the lists are made of the data: they are not checked, which would wait for the device, and the
             table is as wide as they are. Else it is as narrow as its longest list.
+        is_sorted: the lists are ascending, what counts of each comes first, and nothing has to be sorted.
 
     Raises:
         ValueError: `S - L` is no multiple of the block size, but should be. If not dynamic: an entry is out of range or
@@ -321,19 +323,23 @@ def make_pattern(
     num_key_blocks = -(-key_len // block_size)
     lists = blocks if blocks.dim() == 4 else blocks[None]
     counts = is_entry.sum(-1, dtype=torch.int32)
-    columns = _sorted_columns(lists, is_entry, num_key_blocks)
-    if not is_dynamic:
-        first_row = num_dense_rows + (key_len - query_len) // block_size
-        _check(columns, counts, range(num_global, num_key_blocks), first_row if is_causal else None)
-        columns = columns[: int(counts.max()) if counts.numel() else 0]
-    kept = [column * (column < num_key_blocks) for column in columns]
+    if is_dynamic and is_sorted:
+        indices = (lists * is_entry).int().contiguous()
+    else:
+        columns = _sorted_columns(lists, is_entry, num_key_blocks)
+        if not is_dynamic:
+            first_row = num_dense_rows + (key_len - query_len) // block_size
+            _check(columns, counts, range(num_global, num_key_blocks), first_row if is_causal else None)
+            columns = columns[: int(counts.max()) if counts.numel() else 0]
+        kept = [column * (column < num_key_blocks) for column in columns]
+        indices = torch.stack(kept, -1) if kept else lists.new_zeros((*lists.shape[:3], 0), dtype=torch.int32)
     return BlockPattern(
         query_len=query_len,
         key_len=key_len,
         block_size=block_size,
         num_global=num_global,
         num_dense_rows=num_dense_rows,
-        indices=torch.stack(kept, dim=-1) if kept else lists.new_zeros((*lists.shape[:3], 0), dtype=torch.int32),
+        indices=indices,
         counts=counts.expand(lists.shape[:3]).contiguous(),
         is_causal=is_causal,
         rule=rule,

@@ -262,6 +262,17 @@ def test_tables_for_other_sizes_are_refused(shape: tuple[int, int]):
         block_sparse_attention(query, key, value, make_pattern(blocks, is_entry, **sizes))
 
 
+def test_sorted_lists_make_the_same_table_unsorted_ones_do():
+    sizes: dict[str, Any] = {"query_len": 70, "key_len": 70, "block_size": 16, "is_dynamic": True}
+    blocks = torch.arange(5).expand(2, 3, 5, 5).transpose(2, 3).mT  # of strides that no kernel reads
+    is_entry = blocks < torch.arange(5)[:, None]  # what counts comes first; of the first row, nothing
+    found, wanted = make_pattern(blocks, is_entry, **sizes, is_sorted=True), make_pattern(blocks, is_entry, **sizes)
+    assert torch.equal(found.indices, wanted.indices)
+    assert torch.equal(found.counts, wanted.counts)
+    assert found.indices.dtype == torch.int32
+    assert found.indices.is_contiguous()
+
+
 def test_keys_of_groups_are_refused_with_what_repeats_them():
     query, key, value = inputs_for(64)
     pattern = make_pattern(*random_lists(1, 2, 64), query_len=64, key_len=64, block_size=16, is_dynamic=True)

@@ -359,6 +359,7 @@ def test_gpu_memory_is_linear_and_small():
         size = output.numel() * output.element_size()
         extra.append((torch.cuda.max_memory_allocated() - before - 5 * size) / size)  # output, its gradient, gradients
         del output, gradients, inputs
-    # The partial gradients of two global blocks are half an output, log-sum-exp and delta 6 %; the allocator rounds up.
-    assert max(extra) < 0.7
+    # The partial gradients of two global blocks are half an output, those of two dense ones a quarter, log-sum-exp and
+    # delta 6 %; the allocator rounds up. All are held at once, so that one kernel adds them up.
+    assert max(extra) < 0.9
     assert extra[1] <= extra[0] + 0.02
