@@ -12,6 +12,7 @@ In eager mode all of it is one node of autograd, which calls torch's operators a
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,37 +27,37 @@ MIN_QUERIES = 1024  # of a stretch: its gradients are added up, and that must co
 MIN_RATIO = 4  # of the queries to the copies of the keys
 
 _aten = torch.ops.aten
+_output_lse_seed_offset = itemgetter(0, 1, 6, 7)
 
 
 class Operator(NamedTuple):
     """A fused kernel of torch, without mask, causal flag and groups.
 
     Args:
-        forward: (query, key, value, dropout_p) -> the output, and whatever else the gradient needs.
+        forward: (query, key, value, dropout_p) -> the output, and what else the gradient needs.
         backward: (gradient, query, key, value, dropout_p, output, and what else the forward returned) -> the
             gradients of query, key and value.
     """
 
-    forward: Callable[..., tuple[Any, ...]]
+    forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-# As torch's own formulas call them (derivatives.yaml). There `None` is a tensor that is not there.
+# As torch's own formulas call them (derivatives.yaml). There None is a tensor that is not there: the mask, and where
+# packed sequences begin.
 OPERATORS = {
     "cudnn": Operator(
-        lambda q, k, v, p: _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, p)[:8],
-        lambda grad, q, k, v, p, out, lse, q_starts, k_starts, q_len, k_len, seed, offset: (
-            _aten._scaled_dot_product_cudnn_attention_backward.default(
-                grad, q, k, v, out, lse, seed, offset, None, q_starts, k_starts, q_len, k_len, p, False
-            )
+        lambda q, k, v, p: _output_lse_seed_offset(
+            _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, p)
+        ),
+        lambda grad, q, k, v, p, out, lse, seed, offset: _aten._scaled_dot_product_cudnn_attention_backward.default(
+            grad, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], p, False
         ),
     ),
     "flash": Operator(
-        lambda q, k, v, p: _aten._scaled_dot_product_flash_attention.default(q, k, v, p)[:8],
-        lambda grad, q, k, v, p, out, lse, q_starts, k_starts, q_len, k_len, seed, offset: (
-            _aten._scaled_dot_product_flash_attention_backward.default(
-                grad, q, k, v, out, lse, q_starts, k_starts, q_len, k_len, p, False, seed, offset
-            )
+        lambda q, k, v, p: _output_lse_seed_offset(_aten._scaled_dot_product_flash_attention.default(q, k, v, p)),
+        lambda grad, q, k, v, p, out, lse, seed, offset: _aten._scaled_dot_product_flash_attention_backward.default(
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], p, False, seed, offset
         ),
     ),
     "efficient": Operator(
@@ -100,14 +101,22 @@ def split(query: Tensor, key: Tensor, value: Tensor, parts: int) -> tuple[Tensor
 
 def _stretches(rows: Tensor, parts: int) -> Tensor:
     """Return `[B * parts, H, L / parts, D]` of `[B, H, L, D]`."""
-    stretches: Tensor = rows.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
-    return stretches
+    batch_size, num_heads, length, head_dim = rows.shape
+    length //= parts
+    apart = rows.view(batch_size, num_heads, parts, length, head_dim).transpose(1, 2)
+    return apart.reshape(batch_size * parts, num_heads, length, head_dim)
 
 
 def _joined(stretches: Tensor, parts: int) -> Tensor:
     """Undo `_stretches`."""
-    rows: Tensor = stretches.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3)
-    return rows
+    count, num_heads, length, head_dim = stretches.shape
+    apart = stretches.view(count // parts, parts, num_heads, length, head_dim).transpose(1, 2)
+    return apart.reshape(count // parts, num_heads, parts * length, head_dim)
+
+
+def _added(copies: Tensor, parts: int) -> Tensor:
+    """Return the sums `[B, G, S, D]` of what belongs to the copies of keys or values."""
+    return copies.view(copies.shape[0] // parts, parts, *copies.shape[1:]).sum(1)
 
 
 def attend_in_parts(
@@ -137,21 +146,19 @@ class _ByOperator(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, operator: Operator, dropout_p: float, parts: int
     ) -> Tensor:
         inputs = split(query, key, value, parts)
-        output, *kept = operator.forward(*inputs, dropout_p)
+        results = operator.forward(*inputs, dropout_p)
+        ctx.save_for_backward(*inputs, *results)
         ctx.operator, ctx.dropout_p, ctx.parts = operator, dropout_p, parts
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in kept]
-        ctx.save_for_backward(*inputs, output, *[x if isinstance(x, Tensor) else None for x in kept])
-        return _joined(output, parts).detach()  # not a view, to which nobody could add in place
+        return _joined(results[0], parts).detach()  # not a view, to which nobody could add in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, *tensors = ctx.saved_tensors
-        kept = [number if tensor is None else tensor for tensor, number in zip(tensors, ctx.numbers, strict=True)]
-        inputs = _stretches(grad, ctx.parts), query, key, value
-        of_query, of_key, of_value = ctx.operator.backward(*inputs, ctx.dropout_p, output, *kept)
-        sums = [x.unflatten(0, (-1, ctx.parts)).sum(1) for x in (of_key, of_value)]
-        return _joined(of_query, ctx.parts), *sums, None, None, None
+        parts = ctx.parts
+        query, key, value, *results = ctx.saved_tensors
+        inputs = _stretches(grad, parts), query, key, value
+        of_query, of_key, of_value = ctx.operator.backward(*inputs, ctx.dropout_p, *results)
+        return _joined(of_query, parts), _added(of_key, parts), _added(of_value, parts), None, None, None
 
 
 def attend_by_operator(

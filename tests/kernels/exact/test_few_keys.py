@@ -57,18 +57,16 @@ def test_queries_are_not_copied(is_interleaved: bool, batch_size: int):
 # --- as one node of autograd, with operators of a CPU in place of those of a GPU ---
 
 
-def _dense_forward(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> tuple[Any, ...]:
+def _dense_forward(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> tuple[Tensor, ...]:
     weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
     kept = torch.rand(weights.shape, dtype=weights.dtype) >= dropout_p
-    return weights * kept / (1 - dropout_p) @ value, weights, None, kept, query.shape[2]
+    return weights * kept / (1 - dropout_p) @ value, weights, kept
 
 
 def _dense_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, output: Tensor, *rest: Any
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, *results: Tensor
 ) -> tuple[Tensor, ...]:
-    weights, nothing, kept, length = rest
-    assert nothing is None
-    assert length == query.shape[2]
+    output, weights, kept = results
     share = kept.to(weights.dtype) / (1 - dropout_p)
     of_weights = grad @ value.mT * share
     of_scores = weights * (of_weights - (grad * output).sum(-1, keepdim=True)) / query.shape[-1] ** 0.5
