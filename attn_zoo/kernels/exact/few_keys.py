@@ -12,61 +12,19 @@ In eager mode all of it is one node of autograd, which calls torch's operators a
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attn_zoo.kernels.exact.operators import Operator
 from attn_zoo.kernels.trace import note_path
 
 GPU_PROGRAMS = 264  # two for each of 132 multiprocessors
 KEY_TILE = 128
 MIN_QUERIES = 1024  # of a stretch: its gradients are added up, and that must cost little beside computing them
 MIN_RATIO = 4  # of the queries to the copies of the keys
-
-_aten = torch.ops.aten
-_output_lse_seed_offset = itemgetter(0, 1, 6, 7)
-
-
-class Operator(NamedTuple):
-    """A fused kernel of torch, without mask, causal flag and groups.
-
-    Args:
-        forward: (query, key, value, dropout_p) -> the output, and what else the gradient needs.
-        backward: (gradient, query, key, value, dropout_p, output, and what else the forward returned) -> the
-            gradients of query, key and value.
-    """
-
-    forward: Callable[..., tuple[Tensor, ...]]
-    backward: Callable[..., tuple[Tensor, ...]]
-
-
-# As torch's own formulas call them (derivatives.yaml). There None is a tensor that is not there: the mask, and where
-# packed sequences begin.
-OPERATORS = {
-    "cudnn": Operator(
-        lambda q, k, v, p: _output_lse_seed_offset(
-            _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, p)
-        ),
-        lambda grad, q, k, v, p, out, lse, seed, offset: _aten._scaled_dot_product_cudnn_attention_backward.default(
-            grad, q, k, v, out, lse, seed, offset, None, None, None, q.shape[2], k.shape[2], p, False
-        ),
-    ),
-    "flash": Operator(
-        lambda q, k, v, p: _output_lse_seed_offset(_aten._scaled_dot_product_flash_attention.default(q, k, v, p)),
-        lambda grad, q, k, v, p, out, lse, seed, offset: _aten._scaled_dot_product_flash_attention_backward.default(
-            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], p, False, seed, offset
-        ),
-    ),
-    "efficient": Operator(
-        lambda q, k, v, p: _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, p),
-        lambda grad, q, k, v, p, out, lse, seed, offset: _aten._scaled_dot_product_efficient_attention_backward.default(
-            grad, q, k, v, None, out, lse, seed, offset, p, [True, True, True, False]
-        )[:3],
-    ),
-}
 
 
 def num_parts(query: Tensor, key: Tensor) -> int:
@@ -146,7 +104,7 @@ class _ByOperator(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, operator: Operator, dropout_p: float, parts: int
     ) -> Tensor:
         inputs = split(query, key, value, parts)
-        results = operator.forward(*inputs, dropout_p)
+        results = operator.forward(*inputs, dropout_p, False, True)
         ctx.save_for_backward(*inputs, *results)
         ctx.operator, ctx.dropout_p, ctx.parts = operator, dropout_p, parts
         return _joined(results[0], parts).detach()  # not a view, to which nobody could add in place
@@ -170,7 +128,7 @@ def attend_by_operator(
         query: `[B, H, L, D]`.
         key: `[B, H, S, D]`.
         value: `[B, H, S, D]`.
-        operator: of `OPERATORS`.
+        operator: the kernel's.
         dropout_p: probability of dropping a weight.
         parts: divides L.
     """
