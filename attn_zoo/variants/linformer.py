@@ -270,7 +270,8 @@ class LinformerAttention(AbstractAttention):
     @property
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         """E and F, the same tensor twice where keys and values share it; None for pooling."""
-        return self.compress_key, self.compress_key if self.compress_value is None else self.compress_value
+        e, f = self.compress_key, self.compress_value
+        return e, e if f is None else f
 
     def compress(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compress keys `[B, G, S, D]` by E and values by F to `[B, G, k, D]`; padded positions count for nothing."""

@@ -16,16 +16,18 @@ of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.cached_launch import remembered
 from attn_zoo.kernels.compress import products
 from attn_zoo.kernels.compress.products import CompressCall
+from attn_zoo.kernels.once_differentiable import once_differentiable
 from attn_zoo.kernels.trace import note_path
 
 Path = Literal["auto", "triton", "split_k", "chunked"]
@@ -188,6 +190,16 @@ def _check(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> None:
 
 def _choose(path: Path, tokens: Tensor) -> str:
     """Return the path to run: the one named, if it can, or by device and dtype alone, at any size."""
+    if torch.compiler.is_compiling():
+        return _choose_anew(path, tokens)
+    kind = path, tokens.device, tokens.dtype, tokens.numel() == 0
+    return remembered(_chosen, kind, lambda: _choose_anew(path, tokens))
+
+
+_chosen: dict[Hashable, str] = {}
+
+
+def _choose_anew(path: Path, tokens: Tensor) -> str:
     if path == "auto":
         if not tokens.is_cuda:
             return "chunked"

@@ -6,7 +6,7 @@ which gets a copy of the few keys; gradients of the copies are added in a fixed 
 this: there kernels go over the queries in parallel.
 
 In eager mode all of it is one node of autograd, which calls torch's operators and their gradients by hand
-(`attend_by_operator`): a dozen nodes for views and copies took longer than the GPU needs below 16 384 tokens.
+(`attend_by_operator`), and only long sequences are cut: below, a call waits for the host, which has the more to do.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_zoo.kernels.exact.operators import Operator
+from attn_zoo.kernels.once_differentiable import once_differentiable
 from attn_zoo.kernels.trace import note_path
 
 GPU_PROGRAMS = 264  # two for each of 132 multiprocessors
 KEY_TILE = 128
 MIN_QUERIES = 1024  # of a stretch: its gradients are added up, and that must cost little beside computing them
 MIN_RATIO = 4  # of the queries to the copies of the keys
+
+# Queries in eager mode. On an H100 whole sequences take 15 us longer for every 1024 queries, and forward and backward
+# of Linformer take the host about as long as 32 768 of them; parts cost it half as much again.
+MIN_EAGER_QUERIES = 32_768
 
 
 def num_parts(query: Tensor, key: Tensor) -> int:
@@ -36,6 +40,8 @@ def num_parts(query: Tensor, key: Tensor) -> int:
     """
     batch_size, num_heads, length, _ = query.shape
     key_len = key.shape[2]
+    if not torch.compiler.is_compiling() and length < MIN_EAGER_QUERIES:
+        return 1
     programs = batch_size * num_heads * -(-key_len // KEY_TILE)
     parts = 1
     while (
