@@ -10,7 +10,6 @@ grows with S (k = S / ratio) would be quadratic with a small constant.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,6 @@ from attn_zoo.kernels.compress.compression import (
     window_counts,
     window_matrix,
 )
-from attn_zoo.kernels.exact.row_chunks import attend_in_parts, num_parts
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.metadata import Capabilities, Complexity, Position, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
@@ -320,14 +318,8 @@ class LinformerAttention(AbstractAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Attend from `[B, H, L, D]` to compressed `[B, G, k, D]`; the mask is that of the positions, `[B, S]`."""
         empty = self._empty_rows(key_padding_mask)
-        exact = partial(
-            exact_attention,
-            score_bias=score_bias,
-            key_padding_mask=empty,
-            dropout_p=self.build.dropout_p if self.training else 0.0,
-        )
-        parts = num_parts(query, key) if empty is None else 1
-        output = attend_in_parts(query, key, value, exact, parts)
+        dropout_p = self.build.dropout_p if self.training else 0.0
+        output = exact_attention(query, key, value, score_bias=score_bias, key_padding_mask=empty, dropout_p=dropout_p)
         return zero_padded_rows(output, key_padding_mask)
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -1,14 +1,9 @@
-"""Exact attention over stretches of queries: softmax goes row by row, so each stretch may attend by itself.
+"""Exact attention over stretches of queries, one after another: softmax goes row by row, so each attends by itself.
 
-One after another, recomputed in backward (`attend_rows`): linear memory where no fused kernel serves. Two uses: a mask
-or bias that differs between rows (ALiBi, a causal mask with L != S) is made for one chunk only, and
-dropout on CPU, which torch's fused kernel lacks. Backward runs each chunk again (Chen et al. 2016, arXiv 1604.06174),
-so forward and backward together cost 4.5 forward passes instead of 3.5.
-
-Side by side, as sequences of their own (`attend_in_parts`): many queries, few keys. Fused kernels compute the gradients
-of a tile of keys in one program that walks over all queries. With k = 256 keys and 16 heads that is 32 programs on 132
-multiprocessors, whatever the length. Each stretch gets a copy of the few keys; gradients of the copies are added in a
-fixed order.
+Recomputed in backward: linear memory where no fused kernel serves. Two uses: a mask or bias that differs between rows
+(ALiBi, a causal mask with L != S) is made for one chunk only, and dropout on CPU, which torch's fused kernel lacks.
+Backward runs each chunk again (Chen et al. 2016, arXiv 1604.06174), so forward and backward together cost 4.5 forward
+passes instead of 3.5.
 """
 
 from __future__ import annotations
@@ -28,10 +23,6 @@ be small; measured on one CPU core up to L = 4096, larger ones are no faster."""
 
 MIN_CHUNK_LEN = 16
 """Shorter chunks would spend their time on overhead; memory stays linear in S all the same."""
-
-GPU_PROGRAMS = 264  # two for each of 132 multiprocessors
-KEY_TILE = 128
-MIN_QUERIES = 1024  # of a part: its gradients are added up, and that must cost little beside computing them
 
 Attend = Callable[[Tensor, Tensor, Tensor, range], Tensor]
 """(query rows, visible keys, visible values, which rows) -> output rows; the same whenever it is called again."""
@@ -150,47 +141,3 @@ def weights_with_dropout(
         is_dropped = draw(weights, 1.0 - keep_p, seed, rows.start)
         output: Tensor = (weights.masked_fill(is_dropped, 0.0) @ value.to(wide) / keep_p).to(query.dtype)
     return output if is_empty is None else output.masked_fill(is_empty, 0.0)
-
-
-def num_parts(query: Tensor, key: Tensor) -> int:
-    """Return into how many stretches to cut the queries: a power of two that divides their number; 1 on a CPU.
-
-    Args:
-        query: `[B, H, L, D]`.
-        key: `[B, G, S, D]`.
-    """
-    if not query.is_cuda:
-        return 1
-    length = query.shape[2]
-    programs = query.shape[0] * query.shape[1] * -(-key.shape[2] // KEY_TILE)
-    parts = 1
-    while parts * programs < GPU_PROGRAMS and length % (2 * parts) == 0 and length // (2 * parts) >= MIN_QUERIES:
-        parts *= 2
-    return parts
-
-
-def attend_in_parts(
-    query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: int
-) -> Tensor:
-    """Return `attend(query, key, value)`, computed with `parts` times as many, shorter sequences.
-
-    Args:
-        query: `[B, H, L, D]`; no copy is made where positions are contiguous across sequences (one sequence, or heads
-            interleaved as projections leave them).
-        key: `[B, G, S, D]`.
-        value: `[B, G, S, D]`.
-        attend: attention without a mask over positions of the query.
-        parts: divides L.
-
-    Returns:
-        `[B, H, L, D]`.
-    """
-    if parts == 1:
-        return attend(query, key, value)
-    note_path("few_keys.parts")
-    batch_size, heads, length, head_dim = query.shape
-    short = query.unflatten(2, (parts, -1)).transpose(1, 2)  # [B, parts, H, L / parts, D]
-    repeated = (x[:, None].expand(-1, parts, -1, -1, -1).flatten(0, 1) for x in (key, value))
-    output: Tensor = attend(short.reshape(-1, heads, length // parts, head_dim), *repeated)
-    output = output.unflatten(0, (batch_size, parts)).transpose(1, 2)
-    return output.reshape(batch_size, heads, length, head_dim)

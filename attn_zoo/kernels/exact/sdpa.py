@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.exact import flex_attention, varlen, xformers
+from attn_zoo.kernels.exact import few_keys, flex_attention, varlen, xformers
 from attn_zoo.kernels.exact.backends import (
     DENSE_DROPOUT,
     PINS,
@@ -27,7 +27,9 @@ from attn_zoo.kernels.exact.backends import (
     sdpa_arguments,
     select,
     select_while_compiling,
+    why_not,
 )
+from attn_zoo.kernels.exact.operators import OPERATORS
 from attn_zoo.kernels.exact.row_chunks import attend_rows, guard_empty_rows, weights_with_dropout
 from attn_zoo.kernels.trace import note_path
 
@@ -95,19 +97,21 @@ def exact_attention(
     return attend(call)
 
 
+# What `torch.backends` and `torch.are_deterministic_algorithms_enabled` return, without their wrappers.
+_CUDA_SWITCHES: tuple[Callable[[], object], ...] = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_deterministic_algorithms,
+)
+
+
 def _cuda_switches() -> tuple[object, ...]:
     """Return the global settings that torch's own checks look at."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        tuple(torch._C._get_sdp_priority_order()),
-        cudnn.enabled,
-        cudnn.deterministic,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    return *[switch() for switch in _CUDA_SWITCHES], *torch._C._get_sdp_priority_order()
 
 
 def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
@@ -128,13 +132,57 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
         return _flex
     if name == "xformers":
         return _xformers
+    can_split = name in OPERATORS and call.query.device.type != "cpu" and call.needs_grad
+    if can_split and not call.has_bias and not call.is_causal:
+        parts = few_keys.num_parts(call.query, call.key)
+        if parts > 1:
+            return _in_parts(name, call, parts)
+    return _with_kernel(_kernel_of(name, call), call)
+
+
+def _kernel_of(name: str, call: ExactCall) -> _Kernel:
+    """Return what runs torch's kernel `name` for calls like this one."""
     if name == "math":
-        kernel: _Kernel = _math
-    elif call.query.device.type == "cpu":
-        kernel = _cpu_flash
-    else:
-        kernel = partial(_torch_choice if _is_torchs_choice(name, call) else _pinned, name)
-    return _with_kernel(kernel, call)
+        return _math
+    if call.query.device.type == "cpu":
+        return _cpu_flash
+    if _is_torchs_choice(name, call):
+        return partial(_torch_choice, name)
+    return partial(_operator if _has_operator(name, call) else _pinned, name)
+
+
+def _has_operator(name: str, call: ExactCall) -> bool:
+    """Tell whether calls like this one can go to an operator itself; the compiler chooses for itself."""
+    is_plain = not call.has_bias and not call.is_grouped and call.query.shape[-1] % 8 == 0
+    return name in OPERATORS and is_plain and not torch.compiler.is_compiling()
+
+
+def _in_parts(name: str, call: ExactCall, parts: int) -> _Attend:
+    """Return what attends to few keys in so many parts by the kernel `name`, as one node of autograd where it can."""
+    short = call
+    if not torch.compiler.is_compiling():  # which has no tensors to ask about
+        with torch.no_grad():
+            query, key, value = few_keys.split(call.query, call.key, call.value, parts)
+        short = call._replace(query=query, key=key, value=value)
+        if why_not(name, short) is not None:
+            return _with_kernel(_kernel_of(name, call), call)
+    kernel = _kernel_of(name, short)
+
+    def by_function(call: ExactCall) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return kernel(query, key, value, None, call.dropout_p, False)
+
+        return few_keys.attend_in_parts(call.query, call.key, call.value, attend, parts)
+
+    def by_operator(call: ExactCall) -> Tensor:
+        if torch.is_autocast_enabled(call.query.device.type):  # which knows the public function only
+            return by_function(call)
+        inputs = call.query, call.key, call.value
+        output = few_keys.attend_by_operator(*inputs, OPERATORS[name], dropout_p=call.dropout_p, parts=parts)
+        note_path(f"sdpa.{name}")
+        return output
+
+    return by_operator if _has_operator(name, short) else by_function
 
 
 def _with_kernel(kernel: _Kernel, call: ExactCall) -> _Attend:
@@ -193,6 +241,18 @@ def _pinned(
     query, key, value = _contiguous_rows(query, key, value)
     with sdpa_kernel(PINS[name]):
         return scaled_dot_product_attention(query, key, value, bias, dropout_p, is_causal, enable_gqa=is_grouped)
+
+
+def _operator(
+    name: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool
+) -> Tensor:
+    """Run a kernel's own operator: to allow the public function only this one takes the host longer than to call it."""
+    if bias is not None or torch.is_autocast_enabled(query.device.type):  # which knows the public function only
+        return _pinned(name, query, key, value, bias, dropout_p, is_causal)
+    note_path(f"sdpa.{name}")
+    query, key, value = _contiguous_rows(query, key, value)
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return OPERATORS[name].forward(query, key, value, dropout_p, is_causal, needs_grad)[0]
 
 
 def _is_torchs_choice(name: str, call: ExactCall) -> bool:

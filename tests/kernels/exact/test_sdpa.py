@@ -14,6 +14,7 @@ from attn_zoo.attention.masks import alibi_slopes, causal_keep, score_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.kernels.exact import backends, flex_attention, row_chunks, sdpa, xformers
 from attn_zoo.kernels.exact.backends import PREFERENCES, ExactCall, choose, why_not
+from attn_zoo.kernels.exact.operators import OPERATORS
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
@@ -358,6 +359,40 @@ def test_kernels_that_take_no_flags_for_it_are_given_a_bias(run, num_kv_heads, a
     grads = [torch.autograd.grad(x.sum(), tensors) for x in (output, plain, exact)]
     for actual, roughly, true in zip(*grads, strict=True):
         assert_exact(actual, roughly, true, what="gradient")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_kernel_may_be_run_by_its_operator(is_causal, monkeypatch):
+    cpu = torch._scaled_dot_product_flash_attention_for_cpu
+    operator = OPERATORS["flash"]._replace(forward=lambda q, k, v, p, causal, _: cpu(q, k, v, p, causal))
+    monkeypatch.setitem(OPERATORS, "flash", operator)
+    given = call(is_causal=is_causal)
+    for enabled, expected in ((False, torch.float32), (True, torch.bfloat16)):
+        with recording() as paths, torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            output = sdpa._with_kernel(partial(sdpa._operator, "flash"), given)(given)
+        assert paths == ["sdpa.flash"]
+        assert output.dtype == expected
+        tolerance = 0.02 if enabled else 1e-5
+        want = oracle(given.query, given.key, given.value, is_causal=is_causal)
+        torch.testing.assert_close(output.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_an_operator_is_run_where_it_takes_the_call_as_it_is(monkeypatch):
+    monkeypatch.setattr(sdpa, "_is_torchs_choice", lambda *_: False)
+    cuda = [x.to("meta").requires_grad_() for x in draw(8)]
+    narrow = [x[..., :4] for x in cuda]
+    padding = half_padded(8, device="meta")
+
+    def kernel(query, key, value, **changes):
+        found = sdpa._kernel_of("flash", call(query=query, key=key, value=value, **changes))
+        assert isinstance(found, partial)
+        return found.func
+
+    assert kernel(*cuda) is sdpa._operator
+    assert kernel(*cuda, is_causal=True) is sdpa._operator
+    assert kernel(*narrow) is sdpa._pinned
+    assert kernel(cuda[0], *(x[:, :1] for x in cuda[1:])) is sdpa._pinned
+    assert kernel(*cuda, key_padding_mask=padding) is sdpa._pinned
 
 
 def test_torchs_own_choice_is_recognised():

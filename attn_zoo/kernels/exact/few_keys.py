@@ -1,0 +1,137 @@
+"""Exact attention to few keys with a gradient: stretches of queries side by side, as sequences of their own.
+
+Fused kernels compute the gradients of a tile of keys in one program that walks over all queries. With k = 256 keys and
+16 heads that is 32 programs on 132 multiprocessors, whatever the length. So the queries are cut into stretches, each of
+which gets a copy of the few keys; gradients of the copies are added in a fixed order. A forward alone needs none of
+this: there kernels go over the queries in parallel.
+
+In eager mode all of it is one node of autograd, which calls torch's operators and their gradients by hand
+(`attend_by_operator`): a dozen nodes for views and copies took longer than the GPU needs below 16 384 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attn_zoo.kernels.exact.operators import Operator
+from attn_zoo.kernels.trace import note_path
+
+GPU_PROGRAMS = 264  # two for each of 132 multiprocessors
+KEY_TILE = 128
+MIN_QUERIES = 1024  # of a stretch: its gradients are added up, and that must cost little beside computing them
+MIN_RATIO = 4  # of the queries to the copies of the keys
+
+
+def num_parts(query: Tensor, key: Tensor) -> int:
+    """Return into how many stretches a GPU should cut the queries: a power of two that divides their number.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, G, S, D]`.
+    """
+    batch_size, num_heads, length, _ = query.shape
+    key_len = key.shape[2]
+    programs = batch_size * num_heads * -(-key_len // KEY_TILE)
+    parts = 1
+    while (
+        MIN_RATIO * 2 * parts * key_len <= length  # first: the compiler knows it of L = S, whatever their size
+        and parts * programs < GPU_PROGRAMS
+        and length % (2 * parts) == 0
+        and length // (2 * parts) >= MIN_QUERIES
+    ):
+        parts *= 2
+    return parts
+
+
+def split(query: Tensor, key: Tensor, value: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `[B * parts, H, L / parts, D]` and as many copies of keys and values `[B * parts, G, S, D]`.
+
+    Queries are not copied where positions are contiguous across sequences: one sequence, or heads interleaved as
+    projections leave them.
+    """
+    return _stretches(query, parts), key.repeat_interleave(parts, 0), value.repeat_interleave(parts, 0)
+
+
+def _stretches(rows: Tensor, parts: int) -> Tensor:
+    """Return `[B * parts, H, L / parts, D]` of `[B, H, L, D]`."""
+    batch_size, num_heads, length, head_dim = rows.shape
+    length //= parts
+    apart = rows.view(batch_size, num_heads, parts, length, head_dim).transpose(1, 2)
+    return apart.reshape(batch_size * parts, num_heads, length, head_dim)
+
+
+def _joined(stretches: Tensor, parts: int) -> Tensor:
+    """Undo `_stretches`."""
+    count, num_heads, length, head_dim = stretches.shape
+    apart = stretches.view(count // parts, parts, num_heads, length, head_dim).transpose(1, 2)
+    return apart.reshape(count // parts, num_heads, parts * length, head_dim)
+
+
+def _added(copies: Tensor, parts: int) -> Tensor:
+    """Return the sums `[B, G, S, D]` of what belongs to the copies of keys or values."""
+    return copies.view(copies.shape[0] // parts, parts, *copies.shape[1:]).sum(1)
+
+
+def attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor], parts: int
+) -> Tensor:
+    """Return `attend(query, key, value)`, computed with `parts` times as many, shorter sequences.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, G, S, D]`.
+        value: `[B, G, S, D]`.
+        attend: attention without a mask over positions of the query.
+        parts: divides L.
+
+    Returns:
+        `[B, H, L, D]`.
+    """
+    note_path("few_keys.parts")
+    return _joined(attend(*split(query, key, value, parts)), parts)
+
+
+class _ByOperator(torch.autograd.Function):
+    """All stretches by one operator. Keeps what its gradient needs, of the stretches and the copies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, operator: Operator, dropout_p: float, parts: int
+    ) -> Tensor:
+        inputs = split(query, key, value, parts)
+        results = operator.forward(*inputs, dropout_p, False, True)
+        ctx.save_for_backward(*inputs, *results)
+        ctx.operator, ctx.dropout_p, ctx.parts = operator, dropout_p, parts
+        return _joined(results[0], parts).detach()  # not a view, to which nobody could add in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        parts = ctx.parts
+        query, key, value, *results = ctx.saved_tensors
+        inputs = _stretches(grad, parts), query, key, value
+        of_query, of_key, of_value = ctx.operator.backward(*inputs, ctx.dropout_p, *results)
+        return _joined(of_query, parts), _added(of_key, parts), _added(of_value, parts), None, None, None
+
+
+def attend_by_operator(
+    query: Tensor, key: Tensor, value: Tensor, operator: Operator, *, dropout_p: float, parts: int
+) -> Tensor:
+    """Return attention in parts as `attend_in_parts`, by an operator that serves the calls that `split` makes.
+
+    Args:
+        query: `[B, H, L, D]`.
+        key: `[B, H, S, D]`.
+        value: `[B, H, S, D]`.
+        operator: the kernel's.
+        dropout_p: probability of dropping a weight.
+        parts: divides L.
+    """
+    note_path("few_keys.parts")
+    output: Tensor = _ByOperator.apply(query, key, value, operator, dropout_p, parts)
+    return output
