@@ -39,6 +39,7 @@ LONG = (
     *(f"*/L{length}/*" for length in (65_536, 131_072, 262_144)),
     *(f"{name}/*/L{length}/*" for name in ("linformer", "bigbird") for length in (524_288, 1_048_576)),
 )
+HOST_BOUND = ("full", "linformer", "bigbird", "local_window", "moba", "linear_attention")
 SHORT = tuple(f"*/L{512 * 2**power}/*" for power in range(7))
 
 
@@ -49,8 +50,8 @@ class Stage:
     Args:
         name: of the stage.
         minutes: its share of the visit.
-        matrix: name of its file in `benchmarks`; empty for the tests.
-        more: further arguments of `attn-zoo run`, or of pytest.
+        matrix: name of its file in `benchmarks`; empty where the stage runs something else.
+        more: further arguments of `attn-zoo run`, or all of them of Python.
         again: end of the name of its results folder, which begins with that of the matrix: another run of the same
             cells, in further processes.
     """
@@ -71,8 +72,22 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="tests",
         minutes=3.5,
-        more=("tests", "-m", "gpu", "-q", "-n", "8", "--dist", "worksteal", "--benchmark-disable", "-rfE"),
+        more=(
+            "-m",
+            "pytest",
+            "tests",
+            "-m",
+            "gpu",
+            "-q",
+            "-n",
+            "8",
+            "--dist",
+            "worksteal",
+            "--benchmark-disable",
+            "-rfE",
+        ),
     ),
+    Stage(name="host-time", minutes=0.5, more=("benchmarks/host_time.py", "--profile", *HOST_BOUND)),
     Stage(name="scaling, long", minutes=3.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in LONG)),
     Stage(name="scaling, short", minutes=2.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in SHORT)),
     Stage(name="scaling", minutes=1, matrix="scaling-gpu"),
@@ -86,7 +101,7 @@ STAGES: tuple[Stage, ...] = (
 def command(stage: Stage, work: Path, minutes: float, device: str) -> list[str]:
     """Return the command line of a stage."""
     if not stage.matrix:
-        return [sys.executable, "-m", "pytest", *stage.more]
+        return [sys.executable, *stage.more]
     peers = sorted((ROOT / "benchmarks" / "peers").glob("*.py")) if stage.matrix.startswith("peers") else []
     return [
         *(sys.executable, "-m", "attn_zoo", "run", str(ROOT / "benchmarks" / f"{stage.matrix}.toml")),

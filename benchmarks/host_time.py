@@ -32,7 +32,8 @@ from attn_zoo.kernels.cached_launch import CachedLaunch
 from attn_zoo.registry import variants
 
 TORCH = "torch"
-ROUNDS, CALLS = 31, 20  # a GPU's queue holds about a thousand launches, and must not fill
+ROUNDS, CALLS = 31, 20
+QUEUE = 800  # launches that are not waited for: a GPU's queue holds about a thousand, and whoever fills it waits
 NOTHING_RUNS = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "is_same_size")
 
 Call = Callable[[], Any]
@@ -144,22 +145,22 @@ def make_calls(name: str, sizes: argparse.Namespace) -> tuple[Call, Call]:
     return infer, train
 
 
-def seconds_of(call: Call, device: str) -> float:
+def seconds_of(call: Call, num_calls: int, device: str) -> float:
     """Return the host's seconds for one call, of several that are not waited for."""
     clock = time.perf_counter if device == "cuda" else time.thread_time  # a CPU's is not disturbed by others
     start = clock()
-    for _ in range(CALLS):
+    for _ in range(num_calls):
         call()
-    elapsed = (clock() - start) / CALLS
+    elapsed = (clock() - start) / num_calls
     if device == "cuda":
         torch.cuda.synchronize()
     return elapsed
 
 
-def count(call: Call) -> str:
+def count(call: Call) -> Enqueued:
     with Enqueued() as enqueued:
         call()
-    return f"{enqueued.launches} + {len(enqueued.kernels)}, {len(enqueued.allocations)}"
+    return enqueued
 
 
 def show(names: Sequence[str], sizes: argparse.Namespace) -> dict[str, Call]:
@@ -173,18 +174,21 @@ def show(names: Sequence[str], sizes: argparse.Namespace) -> dict[str, Call]:
         except UnsupportedError as error:
             calls.pop(name, None)
             print(f"{name}: {error.reason}")
-    seconds: dict[tuple[str, int], list[float]] = {(name, kind): [] for name in calls for kind in (0, 1)}
+    counts = {(name, kind): count(call) for name, pair in calls.items() for kind, call in enumerate(pair)}
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in counts}
     for _ in range(ROUNDS):  # in turns: the machine's speed changes
-        for (name, kind), found in seconds.items():
-            found.append(seconds_of(calls[name][kind], sizes.device))
+        for (name, kind), enqueued in counts.items():
+            num_calls = max(1, min(CALLS, QUEUE // (enqueued.launches + len(enqueued.kernels))))
+            seconds[name, kind].append(seconds_of(calls[name][kind], num_calls, sizes.device))
     rows = []
-    for name, pair in calls.items():
+    for name in calls:
         row = [name]
-        for kind, call in enumerate(pair):
-            times = seconds[name, kind]
+        for kind in (0, 1):
+            times, enqueued = seconds[name, kind], counts[name, kind]
             beside = zip(times, seconds.get((TORCH, kind), []), strict=not sizes.stand_in)
             ratios = [ours / theirs for ours, theirs in beside]
-            row += [f"{median(times) * 1e6:.0f}", f"{median(ratios):.1f}" if ratios else "-", count(call)]
+            what = f"{enqueued.launches} + {len(enqueued.kernels)}, {len(enqueued.allocations)}"
+            row += [f"{median(times) * 1e6:.0f}", f"{median(ratios):.1f}" if ratios else "-", what]
         rows.append(row)
     where = "stand-in" if sizes.stand_in else sizes.device
     what = f"{sizes.seq_len} tokens, H = {sizes.num_heads}, D = {sizes.head_dim}, {sizes.dtype}, {where}"
@@ -211,7 +215,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="variant", help="by default all")
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--stand-in", action="store_true", help="Triton's launches without a GPU; on the CPU")
-    parser.add_argument("--profile", action="store_true", help="of each variant that is named")
+    parser.add_argument("--profile", action="store_true", help="of each, with backward")
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--num-heads", type=int)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -230,8 +234,8 @@ def main() -> None:
     with stand_in() if sizes.stand_in else nullcontext():
         calls = show(sizes.names or list(list_variants()), sizes)
         if sizes.profile:
-            for name in calls.keys() & set(sizes.names):
-                print_profile(name, calls[name])
+            for name, call in calls.items():
+                print_profile(name, call)
 
 
 if __name__ == "__main__":

@@ -351,12 +351,16 @@ class CompressFirstMixer(MultiHeadMixer):
         if context is None:
             hidden = context = finite_padding(hidden, key_padding_mask)
         tokens = context[:, None]  # [B, 1, S, E]: one head as wide as the model
+        if torch.is_autocast_enabled(device := tokens.device.type) and tokens.dtype == torch.float32:
+            # What autocast does to a product; a norm hands on float32, which a GPU's fast kernels do not take.
+            tokens = tokens.to(torch.get_autocast_dtype(device))
         ones = tokens.new_ones(*tokens.shape[:3], 1)
         compress = self.attention.compress
         (rows_e, rows_f), (sum_e, sum_f) = (compress(x, x, key_padding_mask) for x in (tokens, ones))
         build = self.build
-        key = linear(rows_e, self.key_proj.weight) + sum_e * self.key_proj.bias  # [B, 1, k, G D]
-        value = linear(rows_f, self.value_proj.weight) + sum_f * self.value_proj.bias
+        key, value = linear(rows_e, self.key_proj.weight), linear(rows_f, self.value_proj.weight)  # [B, 1, k, G D]
+        key = key + (sum_e * self.key_proj.bias).to(key.dtype)  # wide under autocast, where the query is not
+        value = value + (sum_f * self.value_proj.bias).to(value.dtype)
         key, value = (x[:, 0].unflatten(-1, (build.num_kv_heads, -1)).transpose(1, 2) for x in (key, value))
         query = self._heads(hidden, self.query_proj, build.num_heads)
         return self._merge(self.attention.attend(query, key, value, key_padding_mask))

@@ -345,3 +345,18 @@ def test_paths_are_noted_and_claims_are_there():
     variant = variants["linformer"]
     assert (variant.complexity.time_exponent, variant.complexity.memory_exponent) == (1, 1)
     assert LinformerConfig().proj_len == 256
+
+
+def test_under_autocast_the_mixer_computes_in_its_type(monkeypatch):
+    """A norm hands on float32; on a GPU compression and attention would take slower kernels for it."""
+    seen: list[Tensor] = []
+
+    def attend(_self, *tensors):
+        seen.extend(tensors[:3])
+        return tensors[0]
+
+    monkeypatch.setattr(LinformerAttention, "attend", attend)
+    mixer = build_mixer("linformer", BuildContext(embed_dim=32, num_heads=2, max_seq_len=64), proj_len=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixer(torch.randn(2, 64, 32))
+    assert {x.dtype for x in seen} == {torch.bfloat16}

@@ -246,12 +246,12 @@ class Pieces:
         `[blocks or 1, size or 1, keys]` and `[sequences * blocks, size or 1, 1]`; None where nothing is hidden.
         """
         group = part.group
+        is_full = rows is None or all(self._is_full[rows])
+        if is_full and not self._has_distance and self.padding is None:
+            return None, slice(None), None
         if self._has_own_masks:
             bias, is_dead = self._make_mask(part, rows, group)
             return self._by_block(bias, group), slice(None), None if is_dead is None else self._by_block(is_dead, group)
-        is_full = rows is None or all(self._is_full[rows])
-        if is_full and not self._has_distance:
-            return None, slice(None), None
         # A mask of rows that are full serves all of them; dense rows are named by where they start.
         at = (part.start, rows is None, None if is_full or rows is None else rows.start)
         mask = self._masks.get(at)

@@ -262,6 +262,16 @@ def test_tables_for_other_sizes_are_refused(shape: tuple[int, int]):
         block_sparse_attention(query, key, value, make_pattern(blocks, is_entry, **sizes))
 
 
+@pytest.mark.parametrize("length", [64, 70])
+def test_dense_rows_and_global_columns_of_tables_of_the_batch_without_padding(length: int):
+    """Dense rows need no mask there, while listed ones have one for each entry of the batch."""
+    pattern = random_table(BATCH, 2, length, has_global=True)
+    query, key, value = inputs_for(length)
+    output, lse = block_sparse_attention_with_lse(query, key, value, pattern, backend="gather")
+    found = torch.cat([output, lse.masked_fill(lse.isneginf(), 0.0)[..., None]], dim=-1)
+    torch.testing.assert_close(found, lse_of([query, key, value], pattern, None), rtol=1e-5, atol=1e-5)
+
+
 def test_sorted_lists_make_the_same_table_unsorted_ones_do():
     sizes: dict[str, Any] = {"query_len": 70, "key_len": 70, "block_size": 16, "is_dynamic": True}
     blocks = torch.arange(5).expand(2, 3, 5, 5).transpose(2, 3).mT  # of strides that no kernel reads
