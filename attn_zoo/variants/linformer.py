@@ -317,11 +317,13 @@ class LinformerAttention(AbstractAttention):
         return self.attend(query, key, value, key_padding_mask)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Attend from `[B, H, L, D]` to compressed `[B, G, k, D]`; the mask is that of the positions, `[B, S]`."""
+        """Attend from `[B, H, L, D]` to compressed `[B, G, k, D]`; the mask is that of the positions, `[B, S]`.
+
+        A sequence that is all padding gets zeros: its values are compressed to zeros, or none of its windows is seen.
+        """
         empty = self._empty_rows(key_padding_mask)
         dropout_p = self.build.dropout_p if self.training else 0.0
-        output = exact_attention(query, key, value, score_bias=score_bias, key_padding_mask=empty, dropout_p=dropout_p)
-        return zero_padded_rows(output, key_padding_mask)
+        return exact_attention(query, key, value, score_bias=score_bias, key_padding_mask=empty, dropout_p=dropout_p)
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Compute equation 7 with dense matrices."""

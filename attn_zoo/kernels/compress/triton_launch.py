@@ -113,10 +113,6 @@ def _mask(call: CompressCall) -> Tensor:
     return call.tokens[0] if call.mask is None else call.mask.contiguous().view(torch.uint8)
 
 
-def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return tensors[0], tensors[-1]
-
-
 def _kind(call: CompressCall, *grads: Tensor) -> Hashable:
     tensors = *call.tokens, *call.matrices, call.mask, *grads
     return len(call.tokens), len(call.matrices), kind_of(*tensors)
@@ -176,13 +172,14 @@ def _compress(call: CompressCall) -> list[Tensor]:
     tokens = call.tokens[0]
     launches = remembered(_forwards, _kind(call), lambda: _cut_forward(call))
     out = [tokens.new_empty(launches.shape) for _ in range(launches.num_results)]
-    sums = out
-    if launches.add_splits is not None:
-        sums = [tokens.new_empty(launches.num_partial, dtype=torch.float32)]
+    inputs = tokens, call.tokens[-1], call.matrices[0], call.matrices[-1], _mask(call)
     with on_device_of(tokens):
-        launches.sum_positions(*_pair(call.tokens), *_pair(call.matrices), _mask(call), *_pair(sums))
-        if launches.add_splits is not None:
-            launches.add_splits(sums[0], *_pair(out))
+        if launches.add_splits is None:
+            launches.sum_positions(*inputs, out[0], out[-1])
+        else:
+            sums = tokens.new_empty(launches.num_partial, dtype=torch.float32)
+            launches.sum_positions(*inputs, sums, sums)
+            launches.add_splits(sums, out[0], out[-1])
     return out
 
 
@@ -235,7 +232,7 @@ def _cut_backward(call: CompressCall, grads: Sequence[Tensor]) -> _Backward:
 
 def _are_read_in_place(grads: Sequence[Tensor]) -> bool:
     """Tell whether the kernels can read gradients where they lie: alike, channels side by side, offsets in 32 bits."""
-    first, last = _pair(grads)
+    first, last = grads[0], grads[-1]
     _, *strides = first.stride()
     extent = sum((size - 1) * stride for size, stride in zip(first.shape[1:], strides, strict=True))
     return first.stride() == last.stride() and strides[-1] == 1 and extent < 2**31
@@ -245,15 +242,17 @@ def _gradients(call: CompressCall, grads: Sequence[Tensor], *, of_tokens: bool, 
     launches = remembered(_backwards, _kind(call, *grads), lambda: _cut_backward(call, grads))
     if launches.has_copies:
         grads = [x.contiguous() for x in grads]
-    mask, results = _mask(call), []
-    with on_device_of(call.tokens[0]):
+    tokens, matrices, mask = call.tokens, call.matrices, _mask(call)
+    results: list[Tensor] = []
+    with on_device_of(mask):
         if of_tokens:
-            out = results = [torch.empty_like(x) for x in call.tokens]
-            launches.grad_tokens(*_pair(grads), *_pair(call.matrices), mask, *_pair(out))
+            out = [torch.empty_like(x) for x in tokens]
+            launches.grad_tokens(grads[0], grads[-1], matrices[0], matrices[-1], mask, out[0], out[-1])
+            results += out
         if of_matrices:
-            out = [torch.empty_like(x) for x in call.matrices]
-            launches.grad_matrix(*_pair(call.tokens), *_pair(grads), mask, *_pair(out))
-            results = results + out
+            out = [torch.empty_like(x) for x in matrices]
+            launches.grad_matrix(tokens[0], tokens[-1], grads[0], grads[-1], mask, out[0], out[-1])
+            results += out
     return results
 
 
