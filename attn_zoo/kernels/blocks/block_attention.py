@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path, wide_dtype
 from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
@@ -28,6 +27,7 @@ from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
 from attn_zoo.kernels.cached_launch import kind_of, remembered
 from attn_zoo.kernels.exact.sdpa import exact_attention
+from attn_zoo.kernels.once_differentiable import once_differentiable
 
 
 def _forward(path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
