@@ -17,9 +17,9 @@ Balanced: every pair (root operator, label) has the same number of examples in e
 frequent label nor the root operator says anything. Trees are drawn as always and taken or left. The operator of a root
 is independent of everything below it, so a tree may be taken with any of them: it goes to the pair, among those that it
 has with one operator or another, that still lacks most examples (of several, the first operator), and is left if none
-lacks any. What that cannot balance: a large MIN or a small MAX is likely only with few arguments and many large digits,
-so a bag of symbols and deeper floors (`attn_zoo.tasks.expressions.ladder`) are still above guessing. Examples are shuffled at the end, for rare
-pairs fill last.
+lacks any. What that cannot balance: a large MIN or a small MAX is likely only with few arguments and many large or
+small digits, so a bag of symbols and deeper floors (`attn_zoo.tasks.expressions.ladder`) are still above guessing.
+Examples are shuffled at the end, for rare pairs fill last.
 
 Token ids are fixed: 0 padding, 1 to 10 the digits, 11 [MIN, 12 [MAX, 13 [MED, 14 [SM, 15 the closing bracket. (Long
 Range Arena numbers its 15 symbols in the order of a set, so that its ids differ from run to run, and adds one for
@@ -314,7 +314,9 @@ def _symbol_histogram(train: Split, test: Split) -> float:
     for root in np.unique(asked[0][:, 0]):
         known, wanted = (tokens[:, 0] == root for tokens, _ in (fitted, asked))
         if known.any():
-            right += wanted.sum() * linear_floor(counts[0][known], fitted[1][known], counts[1][wanted], asked[1][wanted])
+            right += wanted.sum() * linear_floor(
+                counts[0][known], fitted[1][known], counts[1][wanted], asked[1][wanted]
+            )
         else:
             right += wanted.sum() * majority_floor(fitted[1], asked[1][wanted])
     return float(right / len(test))
