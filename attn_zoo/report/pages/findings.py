@@ -195,12 +195,15 @@ def _weights_line(panel: Panel) -> str:
 
 def _score_line(group: AccuracyGroup) -> str:
     means = [f"{name} {group.metric.show(mean)}" for name, mean in group.means.items()]
-    below = [score.name for score in group.ranked if score.standing and score.standing.verdict == "not above"]
     said = [some(means)]
-    if below:
-        is_all = len(below) == len(means)
-        said.append("none above what needs no attention" if is_all else f"not above the floors: {some(below)}")
+    for verdict, words in _FLOORS.items():
+        names = [score.name for score in group.ranked if score.standing and score.standing.verdict == verdict]
+        if names:
+            said.append(f"{words}: {some(names)}")
     return f"{group.metric.title} on {group.title}: {'; '.join(said)}." if means else ""
+
+
+_FLOORS = {"not beaten": "best floor not beaten", "not settled": "best floor not beaten for certain"}
 
 
 def _doubt_line(analysis: Analysis) -> str:
@@ -271,20 +274,20 @@ def accuracy_findings(group: AccuracyGroup) -> list[str]:
     said = [f"{metric.title} on {group.title}: {', '.join(means)}"]
     if group.best_mark:
         name, value = group.best_mark
-        said.append(f"the best that needs no attention is {floor_words(name)} with {metric.show(value)}")
+        said.append(f"to beat: {floor_words(name)} with {metric.show(value)}")
     sentences = ["; ".join(said) + "."]
     sentences += [text for text in (_floors(group, scored), _differences(group), _gains(group), _failed(group)) if text]
     return sentences
 
 
 def _floors(group: AccuracyGroup, scored: Sequence[LabelScore]) -> str:
-    below = [score for score in scored if score.standing and score.standing.verdict == "not above"]
-    if not below:
-        return ""
-    floor = below[0].standing
-    assert floor is not None
-    verb = "does" if len(below) == 1 else "do"
-    return f"On {group.title}, {_names(below)} {verb} not beat {floor_words(floor.floor)} by more than the uncertainty."
+    said = []
+    for verdict, doubt in (("not beaten", ""), ("not settled", " for certain")):
+        names = [score for score in scored if score.standing and score.standing.verdict == verdict]
+        if names and group.best_mark:
+            verb = "does" if len(names) == 1 else "do"
+            said.append(f"{_names(names)} {verb} not beat {floor_words(group.best_mark[0])}{doubt}")
+    return f"On {group.title}, {'; '.join(said)}." if said else ""
 
 
 def _differences(group: AccuracyGroup) -> str:

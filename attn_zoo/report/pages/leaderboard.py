@@ -305,7 +305,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         title="Accuracy over the best floor",
         note=clean(
             "Mean over seeds on test with its 95 % interval, and by how much it beats the best of chance and what "
-            "trivial models score. Bold: the best above its floor, and all whose intervals reach it. "
+            "trivial models score. Bold: the best that beats its floor, and all whose intervals reach it. "
             + " ".join(f"{capital(group.title)}: {_setting(group)}." for group in groups)
         ),
         headings=("variant", *(clean(group.title) for group in groups)),
@@ -322,9 +322,10 @@ def _score(group: AccuracyGroup, score: LabelScore) -> str:
     text = metric.show(mean) + (f" [{', '.join(ends)}]" if ends else ", one seed")
     if standing is None:
         return text
-    if standing.verdict == "not above":
-        return f"{text}, not above"
-    return f"{text}, {metric.signed(standing.gain)}" + (" (uncertain)" if standing.verdict == "unknown" else "")
+    if standing.verdict == "not beaten":
+        return f"{text}, not beaten"
+    doubt = {"not settled": " (not settled)", "unknown": " (uncertain)"}.get(standing.verdict, "")
+    return f"{text}, {metric.signed(standing.gain)}{doubt}"
 
 
 def _setting(group: AccuracyGroup) -> str:
@@ -335,6 +336,6 @@ def _setting(group: AccuracyGroup) -> str:
 def _level_scores(group: AccuracyGroup) -> frozenset[str]:
     """Return the best above the floor, and those whose intervals overlap with its; of one seed nothing is said."""
     ends = {one.name: (one.low, one.high) for one in group.ranked if one.low is not None and one.high is not None}
-    above = {one.name for one in group.scores if one.standing is None or one.standing.verdict == "above"}
+    above = {one.name for one in group.scores if one.standing is None or one.standing.verdict == "beaten"}
     low, high = next((ends[name] for name in ends if name in above), (0.0, 0.0))
     return frozenset(name for name in above & ends.keys() if ends[name][0] <= high and low <= ends[name][1])

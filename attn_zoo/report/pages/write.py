@@ -14,11 +14,11 @@ from attn_zoo.report.figures.page import NO_FIGURE
 from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import build_page, environment_rows
-from attn_zoo.report.tables.all_tables import MOST_LINES, MOST_ROWS, shown_tables, summary_tables, tables_by_question
+from attn_zoo.report.tables.all_tables import MOST_ROWS, shown_tables, summary_tables, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import escape_markdown, to_csv, to_markdown, to_terminal
-from attn_zoo.report.units import clean, some
+from attn_zoo.report.units import MOST_LINES, clean, some
 from attn_zoo.whole_files import refuse_links, write_whole
 
 

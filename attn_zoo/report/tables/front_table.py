@@ -134,8 +134,11 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
 
 
 def _score(mean: float, standing: Standing | None, metric: Metric) -> str:
-    is_doubtful = standing is not None and standing.verdict != "above"
-    return f"{metric.show(mean)} (not above floor)" if is_doubtful else metric.show(mean)
+    is_doubtful = standing is not None and standing.verdict != "beaten"
+    return f"{metric.show(mean)} ({_FLOORS[standing.verdict]})" if standing and is_doubtful else metric.show(mean)
+
+
+_FLOORS = {"not beaten": "floor not beaten", "not settled": "floor not beaten for certain", "unknown": "one run"}
 
 
 def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str:
