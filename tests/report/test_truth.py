@@ -25,7 +25,7 @@ from attn_zoo.report.tables.table import MISSING
 from attn_zoo.report.tables.time_tables import length_table, turns_table
 from attn_zoo.report.units import TIMES
 from tests.report.figures.legible import assert_legible, words
-from tests.report.synthetic import accuracy, costed, roof, scaling, trained, write_run
+from tests.report.synthetic import CLAIMS, accuracy, costed, roof, scaling, trained, write_run
 
 LENGTHS = [512 * 2**power for power in range(8)]
 HOST_MS = 0.7
@@ -398,3 +398,20 @@ def test_of_bits_per_byte_less_is_better_in_every_sentence(tmp_path):
     assert "above" not in every.replace("not above it", "")
     assert "full does not beat the 5-gram floor" in every
     assert "best floor not beaten: full." in every
+
+
+def test_a_control_is_never_the_one_to_choose(tmp_path):
+    claims = CLAIMS | {"pooling": {"time_exponent": 1, "memory_exponent": 1, "is_exact": False, "is_control": True}}
+    costs = {"full": 1.0, "linformer": 0.5, "pooling": 0.001}
+    records = [scaling(name, n, cost * n) for name, cost in costs.items() for n in LENGTHS[:4]]
+    analysis = analyse([write_run(tmp_path / "run", records, claims=claims)])
+    assert f"the fastest is linformer at 512 to 4k tokens; at 4k 2{TIMES} " in headline(analysis)
+    assert headline(analysis).endswith(" as fast as exact attention; not judged, as a control: pooling.")
+    front = front_table(analysis)
+    assert front is not None
+    assert front.texts()[0][1:5] == ["linformer"] * 4
+    assert "Not judged (a control, which does without attention): pooling." in front.note
+    grown, cheaper, *_ = findings(analysis)
+    assert grown.startswith("Time grows, linear: full, linformer, pooling")
+    assert cheaper == "Cheaper than full: linformer from 512 or less, pooling from 512 or less."
+    assert {one.labels for one in analysis.panels[0].winners} == {("linformer",)}

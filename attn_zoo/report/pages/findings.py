@@ -63,9 +63,13 @@ def _winners(panel: Panel) -> str:
     """Return who is the fastest from which length to which, and by how much at the longest."""
     every = panel.winners
     judged = [one for one in every if one.num_rivals > 1]
+    controls = [series.label for series in panel.series if series.is_control and series.points]
+    beside = f"; not judged, as a control: {some(controls)}" if controls else ""
     if not judged:
-        lengths = [human_length(one.seq_len) for one in every]
-        return f"{every[0].labels[0]} alone was measured, at {_span(lengths)} tokens" if every else "nothing to compare"
+        lengths, labels = [human_length(one.seq_len) for one in every], {one.labels[0] for one in every}
+        if len(labels) != 1:
+            return ("no two were measured at one length" if labels else "nothing to compare") + beside
+        return f"{every[0].labels[0]} alone was measured, at {_span(lengths)} tokens{beside}"
     runs = [(labels, list(own)) for labels, own in groupby(judged, key=lambda one: frozenset(one.labels))]
     last = human_length(judged[-1].seq_len)
     if len(runs) == 1:
@@ -79,12 +83,12 @@ def _winners(panel: Panel) -> str:
         else:
             said += [f"{_level(own[0].labels)} from {human_length(own[0].seq_len)}" for _, own in between]
         said.append(f"{_level(ending[0].labels)} from {human_length(ending[0].seq_len)}")
-    return ", ".join(said) + _by_how_much(panel, judged[-1]) + _waiting(panel)
+    return ", ".join(said) + _by_how_much(panel, judged[-1]) + beside + _waiting(panel)
 
 
 def _waiting(panel: Panel) -> str:
     """Return up to which lengths it is the host that is compared, not the mechanisms, and how these compare."""
-    judged = ((series.label, max(series.waiting, default=0)) for series in panel.series if not series.is_simulated)
+    judged = ((series.label, max(series.waiting, default=0)) for series in panel.series if series.is_judged)
     said = [f"{label} up to {human_length(length)}" for label, length in judged if length]
     if not said:
         return ""

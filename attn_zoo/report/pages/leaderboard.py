@@ -19,7 +19,7 @@ from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING, escape_markdown
-from attn_zoo.report.tables.time_tables import shown_doubts, time_caveats, weights_words
+from attn_zoo.report.tables.time_tables import shown_doubts, time_caveats, unjudged_words, weights_words
 from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio_interval
 from attn_zoo.report.wording import NO_RECORD, marks_of
 
@@ -244,9 +244,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         return (*entries, _memory(series, link))
 
     rows = [series for series in panel.series if series.outcomes]
-    caveats = time_caveats(panel, shown)
-    if any(series.is_simulated for series in rows):
-        caveats.append("Simulated ones compute dense scores underneath, and are not judged.")
+    caveats = [*time_caveats(panel, shown), *unjudged_words(panel)]
     return Board(
         title=clean(capital(panel.title)),
         note=clean(" ".join(filter(None, [f"{capital(panel.subtitle)}.", _BEST, *caveats]))),
