@@ -145,8 +145,8 @@ def _draw_maps(
         name = plain(score.name, int(letters / LEAST_TITLE))
         share = max(LEAST_TITLE, min(1.0, letters / len(name)))  # rather small than cut
         name += f"\n{metric.show(score.mean)}" if score.mean is not None else ""
-        title = panel.set_title(name, fontweight="bold", color=looks[score.label].colour, loc="left")
-        title.set_fontsize(share * title.get_fontsize())
+        heading = panel.set_title(name, fontweight="bold", color=looks[score.label].colour, loc="left")
+        heading.set_fontsize(share * heading.get_fontsize())
         if index % columns:
             panel.set_yticklabels([])
             panel.tick_params(axis="y", length=0)
