@@ -146,7 +146,7 @@ def _draw_maps(
         share = max(LEAST_TITLE, min(1.0, letters / len(name)))  # rather small than cut
         name += f"\n{metric.show(score.mean)}" if score.mean is not None else ""
         heading = panel.set_title(name, fontweight="bold", color=looks[score.label].colour, loc="left")
-        heading.set_fontsize(share * heading.get_fontsize())
+        heading.set_fontsize(share * float(heading.get_fontsize()))
         if index % columns:
             panel.set_yticklabels([])
             panel.tick_params(axis="y", length=0)
