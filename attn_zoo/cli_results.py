@@ -53,9 +53,6 @@ def report(
     console.say(f"wrote tables and figures; open {page}")
 
 
-_MOST_ROWS = 200
-"""Of a table in a terminal that may have twenty thousand."""
-
 Source = Annotated[
     str,
     typer.Argument(
@@ -85,10 +82,11 @@ def compare(
 ) -> None:
     """Compare two runs, times, memory and scores: how far apart, and whether they agree within their intervals."""
     from attn_zoo.report.tables.table import to_terminal
+    from attn_zoo.report.units import MOST_LINES
 
     also = ["environment"] if allow_other_env else []
     found = api.compare(before, after, allow=[*(allow or ()), *also], limit=_share("--fail-above", fail_above))
-    tables = found.tables(most=_MOST_ROWS)
+    tables = found.tables(most=MOST_LINES)
     if as_json:
         console.print_json(found.rows)
     elif markdown:
@@ -100,8 +98,8 @@ def compare(
             console.say(found.agreement)
     worse = found.worse if fail_above else []
     if worse and not markdown:
-        more = [f"{len(worse) - _MOST_ROWS:,} more"] if len(worse) > _MOST_ROWS else []
-        for text in [*worse[:_MOST_ROWS], *more]:
+        more = [f"{len(worse) - MOST_LINES:,} more"] if len(worse) > MOST_LINES else []
+        for text in [*worse[:MOST_LINES], *more]:
             console.err.print(f"worse: {text}", markup=False, soft_wrap=True)
     is_worse = fail and {row["verdict"] for row in found.rows} & {"slower", "worse"}
     raise typer.Exit(3 if worse or is_worse else 0)
@@ -139,7 +137,7 @@ def export(
 @results.command()
 def verify(source: Source, as_json: AsJson = False) -> None:
     """Check results as a reviewer would: whole, possible, gated, on equal terms; exit code 1 if something is wrong."""
-    from attn_zoo.report.units import clean
+    from attn_zoo.report.units import MOST_LINES, clean
     from attn_zoo.report.verify import CHECKS
 
     faults = api.verify(source)
@@ -148,7 +146,7 @@ def verify(source: Source, as_json: AsJson = False) -> None:
     else:
         by_check = {name: [fault for fault in faults if fault.check == name] for name in CHECKS}
         counts = {name: len(found) for name, found in by_check.items()}
-        most = _MOST_ROWS // max(1, sum(map(bool, counts.values())))
+        most = MOST_LINES // max(1, sum(map(bool, counts.values())))
         shown = [fault for found in by_check.values() for fault in found[:most]]
         if shown:
             rows = [(fault.check, clean(fault.where), clean(fault.text)) for fault in shown]

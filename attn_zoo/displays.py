@@ -61,7 +61,7 @@ class Run:
         """Return the fastest variant at each length of each panel, beside the next one.
 
         `ratio` is how many times the fastest the next one takes, with its 95 % interval; `is_settled` is true where no
-        other may be as fast. What computes dense scores underneath is not judged.
+        other may be as fast. What computes dense scores underneath, or is a control, is not judged.
         """
         import pandas as pd
 
@@ -70,7 +70,7 @@ class Run:
 
         rows = []
         for panel in self.analysis.panels:
-            points = [(each.label, point) for each in panel.series if not each.is_simulated for point in each.points]
+            points = [(each.label, point) for each in panel.series if each.is_judged for point in each.points]
             points.sort(key=lambda pair: (pair[1].median_ms, pair[0]))
             for one in panel.winners:
                 (label, first), *others = [pair for pair in points if pair[1].seq_len == one.seq_len]

@@ -38,12 +38,14 @@ class Claim:
         is_exact: equals softmax attention up to rounding, so it can serve as a baseline.
         routing_sees_future: its causal form masks every query, but decides with knowledge of the future which keys a
             query may choose from. False in runs of older versions.
+        is_control: no mechanism, but what a model does without one. False in runs of older versions.
     """
 
     time_exponent: float | None = None
     memory_exponent: float | None = None
     is_exact: bool = False
     routing_sees_future: bool = False
+    is_control: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +242,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         memory_exponent=exponent("memory_exponent"),
         is_exact=entry.get("is_exact") is True,
         routing_sees_future=entry.get("routing_sees_future") is True,
+        is_control=entry.get("is_control") is True,
     )
 
 

@@ -98,6 +98,7 @@ class Capabilities:
             differ in the last bits, as where sums run in another order each time; checks then allow for rounding. It is
             no licence to draw anew at each call: of what differs by more, nothing at a cell's own length is compared.
         is_simulated: computes dense scores and masks them, so its timings say nothing about the mechanism.
+        is_control: shows what a model does without attention; no report names it as the one to choose.
         dtypes: floating-point types it runs in.
         devices: device types it runs on.
         requires: packages it needs beyond the core dependencies.
@@ -121,6 +122,7 @@ class Capabilities:
     has_carry: bool = False
     is_deterministic: bool = True
     is_simulated: bool = False
+    is_control: bool = False
     dtypes: tuple[str, ...] = FLOAT_DTYPES
     devices: tuple[str, ...] = ("cpu", "cuda")
     requires: tuple[str, ...] = ()

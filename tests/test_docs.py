@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import html
 import importlib
 import pkgutil
 import re
@@ -44,6 +45,28 @@ def test_the_table_of_variants_tells_what_is_causal_only():
 
 def test_the_index_of_results_is_current():
     assert update_results_index(ROOT / "results", check_only=True), "run: make docs"
+
+
+def _sentences(markdown: str, start: str) -> list[str]:
+    """Return what the lines that begin so say, without what only Markdown needs."""
+    lines = [line.removeprefix(start) for line in markdown.splitlines() if line.startswith(start)]
+    return [re.sub(r"\\([^\w\s])", r"\1", re.sub(r" \(\[[^]]+\]\([^)]+\)\)$|\*\*", "", line)) for line in lines]
+
+
+@pytest.mark.parametrize("page", REPORTS, ids=lambda page: page.parent.name)
+def test_the_pages_of_a_run_say_alike(page):
+    """The index is compared with the records, so that a run's own pages are those of today's code too."""
+    text = " ".join(
+        html.unescape(re.sub(r"<svg.*?</svg>|<[^>]+>", "", page.read_text("utf-8"), flags=re.DOTALL)).split()
+    )
+    readme = (page.parent / "README.md").read_text(encoding="utf-8")
+    own = f"({page.parent.relative_to(ROOT / 'results').as_posix()}/README.md)"
+    index = (ROOT / "results" / "README.md").read_text(encoding="utf-8").split("\n\n")
+    place = max(number for number, block in enumerate(index) if own in block)
+    said = [*_sentences(readme, "**"), *_sentences(readme, "- "), *_sentences(index[place + 1], "- ")]
+    said += [text.partition("? ")[2] for text in _sentences("\n".join(one for one in index if own in one), "**")]
+    assert len(said) > 2
+    assert [sentence for sentence in said if sentence not in text] == [], "run: attn-zoo report --readme, make docs"
 
 
 def test_every_number_of_the_front_page_leads_somewhere():

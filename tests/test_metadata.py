@@ -78,6 +78,7 @@ def test_every_field_that_can_say_no_is_covered():
         "has_carry",
         "is_deterministic",
         "is_simulated",
+        "is_control",
         "dropout_unit",
         "requires",
         "why",

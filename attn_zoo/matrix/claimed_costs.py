@@ -129,6 +129,7 @@ def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:
             "memory": variants[name].complexity.memory,
             "is_exact": variants[name].capabilities.is_exact,
             "routing_sees_future": variants[name].capabilities.causal == "masked",
+            "is_control": variants[name].capabilities.is_control,
         }
         for name in sorted(set(names) & set(variants))
     }

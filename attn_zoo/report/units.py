@@ -172,6 +172,8 @@ def shorten(text: str, width: int) -> str:
 
 FEW = 3
 """Things named in one line."""
+MOST_LINES = 200
+"""Rows of a table on a terminal, of which there may be twenty thousand."""
 
 
 def some(names: Iterable[str], most: int = FEW, joint: str = ", ") -> str:

@@ -68,6 +68,7 @@ def global_pooling_state_bytes(shape: Shape, itemsize: int) -> int:
         decode="recurrent",
         is_permutation_invariant=True,
         is_padding_invariant=True,
+        is_control=True,
         positions=("none",),
         dropout_unit="tokens",
         why={

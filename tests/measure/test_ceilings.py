@@ -98,7 +98,6 @@ def test_a_dtype_without_a_fast_product_is_measured_on_a_smaller_one(monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_ceilings_stay_below_the_data_sheet():
     (measured,) = measure_ceilings("cuda", ["bfloat16"])
     peak = peak_of(torch.cuda.get_device_name())

@@ -8,17 +8,24 @@ from attn_zoo.folder import pack_cells
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.figures.all_figures import make_pictures
-from attn_zoo.report.pages.findings import completeness, findings, headline, memory_findings, panel_findings
+from attn_zoo.report.pages.findings import (
+    accuracy_findings,
+    completeness,
+    findings,
+    headline,
+    memory_findings,
+    panel_findings,
+)
 from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.write import write_results_readme
 from attn_zoo.report.tables.all_tables import make_tables, status_table, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
-from attn_zoo.report.tables.growth_tables import crossing_text
+from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table
 from attn_zoo.report.tables.table import MISSING
 from attn_zoo.report.tables.time_tables import length_table, turns_table
 from attn_zoo.report.units import TIMES
 from tests.report.figures.legible import assert_legible, words
-from tests.report.synthetic import accuracy, costed, roof, scaling, trained, write_run
+from tests.report.synthetic import CLAIMS, accuracy, costed, roof, scaling, trained, write_run
 
 LENGTHS = [512 * 2**power for power in range(8)]
 HOST_MS = 0.7
@@ -223,8 +230,45 @@ def test_level_curves_are_not_ranked(tmp_path):
     assert not crossing.is_settled
     assert "from 512 or less" not in crossing_text(crossing)
     (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
-    assert "crossover not settled" in words(time.figure)
-    assert "always faster" not in words(time.figure)
+    assert f"cheaper: {crossing_text(crossing)}" in words(time.figure), "a figure says what the sentences say"
+
+
+@pytest.mark.parametrize(
+    ("exact", "text"),
+    [
+        ((10.0, 30.0, 90.0), "from 512 or less"),  # against 5, 10, 20
+        ((5.5, 30.0, 90.0), "from 545 or less"),  # level at the shortest, for all that the intervals tell
+        ((4.5, 30.0, 90.0), "from 599 or less"),  # dearer there by its median, but not for certain
+        ((2.0, 30.0, 90.0), "from 702"),
+        ((2.0, 8.0, 21.0), "not below 1,010, then not settled"),
+        ((2.0, 5.0, 10.0), "none up to 2k"),
+    ],
+)
+def test_figures_sentences_and_tables_say_alike_from_where_a_curve_is_cheaper(tmp_path, exact, text):
+    lengths = (512, 1024, 2048)
+    records = [scaling("full", n, ms, spread=0.5) for n, ms in zip(lengths, exact, strict=True)]
+    records += [scaling("linformer", n, ms, spread=0.5) for n, ms in zip(lengths, (5.0, 10.0, 20.0), strict=True)]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    crossing = analysis.panels[0].crossing("linformer")
+    assert crossing is not None
+    assert crossing_text(crossing) == text
+    assert f"Cheaper than full: linformer {text}." in findings(analysis)
+    (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
+    assert f"cheaper: {text}" in words(time.figure)
+
+
+def test_a_crossing_of_bytes_pretends_no_interval(tmp_path):
+    """Bytes do not vary, so that resampling them says nothing of how well two lengths tell where they cross."""
+    records = [scaling("full", n, quadratic_memory=True) for n in LENGTHS[:4]]
+    records += [
+        replace(one, memory=replace(one.memory, peak_bytes=12_000_000 + (one.memory.peak_bytes or 0)))
+        for n in LENGTHS[:4]
+        if (one := scaling("linformer", n)).memory is not None
+    ]
+    table = crossover_table(analyse([write_run(tmp_path / "run", records)]))
+    (row,) = [row for row in table.rows if row["quantity"] == "memory"]
+    assert (row["outcome"], row["crossing_low"], row["crossing_high"]) == ("crosses", None, None)
+    assert [text[-2] for text in table.texts() if "memory" in text] == [MISSING]
 
 
 def test_doubtful_times_are_marked_where_they_stand(tmp_path):
@@ -318,3 +362,56 @@ def test_a_run_that_has_only_a_plan_gives_a_page(tmp_path):
     assert "No cell has been run yet." in text
     assert "0 of 5 cells" in text
     assert not list((run / "figures").glob("*")) if (run / "figures").exists() else True
+
+
+def test_a_floor_is_beaten_or_not_or_not_for_certain(tmp_path):
+    """One seed of three that learned the task beats the floor by its mean, which is no reason to say it does not."""
+    values = {"full": (0.9, 0.91, 0.92), "linformer": (0.9, 0.3, 0.3), "bigbird": (0.1, 0.1, 0.1)}
+    floors = {"floors": {"pairs": 0.25, "counts": 0.25}, "references": {"bag_of_words": 0.7}}
+    records = [accuracy(name, n, value, score=floors) for name, own in values.items() for n, value in enumerate(own)]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    (group,) = analysis.accuracy
+    assert [score.standing and score.standing.verdict for score in group.ranked] == [
+        *("beaten", "not settled", "not beaten")
+    ]
+    first, floor, *_ = accuracy_findings(group)
+    assert first.endswith("; to beat: the counts floor with 25.0 %."), "a reference scores more and has no attention"
+    assert floor == (
+        "On listops (short), bigbird does not beat the counts floor; linformer does not beat the counts floor for "
+        "certain."
+    ), "both name one floor"
+    assert any(
+        text.endswith("; best floor not beaten: bigbird; best floor not beaten for certain: linformer.")
+        for text in findings(analysis)
+    )
+
+
+def test_of_bits_per_byte_less_is_better_in_every_sentence(tmp_path):
+    bits = {"metric": "bits_per_byte", "floors": {"5-gram": 2.5}, "chance": 8.0, "correct": ""}
+    records = [
+        accuracy(name, seed, bpb + seed / 100, score=bits)
+        for name, bpb in (("full", 2.6), ("linformer", 2.2))
+        for seed in (0, 1, 2)
+    ]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    every = " ".join([said(analysis), *(text for each in analysis.accuracy for text in accuracy_findings(each))])
+    assert "above" not in every.replace("not above it", "")
+    assert "full does not beat the 5-gram floor" in every
+    assert "best floor not beaten: full." in every
+
+
+def test_a_control_is_never_the_one_to_choose(tmp_path):
+    claims = CLAIMS | {"pooling": {"time_exponent": 1, "memory_exponent": 1, "is_exact": False, "is_control": True}}
+    costs = {"full": 1.0, "linformer": 0.5, "pooling": 0.001}
+    records = [scaling(name, n, cost * n) for name, cost in costs.items() for n in LENGTHS[:4]]
+    analysis = analyse([write_run(tmp_path / "run", records, claims=claims)])
+    assert f"the fastest is linformer at 512 to 4k tokens; at 4k 2{TIMES} " in headline(analysis)
+    assert headline(analysis).endswith(" as fast as exact attention; not judged, as a control: pooling.")
+    front = front_table(analysis)
+    assert front is not None
+    assert front.texts()[0][1:5] == ["linformer"] * 4
+    assert "Not judged (a control, which does without attention): pooling." in front.note
+    grown, cheaper, *_ = findings(analysis)
+    assert grown.startswith("Time grows, linear: full, linformer, pooling")
+    assert cheaper == "Cheaper than full: linformer from 512 or less, pooling from 512 or less."
+    assert {one.labels for one in analysis.panels[0].winners} == {("linformer",)}

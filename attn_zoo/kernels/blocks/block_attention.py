@@ -125,7 +125,9 @@ def _as_pattern(
     """Return the pattern that the operator was given."""
     if indices is None or counts is None:
         kind = PatternLayout.classes[layout]
-        return kind(**dict(zip(kind.field_names(), numbers, strict=True))).pattern(str(query.device))
+        fields = zip(kind.__dataclass_fields__.values(), numbers, strict=True)
+        given = {field.name: bool(number) if field.type in (bool, "bool") else number for field, number in fields}
+        return kind(**given).pattern(str(query.device))
     block_size, num_global, num_dense_rows, is_causal, is_dynamic, *rule = numbers
     return BlockPattern(
         query.shape[2],
@@ -280,7 +282,7 @@ def _attend(
         pattern = pattern.pattern(str(query.device))
         is_plain = padding is None and slopes is None and not dropout_p and not has_lse
         if is_plain and backend == "auto" and pattern.shows_all:  # too short for blocks to hide anything
-            return exact_attention(query, key, value, score_bias=_no_bias, is_causal=bool(pattern.is_causal)), None
+            return exact_attention(query, key, value, score_bias=_no_bias, is_causal=pattern.is_causal), None
     tensors = query, key, value, padding, slopes
     path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.

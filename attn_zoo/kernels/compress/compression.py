@@ -6,11 +6,11 @@
 
 The weighted one is a convolution whose stride is its kernel. The first is a matrix product with a small result (k rows)
 and a very long sum (S terms). Sums are kept in float32 at least, and in a fixed order, so results repeat bit for bit.
-Nothing but the inputs is kept for the backward pass.
+Nothing but the inputs is kept for the backward pass, where there is much of them.
 
 Three paths compute that one. `"triton"`: our own kernels (`triton_kernels`), which read tokens where they lie; taken on
 a GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks
-of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU.
+of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU, and one product where there is little to cut.
 """
 
 from __future__ import annotations
@@ -154,10 +154,11 @@ def _run(call: CompressCall, path: Path) -> tuple[Tensor, ...]:
     _check(tokens, call.matrices[0], call.mask)
     is_empty = tokens.shape[0] == 0
     name = "chunked" if is_empty else _choose(path, tokens)
+    if is_empty or (name == "chunked" and _is_small(call)):
+        note_path(f"compress.{name}")
+        return products.compress_small(call)
     if name != "triton" and call.matrices[0].dim() == 3:  # our kernels take them as they are, which saves some views
         call = call._replace(matrices=tuple([matrix[None, :, : tokens.shape[2]] for matrix in call.matrices]))
-    if is_empty:  # nothing to cut into chunks; the matrices still get a gradient, of zeros
-        return tuple([matrix.mT @ tokens for tokens, matrix in call.pairs])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tokens, *call.matrices)):
         results: tuple[Tensor, ...] = _Compress.apply(name, len(call.tokens), call.mask, *call.tokens, *call.matrices)
         return results
@@ -186,6 +187,15 @@ def _check(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> None:
         raise ValueError(
             f"key_padding_mask: expected bool [B, S] = {list(expected)}; got {mask.dtype} {list(mask.shape)}"
         )
+
+
+def _is_small(call: CompressCall) -> bool:
+    """Tell whether so little is multiplied that calling takes longer, by operators that sum wide by themselves."""
+    tokens = call.tokens[0]
+    if torch.compiler.is_compiling() or tokens.dtype not in (torch.float32, torch.float64):
+        return False
+    num_partial = tokens.shape[0] * tokens.shape[1] * tokens.shape[2] * call.matrices[0].shape[-1]
+    return num_partial <= products.SMALL and not torch.is_autocast_enabled("cpu")
 
 
 def _choose(path: Path, tokens: Tensor) -> str:

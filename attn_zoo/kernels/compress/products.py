@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CPU_CHUNK = 1024  # positions whose copy stays in the cache; 256 to 2048 measured alike
+SMALL = 1 << 16  # numbers in the gradient of a matrix before it is summed over sequences and heads, B G S k
 GPU_TILES = 264  # two tiles for each of 132 multiprocessors
 GPU_TILE_SIDE = 128
 GPU_MIN_CHUNK = 256
@@ -27,7 +28,7 @@ class CompressCall(NamedTuple):
     Args:
         tokens: each `[B, G, S, D]`, alike in shape, strides and dtype.
         matrices: each `[B or 1, G or 1, S, k]`, alike likewise; a 1 is shared along that dimension. Triton's kernels
-            also take `[G or 1, N, k]`, shared by all sequences, of which they read the first S rows.
+            and `compress_small` also take `[G or 1, N, k]`, shared by all sequences, of which the first S rows serve.
         mask: bool `[B, S]`, True = left out, or None.
     """
 
@@ -46,6 +47,17 @@ def compress(call: CompressCall) -> list[Tensor]:
     """Return matrix^T tokens of each pair, `[B, G, k, D]`."""
     with _without_autocast(call):
         return [_sum(tokens, matrix, call.mask) for tokens, matrix in call.pairs]
+
+
+def compress_small(call: CompressCall) -> tuple[Tensor, ...]:
+    """Return what `compress` does by one product for each pair, whose gradients are torch's own: a third of the calls.
+
+    The gradient of a shared matrix is first made for every sequence and head, so this is for few numbers.
+    """
+    length = call.tokens[0].shape[2]
+    tokens = [_clean(x, call.mask, slice(0, length)) for x in call.tokens]
+    matrices = [x if x.shape[-2] == length else x[..., :length, :] for x in call.matrices]
+    return tuple([matrix.mT @ x for x, matrix in CompressCall(tuple(tokens), tuple(matrices), None).pairs])
 
 
 def gradients(call: CompressCall, grads: Sequence[Tensor], *, of_tokens: bool, of_matrices: bool) -> list[Tensor]:

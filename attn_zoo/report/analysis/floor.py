@@ -23,27 +23,26 @@ class Standing:
         floor: name of the best of chance and the trivial models.
         value: what it scores.
         gain: by how much the score is better; negative where it is worse.
-        verdict: `above` only where the gain exceeds the uncertainty of the score; `unknown` for a gain of which nothing
-            says how certain it is.
+        verdict: `beaten` only where the gain exceeds the uncertainty of the score; `not settled` for a smaller one;
+            `unknown` for a gain of which nothing says how certain it is; else `not beaten`.
     """
 
     floor: str
     value: float
     gain: float
-    verdict: Literal["above", "not above", "unknown"]
+    verdict: Literal["beaten", "not settled", "unknown", "not beaten"]
 
     @property
     def words(self) -> str:
         """Return the verdict as the end of a sentence."""
-        floor = floor_words(self.floor)
-        if self.verdict == "above":
-            return f"beats {floor}"
-        return f"does not beat {floor}" if self.verdict == "not above" else f"above {floor}, uncertain: one run"
+        verb = "does not beat" if self.verdict in {"not beaten", "not settled"} else "beats"
+        doubt = {"not settled": " for certain", "unknown": ", uncertain: one run"}
+        return f"{verb} {floor_words(self.floor)}{doubt.get(self.verdict, '')}"
 
     @property
     def brief(self) -> str:
         """Return the verdict as it stands in a table."""
-        return f"{self.verdict if self.verdict != 'unknown' else 'above, uncertain'}: {self.floor}"
+        return f"{self.verdict if self.verdict != 'unknown' else 'beaten, uncertain'}: {self.floor}"
 
 
 def floor_words(name: str) -> str:
@@ -90,11 +89,18 @@ def judge(value: float, uncertainty: float | None, marks: Mapping[str, float], m
     """
     if not marks:
         return None
-    best = min(sorted(marks), key=lambda name: metric.order(marks[name]))
-    gain = metric.gain(value, marks[best])
-    if gain <= 0 or (uncertainty is not None and gain <= uncertainty):
-        return Standing(best, marks[best], gain, "not above")
-    return Standing(best, marks[best], gain, "above" if uncertainty is not None else "unknown")
+    *_, (best, mark) = ranked_marks(marks, metric)
+    gain = metric.gain(value, mark)
+    if gain <= 0:
+        return Standing(best, mark, gain, "not beaten")
+    if uncertainty is None:
+        return Standing(best, mark, gain, "unknown")
+    return Standing(best, mark, gain, "beaten" if gain > uncertainty else "not settled")
+
+
+def ranked_marks(marks: Mapping[str, float], metric: Metric) -> list[tuple[str, float]]:
+    """Return chance and floors, the best last: of equal ones the first by name."""
+    return sorted(sorted(marks.items()), key=lambda mark: metric.order(mark[1]))[::-1]
 
 
 def near_marks(

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, size_error, with_chance
+from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, ranked_marks, size_error, with_chance
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Results
@@ -185,8 +185,7 @@ class AccuracyGroup:
     @property
     def marks(self) -> dict[str, float]:
         """Chance and floors by name, worst first."""
-        marks = with_chance(self.floors, self.chance)
-        return dict(sorted(marks.items(), key=lambda mark: self.metric.order(mark[1]), reverse=True))
+        return dict(ranked_marks(with_chance(self.floors, self.chance), self.metric))
 
     @property
     def best_mark(self) -> tuple[str, float] | None:

@@ -156,6 +156,16 @@ class Series:
         """Whether the variant claims to equal softmax attention."""
         return self.claim is not None and self.claim.is_exact
 
+    @property
+    def is_control(self) -> bool:
+        """Whether it shows what a model does without attention."""
+        return self.claim is not None and self.claim.is_control
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it may be called the fastest: neither a control nor dense scores underneath."""
+        return not (self.is_simulated or self.is_control)
+
 
 def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
     """Return the lengths at which a call on a GPU waits for the host that launches it.

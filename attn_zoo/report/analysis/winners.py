@@ -34,8 +34,8 @@ def times_faster(slow: Point, fast: Point) -> Ratio:
 
 
 def winners(every: Sequence[Series]) -> list[Winner]:
-    """Return the fastest of each length, shortest first; one that computes dense scores underneath is not judged."""
-    judged = ((point, series.label) for series in every if not series.is_simulated for point in series.points)
+    """Return the fastest of each length that is judged at all, shortest first."""
+    judged = ((point, series.label) for series in every if series.is_judged for point in series.points)
     measured = (rival for rival in judged if rival[0].median_ms > 0)
     found = []
     for length, rivals in sorted(grouped(measured, lambda rival: rival[0].seq_len).items()):

@@ -29,8 +29,8 @@ Grid = NDArray[np.float64]
 COLOURS = "viridis"
 LETTER = 0.1
 """Inches that a letter of a panel's title may take."""
-TITLE_SIZE, LEAST_TITLE = 9.5, 0.75
-"""Points of it, and the share of them that a long name may come down to."""
+LEAST_TITLE = 0.75
+"""Share of its size that a long one may come down to."""
 MAP_GAP = 0.3
 """Inches between maps."""
 
@@ -143,9 +143,10 @@ def _draw_maps(
         _label_squares(panel, grid, across, up, shades, metric)
         letters = max(8, (panel.get_window_extent().width / page.figure.dpi + MAP_GAP) / LETTER)
         name = plain(score.name, int(letters / LEAST_TITLE))
-        size = TITLE_SIZE * max(LEAST_TITLE, min(1.0, letters / len(name)))  # rather small than cut
+        share = max(LEAST_TITLE, min(1.0, letters / len(name)))  # rather small than cut
         name += f"\n{metric.show(score.mean)}" if score.mean is not None else ""
-        panel.set_title(name, fontweight="bold", fontsize=size, color=looks[score.label].colour, loc="left")
+        heading = panel.set_title(name, fontweight="bold", color=looks[score.label].colour, loc="left")
+        heading.set_fontsize(share * float(heading.get_fontsize()))
         if index % columns:
             panel.set_yticklabels([])
             panel.tick_params(axis="y", length=0)

@@ -46,7 +46,7 @@ class Page:
 
     def __init__(self, title: str, note: str, *, width: float = WIDTH) -> None:
         self.title, self.note, self.width = title, note, width
-        self.alt = f"{title}. {note}."
+        self.alt = ""
         self.figure = _empty_figure(width)
         self.bottom = 0.5
         """Inches from the top edge to the end of what stands already."""
@@ -154,7 +154,7 @@ class Page:
             edges = (left, height * (1 - box.y1), right, height * (1 - box.y0))
             Tag(is_log=True).put_on(axes.xaxis, axes.yaxis)
             Tag(axes=(*edges, axes.get_xscale(), *axes.get_xlim(), axes.get_yscale(), *axes.get_ylim())).put_on(axes)
-        self.alt = f"{self.title}. {self.note}. {'; '.join(said)}."
+        self.alt = ". ".join([self.title, *self.note.split("\n"), f"{'; '.join(said)}."])
         return self
 
     def _from_top_left(self, left: float, top: float) -> Transform:

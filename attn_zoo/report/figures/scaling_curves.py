@@ -19,7 +19,7 @@ from attn_zoo.report.figures.labels import EndLabel
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import GUIDE, INK, MARK, MUTED, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.tables.growth_tables import round_length
+from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
 from attn_zoo.report.wording import MARKS, held_words
 
@@ -204,7 +204,7 @@ def _growth_words(grown: Growth) -> str:
 
 
 def _wins(panel: Panel, curve: Curve) -> list[str]:
-    """Return from where a curve is the faster one, of the GPU alone and as calls."""
+    """Return from where a curve is the cheaper one, of the GPU alone and as calls."""
     alone = _crossing_words(panel.crossing(curve.label, is_device=True))
     calls = _crossing_words(panel.crossing(curve.label))
     return [f"{alone} (GPU alone)", calls and f"{calls} (calls)"] if alone else [calls]
@@ -214,11 +214,7 @@ def _crossing_words(crossing: Crossing | None) -> str:
     result = crossing.result if crossing else None
     if crossing is None or result is None or len(result.lengths) == 1:
         return ""  # at one length nothing crosses
-    if not crossing.is_settled:
-        return "crossover not settled"
-    if result.length is not None:
-        return f"faster from {round_length(result.length)}" + (" (host)" if crossing.waiting else "")
-    return "always faster" if result.kind == "always_faster" else "never faster"
+    return f"cheaper: {crossing_text(crossing, waits='host')}"
 
 
 def _doubtful(panel: Panel, curves: Sequence[Curve]) -> str:

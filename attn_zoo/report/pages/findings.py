@@ -63,9 +63,13 @@ def _winners(panel: Panel) -> str:
     """Return who is the fastest from which length to which, and by how much at the longest."""
     every = panel.winners
     judged = [one for one in every if one.num_rivals > 1]
+    controls = [series.label for series in panel.series if series.is_control and series.points]
+    beside = f"; not judged, as a control: {some(controls)}" if controls else ""
     if not judged:
-        lengths = [human_length(one.seq_len) for one in every]
-        return f"{every[0].labels[0]} alone was measured, at {_span(lengths)} tokens" if every else "nothing to compare"
+        lengths, labels = [human_length(one.seq_len) for one in every], {one.labels[0] for one in every}
+        if len(labels) != 1:
+            return ("no two were measured at one length" if labels else "nothing to compare") + beside
+        return f"{every[0].labels[0]} alone was measured, at {_span(lengths)} tokens{beside}"
     runs = [(labels, list(own)) for labels, own in groupby(judged, key=lambda one: frozenset(one.labels))]
     last = human_length(judged[-1].seq_len)
     if len(runs) == 1:
@@ -79,12 +83,12 @@ def _winners(panel: Panel) -> str:
         else:
             said += [f"{_level(own[0].labels)} from {human_length(own[0].seq_len)}" for _, own in between]
         said.append(f"{_level(ending[0].labels)} from {human_length(ending[0].seq_len)}")
-    return ", ".join(said) + _by_how_much(panel, judged[-1]) + _waiting(panel)
+    return ", ".join(said) + _by_how_much(panel, judged[-1]) + beside + _waiting(panel)
 
 
 def _waiting(panel: Panel) -> str:
     """Return up to which lengths it is the host that is compared, not the mechanisms, and how these compare."""
-    judged = ((series.label, max(series.waiting, default=0)) for series in panel.series if not series.is_simulated)
+    judged = ((series.label, max(series.waiting, default=0)) for series in panel.series if series.is_judged)
     said = [f"{label} up to {human_length(length)}" for label, length in judged if length]
     if not said:
         return ""
@@ -195,12 +199,15 @@ def _weights_line(panel: Panel) -> str:
 
 def _score_line(group: AccuracyGroup) -> str:
     means = [f"{name} {group.metric.show(mean)}" for name, mean in group.means.items()]
-    below = [score.name for score in group.ranked if score.standing and score.standing.verdict == "not above"]
     said = [some(means)]
-    if below:
-        is_all = len(below) == len(means)
-        said.append("none above what needs no attention" if is_all else f"not above the floors: {some(below)}")
+    for verdict, words in _FLOORS.items():
+        names = [score.name for score in group.ranked if score.standing and score.standing.verdict == verdict]
+        if names:
+            said.append(f"{words}: {some(names)}")
     return f"{group.metric.title} on {group.title}: {'; '.join(said)}." if means else ""
+
+
+_FLOORS = {"not beaten": "best floor not beaten", "not settled": "best floor not beaten for certain"}
 
 
 def _doubt_line(analysis: Analysis) -> str:
@@ -271,20 +278,20 @@ def accuracy_findings(group: AccuracyGroup) -> list[str]:
     said = [f"{metric.title} on {group.title}: {', '.join(means)}"]
     if group.best_mark:
         name, value = group.best_mark
-        said.append(f"the best that needs no attention is {floor_words(name)} with {metric.show(value)}")
+        said.append(f"to beat: {floor_words(name)} with {metric.show(value)}")
     sentences = ["; ".join(said) + "."]
     sentences += [text for text in (_floors(group, scored), _differences(group), _gains(group), _failed(group)) if text]
     return sentences
 
 
 def _floors(group: AccuracyGroup, scored: Sequence[LabelScore]) -> str:
-    below = [score for score in scored if score.standing and score.standing.verdict == "not above"]
-    if not below:
-        return ""
-    floor = below[0].standing
-    assert floor is not None
-    verb = "does" if len(below) == 1 else "do"
-    return f"On {group.title}, {_names(below)} {verb} not beat {floor_words(floor.floor)} by more than the uncertainty."
+    said = []
+    for verdict, doubt in (("not beaten", ""), ("not settled", " for certain")):
+        names = [score for score in scored if score.standing and score.standing.verdict == verdict]
+        if names and group.best_mark:
+            verb = "does" if len(names) == 1 else "do"
+            said.append(f"{_names(names)} {verb} not beat {floor_words(group.best_mark[0])}{doubt}")
+    return f"On {group.title}, {'; '.join(said)}." if said else ""
 
 
 def _differences(group: AccuracyGroup) -> str:

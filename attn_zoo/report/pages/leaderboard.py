@@ -19,7 +19,7 @@ from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING, escape_markdown
-from attn_zoo.report.tables.time_tables import shown_doubts, time_caveats, weights_words
+from attn_zoo.report.tables.time_tables import shown_doubts, time_caveats, unjudged_words, weights_words
 from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio_interval
 from attn_zoo.report.wording import NO_RECORD, marks_of
 
@@ -244,9 +244,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         return (*entries, _memory(series, link))
 
     rows = [series for series in panel.series if series.outcomes]
-    caveats = time_caveats(panel, shown)
-    if any(series.is_simulated for series in rows):
-        caveats.append("Simulated ones compute dense scores underneath, and are not judged.")
+    caveats = [*time_caveats(panel, shown), *unjudged_words(panel)]
     return Board(
         title=clean(capital(panel.title)),
         note=clean(" ".join(filter(None, [f"{capital(panel.subtitle)}.", _BEST, *caveats]))),
@@ -305,7 +303,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         title="Accuracy over the best floor",
         note=clean(
             "Mean over seeds on test with its 95 % interval, and by how much it beats the best of chance and what "
-            "trivial models score. Bold: the best above its floor, and all whose intervals reach it. "
+            "trivial models score. Bold: the best that beats its floor, and all whose intervals reach it. "
             + " ".join(f"{capital(group.title)}: {_setting(group)}." for group in groups)
         ),
         headings=("variant", *(clean(group.title) for group in groups)),
@@ -322,9 +320,10 @@ def _score(group: AccuracyGroup, score: LabelScore) -> str:
     text = metric.show(mean) + (f" [{', '.join(ends)}]" if ends else ", one seed")
     if standing is None:
         return text
-    if standing.verdict == "not above":
-        return f"{text}, not above"
-    return f"{text}, {metric.signed(standing.gain)}" + (" (uncertain)" if standing.verdict == "unknown" else "")
+    if standing.verdict == "not beaten":
+        return f"{text}, not beaten"
+    doubt = {"not settled": " (not settled)", "unknown": " (uncertain)"}.get(standing.verdict, "")
+    return f"{text}, {metric.signed(standing.gain)}{doubt}"
 
 
 def _setting(group: AccuracyGroup) -> str:
@@ -335,6 +334,6 @@ def _setting(group: AccuracyGroup) -> str:
 def _level_scores(group: AccuracyGroup) -> frozenset[str]:
     """Return the best above the floor, and those whose intervals overlap with its; of one seed nothing is said."""
     ends = {one.name: (one.low, one.high) for one in group.ranked if one.low is not None and one.high is not None}
-    above = {one.name for one in group.scores if one.standing is None or one.standing.verdict == "above"}
+    above = {one.name for one in group.scores if one.standing is None or one.standing.verdict == "beaten"}
     low, high = next((ends[name] for name in ends if name in above), (0.0, 0.0))
     return frozenset(name for name in above & ends.keys() if ends[name][0] <= high and low <= ends[name][1])

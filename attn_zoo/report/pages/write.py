@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +18,11 @@ from attn_zoo.report.figures.page import NO_FIGURE
 from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import build_page, environment_rows
-from attn_zoo.report.tables.all_tables import MOST_LINES, MOST_ROWS, shown_tables, summary_tables, tables_by_question
+from attn_zoo.report.tables.all_tables import MOST_ROWS, shown_tables, summary_tables, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import escape_markdown, to_csv, to_markdown, to_terminal
-from attn_zoo.report.units import clean, some
+from attn_zoo.report.units import MOST_LINES, clean, some
 from attn_zoo.whole_files import refuse_links, write_whole
 
 
@@ -45,7 +49,10 @@ def write_results_readme(folder: str | Path) -> Path:
 
 
 def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = False) -> list[Path]:
-    """Write the report of results that were analysed already, with a `README.md` last if asked; see `write_report`."""
+    """Write the report of results that were analysed already, with a `README.md` last if asked; see `write_report`.
+
+    Figures and tables that an earlier report wrote and this one does not have are deleted, unless they were changed.
+    """
     out = Path(out)
     refuse_links(out)
     by_question = tables_by_question(analysis)
@@ -64,11 +71,38 @@ def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = Fa
     for table in [*tables, *([score_table(analysis)] if analysis.accuracy else [])]:
         if not table.is_view:
             files[out / "tables" / f"{table.name}.csv"] = to_csv(table).encode()
+    listed = {path.relative_to(out).as_posix(): _digest(content) for path, content in files.items()}
+    listed.pop("report.html")
+    files[out / "report.html"] += f"{_LISTED}{json.dumps(listed)}{_END}".encode()
+    before = _listed(out / "report.html")
     if has_readme:
         files[out / "README.md"] = _readme(analysis, front_picture(analysis, [one for one, _ in pictures])).encode()
     for path, content in files.items():
         write_whole(path, content)
+    for path in (out / name for name in before if out / name not in files):
+        with suppress(OSError):
+            if not path.is_symlink() and _digest(path.read_bytes()) == before[path.relative_to(out).as_posix()]:
+                path.unlink()
     return list(files)
+
+
+_LISTED, _END = "<!-- files: ", " -->\n"
+"""Around the files of a report, with digests, at the end of its page."""
+
+
+def _listed(page: Path) -> dict[str, str]:
+    """Return the digests of the figures and tables that an earlier report wrote, by name; nothing where none says."""
+    try:
+        _, start, rest = page.read_text(encoding="utf-8").rpartition(_LISTED)
+        found = json.loads(rest.removesuffix(_END)) if start else {}
+    except (OSError, ValueError):
+        return {}
+    named = found.items() if isinstance(found, dict) else ()
+    return {name: digest for name, digest in named if re.fullmatch(r"(figures|tables)/[^/\\]+\.(svg|png|md|csv)", name)}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _readme(analysis: Analysis, picture: Picture | None) -> str:

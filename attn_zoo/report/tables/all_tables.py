@@ -26,8 +26,6 @@ from attn_zoo.report.wording import OUTCOMES, PASS_TITLES, outcome
 
 MOST_ROWS = 1000
 """Of a table on the page."""
-MOST_LINES = 200
-"""Of one on a terminal."""
 
 _ALL_RAN = "Every planned cell was run and gave a measurement."
 _NONE_FAILED = "Every cell that was run gave a measurement; how many were planned is not known."

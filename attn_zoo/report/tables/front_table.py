@@ -13,7 +13,7 @@ from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.analysis.winners import times_faster
 from attn_zoo.report.tables.table import Column, Table, text_column, without_interval
-from attn_zoo.report.tables.time_tables import by_importance, shown_doubts, time_caveats, weights_words
+from attn_zoo.report.tables.time_tables import by_importance, shown_doubts, time_caveats, unjudged_words, weights_words
 from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval
 from attn_zoo.report.wording import NO_RECORD, marks_of
 
@@ -51,8 +51,9 @@ def front_table(analysis: Analysis) -> Table | None:
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
         if peaks := panel.peaks:
             columns.append(_column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
-            least = min(peaks.values())
-            best["memory"] = " or ".join([label for label, peak in peaks.items() if peak <= LEVEL * least][:3])
+            judged = {one.label: peaks[one.label] for one in panel.series if one.is_judged and one.label in peaks}
+            leading = [label for label, peak in judged.items() if peak <= LEVEL * min(judged.values())]
+            best["memory"] = " or ".join(leading[:3]) or "no rival"
     for one in scores:
         columns.append(_column(one.title, one.title, 0.6))
         for row in rows:
@@ -134,8 +135,11 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
 
 
 def _score(mean: float, standing: Standing | None, metric: Metric) -> str:
-    is_doubtful = standing is not None and standing.verdict != "above"
-    return f"{metric.show(mean)} (not above floor)" if is_doubtful else metric.show(mean)
+    is_doubtful = standing is not None and standing.verdict != "beaten"
+    return f"{metric.show(mean)} ({_FLOORS[standing.verdict]})" if standing and is_doubtful else metric.show(mean)
+
+
+_FLOORS = {"not beaten": "floor not beaten", "not settled": "floor not beaten for certain", "unknown": "one run"}
 
 
 def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str:
@@ -143,10 +147,10 @@ def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str
     if panel is not None:
         if panel.baseline is not None:
             said.append(
-                f"Speed-up over {panel.baseline.label}, the fastest exact one; in its own row the median time. In "
-                "brackets: 95 % interval."
+                f"Speed-up over {panel.baseline.label}, the fastest exact one; in rows of exact ones the median time. "
+                "In brackets: 95 % interval."
             )
-        said += time_caveats(panel, shown)
+        said += [*time_caveats(panel, shown), *unjudged_words(panel)]
         said.append(f"{capital(panel.title)}; {panel.subtitle}.")
     if analysis.accuracy:
         said.append("Scores: mean over seeds on test; floor: the best of chance and trivial models.")

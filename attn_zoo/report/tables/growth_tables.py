@@ -96,34 +96,29 @@ def _growth_row(growth: Growth) -> dict[str, Any]:
 _QUANTITIES = {"time": "time", "device": "time of the GPU", "peak_bytes": "memory"}
 
 
-def crossing_text(crossing: Crossing) -> str:
-    """Return where it crosses, in words that say no more than the intervals do."""
+def crossing_text(crossing: Crossing, waits: str = "calls wait for the host") -> str:
+    """Return where it gets cheaper, in words that say no more than the intervals do; figures and sentences use these.
+
+    Args:
+        crossing: of one curve and the exact one.
+        waits: what is said where calls wait for the host on either side.
+    """
     result = crossing.result
     if result is None:
         return "no length in common"
     first, last = human_length(result.lengths[0]), human_length(result.lengths[-1])
-    if result.kind == "crosses" and result.length is not None:
-        if not crossing.is_settled:
-            return f"somewhere {_crossing_ends(result.low, result.high, first, last)}: not settled"
-        waits = " (calls wait for the host)" if crossing.waiting else ""
-        return f"from {round_length(result.length)}{waits}"
     if len(result.lengths) == 1:
         if not crossing.is_settled:
             return f"level at {first}, the only length"
         return f"{'cheaper' if result.kind == 'always_faster' else 'not cheaper'} at {first}, the only length"
-    if result.kind == "always_faster":
-        if crossing.is_settled:
-            return f"from {first} or less"
-        return f"level from {first}, cheaper from {round_length(result.high)}" if result.high else "not settled"
-    return f"none up to {last}" if crossing.is_settled else f"none settled up to {last}"
-
-
-def _crossing_ends(low: float | None, high: float | None, first: str, last: str) -> str:
-    if low is None and high is None:
-        return f"below {first} or beyond {last}"
-    if low is None:
-        return f"up to {round_length(high or 0.0)}"
-    return f"from {round_length(low)} on"
+    host = f" ({waits})" if crossing.waiting else ""
+    if crossing.is_settled and result.length is not None:
+        return f"from {round_length(result.length)}{host}"
+    if crossing.is_settled:
+        return f"from {first} or less" if result.kind == "always_faster" else f"none up to {last}"
+    if result.high is not None:
+        return f"from {round_length(result.high)} or less{host}"
+    return "not settled" if result.low is None else f"not below {round_length(result.low)}, then not settled"
 
 
 def round_length(tokens: float) -> str:
@@ -133,9 +128,10 @@ def round_length(tokens: float) -> str:
 
 
 _CHEAPER = (
-    "The length from which a variant costs less than the fastest exact kernel of the same run and stays "
-    "cheaper; interval: 95 %, from resampling both. None up to N is a result. Where calls wait for the host, their "
-    "costs of launching cross, not the mechanisms."
+    "The length from which a variant costs less than the fastest exact kernel of the same run and stays cheaper; "
+    "interval: 95 %, from resampling both; bytes do not vary. From N or less: the interval ends at N and is open "
+    "below. None up to N is a result. Where calls wait for the host, their costs of launching cross, "
+    "not the mechanisms."
 )
 _NO_BASELINE = (
     "Nothing to compare: it takes an exact variant and another one, both measured in the same run. Of those timed in "
@@ -152,6 +148,8 @@ def crossover_table(analysis: Analysis) -> Table:
             result = crossing.result
             if result is not None and len(result.lengths) == 1 and panel.turns:
                 continue  # nothing can cross, and the table of turns says how much cheaper
+            is_sampled = crossing.quantity == "time"  # nothing else varies between repetitions
+            names = ("length", "low", "high") if is_sampled else ("length", "", "")
             rows.append(
                 {
                     "variant": crossing.label,
@@ -161,7 +159,7 @@ def crossover_table(analysis: Analysis) -> Table:
                     "panel": panel.title,
                     "settings": panel.subtitle,
                     "outcome": result.kind if result else "no_common_length",
-                    **interval_values("crossing", *(getattr(result, name, None) for name in ("length", "low", "high"))),
+                    **interval_values("crossing", *(getattr(result, name, None) for name in names)),
                     "support": getattr(result, "support", None),
                     "is_settled": crossing.is_settled,
                     "waiting": ", ".join(crossing.waiting),
@@ -191,7 +189,7 @@ def _crossing_rank(row: Row) -> float | None:
 
 
 def _crossing_interval(row: Row) -> str:
-    if row["crossing"] is None:
+    if row["crossing"] is None or row["quantity"] != _QUANTITIES["time"]:
         return ""
     low, high = row["crossing_low"], row["crossing_high"]
     return f"{round_length(low) if low else 'below'} to {round_length(high) if high else 'beyond'}"

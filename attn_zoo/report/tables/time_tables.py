@@ -93,6 +93,14 @@ def time_caveats(panel: Panel, shown: frozenset[str]) -> list[str]:
     return caveats
 
 
+def unjudged_words(panel: Panel) -> list[str]:
+    """Return which curves are never called the best, and why: a sentence for each reason."""
+    simulated = [series.label for series in panel.series if series.is_simulated]
+    controls = [series.label for series in panel.series if series.is_control and not series.is_simulated]
+    why = (("dense scores underneath", simulated), ("a control, which does without attention", controls))
+    return [f"Not judged ({reason}): {', '.join(labels)}." for reason, labels in why if labels]
+
+
 def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
     """Return the doubts that get a mark beside their number: what is true of all of them is said once instead."""
     points = list(points)

@@ -17,7 +17,7 @@ from attn_zoo import BuildContext, build_attention, registry
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import blank_padding, masked_softmax
 from attn_zoo.conformance import run_checks
-from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.block_attention import _as_numbers, _as_pattern, block_sparse_attention
 from attn_zoo.kernels.blocks.call import BlockCall
 from attn_zoo.kernels.blocks.flex import flex_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout, TokenLayout
@@ -220,6 +220,15 @@ def test_other_paths_and_the_compiler_agree(registered: str, is_causal: bool, mo
 def as_tested(options: dict[str, Any]) -> dict[str, Any]:
     """Give the plain kernel the tiles it expects; blocks of 8 have others."""
     return {**options, "kernel_options": {"fwd_BLOCK_M": 16}}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_operator_gives_a_layout_its_booleans_back(is_causal: bool):
+    """Numbers that equal them would make an equal layout, whose pattern is then kept for calls without the operator."""
+    layout, tokens = TokenLayout(query_len=33, block_size=16, reach=5, is_causal=is_causal), torch.empty(1, 1, 33, 16)
+    pattern = _as_pattern(tokens, tokens, *_as_numbers(layout))
+    assert pattern.is_causal is is_causal
+    assert pattern is layout.pattern()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -61,16 +61,18 @@ def padding(length: int) -> Tensor:
     return mask
 
 
-@pytest.fixture(params=[1, 7, 37, 1024])
-def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Chunks of one position, ragged, exactly the length, and longer than it."""
-    monkeypatch.setattr(products, "CPU_CHUNK", request.param)
-    return int(request.param)
+@pytest.fixture(params=["one product", 1, 7, 37, 1024])
+def _cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As little as this is not cut; then chunks of one position, ragged, exactly the length, and longer than it."""
+    if request.param != "one product":
+        monkeypatch.setattr(products, "SMALL", 0)
+        monkeypatch.setattr(products, "CPU_CHUNK", request.param)
 
 
+@pytest.mark.usefixtures("_cut")
 @pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_equals_the_plain_sum_and_its_gradients(sharing: tuple[int, int], is_padded: bool, chunk: int):
+def test_equals_the_plain_sum_and_its_gradients(sharing: tuple[int, int], is_padded: bool):
     tokens, matrix = inputs(sharing)
     mask = padding(37) if is_padded else None
     out, expected = compress(tokens, matrix, key_padding_mask=mask), plain(tokens, matrix, mask)
@@ -81,6 +83,7 @@ def test_equals_the_plain_sum_and_its_gradients(sharing: tuple[int, int], is_pad
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("_cut")
 @pytest.mark.parametrize("sharing", SHARINGS)
 def test_gradcheck(sharing: tuple[int, int]):
     tokens, matrix = inputs(sharing, length=6, rank=2)
@@ -88,6 +91,7 @@ def test_gradcheck(sharing: tuple[int, int]):
     assert torch.autograd.gradcheck(lambda t, m: compress(t, m, key_padding_mask=mask), (tokens, matrix))
 
 
+@pytest.mark.usefixtures("_cut")
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
 def test_padding_never_matters(garbage: float):
     tokens, matrix = inputs((1, 1))
@@ -126,6 +130,15 @@ def test_autocast_does_not_narrow_the_sum():
     assert torch.equal(out, compress(tokens, matrix))
 
 
+@pytest.mark.parametrize(("length", "is_cut"), [(37, False), (5000, True)])
+def test_only_what_is_little_is_one_product_with_torchs_own_gradients(length: int, is_cut: bool):
+    tokens, matrix = inputs((1, 1), length)
+    with recording() as paths:
+        node = compress(tokens, matrix).grad_fn
+    assert paths == ["compress.chunked"]
+    assert ("_Compress" in type(node).__name__) == is_cut
+
+
 def test_repeats_bit_for_bit_and_notes_its_path():
     tokens, matrix = inputs((1, 1), length=5000, dtype=torch.float32)
     with recording() as paths:
@@ -147,6 +160,7 @@ def test_keeps_only_its_inputs_for_the_backward_pass():
     assert set(saved) == {tokens.data_ptr(), matrix.data_ptr(), mask.data_ptr()}
 
 
+@pytest.mark.usefixtures("_cut")
 def test_frozen_inputs_get_no_gradient():
     tokens, matrix = inputs((1, 1))
     compress(tokens.detach(), matrix).sum().backward()
@@ -155,9 +169,10 @@ def test_frozen_inputs_get_no_gradient():
     assert matrix.grad is not None
 
 
+@pytest.mark.usefixtures("_cut")
 @pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("shared", ["nothing", "matrix", "tokens", "both"])
-def test_a_pair_is_two_compressions(sharing: tuple[int, int], shared: str, chunk: int):
+def test_a_pair_is_two_compressions(sharing: tuple[int, int], shared: str):
     """What is given twice has one gradient: the sum of both."""
     generator = torch.Generator().manual_seed(1)
     tokens, matrix = inputs(sharing)
@@ -195,6 +210,7 @@ def check_longer_matrix(groups: int, dtype: torch.dtype, path: Path) -> None:
     assert not got[1][:, 37:].any()
 
 
+@pytest.mark.usefixtures("_cut")
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_learned_matrix_serves_shorter_sequences_with_its_first_rows(groups: int):
     check_longer_matrix(groups, torch.float64, "auto")

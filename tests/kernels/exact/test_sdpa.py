@@ -20,7 +20,6 @@ from attn_zoo.kernels.trace import recording
 from tests.exactness import assert_exact
 
 H, D = 2, 16
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def draw(query_len, key_len=None, *, dtype=torch.float32, num_kv_heads=H, device="cpu", grad=True):
@@ -516,7 +515,7 @@ def test_an_empty_batch_gives_an_empty_result(backend):
     assert dropped.shape == (0, H, 9, D)
 
 
-@NEEDS_GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "math"])
 def test_an_empty_batch_gives_an_empty_result_on_the_gpu(backend):
     empty_batch_gives_an_empty_result(backend, "cuda")
@@ -541,7 +540,6 @@ def test_unused_queries_get_no_gradient(backend, dtype):
 
 
 @pytest.mark.gpu
-@NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["math", "flash", "efficient", "cudnn"])
 def test_unused_queries_get_no_gradient_on_the_gpu(backend, dtype):
@@ -626,7 +624,6 @@ def test_compiled_flex_equals_the_oracle_on_cpu():
 
 
 @pytest.mark.gpu
-@NEEDS_GPU
 @pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "cudnn", "varlen", "flex", "xformers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
@@ -659,7 +656,6 @@ def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
 
 
 @pytest.mark.gpu
-@NEEDS_GPU
 def test_auto_on_gpu_takes_a_fused_kernel_in_half_precision():
     tensors = draw(256, dtype=torch.bfloat16, device="cuda")
     for arguments in ({}, {"is_causal": True}, {"dropout_p": 0.125}, {"key_padding_mask": half_padded(256, "cuda")}):

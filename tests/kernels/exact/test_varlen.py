@@ -141,8 +141,6 @@ def test_on_a_cpu_it_is_refused_with_torchs_reason():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["none", "right", "left", "scattered"])
 def test_the_kernel_keeps_the_promise_on_a_gpu(kind, dtype):
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     for num_kv_heads in (H, 1):
         tensors, mask = draw(200, 300, num_kv_heads, dtype, "cuda"), padding(kind, 300, "cuda")
         output = exact_attention(*tensors, score_bias=score_bias, key_padding_mask=mask, backend="varlen")

@@ -64,7 +64,7 @@ def test_labels_carry_fitted_and_claimed_slopes_and_the_crossing(tmp_path):
     found = pictures(tmp_path, zoo())
     shown = words(found[0].figure)
     assert "N^0.99 (claimed 1)" in shown
-    assert "faster from 1,2" in shown
+    assert "cheaper: from 1,2" in shown
     assert "N^1.98 (claimed 2)" in shown
     assert "crossover with full" in shown
     assert "full out of memory" in shown
@@ -185,7 +185,7 @@ def test_the_curve_is_the_device_s_and_calls_are_faint_beside_it(tmp_path):
     shown = words(time.figure)
     assert "shaded: calls wait for the host" in shown
     assert "inferred" not in shown
-    assert "faster from 10,000 (GPU alone)" in shown
+    assert "cheaper: from 10,000 (GPU alone)" in shown
     assert "N^2.00 (claimed 2)" in shown
     lines = [(tuple(line.get_ydata()), line.get_alpha()) for line in time.figure.axes[0].get_lines()]
     for cost in costs.values():

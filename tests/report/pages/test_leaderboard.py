@@ -71,7 +71,7 @@ def test_a_score_says_how_far_it_is_above_the_floor(machines):
     (heading,) = board.headings[1:]
     full, linformer = row(board, "full")[heading], row(board, "linformer")[heading]
     assert re.fullmatch(r"61\.0 % \[[\d.]+, [\d.]+\], \+[\d.]+", full.text)
-    assert linformer.text.endswith(", not above")
+    assert linformer.text.endswith(", not beaten")
     assert full.is_best
     assert not linformer.is_best
     assert board.variants == ("full", "linformer")

@@ -43,6 +43,29 @@ def test_a_run_of_failures_and_an_empty_run_give_a_page(tmp_path):
         assert not [path for path in paths if path.suffix == ".svg"]
 
 
+def test_a_report_takes_away_what_only_an_earlier_one_had_and_nothing_else(tmp_path):
+    lengths = (512, 1024)
+    some = write_run(tmp_path / "some", [scaling("full", n) for n in lengths])
+    more = write_run(tmp_path / "more", [scaling("full", n, pass_=p) for n in lengths for p in ("fwd", "bwd")])
+    out = tmp_path / "out"
+    earlier = write_report([more], out)
+    own, changed = out / "figures" / "mine-bwd.svg", out / "tables" / "time-bwd.md"
+    own.write_text("drawn by hand")
+    changed.write_text("with a note of mine")
+    outside = tmp_path / "kept.svg"
+    outside.write_text("kept")
+    (out / "figures" / "linked.svg").symlink_to(outside)
+    page = earlier[0].read_text(encoding="utf-8")
+    earlier[0].write_text(page.replace("<!-- files: {", '<!-- files: {"../kept.svg": "", "figures/linked.svg": "", '))
+    later = write_report([some], out)
+    gone = {path.name for path in earlier if not path.exists()}
+    assert {"time-bwd.svg", "time-bwd.png", "memory-bwd.md"} <= gone
+    there = {path for path in out.rglob("*") if path.is_file()}
+    assert there - set(later) == {own, changed, out / "figures" / "linked.svg"}
+    assert outside.read_text() == "kept"
+    assert write_report([some], out) == later, "nothing to take away"
+
+
 def test_no_results_folder_writes_nothing(tmp_path):
     with pytest.raises(ConfigError):
         write_report([tmp_path], tmp_path / "out")

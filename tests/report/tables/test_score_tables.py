@@ -16,12 +16,12 @@ def group(tmp_path, records):
 
 
 def test_no_interval_goes_beyond_what_a_score_can_be(tmp_path):
-    """Two seeds, 10 % and 90 %, span -458 % to 558 % by Student's t; still, the score is not above chance."""
+    """Two seeds, 10 % and 90 %, span -458 % to 558 % by Student's t; that it beats chance is not settled."""
     _, scores = group(tmp_path, [accuracy("full", 0, 0.1), accuracy("full", 1, 0.9)])
     score = scores["full"]
     assert (score.mean, score.low, score.high) == (0.5, 0.0, 1.0)
     assert score.standing is not None
-    assert score.standing.verdict == "not above"
+    assert score.standing.verdict == "not settled"
 
 
 def test_mean_and_t_interval(tmp_path):
@@ -130,12 +130,15 @@ def test_what_does_not_beat_the_best_floor_is_said(tmp_path):
     words = {label: score.standing.words for label, score in scores.items()}
     assert words == {
         "full": "beats the root-operator floor",
-        "bigbird": "does not beat the root-operator floor",  # 0.6 points above, but 2,000 examples leave 2.1
+        "bigbird": "does not beat the root-operator floor for certain",  # by 0.6 points; 2,000 examples leave 2.1
         "linformer": "does not beat the root-operator floor",
     }
     assert scores["full"].size_error == pytest.approx((0.451 * 0.549 / 2000) ** 0.5)
     said = " ".join(accuracy_findings(found))
-    assert "bigbird and linformer do not beat the root-operator floor" in said
+    assert (
+        "linformer does not beat the root-operator floor; bigbird does not beat the root-operator floor for certain."
+        in said
+    )
     rows = {row["variant"]: row for row in accuracy_table(found).rows}
     assert rows["linformer"]["gain_over_floor"] == pytest.approx(-0.25)
     assert rows["bigbird"]["verdict"].startswith("does not beat")
@@ -143,7 +146,7 @@ def test_what_does_not_beat_the_best_floor_is_said(tmp_path):
 
 def test_chance_counts_as_a_floor(tmp_path):
     _, scores = group(tmp_path, [accuracy("full", 0, 0.11, score={"floors": {}, "num_examples": 100})])
-    assert scores["full"].standing.words == "does not beat chance"
+    assert scores["full"].standing.words == "does not beat chance for certain"
 
 
 def test_lower_is_better_turns_order_floors_and_words(tmp_path):
@@ -157,7 +160,7 @@ def test_lower_is_better_turns_order_floors_and_words(tmp_path):
     found, scores = group(tmp_path, records)
     assert [score.label for score in found.ranked] == ["full", "linformer", "bigbird"]
     assert scores["full"].standing.floor == "trigram"
-    assert scores["full"].standing.verdict == "above"
+    assert scores["full"].standing.verdict == "beaten"
     assert scores["bigbird"].standing.words == "does not beat the trigram floor"
     assert scores["full"].size_error is None
     rows = [row["variant"] for row in accuracy_table(found).rows]
@@ -172,7 +175,7 @@ def test_one_run_of_a_metric_without_an_error_is_uncertain(tmp_path):
     numbers = {"metric": "bits_per_byte", "chance": 8.0, "floors": {"unigram": 4.2}, "correct": ""}
     _, scores = group(tmp_path, [accuracy("full", 0, 2.0, score=numbers)])
     assert scores["full"].standing.verdict == "unknown"
-    assert scores["full"].standing.words == "above the unigram floor, uncertain: one run"
+    assert scores["full"].standing.words == "beats the unigram floor, uncertain: one run"
 
 
 @pytest.mark.parametrize(

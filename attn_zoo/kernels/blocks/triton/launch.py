@@ -65,7 +65,7 @@ _TILES: dict[tuple[Kernel, int], Tiles] = {
     ("forward", 64): Tiles(64, 64, 4, 3),  # 112 registers, 40 KiB: 4
     ("forward", 128): Tiles(64, 64, 4, 3),  # 159, 80 KiB: 2
     ("query_gradient", 64): Tiles(64, 64, 4, 3, max_registers=128),  # 127 (135 if it may), 48 KiB: 4
-    ("query_gradient", 128): Tiles(64, 64, 4, 3),  # 202, 96 KiB: 2
+    ("query_gradient", 128): Tiles(64, 64, 4, 3),  # 208, 96 KiB: 2
     ("key_gradient", 64): Tiles(64, 64, 4, 3),  # 216, 49 KiB: 2
     ("key_gradient", 128): Tiles(32, 64, 4, 3),  # 234, 64 KiB: 2; with 64 queries it spills
 }
@@ -127,8 +127,9 @@ def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
     size = pattern.block_size
     tiles = tiles_of(kernel, size, head_dim, call.query.element_size())
     is_ragged = query_len % size != 0 or pattern.key_len % size != 0
-    hides = call.padding is not None or call.dropout_p > 0 or pattern.is_causal or pattern.rule is not None or is_ragged
-    limit = {} if tiles.max_registers is None or hides else {"maxnreg": tiles.max_registers}
+    takes_registers = is_ragged or pattern.is_causal or pattern.rule is not None or call.dropout_p > 0
+    takes_registers |= call.padding is not None or call.slopes is not None
+    limit = {} if tiles.max_registers is None or takes_registers else {"maxnreg": tiles.max_registers}
     return {
         "scale": call.scale,
         "num_sequences": batch_size * num_heads,
