@@ -63,13 +63,18 @@ def _winners(panel: Panel) -> str:
     """Return who is the fastest from which length to which, and by how much at the longest."""
     every = panel.winners
     judged = [one for one in every if one.num_rivals > 1]
-    controls = [series.label for series in panel.series if series.is_control and series.points]
-    beside = f"; not judged, as a control: {some(controls)}" if controls else ""
+    unjudged = [
+        f"{series.label} ({'dense scores underneath' if series.is_simulated else 'a control'})"
+        for series in panel.series
+        if series.points and not series.is_judged
+    ]
+    beside = f"; not judged: {some(unjudged)}" if unjudged else ""
     if not judged:
         lengths, labels = [human_length(one.seq_len) for one in every], {one.labels[0] for one in every}
         if len(labels) != 1:
             return ("no two were measured at one length" if labels else "nothing to compare") + beside
-        return f"{every[0].labels[0]} alone was measured, at {_span(lengths)} tokens{beside}"
+        alone = "has no rival" if unjudged else "alone was measured"
+        return f"{every[0].labels[0]} {alone}, at {_span(lengths)} tokens{beside}"
     runs = [(labels, list(own)) for labels, own in groupby(judged, key=lambda one: frozenset(one.labels))]
     last = human_length(judged[-1].seq_len)
     if len(runs) == 1:
@@ -111,7 +116,8 @@ def _by_how_much(panel: Panel, winner: Winner) -> str:
     length = winner.seq_len
     points = {series.label: point for series in panel.series for point in series.points if point.seq_len == length}
     exact, best = panel.exact.get(length), points[winner.labels[0]]
-    if exact is None or exact.record.cell.key == best.record.cell.key:
+    level = {one.label for one in panel.series if one.is_exact} & set(winner.labels)
+    if exact is None or level:
         return ""
     factor = times_faster(exact, best)
     interval = f"[{ratio(factor.low)}, {ratio(factor.high)}]"
@@ -198,7 +204,11 @@ def _weights_line(panel: Panel) -> str:
 
 
 def _score_line(group: AccuracyGroup) -> str:
-    means = [f"{name} {group.metric.show(mean)}" for name, mean in group.means.items()]
+    means = [
+        f"{score.name} {group.metric.show(score.mean)}{' (one seed)' if len(score.values) == 1 else ''}"
+        for score in group.ranked
+        if score.mean is not None
+    ]
     said = [some(means)]
     for verdict, words in _FLOORS.items():
         names = [score.name for score in group.ranked if score.standing and score.standing.verdict == verdict]
