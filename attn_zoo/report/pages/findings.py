@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.winners import Winner, times_faster
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.time_tables import weights_words
 from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, ratio, some
-from attn_zoo.report.wording import MARKS, outcome
+from attn_zoo.report.wording import MARKS, machine_words, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -39,7 +39,9 @@ def headline(analysis: Analysis) -> str:
     """Return the answer in one sentence: which variant is the fastest at which lengths, or scores best."""
     panel = lead_panel(analysis.panels)
     if panel is not None:
-        return f"{capital(panel.title)} on {_machine(analysis, panel)}: {_winners(panel)}."
+        machine = machine_words(analysis.results.environments.get(panel.points[0].record.environment))
+        where = "" if machine in panel.title else f" on {machine}"
+        return f"{capital(panel.title)}{where}: {_winners(panel)}."
     best = [text for each in analysis.overviews if (text := _mean_line(each))]
     best += [text for group in analysis.accuracy if (text := _score_line(group))]
     if best:
@@ -52,11 +54,6 @@ def _mean_line(overview: Overview) -> str:
     beside = f"; {floor[0]} {overview.metric.show(floor[1])}" if floor else ""
     said = some(f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items())
     return f"{overview.metric.title}, mean over {len(overview.common)} tasks: {said}{beside}." if said else ""
-
-
-def _machine(analysis: Analysis, panel: Panel) -> str:
-    environment = analysis.results.environments.get(panel.points[0].record.environment)
-    return "an unknown machine" if environment is None else environment.gpu or environment.cpu
 
 
 def _winners(panel: Panel) -> str:
