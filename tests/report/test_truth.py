@@ -1,5 +1,6 @@
 """A report says nothing that its records contradict: unfinished, launch-bound, short, level, doubtful ones."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -445,3 +446,12 @@ def test_the_score_of_one_seed_is_said_to_be_one(tmp_path):
     records = [accuracy("full", seed, 0.4) for seed in range(3)] + [accuracy("linformer", 1, 0.7)]
     text = headline(analyse([write_run(tmp_path / "run", records)]))
     assert text == "Accuracy on listops (short): linformer 70.0 % (one seed), full 40.0 %."
+
+
+def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):
+    """At the shortest length the time of the device is known, at the longest that of a call that waits for nothing."""
+    records = [on_gpu("full", n, 1.2e-8 * n**2, graph=n == LENGTHS[0], host_ms=0.3) for n in LENGTHS]
+    records += [on_gpu("linformer", n, 1e-6 * n) for n in LENGTHS]
+    time = make_pictures(analyse([write_run(tmp_path / "run", records)]))[0]
+    assert re.search(r"full: 3\.15 µs at 512 \(the GPU alone\), 5[\d.]+ ms at 64k, exponent", time.alt)
+    assert re.search(r"linformer: [67]\d\d µs at 512 \(waits for the host\), ", time.alt)
