@@ -142,8 +142,8 @@ class Image(AbstractFileTask):
             "lra": ImageLevel(),
         }
     )
-    # The release has queries, keys and values 64 wide in all beside embeddings of 128: 8 heads of 8. Its one cycle of
-    # the cosine counts from step 0; ours runs from the end of warm-up.
+    # The release has queries, keys and values 64 wide in all beside embeddings of 128: 8 heads of 8. Its
+    # cosine, too, begins at the end of warm-up, but is as long as the whole training; ours ends with the last step.
     settings: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
             "cpu-small": {"pretrain_mask_prob": 0.5},

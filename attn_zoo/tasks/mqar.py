@@ -158,10 +158,18 @@ class MultiQueryRecall(AbstractGeneratedTask[RecallPart]):
         return Rows(tokens, labels)
 
     def floors(self) -> dict[str, float]:
-        """Return rules that name a value without looking at the key that is asked."""
+        """Return rules that name a value without looking at the key that is asked.
+
+        `asked_in_order`: the value of the first pair for the first question, and so on. The law by which questions are
+        placed, drawn pair after pair, favours early slots, so early pairs tend to be asked first.
+        """
         train, test = self.split("train"), self.split("test")
-        options = test.tokens.numpy().astype(np.int64) - self._first_value
-        return context_floors(options, test.labels.numpy(), train.labels.numpy(), self.spec.num_classes)
+        options, labels = test.tokens.numpy().astype(np.int64) - self._first_value, test.labels.numpy()
+        floors = context_floors(options, labels, train.labels.numpy(), self.spec.num_classes)
+        is_question = labels != IGNORED_LABEL
+        number = np.where(is_question, is_question.cumsum(1) - 1, 0)
+        in_order = np.take_along_axis(options, 2 * number + 1, 1) == labels
+        return {**floors, "asked_in_order": float(in_order[is_question].mean())}
 
     def show(self, example: Example) -> str:
         """Return such as `k3 v7 k5 v1 . . k5? -> v1`."""

@@ -19,7 +19,7 @@ multiplied by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -158,8 +158,11 @@ class Protocol:
     def __post_init__(self) -> None:
         positive = ("num_steps", "batch_size", "eval_every", "eval_batch_size", "pad_multiple", "base_lr")
         problems = [(n, f"expected more than 0; got {getattr(self, n)}") for n in positive if getattr(self, n) <= 0]
-        not_negative = ("warmup_steps", "clip_norm", "weight_decay", "head_dim", "bucket_batches", "pretrain_steps")
+        not_negative = ("warmup_steps", "eps", "clip_norm", "weight_decay", "bucket_batches", "pretrain_steps")
         problems += [(n, f"expected 0 or more; got {getattr(self, n)}") for n in not_negative if getattr(self, n) < 0]
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            problems.append(("betas", f"expected two numbers from 0 to less than 1; got {list(self.betas)}"))
+        problems += self._size_problems()
         if not 0.0 < self.pretrain_mask_prob < 1.0:
             got = self.pretrain_mask_prob
             problems.append(("pretrain_mask_prob", f"expected more than 0 and less than 1; got {got}"))
@@ -167,6 +170,17 @@ class Protocol:
             problems.append(("pretrain_steps", f"expected more than 0 with pretrain = {self.pretrain!r}; got 0"))
         if problems:
             raise ConfigError(f"protocol {self.name}", problems)
+
+    def _size_problems(self) -> Sequence[tuple[str, str]]:
+        """Return what makes a model of this protocol impossible, whatever the variant in it."""
+        try:
+            model = self.model_config(variant="", options={}, vocab_size=1, max_seq_len=1, seed=0)
+            build = model.build_context(is_causal=False, is_cross=False, num_positions=1)
+        except ConfigError as error:
+            return error.problems
+        if build.position == "rotary" and build.head_dim % 2:
+            return [("position", f"rotary positions turn pairs of features; got head_dim = {build.head_dim}")]
+        return []
 
     @property
     def summary(self) -> str:
@@ -224,6 +238,9 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
                     "the cell's dtype decides the precision; the published code uses float16 autocast",
                     "the last partial batch of an evaluation counts; the published code drops it",
                     "padding is what lies beyond a length; the published mask hides every token 0, also black pixels",
+                    "the rate starts at 0 and betas stay; published: at 1/25 of the peak, beta 1 goes 0.95, 0.85, 0.95",
+                    "initialisation is the one shared by all our models",
+                    "no dropout inside the feed-forward network; the published code has one there too",
                 ),
                 dropout_p=0.1,
                 resid_dropout_p=0.1,
@@ -241,6 +258,8 @@ PROTOCOLS: Mapping[str, Protocol] = MappingProxyType(
                 deviations=(
                     "embeddings, biases and norms are not decayed; the published optimiser decays every weight",
                     "initialisation is the one shared by all our models",
+                    "no dropout inside the feed-forward network; the published code has one there too",
+                    "projections of the attention have biases; the published ones have none",
                     "the last partial batch of an evaluation counts; the published code drops it",
                     "padding is what lies beyond a length; the published mask hides every token 0, also black pixels",
                     "mean pooling runs over unpadded positions; the published code averages over all",

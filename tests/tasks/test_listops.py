@@ -135,7 +135,21 @@ def test_floors_are_what_simple_rules_score():
     assert floors["root_operator"] == pytest.approx(np.mean([bool(x) for x in right]))
     majority = torch.bincount(train.labels.long()).argmax()
     assert floors["majority"] == pytest.approx((test.labels == majority).float().mean().item())
-    assert 0.1 < floors["majority"] < floors["root_operator"] < 0.5
+    assert 0.1 < floors["majority"] < floors["root_operator"] < floors["symbol_histogram"] < 0.5
+
+
+@pytest.mark.parametrize("has_unknown_root", [False, True])
+def test_symbol_histogram_fits_the_digits_of_each_root_operator(with_level, monkeypatch, has_unknown_root):
+    """`[MIN 0 d ]` is 0 and `[MAX 0 d ]` is d: a bag of symbols says which, and a root never seen gets the majority."""
+    trees = [[root, 1, digit, 15] for root in (11, 12) for digit in (1, 4, 8)] * 20
+    values = [tree[2] - 1 if tree[0] == 12 else 0 for tree in trees]
+    train = padded([np.array(tree, np.uint8) for tree in trees], np.array(values, np.uint8), 4)
+    if has_unknown_root:
+        trees, values = [*trees[:12], [14, 1, 4, 15]], [*values[:12], 3]
+    test = padded([np.array(tree, np.uint8) for tree in trees], np.array(values, np.uint8), 4)
+    with_level("tiny", TINY)
+    monkeypatch.setattr(ListOps, "split", lambda _self, name: train if name == "train" else test)
+    assert ListOps("tiny").floors()["symbol_histogram"] == (12 / 13 if has_unknown_root else 1.0)
 
 
 def test_lookup_floor_falls_back_on_the_majority():

@@ -147,6 +147,20 @@ def test_random_value_floor_is_one_over_the_number_of_pairs(shrunk):
     assert floors["majority"] < 0.02
 
 
+def test_recall_floors_know_that_early_pairs_tend_to_be_asked_first(shrunk):
+    """The r-th question for the r-th pair: better than a value at random, and no look at a key."""
+    task = shrunk(MultiQueryRecall, "n64", num_train=100, num_test=3_000)
+    right = total = 0
+    for tokens, labels in zip(task.split("test").tokens.tolist(), task.split("test").labels.tolist(), strict=True):
+        values = [value - 4_097 for value in tokens[1:8:2]]
+        asked = [label for label in labels if label != IGNORED_LABEL]
+        right += sum(value == label for value, label in zip(values, asked, strict=True))
+        total += len(asked)
+    floors = task.floors()
+    assert floors["asked_in_order"] == pytest.approx(right / total)
+    assert floors["asked_in_order"] > floors["random_of_context"] + 0.02
+
+
 def test_needle_floor_is_one_over_the_number_of_needles(shrunk):
     assert shrunk(Needle, "short").floors()["random_of_context"] == pytest.approx(0.25)
 

@@ -44,6 +44,13 @@ def test_all_wrong_overrides_are_reported_with_near_matches():
         ({"num_steps": 0}, "num_steps: expected more than 0; got 0"),
         ({"clip_norm": -1.0}, "clip_norm: expected 0 or more"),
         ({"name": "mine"}, "name: is not a setting"),
+        ({"num_heads": 7}, "embed_dim: expected a multiple of num_heads=7, or give head_dim; got 64"),
+        ({"num_layers": 0}, "num_layers: expected at least 1; got 0"),
+        ({"head_dim": -3}, "head_dim: expected at least 0; got -3"),
+        ({"dropout_p": 1.5}, "dropout_p: expected 0 <= dropout_p < 1; got 1.5"),
+        ({"position": "rotary", "embed_dim": 6}, "position: rotary positions turn pairs of features; got head_dim = 3"),
+        ({"betas": [0.9, 1.5]}, r"betas: expected two numbers from 0 to less than 1; got \[0.9, 1.5\]"),
+        ({"eps": -1.0}, "eps: expected 0 or more; got -1.0"),
     ],
 )
 def test_impossible_overrides_are_named(overrides, message):

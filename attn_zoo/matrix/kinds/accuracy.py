@@ -300,24 +300,37 @@ def _protocol_problems(task: type[AbstractTask], group: Mapping[str, Any], where
     if count > MAX_TRIALS:
         problems.append((f"{where}.grid", f"expected at most {MAX_TRIALS:,} combinations; got {count:,}"))
         axes = {}
-    settings = task.settings.get(protocol)
-    try:
-        batch_sizes = [resolve_protocol(protocol, task_settings=settings, overrides=overrides).batch_size]
-    except UnknownNameError as error:
-        return [*problems, (f"{where}.protocol", str(error))]
-    except ConfigError as error:
-        path = f"{where}.overrides"
-        return [*problems, *((f"{path}.{key}" if key else path, text) for key, text in error.problems)]
-    if "batch_size" in axes:
-        batch_sizes.clear()
-    for trial in combinations(axes) if axes else ():
+    for path, name in [
+        ("overrides", overrides.get("cross_variant")),
+        *(("grid", n) for n in axes.get("cross_variant", ())),
+    ]:
+        if isinstance(name, str) and name not in variants:
+            problems.append((f"{where}.{path}.cross_variant", f"unknown variant {name!r}{suggestion(name, variants)}"))
+    batch_sizes: list[int] = []
+    wrong: list[Sequence[Problem]] = []  # of the overrides alone, then of each trial
+    trials = combinations(axes) if axes else []
+    for trial in [{}, *trials]:
+        changes = {**overrides, **trial}
         try:
-            resolved = resolve_protocol(protocol, task_settings=settings, overrides={**overrides, **trial})
-            batch_sizes.append(resolved.batch_size)
+            resolved = resolve_protocol(protocol, task_settings=task.settings.get(protocol), overrides=changes)
+        except UnknownNameError as error:
+            return [*problems, (f"{where}.protocol", str(error))]
         except ConfigError as error:
-            for key, text in error.problems:
-                # A field may be wrong beside one that the grid sets; then it stands elsewhere.
-                problems.append((f"{where}.grid.{key}", text) if key in axes else (f"{where}.grid", f"{key}: {text}"))
+            wrong.append(error.problems)
+            continue
+        wrong.append(())
+        if trial or "batch_size" not in axes:
+            batch_sizes.append(resolved.batch_size)
+    # What is wrong with the overrides alone may be right beside a field that the grid sets.
+    always = [
+        problem
+        for problem in wrong[0]
+        if all(problem in of_trial or any(key in axes for key, _ in of_trial) for of_trial in wrong[1:])
+    ]
+    problems += [(f"{where}.overrides.{key}" if key else f"{where}.overrides", text) for key, text in always]
+    for key, text in (problem for of_trial in wrong[1:] for problem in of_trial if problem not in always):
+        # A field may be wrong beside one that the grid sets; then it stands elsewhere.
+        problems.append((f"{where}.grid.{key}", text) if key in axes else (f"{where}.grid", f"{key}: {text}"))
     ranks, smallest = group.get("data_parallel", 1), min(batch_sizes, default=math.inf)
     if isinstance(ranks, int) and ranks > smallest:
         text = f"expected at most batch_size, {smallest}, so that every process has an example; got {ranks}"

@@ -309,13 +309,15 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
 
 
 def plain_problems(value: Any, path: str) -> list[Problem]:
-    """Return what of a part of a matrix JSON cannot hold exactly: dates, NaN and infinities."""
+    """Return what of a part of a matrix JSON cannot hold exactly: dates, NaN, infinities, integers beyond 64 bits."""
     if isinstance(value, dict):
         return [problem for key, item in value.items() for problem in plain_problems(item, f"{path}.{key}")]
     if isinstance(value, list):
         return [problem for index, item in enumerate(value) for problem in plain_problems(item, f"{path}[{index}]")]
     if isinstance(value, float) and not math.isfinite(value):
         return [(path, f"expected a finite number; got {value}")]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return [(path, f"expected an integer of 64 bits; got {value}")]
     if not isinstance(value, str | int | float | None):
         return [(path, f"expected a string, number, true or false; got {shown(value)}")]
     return []

@@ -181,6 +181,21 @@ def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch
         ),
         ({"grid": {"pretrain": ["", "masked"]}}, "accuracy[0].grid: pretrain_steps: expected more than 0"),
         ({"overrides": {"num_head": 8}}, "accuracy[0].overrides: unknown option 'num_head'; did you mean 'num_heads'?"),
+        ({"overrides": {"num_heads": 7}}, "accuracy[0].overrides.embed_dim: expected a multiple of num_heads=7"),
+        ({"grid": {"num_heads": [2, 7]}}, "accuracy[0].grid: embed_dim: expected a multiple of num_heads=7"),
+        (
+            {"overrides": {"clip_norm": -1.0}, "grid": {"base_lr": [-1.0, 1e-3]}},
+            "accuracy[0].overrides.clip_norm: expected 0 or more; got -1.0",
+        ),
+        ({"overrides": {"warmup_steps": 2**63}}, "accuracy[0].overrides.warmup_steps: expected an integer of 64 bits"),
+        (
+            {"overrides": {"cross_variant": "ful"}},
+            "accuracy[0].overrides.cross_variant: unknown variant 'ful'; did you mean 'full'?",
+        ),
+        (
+            {"grid": {"cross_variant": ["full", "ful"]}},
+            "accuracy[0].grid.cross_variant: unknown variant 'ful'; did you mean 'full'?",
+        ),
         ({"level": ["short", "shrt"]}, "accuracy[0].level: unknown level of fake_task 'shrt'; did you mean 'short'?"),
         (
             {"task": ["fake_task", "fake_tsk"]},
@@ -195,6 +210,11 @@ def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch
 )
 def test_mistakes_are_named_at_their_place(group, expected):
     assert any(problem.startswith(expected) for problem in problems_of(**group)), problems_of(**group)
+
+
+def test_overrides_may_be_wrong_but_for_what_the_grid_sets():
+    cells = training_plan(["fake_train_ok"], overrides={"num_heads": 3}, grid={"embed_dim": [48, 96]}).cells
+    assert [item.cell.overrides for item in cells] == [{"num_heads": 3, "embed_dim": size} for size in (48, 96)]
 
 
 def test_what_a_folder_stores_gives_the_same_cells():
