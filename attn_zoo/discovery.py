@@ -131,13 +131,15 @@ def _probe(argument: str, code: str, timeout_s: float) -> str | None:
     this process with it.
     """
     trial = f"""
-import signal, sys
+import gc, signal, sys
+gc.disable()  # nearly all that is loaded stays to the end, which is near
 signal.alarm({math.ceil(timeout_s) + 5})  # should whoever waits be killed
 try:
     {code}
 except BaseException:
     pass
 print({_END_OF_TRIAL!r}, flush=True)
+gc.freeze()
 """
     try:
         answer = ask_python(["-c", trial, argument], {**os.environ, _TRIAL: "1"}, timeout_s)

@@ -34,19 +34,17 @@ def quiet_collector() -> Iterator[None]:
     """Keep the garbage collector out of the samples.
 
     Everything that exists is frozen, so that collecting by hand between samples is cheap: reference cycles in a
-    callable must not pile up tensors while the collector is off. Where most of it was frozen before, as in a worker,
-    the rest is left alone: it could not be thawed by itself, and must be freed when it is no longer used.
+    callable must not pile up tensors while the collector is off. All of it is thawed in the end, also what was frozen
+    before, as in a worker: what is timed must be freed when it is no longer used, and cannot be thawed by itself.
     """
-    was_enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    was_enabled = gc.isenabled()
     gc.collect()
-    if not is_frozen:
-        gc.freeze()
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        if not is_frozen:
-            gc.unfreeze()
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 

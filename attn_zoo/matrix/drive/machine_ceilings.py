@@ -6,6 +6,7 @@ folder measure once for each machine, one after another. On a cluster each kind 
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -145,6 +146,7 @@ def main() -> None:
         "flags": conditions.flags,
     }
     json.dump([replace(one, **extra).to_dict() for one in measured], sys.stdout)
+    gc.freeze()  # or the end would look through all that was loaded
 
 
 if __name__ == "__main__":

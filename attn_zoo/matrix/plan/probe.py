@@ -5,6 +5,7 @@ A constructor of somebody else may hang or crash. Then the plan simply knows les
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -63,6 +64,7 @@ def main() -> None:
         except Exception as error:
             # Not every constructor can do without memory; a real failure will show itself in the run.
             sys.stderr.write(f"{cell.id}: {error}\n")
+    gc.freeze()  # or the end would look through all that was loaded
 
 
 if __name__ == "__main__":
