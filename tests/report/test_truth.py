@@ -459,9 +459,11 @@ def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):
 
 def test_an_interval_of_two_samples_is_marked(tmp_path):
     """It covers the median in one case of two; of several processes that take two each, in the promised ones."""
-    short, long = (scaling("full", n, spread=0.1) for n in LENGTHS[:2])
+    short, long = (
+        flagged(scaling("full", n, spread=0.1), *flags) for n, flags in ((512, ()), (1024, ("few_samples",)))
+    )
     assert long.timing is not None
-    two = replace(flagged(long, "few_samples").timing, samples_ms=long.timing.samples_ms[:2])  # type: ignore[type-var]
+    two = replace(long.timing, samples_ms=long.timing.samples_ms[:2])
     (panel,) = analyse([write_run(tmp_path / "one", [short, replace(long, timing=two)])]).panels
     assert [text.endswith(" §") for text in length_table(panel, "time").texts()[0][1:]] == [False, True]
     assert "§ fewer than five samples, and the interval is no more than their range" in length_table(panel, "time").note
