@@ -6,6 +6,7 @@ other packages' modules are first imported in a child process with a time limit,
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, redirect_stdout, suppress
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 from tempfile import TemporaryFile
 from traceback import extract_tb
@@ -191,10 +192,17 @@ def discover(group: str, guard: Guard, timeout_s: float = IMPORT_TIMEOUT_S) -> l
 
 def is_entry_point(module: str) -> bool:
     """Tell whether an installed package offers a module as a provider."""
-    return any(
-        entry.value.partition(":")[0] == module
-        for group in ("attn_zoo.variants", "attn_zoo.tasks")
-        for entry in entry_points(group=group)
+    return module in _offered_modules(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)  # a file asks for each of its classes, and all that is installed is read each time
+def _offered_modules(path: tuple[str, ...]) -> frozenset[str]:
+    """Return the modules that packages installed on a path offer."""
+    return frozenset(
+        entry.value.partition(":")[0]
+        for package in distributions(path=list(path))
+        for entry in package.entry_points
+        if entry.group in {"attn_zoo.variants", "attn_zoo.tasks"}
     )
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +182,12 @@ def _strain(subject: Subject) -> float:
         for build in subject.contexts():
             for length in subject.lengths:
                 module = subject.make(replace(build, dropout_p=0.0), seq_len=length, dtype=torch.float64)
-                for batch_size, seed in product((1, 2), range(3)):  # one sequence may cancel where two do not
+                for batch_size in (1, 2):  # one sequence may cancel where two do not
                     for inputs in subject.calls(build, length, batch_size=batch_size, dtype=torch.float64):
-                        worst = max(worst, strain(partial(_nudged, module, inputs, seed)))
+                        found = _nudged(module, inputs, 0, 0.0)
+                        worst = max(
+                            worst, *(strain(found, partial(_nudged, module, inputs, seed)) for seed in range(3))
+                        )
     return worst
 
 

@@ -19,6 +19,7 @@ from attn_zoo.attention import (
     build_attention,
     build_mixer,
 )
+from attn_zoo.attention.generators import seed_generators
 from attn_zoo.conformance.check import Finding, Violation, refused
 from attn_zoo.conformance.inputs import Inputs, padding_mask, random_like, random_tensor
 from attn_zoo.conformance.tolerance import largest
@@ -338,7 +339,7 @@ class Subject:
         build = replace(self._sized(build, seq_len), shared={})
         options = self.options if options is None else options
         with torch.random.fork_rng(devices=[] if self.device == "cpu" else None):
-            torch.manual_seed(torch_seed)
+            seed_generators(torch_seed)
             make = build_attention if self.form == "attention" else build_mixer
             module: Module = make(self.variant.name, build, **options)
             if torch.initial_seed() != torch_seed:  # the fork hides it from all other checks

@@ -34,16 +34,18 @@ def quiet_collector() -> Iterator[None]:
     """Keep the garbage collector out of the samples.
 
     Everything that exists is frozen, so that collecting by hand between samples is cheap: reference cycles in a
-    callable must not pile up tensors while the collector is off.
+    callable must not pile up tensors while the collector is off. Where most of it was frozen before, as in a worker,
+    the rest is left alone: it could not be thawed by itself, and must be freed when it is no longer used.
     """
-    was_enabled, num_frozen = gc.isenabled(), gc.get_freeze_count()
+    was_enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not is_frozen:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        if num_frozen == 0:
+        if not is_frozen:
             gc.unfreeze()
         if was_enabled:
             gc.enable()

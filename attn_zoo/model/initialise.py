@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from attn_zoo.attention.contract import AbstractAttention
+from attn_zoo.attention.generators import seed_generators
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -27,7 +28,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 def seeded(seed: int) -> Iterator[None]:
     """Build a model under its own seed, leaving the caller's random state as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        seed_generators(seed)
         yield
 
 

@@ -106,6 +106,10 @@ def _numbers(subject: _Subject) -> Found:
                 yield record.cell.id, f"its interval, {interval}, leaves out its median, {human_ms(timing.median_ms)}"
         if score is not None and not score.is_lower_better and not 0 <= score.value <= 1:
             yield record.cell.id, f"a score of {score.value:g} is no share of what was right"
+        elif score is not None and score.correct:
+            share = score.correct.count("1") / len(score.correct)
+            if not isclose(share, score.value, abs_tol=_ROUNDING):
+                yield record.cell.id, f"its score, {score.value:g}, is not that of its answers, {share:g}"
 
 
 def _medians(timing: Timing) -> Iterator[float]:

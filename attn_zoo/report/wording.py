@@ -45,6 +45,7 @@ _WORDS: tuple[tuple[str, Callable[[Any], str], Callable[[Any], str]], ...] = (
         lambda value: f"dropout{value:g}" if value else "",
     ),
     ("threads", lambda value: f"{value} thread{'s' if value != 1 else ''}", "t{}".format),
+    ("protocol_version", "timing version {}".format, "v{}".format),
 )
 """Settings in words, and in the few letters of a file name."""
 
@@ -62,18 +63,27 @@ def panel_subtitle(setting: Mapping[str, Any], environments: Mapping[str, Enviro
         machine = environment.gpu or machine if setting["device"] == "cuda" else f"{machine} ({environment.cpu})"
     if "environment" in varying:
         machine += f" [{setting['environment'] or 'unknown environment'}]"
-    names = {name for name, _, _ in _WORDS}
+    names = {name for name, _, _ in _WORDS if name != "protocol_version" or name in varying}
     if setting["num_kv_heads"] == setting["num_heads"]:
         names.remove("num_kv_heads")
     return ", ".join([machine, *_say(setting, names)])
 
 
-def panel_title(setting: Mapping[str, Any], varying: set[str]) -> str:
+def machine_words(environment: Environment | None) -> str:
+    """Return the processor or card that was timed."""
+    return "an unknown machine" if environment is None else environment.gpu or environment.cpu
+
+
+def panel_title(setting: Mapping[str, Any], environments: Mapping[str, Environment], varying: set[str]) -> str:
     """Return what is timed, with whatever else tells this panel from the others of the report."""
     title = PASS_TITLES.get(setting["pass"], setting["pass"] or "unknown pass")
     extra = _say(setting, varying)
     if "device" in varying:
         extra.append(str(setting["device"]).upper())
+    if "environment" in varying:
+        machine = machine_words(environments.get(setting["environment"]))
+        is_one = Counter(map(machine_words, environments.values()))[machine] < 2
+        extra.append(machine if is_one else f"{machine} [{setting['environment'] or 'unknown environment'}]")
     return ", ".join([title, *extra])
 
 
@@ -150,6 +160,7 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
     "throttled": ("\u2020", "of a throttled GPU", "the GPU was throttled or changed its clock"),
     "shared": ("\u2021", "of a busy machine", "something else used the machine meanwhile"),
     "alone": ("\u00b9", "of one process", "of one process"),
+    "few": ("\u00a7", "of few samples", "fewer than five samples, and the interval is no more than their range"),
 }
 """What makes a time doubtful: the mark beside the number, and what it means, of many in a few words and of one."""
 
@@ -160,7 +171,7 @@ FLAG_MARKS: Mapping[str, str] = {
     "loaded_host": "shared",
     "waiting": "shared",
 }
-"""The mark of each flag of a timing that has one. The others are about the spread, which the interval shows."""
+"""The mark of each flag of a timing that was disturbed. The others are about the spread, which the interval shows."""
 
 
 def marks_of(doubts: Iterable[str], shown: Container[str]) -> str:

@@ -20,6 +20,9 @@ from attn_zoo.statistics.medians import TAILS, Samples, Sizes, log_medians
 NOISE_FLOOR = 2e-3
 """Relative error below which a fit counts as perfect: nothing we time repeats better than that."""
 
+ROUNDING = 1e-9
+"""Of log medians: what is equal up to it is not cheaper."""
+
 Term = Literal["constant", "linear", "quadratic"]
 
 
@@ -193,6 +196,7 @@ class Crossover:
         high: upper end; None where it lies beyond the longest length.
         support: fraction of the bootstrap resamples of the same kind.
         lengths: that both have, ascending.
+        cheaper: those of them at which x is below in 97.5 % of the resamples.
     """
 
     kind: Literal["crosses", "always_faster", "never_in_range"]
@@ -201,6 +205,7 @@ class Crossover:
     high: float | None
     support: float
     lengths: tuple[int, ...]
+    cheaper: tuple[int, ...] = ()
 
 
 def _last_crossings(log_lengths: NDArray[np.float64], gaps: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -210,7 +215,7 @@ def _last_crossings(log_lengths: NDArray[np.float64], gaps: NDArray[np.float64])
         log_lengths: ascending.
         gaps: `[lengths, resamples]`.
     """
-    gaps = np.where(np.abs(gaps) < 1e-9, 0.0, gaps)  # equal up to rounding is not cheaper
+    gaps = np.where(np.abs(gaps) < ROUNDING, 0.0, gaps)
     last, every = len(gaps) - 1, np.arange(gaps.shape[1])
     left = last - np.argmax(gaps[::-1] >= 0, axis=0)
     right = np.minimum(left + 1, last)
@@ -254,7 +259,8 @@ def crossover(
     _, logs_baseline, resampled_baseline = log_medians(baseline, seed + 1, sizes_baseline)
     log_lengths = np.log(common)
     point = float(_last_crossings(log_lengths, (logs_x - logs_baseline)[:, None])[0])
-    drawn = _last_crossings(log_lengths, resampled_x - resampled_baseline)
+    gaps = resampled_x - resampled_baseline
+    drawn = _last_crossings(log_lengths, gaps)
     # method="lower": interpolating between a finite crossing and an infinite one has no meaning.
     low, high = np.quantile(drawn, TAILS, method="lower")
     is_crossing = bool(np.isfinite(point))
@@ -266,4 +272,5 @@ def crossover(
         high=float(np.exp(high)) if np.isfinite(high) else None,
         support=float(same.mean()),
         lengths=tuple(common),
+        cheaper=tuple(n for n, share in zip(common, (gaps < -ROUNDING).mean(axis=1), strict=True) if share >= TAILS[1]),
     )

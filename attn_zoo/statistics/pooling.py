@@ -16,8 +16,8 @@ def pool_records(records: Sequence[Record]) -> Record:
     """Return the first record with the samples of all, and an interval that covers what differs between processes.
 
     Samples of two records are of two processes. Of counts and bytes the most is taken; durations and phases are sums;
-    flags and kernels are those of any, and `kernels_differ` is added where not all ran the same. All else is of the
-    first.
+    flags, kernels and bundles are those of any, and `kernels_differ` is added where not all ran the same. All else is
+    of the first.
 
     Args:
         records: of one machine, all ok, in the order of their processes; where one is untimed, the first comes back.
@@ -44,11 +44,13 @@ def pool_records(records: Sequence[Record]) -> Record:
         flags=tuple(flags),
         **(time_summary(samples, sizes) if samples else {}),
     )
+    bundles = [record.bundle for record in records]
     memories = [record.memory for record in records if record.memory is not None]
     phases = dict.fromkeys(name for record in records for name in record.phases)
     return replace(
         _with_most(records),
         timing=timing,
+        bundle=" ".join(dict.fromkeys(bundles)) if all(bundles) else "",
         memory=_with_most(memories) if memories else None,
         kernels=tuple(dict.fromkeys(path for record in records for path in record.kernels)),
         duration_s=round(sum(record.duration_s for record in records), 4),

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_zoo.attention.generators import seed_generators
+
 Stream = Literal["init", "data", "dropout", "evaluation", "buckets", "pretrain", "hidden", "rank"]
 
 
@@ -32,10 +34,7 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of python, numpy and torch (all devices): a variant may use any of them."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the old global state is exactly what has to be fixed
-    # What torch.manual_seed does for these devices, without the rest of it: every update comes by here.
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
+    seed_generators(seed)
 
 
 @functools.lru_cache(maxsize=2)  # every batch of an epoch asks for it

@@ -7,13 +7,22 @@ import weakref
 
 import pytest
 
-from attn_zoo.measure.timing import MIN_WARMUP_CALLS, Sampling, sample_in_turns
+from attn_zoo.measure.timing import MIN_WARMUP_CALLS, Sampling, quiet_collector, sample_in_turns
 from tests.measure.fake_clock import FakeCall, FakeClock
 
 
 @pytest.fixture
 def clock():
     return FakeClock()
+
+
+@pytest.fixture(params=[False, True])
+def frozen_before(request):
+    """Whether what the process has loaded is frozen, as in a worker."""
+    was_frozen = gc.get_freeze_count() > 0
+    (gc.freeze if request.param else gc.unfreeze)()
+    yield request.param
+    (gc.freeze if was_frozen else gc.unfreeze)()
 
 
 def test_a_constant_cost_is_measured_exactly(clock):
@@ -137,7 +146,7 @@ def test_setup_runs_before_every_call_and_is_not_timed(clock, cost_ms):
     assert order == ["setup", "call"] * call.num_calls
 
 
-def test_the_collector_rests_during_samples_and_cycles_do_not_pile_up(clock):
+def test_the_collector_rests_during_samples_and_cycles_do_not_pile_up(clock, frozen_before):
     class Big:
         me: Big
 
@@ -158,8 +167,23 @@ def test_the_collector_rests_during_samples_and_cycles_do_not_pile_up(clock):
     timing = Sampling(call, stopwatch=clock.stopwatch()).run()
     assert gc.isenabled()
     assert gc.get_freeze_count() == num_frozen
+    assert (num_frozen > 0) == frozen_before
     assert not any(enabled[timing.num_warmup :])
     assert most <= timing.num_warmup + 2
+
+
+def test_what_is_timed_is_freed_when_it_is_no_longer_used(frozen_before):
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    cycle = Cycle()
+    freed = weakref.ref(cycle)
+    with quiet_collector():
+        assert gc.get_freeze_count() > 0
+    del cycle
+    gc.collect()
+    assert freed() is None
 
 
 def test_the_collector_is_on_again_after_an_error(clock):

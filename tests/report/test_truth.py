@@ -1,5 +1,6 @@
 """A report says nothing that its records contradict: unfinished, launch-bound, short, level, doubtful ones."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -406,7 +407,7 @@ def test_a_control_is_never_the_one_to_choose(tmp_path):
     records = [scaling(name, n, cost * n) for name, cost in costs.items() for n in LENGTHS[:4]]
     analysis = analyse([write_run(tmp_path / "run", records, claims=claims)])
     assert f"the fastest is linformer at 512 to 4k tokens; at 4k 2{TIMES} " in headline(analysis)
-    assert headline(analysis).endswith(" as fast as exact attention; not judged, as a control: pooling.")
+    assert headline(analysis).endswith(" as fast as exact attention; not judged: pooling (a control).")
     front = front_table(analysis)
     assert front is not None
     assert front.texts()[0][1:5] == ["linformer"] * 4
@@ -415,3 +416,57 @@ def test_a_control_is_never_the_one_to_choose(tmp_path):
     assert grown.startswith("Time grows, linear: full, linformer, pooling")
     assert cheaper == "Cheaper than full: linformer from 512 or less, pooling from 512 or less."
     assert {one.labels for one in analysis.panels[0].winners} == {("linformer",)}
+
+
+def test_what_is_cheaper_at_short_lengths_only_is_not_called_cheaper_nowhere(tmp_path):
+    records = [scaling("full", n, 1 + 1e-6 * n**2) for n in LENGTHS[:5]]
+    records += [scaling("linformer", n, 0.3 + 1e-9 * n**3) for n in LENGTHS[:5]]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    assert "the fastest is linformer up to 1k tokens, full from 2k" in headline(analysis)
+    assert "Cheaper than full: linformer at 512, 1k only." in findings(analysis)
+
+
+def test_level_with_exact_attention_is_not_so_many_times_as_fast(tmp_path):
+    records = [scaling(name, n, n * 1e-3, spread=0) for name in ("full", "linformer") for n in LENGTHS[:3]]
+    text = headline(analyse([write_run(tmp_path / "run", records)]))
+    assert text.endswith("the fastest is full or linformer (level) at 512 to 2k tokens.")
+
+
+def test_whoever_is_not_judged_was_measured_all_the_same(tmp_path):
+    records = [scaling("full", n) for n in LENGTHS[:3]]
+    records += [replace(scaling("linformer", n, 1e-3), is_simulated=True) for n in LENGTHS[:3]]
+    text = headline(analyse([write_run(tmp_path / "run", records)]))
+    assert text.endswith("full has no rival, at 512 to 2k tokens; not judged: linformer (dense scores underneath).")
+    apart = [scaling("full", 512), scaling("linformer", 1024)]
+    text = headline(analyse([write_run(tmp_path / "apart", apart)]))
+    assert text.endswith("no two were measured at one length.")
+
+
+def test_the_score_of_one_seed_is_said_to_be_one(tmp_path):
+    records = [accuracy("full", seed, 0.4) for seed in range(3)] + [accuracy("linformer", 1, 0.7)]
+    text = headline(analyse([write_run(tmp_path / "run", records)]))
+    assert text == "Accuracy on listops (short): linformer 70.0 % (one seed), full 40.0 %."
+
+
+def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):
+    """At the shortest length the time of the device is known, at the longest that of a call that waits for nothing."""
+    records = [on_gpu("full", n, 1.2e-8 * n**2, graph=n == LENGTHS[0], host_ms=0.3) for n in LENGTHS]
+    records += [on_gpu("linformer", n, 1e-6 * n) for n in LENGTHS]
+    time = make_pictures(analyse([write_run(tmp_path / "run", records)]))[0]
+    assert re.search(r"full: 3\.15 µs at 512 \(the GPU alone\), 5[\d.]+ ms at 64k, exponent", time.alt)
+    assert re.search(r"linformer: [67]\d\d µs at 512 \(waits for the host\), ", time.alt)
+
+
+def test_an_interval_of_two_samples_is_marked(tmp_path):
+    """It covers the median in one case of two; of several processes that take two each, in the promised ones."""
+    short, long = (
+        flagged(scaling("full", n, spread=0.1), *flags) for n, flags in ((512, ()), (1024, ("few_samples",)))
+    )
+    assert long.timing is not None
+    two = replace(long.timing, samples_ms=long.timing.samples_ms[:2])
+    (panel,) = analyse([write_run(tmp_path / "one", [short, replace(long, timing=two)])]).panels
+    assert [text.endswith(" §") for text in length_table(panel, "time").texts()[0][1:]] == [False, True]
+    assert "§ fewer than five samples, and the interval is no more than their range" in length_table(panel, "time").note
+    three = replace(two, samples_ms=long.timing.samples_ms[:6], process_sizes=(2, 2, 2))
+    (panel,) = analyse([write_run(tmp_path / "three", [short, replace(long, timing=three)])]).panels
+    assert "§" not in length_table(panel, "time").texts()[0][2]

@@ -33,3 +33,12 @@ def test_kernels_that_differ_are_said():
     one = pool_records(records)
     assert one.timing is not None
     assert (one.kernels, one.timing.flags) == (("a", "b"), ("kernels_differ",))
+
+
+def test_records_of_several_bundles_are_pairs_of_none_of_them():
+    """Rounds of one bundle say nothing of those of another, though both variants have as many of them."""
+    here, there, elsewhere = (replace(scaling("full", 512), bundle=name) for name in ("a", "b", "c"))
+    assert pool_records([here, here]).bundle == "a"
+    assert pool_records([here, there]).bundle != pool_records([here, elsewhere]).bundle
+    assert pool_records([here, there]).bundle not in {"a", "b"}
+    assert not pool_records([replace(here, bundle=""), here]).bundle

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext, build_mixer
+from attn_zoo.attention.generators import seed_generators
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import Subject, call, call_reference, count_forward
@@ -397,7 +398,7 @@ def _seen_with_carry(subject: Subject, build: BuildContext, length: int, own: Te
     for index in range(length):
         context = replace(build.at_layer(index), shared=shared)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(index)
+            seed_generators(index)
             layer = build_mixer(subject.variant.name, context, **subject.options).to(hidden.dtype).eval()
         mixed = layer.mix(hidden, carry=carry)
         hidden, carry = hidden + mixed.hidden, mixed.carry

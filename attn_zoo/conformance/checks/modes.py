@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from attn_zoo.attention import BuildContext
+from attn_zoo.attention.generators import seed_generators
 from attn_zoo.conformance.check import Finding, Violation, check, passed
 from attn_zoo.conformance.checks.randomness import seeded_call
 from attn_zoo.conformance.inputs import Inputs
@@ -46,7 +47,7 @@ def _expect_one_output(module: Module, inputs: Inputs) -> None:
     tolerance = 2 * rounding(expected.output, inputs.num_terms)
     for is_training in (False, True):
         module.train(is_training)
-        torch.manual_seed(0)
+        seed_generators(0)
         words = f"{inputs.words()}: {'training' if is_training else 'evaluation'} without a graph, evaluation with one"
         output = infer(module, inputs)
         if largest_error(output, expected.output) > tolerance < largest_error(seeded_call(module, inputs, 1), output):
@@ -59,7 +60,7 @@ def _expect_one_output(module: Module, inputs: Inputs) -> None:
 
 
 def _seeded(module: Module, inputs: Inputs) -> Gradients:
-    torch.manual_seed(0)
+    seed_generators(0)
     return gradients(module, inputs)
 
 
@@ -91,9 +92,9 @@ def _expect_like_widest(subject: Subject, build: BuildContext, module: Module, i
         return  # the gate has compared this dtype with the reference
     wide = subject.make(build, seq_len=inputs.query_len, dtype=getattr(torch, widest)).eval()
     wide.load_state_dict(module.state_dict())
-    torch.manual_seed(0)
+    seed_generators(0)
     expected = infer(wide, inputs.map(lambda tensor: tensor.to(getattr(torch, widest))))
-    torch.manual_seed(0)
+    seed_generators(0)
     output = infer(module, inputs)
     # Each value passes through a few roundings of the working dtype, which softmax turns into relative errors.
     growth = 32.0 if is_half(dtype) else 64.0 + 64.0 * inputs.num_terms**0.5

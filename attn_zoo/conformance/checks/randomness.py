@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from attn_zoo.attention.generators import seed_generators
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.checks.backward import wrong_slope
 from attn_zoo.conformance.inputs import Inputs
@@ -28,7 +29,7 @@ FEWEST = 256
 def seeded_call(module: Module, inputs: Inputs, seed: int) -> Tensor:
     """Return the output without a graph; what is drawn depends on `seed` alone."""
     with torch.random.fork_rng(devices=None if inputs.tensors[0].is_cuda else []):
-        torch.manual_seed(seed)
+        seed_generators(seed)
         return infer(module, inputs)
 
 
@@ -129,7 +130,7 @@ def _expect_same_mask_in_backward(module: Module, inputs: Inputs, words: str) ->
 
     def same_draw(module: Module, given: Inputs) -> tuple[Tensor, ...]:
         with torch.random.fork_rng(devices=None if given.tensors[0].is_cuda else []):
-            torch.manual_seed(1)
+            seed_generators(1)
             return results(module, given)
 
     def slopes_off() -> object:

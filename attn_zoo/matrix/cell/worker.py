@@ -6,6 +6,7 @@ first: whatever a variant prints or reads goes to the cell's log and to nowhere.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -34,6 +35,8 @@ def main() -> None:
     orders, answers = _private_streams()
     be_patient()
     # Before "ready", so that no cell pays for it: torch, and what is registered in this package and installed ones.
+    # All of it stays to the end: looking through it for garbage takes a quarter of a start, and then of every cell.
+    gc.disable()
     from attn_zoo.conformance.verdicts import known, learn
     from attn_zoo.matrix.cell.run_order import answer
     from attn_zoo.matrix.plan.work_order import WorkOrder
@@ -41,6 +44,8 @@ def main() -> None:
     from attn_zoo.registry import variants
 
     list(variants)
+    gc.freeze()
+    gc.enable()
     print(json.dumps({"event": "ready"}), file=answers, flush=True)
     for line in orders:
         order = WorkOrder.from_dict(json.loads(line), "order")

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
+from attn_zoo.attention.generators import seed_generators
 from attn_zoo.conformance import FirstCall, check_output, gate
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.probes import probe, probe_dropout
@@ -250,7 +251,7 @@ def _pass_of(cell: Cell) -> CallPass:
 def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> CallWorkload:
     """Build one call of the variant; arguments as in `TimedKind.workload`."""
     dtype: torch.dtype = getattr(torch, cell.dtype)
-    torch.manual_seed(cell.seed)
+    seed_generators(cell.seed)
     module, build = make_module(cell)
     module = module.to(device=cell.device, dtype=dtype)
     has_graph = PASSES[_pass_of(cell)].has_graph

@@ -119,10 +119,15 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
     ]
     observations = tuple(one for one in every if one.record.status != NOT_RUN)
     warnings = [warning for run in runs for warning in run.warnings]
-    ended = [record.cell.key for run in runs for record in run.records]
-    repeated = len(ended) - len(set(ended))
-    if repeated:
-        warnings.append(f"{repeated} cells occur in more than one folder; their samples are pooled")
+    places: dict[tuple[bool, str, str], set[int]] = {}
+    for (run, _), one in zip(pairs, every, strict=True):
+        if one.record.status != NOT_RUN:  # times of two machines are apart, a score is that of any
+            cell = one.is_training, one.cell.key, "" if one.is_training else one.environment
+            places.setdefault(cell, set()).add(id(run))
+    for is_training, becomes in ((False, "their samples are pooled"), (True, "of these trainings the last counts")):
+        repeated = sum(len(where) > 1 for (kind, *_), where in places.items() if kind is is_training)
+        if repeated:
+            warnings.append(f"{repeated} cells occur in more than one folder; {becomes}")
     left = tuple(one for one in every if one.record.status == NOT_RUN)
     return Results(observations=observations, left=left, runs=runs, warnings=tuple(warnings))
 

@@ -175,7 +175,7 @@ def _panel(
         if setting["is_causal"] and each.points and each.claim is not None and each.claim.routing_sees_future
     ]
     return Panel(
-        title=panel_title(setting, varying),
+        title=panel_title(setting, results.environments, varying),
         subtitle="; ".join([panel_subtitle(setting, results.environments, varying), *caveats]),
         caveats=tuple(caveats),
         name=name,

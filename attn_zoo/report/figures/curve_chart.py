@@ -246,11 +246,18 @@ def _has_ends(curves: Sequence[Curve]) -> bool:
 
 def _alt(curve: Curve, chart: Chart) -> str:
     """Return a curve in words: its ends, and what the figure says of it."""
-    (first, start), (last, end) = curve.best[0], curve.best[-1]
-    words = f"{curve.label}: {chart.show(start)} at {human_length(first)}"
-    if last != first:
-        words += f", {chart.show(end)} at {human_length(last)}"
-    return words + chart.said(curve)
+    said = [
+        f"{chart.show(value)} at {human_length(length)}{_whose(mark)}"
+        for mark, (length, value) in zip(curve.marks, curve.best, strict=True)
+    ]
+    return f"{curve.label}: {', '.join(dict.fromkeys([said[0], said[-1]]))}{chart.said(curve)}"
+
+
+def _whose(mark: Mark) -> str:
+    """Return whose value it is where a call takes longer than the mechanism."""
+    if mark.call is None:
+        return ""
+    return " (waits for the host)" if mark.own is None else " (the GPU alone)"
 
 
 def _end_label(curve: Curve, details: Sequence[str]) -> EndLabel:

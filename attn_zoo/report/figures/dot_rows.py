@@ -70,7 +70,9 @@ def draw_rows(axes: Axes, rows: Sequence[DotRow], possible: tuple[float, float])
         annotate(axes, plain(row.name, _NAME_LETTERS), (0, place), (-10, 0), is_share=True, ha="right", **name)
         annotate(axes, row.words, (1, place), (8, 0), is_share=True, fontsize=_WORDS_SIZE, color=INK)
         for value in row.singles:
-            axes.plot([value], [place + 0.24], marker=row.look.marker, ms=4.5, color=colour, alpha=0.55, mew=0)
+            axes.plot(
+                [value], [place + 0.24], marker=row.look.marker, ms=4.5, color=colour, alpha=0.55, mew=0, clip_on=False
+            )
         if row.value is None:
             continue
         if row.ends is not None:

@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.winners import Winner, times_faster
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.time_tables import weights_words
 from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, ratio, some
-from attn_zoo.report.wording import MARKS, outcome
+from attn_zoo.report.wording import MARKS, machine_words, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -39,7 +39,9 @@ def headline(analysis: Analysis) -> str:
     """Return the answer in one sentence: which variant is the fastest at which lengths, or scores best."""
     panel = lead_panel(analysis.panels)
     if panel is not None:
-        return f"{capital(panel.title)} on {_machine(analysis, panel)}: {_winners(panel)}."
+        machine = machine_words(analysis.results.environments.get(panel.points[0].record.environment))
+        where = "" if machine in panel.title else f" on {machine}"
+        return f"{capital(panel.title)}{where}: {_winners(panel)}."
     best = [text for each in analysis.overviews if (text := _mean_line(each))]
     best += [text for group in analysis.accuracy if (text := _score_line(group))]
     if best:
@@ -54,22 +56,22 @@ def _mean_line(overview: Overview) -> str:
     return f"{overview.metric.title}, mean over {len(overview.common)} tasks: {said}{beside}." if said else ""
 
 
-def _machine(analysis: Analysis, panel: Panel) -> str:
-    environment = analysis.results.environments.get(panel.points[0].record.environment)
-    return "an unknown machine" if environment is None else environment.gpu or environment.cpu
-
-
 def _winners(panel: Panel) -> str:
     """Return who is the fastest from which length to which, and by how much at the longest."""
     every = panel.winners
     judged = [one for one in every if one.num_rivals > 1]
-    controls = [series.label for series in panel.series if series.is_control and series.points]
-    beside = f"; not judged, as a control: {some(controls)}" if controls else ""
+    unjudged = [
+        f"{series.label} ({'dense scores underneath' if series.is_simulated else 'a control'})"
+        for series in panel.series
+        if series.points and not series.is_judged
+    ]
+    beside = f"; not judged: {some(unjudged)}" if unjudged else ""
     if not judged:
         lengths, labels = [human_length(one.seq_len) for one in every], {one.labels[0] for one in every}
         if len(labels) != 1:
             return ("no two were measured at one length" if labels else "nothing to compare") + beside
-        return f"{every[0].labels[0]} alone was measured, at {_span(lengths)} tokens{beside}"
+        alone = "has no rival" if unjudged else "alone was measured"
+        return f"{every[0].labels[0]} {alone}, at {_span(lengths)} tokens{beside}"
     runs = [(labels, list(own)) for labels, own in groupby(judged, key=lambda one: frozenset(one.labels))]
     last = human_length(judged[-1].seq_len)
     if len(runs) == 1:
@@ -111,7 +113,8 @@ def _by_how_much(panel: Panel, winner: Winner) -> str:
     length = winner.seq_len
     points = {series.label: point for series in panel.series for point in series.points if point.seq_len == length}
     exact, best = panel.exact.get(length), points[winner.labels[0]]
-    if exact is None or exact.record.cell.key == best.record.cell.key:
+    level = {one.label for one in panel.series if one.is_exact} & set(winner.labels)
+    if exact is None or level:
         return ""
     factor = times_faster(exact, best)
     interval = f"[{ratio(factor.low)}, {ratio(factor.high)}]"
@@ -198,7 +201,11 @@ def _weights_line(panel: Panel) -> str:
 
 
 def _score_line(group: AccuracyGroup) -> str:
-    means = [f"{name} {group.metric.show(mean)}" for name, mean in group.means.items()]
+    means = [
+        f"{score.name} {group.metric.show(score.mean)}{' (one seed)' if len(score.values) == 1 else ''}"
+        for score in group.ranked
+        if score.mean is not None
+    ]
     said = [some(means)]
     for verdict, words in _FLOORS.items():
         names = [score.name for score in group.ranked if score.standing and score.standing.verdict == verdict]

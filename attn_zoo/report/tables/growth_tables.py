@@ -15,7 +15,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.units import human_length
+from attn_zoo.report.units import human_length, some
 from attn_zoo.report.wording import doubt_words
 
 
@@ -114,8 +114,10 @@ def crossing_text(crossing: Crossing, waits: str = "calls wait for the host") ->
     host = f" ({waits})" if crossing.waiting else ""
     if crossing.is_settled and result.length is not None:
         return f"from {round_length(result.length)}{host}"
+    if crossing.is_settled and result.kind == "always_faster":
+        return f"from {first} or less"
     if crossing.is_settled:
-        return f"from {first} or less" if result.kind == "always_faster" else f"none up to {last}"
+        return f"at {some(map(human_length, result.cheaper))} only" if result.cheaper else f"none up to {last}"
     if result.high is not None:
         return f"from {round_length(result.high)} or less{host}"
     return "not settled" if result.low is None else f"not below {round_length(result.low)}, then not settled"

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.errors import ConfigError
+from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.observations import read_results
 from attn_zoo.report.export import load_runs
+from attn_zoo.report.pages.findings import headline
 from attn_zoo.statistics import time_summary
 from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 
@@ -140,7 +142,31 @@ def test_the_same_folder_twice_counts_once(run_dir):
 
 def test_the_same_cells_in_two_folders_are_pooled_with_a_warning(tmp_path):
     runs = [write_run(tmp_path / name, [scaling("full", 512)]) for name in "ab"]
-    assert "samples are pooled" in read_results(runs).warnings[0]
+    assert read_results(runs).warnings == ("1 cells occur in more than one folder; their samples are pooled",)
+
+
+def test_times_of_two_machines_are_not_pooled_and_of_a_training_the_last_counts(tmp_path):
+    other = replace(MACHINE, host="999999999999", cpu="Other CPU")
+    here = [scaling("full", 512, 1.0), accuracy("full", 0, 0.4)]
+    there = [replace(record, environment=other.digest) for record in (scaling("full", 512, 3.0), here[1])]
+    runs = [write_run(tmp_path / "a", here), write_run(tmp_path / "b", there, environment=other)]
+    found = analyse(runs)
+    assert found.results.warnings == ("1 cells occur in more than one folder; of these trainings the last counts",)
+    assert {round(panel.points[0].median_ms) for panel in found.panels} == {1, 3}
+    assert {panel.title for panel in found.panels} == {"forward, Example CPU @ 2.0 GHz", "forward, Other CPU"}
+    assert headline(found).startswith("Forward, Example CPU @ 2.0 GHz: full alone was measured")
+    same = replace(MACHINE, memory_bytes=2**34)
+    again = [write_run(tmp_path / "c", [replace(scaling("full", 512), environment=same.digest)], environment=same)]
+    titles = [panel.title for panel in analyse([*runs[:1], *again]).panels]
+    assert len(set(titles)) == 2
+    assert all(title.startswith("forward, Example CPU @ 2.0 GHz [") for title in titles)
+
+
+def test_times_by_two_protocols_are_told_apart(tmp_path):
+    records = [scaling("full", 512, protocol_version=version) for version in (3, 4)]
+    panels = analyse([write_run(tmp_path / "run", records)]).panels
+    assert [panel.title for panel in panels] == ["forward, timing version 3", "forward, timing version 4"]
+    assert len({panel.name for panel in panels}) == 2
 
 
 def test_a_summary_is_made_anew_only_where_it_is_not_the_one_of_today(tmp_path, monkeypatch):
