@@ -134,7 +134,8 @@ def test_packing_runs_in_one_graph():
 @pytest.mark.usefixtures("kernel")
 def test_compiled_calls_with_padding_are_packed_and_others_are_not():
     def call(mask, is_causal=False):
-        return backends.ExactCall(*draw(12, 12), is_causal, mask, None, 0.0, score_bias)
+        query, key, value = draw(12, 12)
+        return backends.ExactCall(query, key, value, is_causal, mask, None, 0.0, score_bias)
 
     mask = padding("right", 12)
     assert backends.select_while_compiling("auto", call(mask)) == ("varlen", None)
