@@ -160,6 +160,7 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
     "throttled": ("\u2020", "of a throttled GPU", "the GPU was throttled or changed its clock"),
     "shared": ("\u2021", "of a busy machine", "something else used the machine meanwhile"),
     "alone": ("\u00b9", "of one process", "of one process"),
+    "few": ("\u00a7", "of few samples", "fewer than five samples, and the interval is no more than their range"),
 }
 """What makes a time doubtful: the mark beside the number, and what it means, of many in a few words and of one."""
 
@@ -170,7 +171,7 @@ FLAG_MARKS: Mapping[str, str] = {
     "loaded_host": "shared",
     "waiting": "shared",
 }
-"""The mark of each flag of a timing that has one. The others are about the spread, which the interval shows."""
+"""The mark of each flag of a timing that was disturbed. The others are about the spread, which the interval shows."""
 
 
 def marks_of(doubts: Iterable[str], shown: Container[str]) -> str:

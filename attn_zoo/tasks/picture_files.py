@@ -210,5 +210,7 @@ def read_npz(path: Path, side: int) -> Published:
         got = f"{pixels.dtype} {list(pixels.shape)}"
         raise ConfigError(str(path), [("x", f"expected uint8 [N, {side}, {side}]; got {got}")])
     if labels.shape != pixels.shape[:1] or not np.isin(labels, (0, 1)).all():
-        raise ConfigError(str(path), [("y", f"expected {len(pixels)} labels 0 or 1; got {list(labels.shape)}")])
+        is_list = labels.shape == pixels.shape[:1]
+        got = f"also {labels[~np.isin(labels, (0, 1))][0]}" if is_list else f"shape {list(labels.shape)}"
+        raise ConfigError(str(path), [("y", f"expected {len(pixels)} labels 0 or 1; got {got}")])
     return Published(pixels.reshape(len(pixels), side * side), labels.astype(np.uint8))

@@ -455,3 +455,18 @@ def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):
     time = make_pictures(analyse([write_run(tmp_path / "run", records)]))[0]
     assert re.search(r"full: 3\.15 µs at 512 \(the GPU alone\), 5[\d.]+ ms at 64k, exponent", time.alt)
     assert re.search(r"linformer: [67]\d\d µs at 512 \(waits for the host\), ", time.alt)
+
+
+def test_an_interval_of_two_samples_is_marked(tmp_path):
+    """It covers the median in one case of two; of several processes that take two each, in the promised ones."""
+    short, long = (
+        flagged(scaling("full", n, spread=0.1), *flags) for n, flags in ((512, ()), (1024, ("few_samples",)))
+    )
+    assert long.timing is not None
+    two = replace(long.timing, samples_ms=long.timing.samples_ms[:2])
+    (panel,) = analyse([write_run(tmp_path / "one", [short, replace(long, timing=two)])]).panels
+    assert [text.endswith(" §") for text in length_table(panel, "time").texts()[0][1:]] == [False, True]
+    assert "§ fewer than five samples, and the interval is no more than their range" in length_table(panel, "time").note
+    three = replace(two, samples_ms=long.timing.samples_ms[:6], process_sizes=(2, 2, 2))
+    (panel,) = analyse([write_run(tmp_path / "three", [short, replace(long, timing=three)])]).panels
+    assert "§" not in length_table(panel, "time").texts()[0][2]

@@ -157,8 +157,8 @@ def test_arrays_are_read(tmp_path, pictures):
         ({"x": np.zeros((2, 32, 32), np.uint8)}, "expected arrays x and y; y missing"),
         ({"x": np.zeros((2, 32, 31), np.uint8), "y": np.zeros(2)}, r"x: expected uint8 \[N, 32, 32\]; got uint8"),
         ({"x": np.zeros((2, 32, 32)), "y": np.zeros(2)}, "got float64"),
-        ({"x": np.zeros((2, 32, 32), np.uint8), "y": np.zeros(3)}, "y: expected 2 labels 0 or 1"),
-        ({"x": np.zeros((2, 32, 32), np.uint8), "y": np.array([0, 2])}, "y: expected 2 labels 0 or 1"),
+        ({"x": np.zeros((2, 32, 32), np.uint8), "y": np.zeros(3)}, "y: expected 2 labels 0 or 1; got shape"),
+        ({"x": np.zeros((2, 32, 32), np.uint8), "y": np.array([0, 2])}, "y: expected 2 labels 0 or 1; got also 2"),
         ({"x": np.array([None, {}], object), "y": np.zeros(2)}, "cannot be read as arrays of NumPy"),
     ],
 )

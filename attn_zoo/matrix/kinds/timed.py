@@ -66,15 +66,8 @@ class TimedGroup(Group):
         return len(self.variants) * math.prod(map(len, self.axes().values())) * len(self.seq_len)
 
 
-_CALLS = 16
-"""That a cell makes at its own length where they take all its time: gate, memory, warm-up, fewest samples."""
-
-
 class _TimedForecast(Forecast):
-    """From a shorter length of the same curve, grown by the claimed exponent; otherwise the estimate of the plan.
-
-    Of a short length most is start, gate and budget, which do not grow: what grows is so many calls at most.
-    """
+    """From a shorter length of the same curve, grown by the claimed exponent; otherwise the estimate of the plan."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Record] = {}
@@ -87,10 +80,7 @@ class _TimedForecast(Forecast):
         if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
             exponent = max(variants[cell.variant].complexity_of(config_of(cell)).time_exponent, 1.0)
             growth: float = (cell.seq_len / known.cell.seq_len) ** exponent
-            grown_s = known.duration_s * growth
-            if known.timing is None:
-                return grown_s
-            return min(grown_s, known.duration_s + _CALLS * (growth - 1.0) * known.timing.median_ms * 1e-3)
+            return known.duration_s * growth
         return (item.estimate_s or 0.0) / item.separate_repeats
 
 

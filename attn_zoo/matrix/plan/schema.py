@@ -126,8 +126,8 @@ def parse_matrix(data: Mapping[str, Any], source: str, *, allow_cells: int = MAX
         problems += sentences(error, _MATRIX)
     problems += _name_problems(resolved)
     told = {path for path, _ in problems}
-    for kind in KINDS:
-        problems += [item for item in plain_problems(data.get(kind.name), kind.name) if item[0] not in told]
+    for key in ("defaults", *(kind.name for kind in KINDS)):
+        problems += [item for item in plain_problems(data.get(key), key) if item[0] not in told]
     if matrix is not None:
         problems += _whole_problems(matrix, allow_cells)
     if problems or matrix is None:

@@ -100,7 +100,8 @@ class Point:
         found = {FLAG_MARKS[flag] for flag in self.timing.flags if flag in FLAG_MARKS}
         found |= {"host"} if self.is_waiting else set()
         found |= {"shared"} if self.record.num_jobs > 1 else set()
-        found |= {"alone"} if self.num_processes == 1 else set()
+        if self.num_processes == 1:  # of several, Student's t knows how few there are
+            found |= {"alone", "few"} if "few_samples" in self.timing.flags else {"alone"}
         return tuple(mark for mark in MARKS if mark in found)
 
 

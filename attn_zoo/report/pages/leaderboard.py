@@ -303,7 +303,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         title="Accuracy over the best floor",
         note=clean(
             "Mean over seeds on test with its 95 % interval, and by how much it beats the best of chance and what "
-            "trivial models score. Bold: the best that beats its floor, and all whose intervals reach it. "
+            "trivial models score. Bold: of what beats its floor the best, and all whose intervals reach that. "
             + " ".join(f"{capital(group.title)}: {_setting(group)}." for group in groups)
         ),
         headings=("variant", *(clean(group.title) for group in groups)),

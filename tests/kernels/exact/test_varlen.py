@@ -10,7 +10,7 @@ import torch
 from attn_zoo.attention.masks import score_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.exact import varlen
+from attn_zoo.kernels.exact import backends, varlen
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.trace import recording
 
@@ -129,6 +129,19 @@ def test_packing_runs_in_one_graph():
         compiled(query, key, value, padding("scattered", 6)).sum().backward()
     torch.compiler.reset()
     assert seen[0] == ((B * 6, H, D), (B * 6, H, D), (B + 1,), D**-0.5), "no shape depends on the mask"
+
+
+@pytest.mark.usefixtures("kernel")
+def test_compiled_calls_with_padding_are_packed_and_others_are_not():
+    def call(mask, is_causal=False):
+        query, key, value = draw(12, 12)
+        return backends.ExactCall(query, key, value, is_causal, mask, None, 0.0, score_bias)
+
+    mask = padding("right", 12)
+    assert backends.select_while_compiling("auto", call(mask)) == ("varlen", None)
+    assert backends.select_while_compiling("auto", call(None)) == ("flash", None)
+    assert backends.select_while_compiling("auto", call(mask, is_causal=True)) == ("flash", None)
+    assert backends.select("auto", call(mask)) == ("flash", None), "a dozen launches would take longer than it saves"
 
 
 def test_on_a_cpu_it_is_refused_with_torchs_reason():

@@ -77,6 +77,12 @@ dtypes = ["fp32"]
         ("batch_size = 2", "batch_size = 2.0", "defaults.batch_size[0]: expected an integer; got 2.0"),
         ("batch_size = 2", "batch_size = true", "defaults.batch_size[0]: expected an integer; got True"),
         ("batch_size = 2", "timeout_s = nan", "defaults.timeout_s: "),
+        ("batch_size = 2", "overrides = {eps = inf}", "defaults.overrides.eps: expected a finite number; got inf"),
+        (
+            "batch_size = 2",
+            f"overrides = {{warmup_steps = {2**63}}}",
+            "defaults.overrides.warmup_steps: expected an integ",
+        ),
         ("batch_size = 2", "timeout_s = -1", "defaults.timeout_s: expected more than 0; got -1"),
         ("batch_size = 2", "dropout_p = 1.0", "defaults.dropout_p[0]: expected less than 1; got 1.0"),
         ("batch_size = 2", "variants = ['full']", "defaults.variants: unknown key"),
