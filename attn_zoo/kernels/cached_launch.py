@@ -23,6 +23,9 @@ MAX_KINDS = 1024  # of calls that are remembered; a loop over ever new lengths m
 class CachedLaunch:
     """A kernel with its grid and everything it takes but tensors. The first call compiles it, later ones only launch.
 
+    They call what Triton itself calls when it has bound the arguments, without the hooks of its own profiler, which
+    take longer than the launch.
+
     Args:
         kernel: under `triton.jit`.
         grid: of one to three dimensions.
@@ -45,11 +48,26 @@ class CachedLaunch:
             tensors: in the kernel's order, of the kind that the first call was given.
         """
         if self._run is not None:
-            self._run(*self._in_order(tensors + self._fixed))
+            first = tensors[0]
+            assert first is not None
+            self._run(first.get_device(), *self._in_order(tensors + self._fixed))
             return
         compiled = self._kernel[self._grid](**dict(zip(self._tensor_names, tensors, strict=True)), **self._rest)
         if compiled is not None:  # the interpreter compiles nothing
-            self._run = compiled[(*self._grid, 1, 1)[:3]]
+            self._run = _straight_to(compiled, self._grid)
+
+
+def _straight_to(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Return what launches a compiled kernel on the current stream of a device: its number, then all arguments."""
+    from triton.runtime import driver
+
+    run, stream_of, blocks = compiled.run, driver.active.get_current_stream, (*grid, 1, 1)[:3]
+    what = compiled.function, compiled.packed_metadata, None, None, None  # data for hooks, those before and after
+
+    def launch(device: int, *arguments: Any) -> None:
+        run(*blocks, stream_of(device), *what, *arguments)
+
+    return launch
 
 
 def kind_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:

@@ -29,14 +29,26 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *given: self.kernel.launched.append((grid, given))
+    def run(self, *given: Any) -> None:
+        *blocks, stream, function, metadata, of_launch, enter, leave = given[:9]
+        assert (function, metadata, of_launch, enter, leave) == (self.function, self.packed_metadata, None, None, None)
+        self.kernel.launched.append((*blocks, stream, given[9:]))
 
 
-def test_the_second_launch_goes_straight_to_what_was_compiled():
+class Driver:
+    """On whose devices the current streams are 7 more than their number."""
+
+    def get_current_stream(self, device: int) -> int:
+        return device + 7
+
+
+def test_the_second_launch_goes_straight_to_what_was_compiled(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("triton.runtime").driver, "_active", Driver())
     kernel = Kernel(is_compiled=True)
     launch = CachedLaunch(kernel, (4, 2), {"size": 64, "length": 7, "query_strides": (1, 2), "num_warps": 4})
     first, second, out = torch.zeros(1), torch.zeros(2), torch.zeros(3)
@@ -44,7 +56,8 @@ def test_the_second_launch_goes_straight_to_what_was_compiled():
     launch(second, None)
     rest = {"query_strides": (1, 2), "length": 7, "size": 64, "num_warps": 4}
     assert kernel.launched[0] == ((4, 2), {"query": first, "output": out, **rest})
-    assert kernel.launched[1] == ((4, 2, 1), (second, (1, 2), 7, None, 64))
+    of_cpu = second.get_device()
+    assert kernel.launched[1] == (4, 2, 1, of_cpu + 7, (second, (1, 2), 7, None, 64))
 
 
 def test_the_interpreter_compiles_nothing_and_is_asked_each_time():

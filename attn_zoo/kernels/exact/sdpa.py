@@ -147,7 +147,7 @@ def _kernel_of(name: str, call: ExactCall) -> _Kernel:
     if call.query.device.type == "cpu":
         return _cpu_flash
     if _is_torchs_choice(name, call):
-        return partial(_torch_choice, name)
+        return partial(_torch_choice, f"sdpa.{name}", call.is_grouped)
     return partial(_operator if _has_operator(name, call) else _pinned, name)
 
 
@@ -221,12 +221,20 @@ def _math(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropou
 
 
 def _torch_choice(
-    name: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool
+    path: str,
+    is_grouped: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
 ) -> Tensor:
-    """Run the public function, which for this signature takes the kernel `name` by itself."""
-    note_path(f"sdpa.{name}")
-    is_grouped = _is_grouped(query, key)
-    return scaled_dot_product_attention(query, key, value, bias, dropout_p, is_causal, enable_gqa=is_grouped)
+    """Run the public function, which for this signature takes the kernel that `path` names by itself."""
+    note_path(path)
+    if is_grouped:
+        return scaled_dot_product_attention(query, key, value, bias, dropout_p, is_causal, enable_gqa=True)
+    return scaled_dot_product_attention(query, key, value, bias, dropout_p, is_causal)
 
 
 def _pinned(

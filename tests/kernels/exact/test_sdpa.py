@@ -330,7 +330,7 @@ def test_math_is_really_dense_and_flash_is_not():
 # --- kernels of CUDA devices are run by code that a CPU can run too ---
 
 
-@pytest.mark.parametrize("run", [sdpa._pinned, sdpa._torch_choice], ids=["pinned", "torch_choice"])
+@pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "torch_choice"])
 @pytest.mark.parametrize("num_kv_heads", [H, 1])
 @pytest.mark.parametrize(
     "arguments",
@@ -342,11 +342,12 @@ def test_math_is_really_dense_and_flash_is_not():
         {"is_causal": True, "slopes": alibi_slopes(H)},
     ],
 )
-def test_kernels_that_take_no_flags_for_it_are_given_a_bias(run, num_kv_heads, arguments):
+def test_kernels_that_take_no_flags_for_it_are_given_a_bias(is_pinned, num_kv_heads, arguments):
     tensors = draw(24, num_kv_heads=num_kv_heads)
     given = call(**dict(zip(("query", "key", "value"), tensors, strict=True)), **arguments)
+    chosen = partial(sdpa._torch_choice, "sdpa.flash", given.is_grouped)
     with recording() as paths:
-        output = sdpa._with_kernel(partial(run, "flash"), given)(given)
+        output = sdpa._with_kernel(partial(sdpa._pinned, "flash") if is_pinned else chosen, given)(given)
     assert paths == ["sdpa.flash"]
     names = {
         "is_causal": given.is_causal,

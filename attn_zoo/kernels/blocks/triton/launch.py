@@ -294,7 +294,7 @@ def triton_backward(
         lambda: _cut_backward(call, output, grad_output, grads, has_grad_lse=grad_lse is not None),
     )
     workspace = query.new_empty(sum(launches.sections), dtype=torch.float32)
-    query_part, key_part, value_part, delta = workspace.split(launches.sections)
+    query_part, key_part, value_part, delta = workspace.split_with_sizes(launches.sections)
     with on_device_of(query):
         inputs = query, key, value
         launches.query_gradient(*inputs, output, grad_output, grad_query, lse, grad_lse, delta, query_part, *tensors)
