@@ -13,8 +13,8 @@ pattern anew at every call, because it ignores caches of Python, and would stop 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,12 +30,19 @@ from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.once_differentiable import once_differentiable
 
 
+@cache
+def _triton() -> Any:
+    """Return the module of the launches, which needs triton; to import it at every call takes the host longer."""
+    from attn_zoo.kernels.blocks.triton import launch
+
+    return launch
+
+
 def _forward(path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
     """Return the output and the log-sum-exp of the scores where the call wants it or backward needs it."""
     if path == "triton":
-        from attn_zoo.kernels.blocks.triton.launch import triton_forward
-
-        return triton_forward(call)
+        result: tuple[Tensor, Tensor] = _triton().triton_forward(call)
+        return result
     if path == "flex":
         from attn_zoo.kernels.blocks.flex import flex_forward
 
@@ -57,11 +64,8 @@ def _backward(
     if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
         grad_output = grad_output.contiguous()
     if path == "triton":
-        from attn_zoo.kernels.blocks.triton.launch import triton_backward
-
-        assert output is not None
-        assert lse is not None
-        return triton_backward(call, grad_output, output, lse, grad_lse)
+        gradients: tuple[Tensor, Tensor, Tensor] = _triton().triton_backward(call, grad_output, output, lse, grad_lse)
+        return gradients
     if path == "flex":
         from attn_zoo.kernels.blocks.flex import flex_backward
 
@@ -80,13 +84,13 @@ class _BlockAttention(torch.autograd.Function):
         value: Tensor,
         padding: Tensor | None,
         path: Backend,
-        make_call: Callable[..., BlockCall],
+        rest: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        call = make_call(query, key, value, padding)
+        call = BlockCall(query, key, value, padding, *rest)
         output, lse = _forward(path, call)
         is_read = lse is not None and not (path == "gather" and call.has_lse)
         ctx.save_for_backward(query, key, value, padding, output if is_read else None, lse if is_read else None)
-        ctx.path, ctx.make_call = path, make_call
+        ctx.path, ctx.rest = path, rest
         ctx.set_materialize_grads(False)
         return output, lse if call.has_lse else None
 
@@ -94,7 +98,7 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, output, lse = ctx.saved_tensors
-        gradients = _backward(ctx.path, ctx.make_call(*inputs), grad_output, grad_lse, output, lse)
+        gradients = _backward(ctx.path, BlockCall(*inputs, *ctx.rest), grad_output, grad_lse, output, lse)
         return *gradients, None, None, None
 
 
@@ -287,13 +291,11 @@ def _attend(
     path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
-    make_call = partial(
-        BlockCall, pattern=pattern, slopes=slopes, dropout_p=dropout_p, seed=seed, has_lse=has_lse, kind=kind
-    )
+    rest = pattern, slopes, dropout_p, seed, has_lse, kind
     if path == "flex" or not (needs_grad or forward_ad._current_level >= 0):  # forward derivatives are refused below
-        output, lse = _forward(path, make_call(query, key, value, padding))
+        output, lse = _forward(path, BlockCall(query, key, value, padding, *rest))
         return output, lse if has_lse else None
-    attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, make_call)
+    attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, rest)
     return attended
 
 

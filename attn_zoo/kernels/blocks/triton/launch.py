@@ -214,7 +214,7 @@ def triton_forward(call: BlockCall) -> tuple[Tensor, Tensor]:
     note_path("block_sparse.triton")
     query, pattern = call.query, call.pattern
     output = torch.empty_like(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     tensors = _tensors(call, pattern.indices, pattern.counts)
     launches = remembered(_forwards, call.kind, lambda: _cut_forward(call, output))
     part = query.new_empty(launches.num_parts, dtype=torch.float32) if launches.num_parts else lse
