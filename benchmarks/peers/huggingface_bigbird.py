@@ -6,10 +6,12 @@ them, and in training it draws its random blocks anew in every forward, in Pytho
 `stores_probs = false` and `draws_each_call = false` take these away and leave the rest as it is: the fair comparison of
 the mechanism. Window and global blocks are fixed (three; the first and the last).
 
-It computes softmax over a list of blocks; a block that is listed several times counts several times (`reference`). In
-evaluation every random block is block 0, which so counts 1 + r times. The probabilities it returns are not those
-weights: copies of a block overwrite one another in the dense matrix, so one copy's share is left of them, and rows sum
-to less than 1 (0.62 on normal inputs with r = 3).
+It has random blocks while training only: in evaluation each of them is block 0. A mechanism is compared in one form, so
+here both modes compute what training does, its draw included.
+
+It computes softmax over a list of blocks; a block that is listed several times counts several times (`reference`). The
+probabilities it returns are not those weights: copies of a block overwrite one another in the dense matrix, so one
+copy's share is left of them, and such rows sum to less than 1.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import itertools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -117,12 +119,12 @@ def _without_dense_matrix(module: Any, seq_len: int) -> Iterator[None]:
         url="https://github.com/huggingface/transformers",
         code="https://github.com/huggingface/transformers",
         deviations=(
-            "random blocks are drawn only while training; in evaluation every row gets block 0 in their place",
-            "a block that is listed several times counts several times: in evaluation the first one 1 + r times",
+            "evaluation draws the random blocks of training; as shipped every row gets block 0 in their place",
+            "a block that is listed several times counts several times",
             "the probabilities it returns keep one copy of such a block: times the values, they are not the output",
             "masks are -10000 on the scores",
             "up to 5 + 2 r blocks its model turns to full attention",
-            "every forward in training seeds numpy's global generator",
+            "every forward seeds numpy's global generator",
         ),
     ),
 )
@@ -142,21 +144,32 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
     def __init__(self, config: HuggingFaceBigBirdConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         try:
-            from transformers.models.big_bird import modeling_big_bird
             from transformers.models.big_bird.configuration_big_bird import BigBirdConfig
         except ImportError as error:
             hint = "huggingface_bigbird: pip install 'attn-zoo[peers]'"
             raise UnsupportedError("requires", f"{hint} ({error})") from error
-        self._source = modeling_big_bird
         sizes = {"block_size": config.block_size, "num_random_blocks": config.num_random_blocks}
         sizes |= {"hidden_size": build.num_heads * build.head_dim, "num_attention_heads": build.num_heads}
         settings = BigBirdConfig(**sizes, max_position_embeddings=build.max_seq_len)
-        inner = modeling_big_bird.BigBirdBlockSparseAttention(settings, seed=build.seed)
+        inner = self._source.BigBirdBlockSparseAttention(settings, seed=build.seed)
         for name in ("query", "key", "value"):  # projections are the mixer's
             setattr(inner, name, None)
-        self.inner = inner
+        self.inner = inner.train()
         self._masks: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
-        self._drawn: dict[tuple[int, bool], list[np.ndarray]] = {}
+        self._drawn: dict[int, list[np.ndarray]] = {}
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all but its code, which keeps its random blocks; nothing else there depends on the mode."""
+        super().train(mode)
+        self.inner.train()
+        return self
+
+    @property
+    def _source(self) -> Any:
+        """Its code: no attribute, for a copy of this module must not copy that."""
+        from transformers.models.big_bird import modeling_big_bird
+
+        return modeling_big_bird
 
     def _ones(self, query: Tensor) -> tuple[Tensor, ...]:
         """Return the masks of sequences without padding, made once."""
@@ -173,8 +186,7 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
         """Return the random blocks its own code draws: `[blocks - 2, r]` for each head."""
         inner, size, count = self.inner, self.config.block_size, self.config.num_random_blocks
         heads = range(self.build.num_heads)
-        if inner.training:
-            np.random.seed(self.build.seed)  # noqa: NPY002 - what it does itself
+        np.random.seed(self.build.seed)  # noqa: NPY002 - what it does itself
         if seq_len in (1024, 3072, 4096):  # "old plans used in paper"
             spans, row_of = (inner.max_seqlen, inner.max_seqlen, size, size), inner._bigbird_block_rand_mask
             return [row_of(*spans, count, last_idx=1024)[: seq_len // size - 2] for _ in heads]
@@ -185,12 +197,12 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
     @contextlib.contextmanager
     def _kept_draw(self, seq_len: int) -> Iterator[None]:
         """Let its code get the blocks that were drawn at the first forward of this length."""
-        inner, key = self.inner, (seq_len, self.inner.training)
-        if key not in self._drawn:
-            self._drawn[key] = self._draw(seq_len)
-        heads = itertools.cycle(self._drawn[key])
+        inner = self.inner
+        if seq_len not in self._drawn:
+            self._drawn[seq_len] = self._draw(seq_len)
+        heads = itertools.cycle(self._drawn[seq_len])
         inner._bigbird_block_rand_mask = lambda *_, **__: next(heads)
-        inner._bigbird_block_rand_mask_with_head = lambda *_, **__: self._drawn[key]
+        inner._bigbird_block_rand_mask_with_head = lambda *_, **__: self._drawn[seq_len]
         try:
             yield
         finally:
