@@ -24,7 +24,7 @@ from attn_zoo.console import err, out, print_json, print_table
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.energy import can_count_energy, clocks
-from attn_zoo.measure.environment import capture_environment
+from attn_zoo.measure.environment import capture_environment, cudnn_version
 from attn_zoo.registry import tasks, variants
 
 _PACKAGES = {
@@ -136,7 +136,7 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
     power = "not readable" if state is None else f"{state.power_w} W, {state.sm_mhz} MHz, {state.temperature_c} C"
     return [
         *rows,
-        ("cuDNN", str(torch.backends.cudnn.version())),  # type: ignore[no-untyped-call]
+        ("cuDNN", cudnn_version() or "none"),
         ("power, clock, temperature now", power),
         ("energy counter", "readable" if can_count_energy(device) else "not readable"),
     ]

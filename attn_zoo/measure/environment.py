@@ -103,10 +103,18 @@ def _versions() -> dict[str, str]:
     versions["torch"] = str(torch.__version__)  # with the local part, which tells a CPU build from a CUDA one
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
-    if cudnn is not None:
-        versions["cudnn"] = str(cudnn)
+    if torch.cuda.is_available() and (cudnn := cudnn_version()) is not None:
+        versions["cudnn"] = cudnn
     return versions
+
+
+def cudnn_version() -> str | None:
+    """Return cuDNN's version, torch's words where it refuses the one it finds, or None where there is none."""
+    try:
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # another copy comes first on the library path
+        return str(error).partition(". ")[0]
+    return None if version is None else str(version)
 
 
 def _git(folder: Path, *command: str) -> str | None:

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from attn_zoo.measure import environment
 from attn_zoo.measure.environment import capture_environment
@@ -36,6 +37,19 @@ def test_nothing_leads_to_a_person_or_a_place(monkeypatch):
     assert str(Path.home()) not in text
     assert "somewhere" not in text
     assert "SECRET" not in text
+
+
+def test_a_cudnn_that_torch_refuses_is_told_and_ends_nothing(monkeypatch):
+    def refuse():
+        raise RuntimeError(
+            "cuDNN version incompatibility: compiled against (9, 19, 0). One option to resolve this is ..."
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    assert environment._versions()["cudnn"] == "cuDNN version incompatibility: compiled against (9, 19, 0)"
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert environment._versions()["cudnn"] == "91900"
 
 
 def test_variables_come_from_an_allow_list_without_paths():
