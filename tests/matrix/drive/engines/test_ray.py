@@ -103,7 +103,7 @@ def workers_of(node) -> list[psutil.Process]:
 
 
 class Killer:
-    """Ends a node that measures, with all its processes, as soon as `condition` holds; who waits for that goes on."""
+    """Ends a node that measures, with all its processes, as soon as `condition` holds; then who waits goes on."""
 
     def __init__(self, cluster, node, condition=lambda: True):
         self.left: list[psutil.Process] = []
@@ -117,6 +117,8 @@ class Killer:
                 wait_for(is_time)
                 self.folders = {Path(f"/proc/{worker.pid}/fd/2").readlink().parents[1] for worker in self.left}
                 cluster.remove_node(node, allow_graceful=False)
+                # They may outlive their node by a moment, in which they would finish and answer.
+                wait_for(lambda: all(is_gone(worker) for worker in self.left))
             finally:
                 Path(os.environ["FAKE_MARK"]).touch()
 
@@ -129,7 +131,7 @@ class Killer:
     def __exit__(self, *_):
         self.thread.join()
         assert self.left, "nothing ran there"
-        wait_for(lambda: all(is_gone(worker) for worker in self.left))
+        assert all(is_gone(worker) for worker in self.left)
         wait_for(lambda: not any(folder.exists() for folder in self.folders))
 
 
