@@ -22,6 +22,7 @@ from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import build_context, config_of, form_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Length, Member, Seconds
+from attn_zoo.matrix.plan.estimate import CALLS
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Cell, Record
@@ -67,7 +68,10 @@ class TimedGroup(Group):
 
 
 class _TimedForecast(Forecast):
-    """From a shorter length of the same curve, grown by the claimed exponent; otherwise the estimate of the plan."""
+    """From a shorter length of the same curve, whose calls grow by the claimed exponent; or the estimate of the plan.
+
+    Short calls are a small part of their cell: the rest, such as checks and the seconds of sampling, does not grow.
+    """
 
     def __init__(self) -> None:
         self._latest: dict[str, Record] = {}
@@ -80,7 +84,10 @@ class _TimedForecast(Forecast):
         if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
             exponent = max(variants[cell.variant].complexity_of(config_of(cell)).time_exponent, 1.0)
             growth: float = (cell.seq_len / known.cell.seq_len) ** exponent
-            return known.duration_s * growth
+            calls_s = known.duration_s
+            if known.timing is not None:
+                calls_s = min(CALLS * (known.timing.graph_ms or known.timing.median_ms) / 1e3, calls_s)
+            return known.duration_s + calls_s * (growth - 1)
         return (item.estimate_s or 0.0) / item.separate_repeats
 
 

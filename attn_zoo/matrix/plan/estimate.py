@@ -14,7 +14,7 @@ from attn_zoo.registry import variants
 _RATE = {"cpu": 3e10, "cuda": 2e13}
 _HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
 _START_S = {"cell": 2.0, "lane": 0.5, "interleaved": 1.5}
-_CALLS = 5  # warm-up, the fewest samples, memory, counted FLOPs
+CALLS = 8  # in a cell of long calls: of the gate, warm-up, three samples, memory, counted FLOPs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def rough_seconds(flops: float, cell: Cell, budget_s: float, isolation: str) -> 
     """Return the rough seconds of a cell, set-up included, where one call is `flops`; `budget_s` is that of samples."""
     rate = assumed_rate(cell.device, cell.threads) * (_HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0)
     call_s = flops / rate
-    return _START_S[isolation] + max(budget_s, 3 * call_s) + _CALLS * call_s
+    return _START_S[isolation] + max(budget_s, 3 * call_s) + (CALLS - 3) * call_s
 
 
 def assumed_rate(device: str, threads: int | None = None) -> float:

@@ -18,8 +18,7 @@ from attn_zoo.records import Memory, Record, Score, Timing
 from tests.matrix.conftest import environment, make_matrix, tiny_plan
 
 
-def timing(seq_len: int) -> Timing:
-    ms = float(seq_len)
+def timing(ms: float) -> Timing:
     return Timing(
         samples_ms=(ms,),
         median_ms=ms,
@@ -40,8 +39,8 @@ class FakeEngine:
     is_remote = False
     jobs = 1
 
-    def __init__(self, before=None, statuses=None, duration_s=1.0):
-        self.before, self.statuses, self.duration_s = before, statuses or {}, duration_s
+    def __init__(self, before=None, statuses=None, duration_s=1.0, call_ms=1.0):
+        self.before, self.statuses, self.duration_s, self.call_ms = before, statuses or {}, duration_s, call_ms
         self.started, self.lanes, self.logs = [], [], []
 
     def run(self, lanes, settings, control):
@@ -58,7 +57,7 @@ class FakeEngine:
                     continue
                 status = self.statuses.get(item.cell.seq_len, "ok")
                 record = Record(cell=item.cell, status=status, environment=settings.environment)
-                control.finished(replace(record, duration_s=self.duration_s, timing=timing(item.cell.seq_len)))
+                control.finished(replace(record, duration_s=self.duration_s, timing=timing(self.call_ms)))
 
 
 @pytest.fixture(autouse=True)
@@ -132,17 +131,26 @@ def test_records_of_changed_sources_are_stale_and_of_other_matrices_other(tmp_pa
     assert len(store.records()) == 2, "the stale record is kept"
 
 
-def test_time_limit_leaves_what_would_not_fit_and_says_so(tmp_path, monkeypatch):
+@pytest.fixture
+def ten_seconds(monkeypatch):
+    """What makes a cell take ten seconds, by a clock that runs only then."""
     clock = [1000.0]
     monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.time.monotonic", lambda: clock[0])
+    return lambda _: clock.__setitem__(0, clock[0] + 10.0)
 
-    def pass_time(item):
-        clock[0] += 10.0
 
+def test_a_time_limit_counts_on_the_growth_of_calls_not_on_that_of_what_is_around_them(tmp_path, ten_seconds):
+    plan = tiny_plan(["full"], seq_len=[16, 32, 64, 128], timeout_s=600)
+    engine = FakeEngine(before=ten_seconds, duration_s=10.0, call_ms=5.0)
+    assert run(plan, Store(tmp_path / "run"), engine=engine, time_limit_min=0.7).stopped is None
+    assert len(engine.started) == 4, "40 s, and at 128 tokens a few calls of 80 ms"
+
+
+def test_time_limit_leaves_what_would_not_fit_and_says_so(tmp_path, ten_seconds):
     plan = tiny_plan(["fake_ok", "full"], seq_len=[16, 32, 64, 128], timeout_s=600)
-    engine = FakeEngine(before=pass_time, duration_s=10.0)
+    engine = FakeEngine(before=ten_seconds, duration_s=10.0, call_ms=1250.0)
     summary = run(plan, Store(tmp_path / "run"), engine=engine, time_limit_min=0.75)
-    # 16 takes 10 s, so 32 is expected to take 40 s by its claimed exponent and does not fit into 45 s.
+    # 16 takes 10 s, all of it calls, so 32 is expected to take 40 s and does not fit into 45 s.
     assert engine.started == ["fake_ok/scaling/fwd/L16/fp32/D8/seed0", "full/scaling/fwd/L16/fp32/D8/seed0"]
     assert summary.stopped == "time limit"
     assert [item.cell.seq_len for item in summary.left] == [32, 64, 128, 32, 64, 128]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.tasks.sources.parquet import class_labels, read_parquet, texts_of
+from attn_zoo.tasks.sources.parquet import class_labels, read_parquet, require_columns, texts_of
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 
 datasets = pytest.importorskip("datasets")
@@ -43,6 +43,17 @@ def test_rows_keep_their_order_and_features(tmp_path):
     assert tables["train"]["label"][:] == [1, 0, 1]
     assert tables["train"].features["label"].names == ["neg", "pos"]
     assert len(tables["test"]) == 1
+
+
+def test_texts_with_long_offsets_are_texts(tmp_path):
+    """As Polars and pandas 3 write them."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": arrow.array(["one", "two"], arrow.large_string()), "label": [0, 1]}), path)
+    table = read_parquet("toy", {"train": path})["train"]
+    require_columns("toy", path, table, {"text": "Value('string')"})
+    assert texts_of("toy", path, table, "text") == ["one", "two"]
+    with pytest.raises(ConfigError, match=r"expected Value\('string'\) in column 'label'"):
+        require_columns("toy", path, table, {"label": "Value('string')"})
 
 
 def test_pictures_are_restored(tmp_path):
