@@ -58,27 +58,30 @@ docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "open site/index.html"
 
+# These run from the checkout with what PYTHON has installed, and with what lies on the caller's PYTHONPATH.
+gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-accuracy: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
 gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
-	PYTHONPATH=. $(PYTHON) -m pytest tests -m gpu -q -n $(JOBS) --dist worksteal --benchmark-disable
+	$(PYTHON) -m pytest tests -m gpu -q -n $(JOBS) --dist worksteal --benchmark-disable
 
 gpu-visit:  ## all of them in one visit of 25 minutes: call again until nothing is left; OUT gets files to carry, FROM has them
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu_visit.py --minutes $(TIME_LIMIT) --pack $(OUT) $(FROM:%=--from %)
+	$(PYTHON) benchmarks/gpu_visit.py --minutes $(TIME_LIMIT) --pack $(OUT) $(FROM:%=--from %)
 
 gpu:  ## scaling on the GPU, resumable, TIME_LIMIT minutes a call, results in OUT, with PYTHON as it is
-	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/scaling-gpu.toml --device cuda --out $(OUT)/scaling-gpu --time-limit $(TIME_LIMIT)
-	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/scaling-gpu
+	$(PYTHON) -m attn_zoo run benchmarks/scaling-gpu.toml --device cuda --out $(OUT)/scaling-gpu --time-limit $(TIME_LIMIT)
+	$(PYTHON) -m attn_zoo report $(OUT)/scaling-gpu
 
 gpu-peers:  ## exact kernels and other projects' implementations on the GPU, likewise
-	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/peers-gpu.toml --device cuda --out $(OUT)/peers-gpu --time-limit $(TIME_LIMIT) $(PEERS:%=--variant-file %)
-	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/peers-gpu
+	$(PYTHON) -m attn_zoo run benchmarks/peers-gpu.toml --device cuda --out $(OUT)/peers-gpu --time-limit $(TIME_LIMIT) $(PEERS:%=--variant-file %)
+	$(PYTHON) -m attn_zoo report $(OUT)/peers-gpu
 
 gpu-energy:  ## joules of three mechanisms on the GPU, where its counter can be read, likewise
-	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/energy-gpu.toml --device cuda --out $(OUT)/energy-gpu --time-limit $(TIME_LIMIT)
-	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/energy-gpu
+	$(PYTHON) -m attn_zoo run benchmarks/energy-gpu.toml --device cuda --out $(OUT)/energy-gpu --time-limit $(TIME_LIMIT)
+	$(PYTHON) -m attn_zoo report $(OUT)/energy-gpu
 
 gpu-accuracy:  ## benchmarks/lra-small.toml on the GPU, JOBS trainings at once, likewise
-	PYTHONPATH=. $(PYTHON) -m attn_zoo run benchmarks/lra-small.toml --device cuda --jobs $(JOBS) --out $(OUT)/lra-small --time-limit $(TIME_LIMIT)
-	PYTHONPATH=. $(PYTHON) -m attn_zoo report $(OUT)/lra-small
+	$(PYTHON) -m attn_zoo run benchmarks/lra-small.toml --device cuda --jobs $(JOBS) --out $(OUT)/lra-small --time-limit $(TIME_LIMIT)
+	$(PYTHON) -m attn_zoo report $(OUT)/lra-small
 
 clean:  ## remove the virtual environment and caches; results stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .benchmarks site .hypothesis build dist

@@ -232,6 +232,11 @@ def visit(
     return state
 
 
+def not_installed(names: Sequence[str]) -> str:
+    """Return those of these packages that cannot be imported, for a sentence."""
+    return ", ".join(name for name in names if importlib.util.find_spec(name) is None)
+
+
 def main() -> int:
     """Return 0, or 2 where a package is missing."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -244,9 +249,11 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))  # a package that is not installed is found beside this file
     needed = ("torch", "numpy", "scipy", "psutil", "pydantic", "typer", "rich", "safetensors")
     needed += ("pytest", "xdist", "pytest_benchmark", "pytest_timeout", "hypothesis")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        print(f"missing packages: {', '.join(missing)}; install them, or put wheels on PYTHONPATH", file=sys.stderr)
+    if missing := not_installed(needed):
+        print(f"missing packages: {missing}; install them, or put wheels on PYTHONPATH", file=sys.stderr)
         return 2
+    if missing := not_installed(("datasets", "transformers", "linformer")):
+        print(f"not installed: {missing}; cells that need them are refused", flush=True)
     given.work.mkdir(parents=True, exist_ok=True)
     if given.earlier is not None and not (given.work / "visit.json").exists():
         unpack(given.earlier, given.work)

@@ -6,6 +6,7 @@ import fnmatch
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tarfile
 import time
@@ -34,6 +35,21 @@ def test_every_stage_has_its_matrix_and_the_visit_fits_its_time(script):
     tests, host = [script.command(stage, Path(), 1.0, "cuda") for stage in script.STAGES if not stage.matrix]
     assert tests[1:3] == ["-m", "pytest"]
     assert (PATH.parent.parent / host[1]).is_file()
+
+
+def test_make_keeps_what_lies_on_the_path_beside_the_checkout():
+    """Where nothing can be installed, wheels are unpacked there."""
+    wanted = f"{PATH.parent.parent}{os.pathsep}wheels"
+    for target in ("gpu-visit", "gpu-test"):
+        arguments = ["make", "--silent", target, "PYTHON=printenv PYTHONPATH;:"]
+        answer = subprocess.run(
+            arguments,
+            cwd=PATH.parent.parent,
+            env={**os.environ, "PYTHONPATH": "wheels"},
+            capture_output=True,
+            text=True,
+        )
+        assert answer.stdout.splitlines() == [wanted], answer.stderr
 
 
 def test_shares_come_first_and_the_rest_goes_to_what_is_not_complete(script, tmp_path, monkeypatch):
