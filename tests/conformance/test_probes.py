@@ -12,7 +12,7 @@ import attn_zoo
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import gate, gate_model, probes
 from attn_zoo.conformance.subject import Subject
-from attn_zoo.errors import GateError
+from attn_zoo.errors import GateError, UnsupportedError
 from attn_zoo.matrix.kinds.scaling import make_call_workload
 from attn_zoo.records import Cell
 from attn_zoo.registry import variants
@@ -384,6 +384,24 @@ def test_a_cell_that_just_fits_is_probed_without_copies(monkeypatch):
         held = checked(name)
     assert "own_modes" in held
     assert not {"own_reach", "own_slope"} & set(held)
+
+
+class WithoutBackward(Softmax):
+    """As a kernel for inference alone."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled() and query.requires_grad:
+            raise UnsupportedError("backward", "this kernel has no backward pass")
+        return super().attend(query, key, value, mask)
+
+
+def test_what_has_no_backward_is_timed_without_one():
+    with registered(Broken(cls=WithoutBackward, check="")) as name:
+        held = checked(name, pass_="infer")
+        assert {"shape_and_dtype", "own_modes"} <= set(held)
+        assert "own_reach" not in held
+        with pytest.raises(UnsupportedError, match="no backward pass"):
+            checked(name, pass_="fwd_bwd")
 
 
 def model_of(name: str, *, is_causal: bool = False) -> torch.nn.ModuleList:
