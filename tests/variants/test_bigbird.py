@@ -129,13 +129,16 @@ def test_fast_path_is_the_reference(length: int, is_causal: bool, mode: str, has
 
     truth = run("reference", torch.float64)
     results = {name: run(name, dtype) for name in ("forward", "reference")}
-    for found, rough, wanted in zip(results["forward"], results["reference"], truth, strict=True):
+    # A gradient may be zero as a difference of large terms (queries that see one key), so all share one scale.
+    largest = max(float(grad.abs().max()) for grad in truth[1:])
+    scales = [float(truth[0].abs().max()), *[largest] * len(truth[1:])]
+    for found, rough, wanted, scale in zip(results["forward"], results["reference"], truth, scales, strict=True):
         assert found.isfinite().all()
         error, plain_error = (float((x.double() - wanted).abs().max()) for x in (found, rough))
         # PyTorch's fused backward in float32 is up to four times as far off as products and softmax (see the engine's
         # tests); sums of L terms in another order, otherwise.
         terms = 8 * (1 + length**0.5) if dtype != torch.bfloat16 else 2
-        assert error <= 2 * plain_error + terms * torch.finfo(dtype).eps * float(wanted.abs().max())
+        assert error <= 2 * plain_error + terms * torch.finfo(dtype).eps * scale
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
