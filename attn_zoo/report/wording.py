@@ -75,7 +75,7 @@ def machine_words(environment: Environment | None) -> str:
 
 
 def panel_title(setting: Mapping[str, Any], environments: Mapping[str, Environment], varying: set[str]) -> str:
-    """Return what is timed, with whatever else tells this panel from the others of the report."""
+    """Return what is timed, with whatever else tells this panel from the others of that pass."""
     title = PASS_TITLES.get(setting["pass"], setting["pass"] or "unknown pass")
     extra = _say(setting, varying)
     if "device" in varying:
@@ -88,7 +88,7 @@ def panel_title(setting: Mapping[str, Any], environments: Mapping[str, Environme
 
 
 def panel_name(setting: Mapping[str, Any], varying: set[str]) -> str:
-    """Return the pass and whatever else differs between the panels of this report, as briefly as can be."""
+    """Return the pass and whatever else differs between the panels of that pass, as briefly as can be."""
     brief: dict[str, Callable[[Any], str]] = {"pass": str, **{name: brief for name, _, brief in _WORDS}}
     brief |= {"device": str, "environment": str}
     shown = [name for name in brief if name in varying | {"pass"} and setting[name] is not None]

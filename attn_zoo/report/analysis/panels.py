@@ -156,12 +156,18 @@ def make_panels(results: Results) -> list[Panel]:
         return device, passes.index(pass_) if pass_ in passes else len(passes), nulls_last
 
     settings = {key: dict(zip(PANEL_FIELDS, key, strict=True)) for key in sorted(groups, key=order)}
-    varying = {name for name in PANEL_FIELDS if len({setting[name] for setting in settings.values()}) > 1}
+    by_pass = grouped(settings.values(), lambda setting: setting["pass"])
+    varying = {
+        pass_: {name for name in PANEL_FIELDS if len({setting[name] for setting in members}) > 1}
+        for pass_, members in by_pass.items()
+    }
     names: set[str] = set()
-    return [
-        _panel(setting, groups[key], unique_name(panel_name(setting, varying), names), results, varying)
-        for key, setting in settings.items()
-    ]
+    panels = []
+    for key, setting in settings.items():
+        differing = varying[setting["pass"]]
+        name = unique_name(panel_name(setting, differing), names)
+        panels.append(_panel(setting, groups[key], name, results, differing))
+    return panels
 
 
 def _panel(

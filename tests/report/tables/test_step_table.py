@@ -55,6 +55,17 @@ def shown(table: Table) -> list[dict[str, str]]:
     return [dict(zip(headings, row, strict=True)) for row in table.texts()]
 
 
+def test_titles_beside_steps_name_nothing_that_only_steps_have(tmp_path: Path):
+    one = scaling("full", 1024, 5.0, batch_size=1)
+    analysis, _ = reported(tmp_path, one, replace(one, cell=replace(one.cell, is_causal=True)), step("full", 1024, 9.0))
+    titles = {panel.name: panel.title for panel in analysis.panels}
+    assert titles == {
+        "fwd-bidirectional": "forward, bidirectional",
+        "fwd-causal": "forward, causal",
+        "step": "training step",
+    }
+
+
 def test_tokens_per_second_follow_from_the_time_and_so_does_their_interval(tmp_path: Path):
     analysis, table = reported(tmp_path, step("full", 1024, 100.0), step("linformer", 1024, 50.0))
     fast, slow = table.rows
