@@ -168,10 +168,10 @@ def _growth_line(panel: Panel) -> str:
         if (names := [growth.label for growth in grown if growth.is_settled and growth.verdict == word])
     ]
     unsettled = [growth for growth in grown if not growth.is_settled]
-    if len(unsettled) == 1:
-        said.append(f"not settled: {unsettled[0].label} ({unsettled[0].why})")
-    elif unsettled:
-        said.append(f"not settled: {some(growth.label for growth in unsettled)}")
+    if unsettled:
+        reasons = {growth.why for growth in unsettled}
+        why = f" ({reasons.pop()})" if len(reasons) == 1 else ""
+        said.append(f"not settled: {some(growth.label for growth in unsettled)}{why}")
     return f"Time grows, {'; '.join(said)}." if said else ""
 
 
