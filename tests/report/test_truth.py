@@ -418,6 +418,12 @@ def test_a_control_is_never_the_one_to_choose(tmp_path):
     assert {one.labels for one in analysis.panels[0].winners} == {("linformer",)}
 
 
+def test_two_lengths_are_said_to_be_why_no_exponent_is_settled(tmp_path):
+    records = [scaling(name, n, cost * n) for name, cost in (("full", 1.0), ("linformer", 0.5)) for n in LENGTHS[:2]]
+    grown, *_ = findings(analyse([write_run(tmp_path / "run", records)]))
+    assert grown == "Time grows, not settled: full, linformer (2 lengths in the top decade, 3 are needed)."
+
+
 def test_what_is_cheaper_at_short_lengths_only_is_not_called_cheaper_nowhere(tmp_path):
     records = [scaling("full", n, 1 + 1e-6 * n**2) for n in LENGTHS[:5]]
     records += [scaling("linformer", n, 0.3 + 1e-9 * n**3) for n in LENGTHS[:5]]
