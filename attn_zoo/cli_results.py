@@ -149,8 +149,8 @@ def verify(source: Source, as_json: AsJson = False) -> None:
         most = MOST_LINES // max(1, sum(map(bool, counts.values())))
         shown = [fault for found in by_check.values() for fault in found[:most]]
         if shown:
-            rows = [(fault.check, clean(fault.where), clean(fault.text)) for fault in shown]
-            console.print_table("", ("check", "where", "what is wrong"), rows)
+            console.print_reasons((fault.check, clean(fault.text), clean(fault.where)) for fault in shown)
+            console.out.print()
         if len(shown) < len(faults):
             console.say(f"{len(shown)} of {len(faults):,} shown; --json has all")
         console.say("; ".join(f"{name}: {f'{count} wrong' if count else 'passed'}" for name, count in counts.items()))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,18 +274,23 @@ def print_summary(summary: Summary) -> None:
         out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)
 
 
+def print_reasons(found: Iterable[tuple[str, str, str]]) -> None:
+    """Print (what, why, where) as one paragraph for each reason: beside every place it would wrap in a terminal."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for what, why, where in found:
+        places.setdefault((what, why), []).append(where)
+    for (what, why), alike in places.items():
+        out.print(f"\n[bold]{what}[/bold]: {escape(why)}")
+        for where in alike:
+            out.print(f"  {escape(where)}")
+
+
 def print_standing(now: Standing, ceilings: Sequence[str], folder: Path) -> None:
     """Print what a results folder has, what failed with which reason, what is left, and what its machines could do."""
     counts = Counter(record.status for record in now.done)
     print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
-    reasons: dict[tuple[str, str], list[str]] = {}  # beside each cell they would wrap in a narrow terminal
-    for record in now.done:
-        if record.status != "ok":
-            reasons.setdefault((record.status, record.reason), []).append(record.cell.id)
-    for (status, reason), cells in sorted(reasons.items()):
-        out.print(f"\n[bold]{status}[/bold]: {escape(reason)}")
-        for cell in cells:
-            out.print(f"  {escape(cell)}")
+    failed = [(record.status, record.reason, record.cell.id) for record in now.done if record.status != "ok"]
+    print_reasons(sorted(failed, key=itemgetter(0, 1)))
     if now.problems:
         out.print()
         print_table("No records", ("file", "why"), sorted(now.problems.items()))

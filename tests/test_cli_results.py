@@ -72,7 +72,8 @@ def test_of_very_many_cells_and_faults_a_terminal_shows_some_and_says_so(call, t
     checked = call("verify", "many")
     assert checked.code == 1
     assert "cells/half.json" in checked.out, "no check crowds out another"
-    assert checked.out.count("without a correctness") == 100
+    assert checked.out.count("without a correctness") == 1, "one reason is said once"
+    assert checked.out.count("  v/scaling/fwd/") == 100
     assert "101 of 251 shown; --json has all" in checked.out
     assert len(json.loads(call("verify", "many", "--json").out)) == 251
 

@@ -6,15 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import draw_intervals, draw_mark, log_axis, name_mark, score_axis
-from attn_zoo.report.figures.labels import Box, PointName, box_of, covered, draw_point_names, mark_boxes
+from attn_zoo.report.figures.axes import draw_intervals, draw_mark, log_axis, score_axis
+from attn_zoo.report.figures.labels import Box, PointName, draw_mark_name, draw_point_names, mark_boxes
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
@@ -152,24 +151,14 @@ def _speed(value: float) -> str:
 
 
 def _draw_floors(axes: Axes, marks: Mapping[str, float], drawn: Sequence[Box], metric: Metric) -> list[Box]:
-    """Draw a dashed line for each of at most two marks, named where nothing is; return boxes to keep names off."""
+    """Draw a named dashed line for each mark; return boxes to keep other names off."""
     inside = axes.get_window_extent()
-    boxes: list[Box] = []
-    for place, (name, value) in enumerate(sorted(marks.items(), key=lambda mark: mark[1])):
-        words = f"{plain(name.replace('_', ' '), 26)} {metric.show(value)}"
-        sides = (True, False) if len(marks) == 1 else (place == 1,)  # two names keep away from each other
-        names = [
-            name_mark(axes, value, words, is_above=is_above, at=at)
-            for at in (0.0, 1.0, 0.3, 0.5, 0.7)
-            for is_above in sides
-        ]
-        extents = [box_of(text.get_window_extent()) for text in names]
-        best = int(np.argmin(covered(extents, drawn)))
-        for text in (*names[:best], *names[best + 1 :]):
-            text.remove()
+    heights = {name: float(axes.transData.transform((1.0, value))[1]) for name, value in marks.items()}
+    boxes = [(inside.x0, height - 2, inside.x1, height + 2) for height in heights.values()]
+    for name, value in sorted(marks.items(), key=lambda mark: mark[1]):
         draw_mark(axes, value)
-        height = float(axes.transData.transform((1.0, value))[1])
-        boxes += [extents[best], (inside.x0, height - 2, inside.x1, height + 2)]
+        words = f"{plain(name.replace('_', ' '), 26)} {metric.show(value)}"
+        boxes.append(draw_mark_name(axes, value, words, [*drawn, *boxes]))
     return boxes
 
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
+from attn_zoo.report.figures.axes import name_mark
 from attn_zoo.report.figures.page import text_size
 from attn_zoo.report.figures.style import MUTED
 from attn_zoo.report.figures.svg import Tag
@@ -153,6 +154,13 @@ def square(x: float, y: float, radius: float) -> Box:
     return x - radius, y - radius, x + radius, y + radius
 
 
+def along(start: Any, end: Any, radius: float) -> list[Box]:
+    """Return squares that cover the line between two points in pixels."""
+    count = max(2, math.ceil(math.hypot(*(end - start)) / (2 * radius + 4)))
+    points = (start + share * (end - start) for share in np.linspace(0, 1, count))
+    return [square(float(x), float(y), radius) for x, y in points]
+
+
 def covered(boxes: Sequence[Box], others: Sequence[Box]) -> NDArray[np.float64]:
     """Return for each box the sum of the areas that it shares with the others, in square pixels."""
     own, other = np.reshape(boxes, (-1, 1, 4)), np.reshape(others, (1, -1, 4))
@@ -207,6 +215,29 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
         across, up = _middle(box)
         style: dict[str, Any] = {"fontsize": POINT_NAME_SIZE, "fontweight": "bold", "color": name.colour}
         figure.text(across / figure.bbox.width, up / figure.bbox.height, name.name, ha="center", va="center", **style)
+
+
+def draw_mark_name(axes: Axes, value: float, words: str, taken: Sequence[Box], *, prefers_right: bool = False) -> Box:
+    """Write the name of a horizontal line where it covers least, and return its box.
+
+    Limits and scales of the axes must be final.
+
+    Args:
+        axes: that hold the line.
+        value: of the line.
+        words: its name.
+        taken: what the name should not cover.
+        prefers_right: of places that cover as much, take the right end and not the left.
+    """
+    places = (1.0, 0.0, 0.3, 0.5, 0.7) if prefers_right else (0.0, 1.0, 0.3, 0.5, 0.7)
+    names = [name_mark(axes, value, words, is_above=is_above, at=at) for at in places for is_above in (True, False)]
+    boxes = [box_of(text.get_window_extent()) for text in names]
+    areas = np.array([(right - left) * (high - low) for left, low, right, high in boxes])
+    outside = areas - covered(boxes, [box_of(axes.get_window_extent())])
+    best = int(np.argmin((covered(boxes, taken) + 8 * outside).round(6)))
+    for text in (*names[:best], *names[best + 1 :]):
+        text.remove()
+    return boxes[best]
 
 
 def _middle(box: Box) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -11,7 +12,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
-from attn_zoo.report.figures.axes import draw_mark, name_mark, score_axis
+from attn_zoo.report.figures.axes import draw_mark, score_axis
+from attn_zoo.report.figures.labels import along, draw_mark_name
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain
 from attn_zoo.report.figures.svg import Tag
@@ -94,9 +96,12 @@ def _draw_best_floor(panel: Axes, group: AccuracyGroup) -> None:
     """Draw the best floor as a dashed line, so that a curve that never leaves it is seen."""
     if group.best_mark:
         name, value = group.best_mark
+        lines = panel.get_lines()
         draw_mark(panel, value)
-        is_low = value <= sum(panel.get_ylim()) / 2
-        name_mark(panel, value, plain(name.replace("_", " "), 24), is_above=is_low, at=1.0)
+        panel.set_ylim(panel.get_ylim())  # from here on the limits are final
+        curves = [panel.transData.transform(line.get_xydata()) for line in lines]
+        taken = [box for curve in curves for start, end in pairwise(curve) for box in along(start, end, 2)]
+        draw_mark_name(panel, value, plain(name.replace("_", " "), 24), taken, prefers_right=True)
 
 
 def _alt(score: LabelScore, group: AccuracyGroup) -> str:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from attn_zoo.records import Ceilings
@@ -22,6 +20,7 @@ from attn_zoo.report.figures.labels import (
     Box,
     EndLabel,
     PointName,
+    along,
     box_of,
     draw_end_labels,
     draw_point_names,
@@ -124,14 +123,7 @@ def _draw_ceiling(axes: Axes, product: float, copy: float, source: str, colour: 
         offset, va = ((-2, 3), "bottom") if is_sheet else ((2, -3), "top")
         annotate_along(axes, words, middle, offset, high - low, va=va, color=colour)
     ceiling = (float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
-    return [box_of(flat.get_window_extent()), ceiling, *_along(low, high, 6)]
-
-
-def _along(start: Any, end: Any, radius: float) -> list[Box]:
-    """Return squares that cover the line between two points in pixels."""
-    count = max(2, math.ceil(math.hypot(*(end - start)) / (2 * radius + 4)))
-    points = (start + share * (end - start) for share in np.linspace(0, 1, count))
-    return [square(float(x), float(y), radius) for x, y in points]
+    return [box_of(flat.get_window_extent()), ceiling, *along(low, high, 6)]
 
 
 def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: Sequence[int]) -> list[Box]:
@@ -148,7 +140,7 @@ def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: 
         mark = axes.plot([x], [y], marker=look.marker, ms=size, mfc=face, mec=edge, mew=width, alpha=alpha, zorder=3)
         Tag(of=row.label, tips=(_alt(row.label, row),)).put_on(*mark)
         boxes.append(square(float(pixel[0]), float(pixel[1]), 0.7 * size))
-    return boxes + [box for start, end in pairwise(pixels) for box in _along(start, end, 2)]
+    return boxes + [box for start, end in pairwise(pixels) for box in along(start, end, 2)]
 
 
 def _draw_bytes(axes: Axes, rows: Rows, looks: Looks, ceilings: Ceilings) -> None:
