@@ -361,6 +361,8 @@ def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -
         raise UnsupportedError("causal", f"is_causal: a task of kind {spec.kind} does not leave the direction open")
     if protocol.pretrain and spec.kind in ("causal_lm", "seq2seq"):
         raise UnsupportedError("pretrain", f"pretrain: a model for {spec.kind} has no encoder over one input")
+    if protocol.cross_variant is not None and spec.kind != "seq2seq":
+        raise UnsupportedError("cross_variant", f"cross_variant: a model for {spec.kind} has no cross-attention")
     if protocol.norm == "batch_norm" and cell.data_parallel > 1:
         reason = "data_parallel: batch_norm needs the whole batch, of which each process sees a part"
         raise UnsupportedError("data_parallel", reason)

@@ -310,23 +310,24 @@ class DenoisingObjective(AbstractObjective):
 
     def prepare(self, batch: Batch, step: int) -> Batch:
         """Return the batch with tokens hidden, and with the labels of both inputs side by side, as `outputs` are."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "hidden", step))
         task = self._next if self.is_causal else self._hidden
-        tokens, labels = task(batch.tokens, batch.key_padding_mask, generator)
+        tokens, labels = task(batch.tokens, batch.key_padding_mask, 2 * step)
         if batch.other_tokens is None:
             return replace(batch, tokens=tokens, labels=labels)
-        other_tokens, other_labels = task(batch.other_tokens, batch.other_padding_mask, generator)
+        other_tokens, other_labels = task(batch.other_tokens, batch.other_padding_mask, 2 * step + 1)
         labels = torch.cat([labels, other_labels], dim=1)
         return replace(batch, tokens=tokens, labels=labels, other_tokens=other_tokens)
 
-    def _hidden(self, tokens: Tensor, padding: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        # Drawn on the host, so that every machine hides the same tokens.
-        is_hidden = send(torch.rand(tokens.shape, generator=generator) < self.mask_prob, tokens.device)
+    def _hidden(self, tokens: Tensor, padding: Tensor | None, draw: int) -> tuple[Tensor, Tensor]:
+        # Drawn on the host and position by position, so that every machine hides the same tokens: how wide a batch is
+        # padded differs between them.
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "hidden", draw))
+        is_hidden = send(torch.rand(tokens.shape[::-1], generator=generator).mT < self.mask_prob, tokens.device)
         if padding is not None:
             is_hidden &= ~padding
         return tokens.masked_fill(is_hidden, self.spec.vocab_size), tokens.masked_fill(~is_hidden, IGNORED_LABEL)
 
-    def _next(self, tokens: Tensor, padding: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def _next(self, tokens: Tensor, padding: Tensor | None, draw: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         labels = torch.full_like(tokens, IGNORED_LABEL)
         labels[:, :-1] = tokens[:, 1:]
         if padding is not None:

@@ -169,6 +169,7 @@ def test_the_cell_chooses_the_direction_of_token_classification():
         ("seq2seq", False, "bigbird", {}, "no cross-attention"),
         ("plain", True, "full", {}, "does not leave the direction open"),
         ("pair", True, "full", {}, "does not leave the direction open"),
+        ("plain", False, "full", {"cross_variant": "bigbird"}, "has no cross-attention"),
         ("language", False, "full", {"norm": "batch_norm"}, "later tokens would leak"),
         ("tokens", True, "full", {"norm": "batch_norm"}, "later tokens would leak"),
     ],

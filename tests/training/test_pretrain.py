@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import variants
@@ -54,6 +55,30 @@ def test_a_share_of_the_tokens_is_hidden_and_never_padding(toy, level):
     assert bool((seen.labels[~is_hidden] == IGNORED_LABEL).all())
     assert torch.equal(objective.prepare(batch, step=1).tokens, seen.tokens)
     assert not torch.equal(objective.prepare(batch, step=2).tokens, seen.tokens)
+
+
+@pytest.mark.parametrize("level", ["plain", "pair"])
+def test_how_wide_a_batch_is_padded_does_not_change_what_is_hidden(toy, level):
+    """A GPU pads to fixed widths, and must hide what a CPU hides."""
+
+    def wider(tokens, fill):
+        return None if tokens is None else pad(tokens, (0, 7), value=fill)
+
+    task = toy(level)
+    batcher, _ = batcher_of(task)
+    batch = batcher.batch(batcher.feed(task.split("train")), torch.arange(50))
+    wide = dataclasses.replace(
+        batch,
+        tokens=wider(batch.tokens, 0),
+        key_padding_mask=wider(batch.key_padding_mask, True),
+        other_tokens=wider(batch.other_tokens, 0),
+        other_padding_mask=wider(batch.other_padding_mask, True),
+    )
+    seen, seen_wide = (objective_of(task).prepare(each, step=3) for each in (batch, wide))
+    assert torch.equal(seen_wide.tokens, wider(seen.tokens, 0))
+    if batch.other_tokens is not None:
+        assert torch.equal(seen_wide.other_tokens, wider(seen.other_tokens, 0))
+        assert not torch.equal(seen.tokens == task.spec.vocab_size, seen.other_tokens == task.spec.vocab_size)
 
 
 def test_causal_pretraining_asks_for_each_next_token(toy):
