@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import dropout, pad
 
 from attn_zoo.attention import AbstractMixer, BuildContext
@@ -196,17 +197,31 @@ class Lstm(AbstractMixer):
         """Read n tokens `[B, n, E]` from a state in one call, O(B n E^2)."""
         if state is None:
             state = self.init_state(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
-        outputs, (output, cell) = self.directions[0](hidden, (state.output[None], state.cell[None]))
+        outputs, (output, cell) = _run(self.directions[0], hidden, (state.output[None], state.cell[None]))
         return outputs, LstmState(output[0], cell[0])
+
+
+def _run(lstm: nn.Module, hidden: Tensor, state: tuple[Tensor, Tensor] | None = None) -> Any:
+    """Call the fused kernel; return h after every position, and the pair of the last h and c.
+
+    Autocast on a CPU hands a 16-bit LSTM to oneDNN, which ends where the processor has no instructions for it. Tensors
+    that are 16-bit already go to whichever kernel the processor can run.
+    """
+    if hidden.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+        return lstm(hidden, state)
+    dtype = torch.get_autocast_dtype("cpu")
+    weights = {name: weight.to(dtype) for name, weight in lstm.named_parameters()}
+    lowered = None if state is None else (state[0].to(dtype), state[1].to(dtype))
+    return functional_call(lstm, weights, (hidden.to(dtype), lowered))
 
 
 def _read_at_once(lstm: nn.LSTM, hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Return h after every position by the fused kernel: padding is moved behind all that is read."""
     if mask is None:
-        outputs: Tensor = lstm(hidden)[0]
+        outputs: Tensor = _run(lstm, hidden)[0]
         return outputs
     order = mask.byte().argsort(dim=1, stable=True)
-    outputs, _ = lstm(hidden.gather(1, order[..., None].expand_as(hidden)))
+    outputs, _ = _run(lstm, hidden.gather(1, order[..., None].expand_as(hidden)))
     outputs = pad(outputs, (0, 0, 1, 0))  # [B, 1 + L, width], from the state before the first token on
     num_read = (~mask).cumsum(1)[..., None]
     return outputs.gather(1, num_read.expand(-1, -1, outputs.shape[-1]))

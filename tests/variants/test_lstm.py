@@ -205,6 +205,31 @@ def test_refusals(build: dict[str, Any], capability: str):
     assert caught.value.capability == capability
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_autocast_needs_no_16_bit_instructions_of_the_cpu(is_causal: bool, dtype: torch.dtype):
+    """Few processors have those of float16, and older ones none: left to itself, autocast ends in an error there."""
+    mixer, hidden = make(is_causal).float(), draw(50).float()
+    expected = mixer(hidden)
+    with torch.autocast("cpu", dtype):
+        found = mixer(hidden)
+        outputs = [found]
+        if is_causal:
+            prompt, state = mixer.prefill(hidden[:, :30])
+            last = [prompt]
+            for position in range(30, 50):
+                output, state = mixer.step(hidden[:, position : position + 1], state)
+                last.append(output)
+            outputs.append(torch.cat(last, dim=1))
+    for output in outputs:
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.float(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    (gradient,) = torch.autograd.grad(found.float().square().sum(), mixer.directions[0].weight_hh_l0)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), mixer.directions[0].weight_hh_l0)
+    assert gradient.dtype == torch.float32
+    assert (gradient - wanted).norm() <= 16 * torch.finfo(dtype).eps * wanted.norm()
+
+
 def test_one_feature_has_no_cell_for_the_second_direction():
     with pytest.raises(ConfigError, match="a cell for each direction"):
         make(embed_dim=1)

@@ -68,7 +68,7 @@ def test_the_name_of_a_mark_keeps_off_curves(low, high, wanted):
         name = draw_mark_name(axes, 0.5, "a floor", taken, prefers_right=True)
         (text,) = axes.texts
         assert covered([name], taken).tolist() == [0.0]
-        assert text.get_ha() == wanted
+        assert text.get_horizontalalignment() == wanted
         top = draw_mark_name(axes, 1.0, "at the top", [])
         assert top[3] <= box.y1 + 1, "inside the axes"
 
