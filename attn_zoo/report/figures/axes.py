@@ -203,8 +203,9 @@ def annotate(
 
 def annotate_along(
     axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], way: Any, **style: Any
-) -> None:
+) -> Annotation:
     """Write small words centred at a point of a line that goes `way` (across and up, in pixels), parallel to it."""
     angle = math.degrees(math.atan2(way[1], way[0]))
     named = annotate(axes, words, at, offset, rotation=angle, rotation_mode="anchor", ha="center", **style)
     Tag(is_log=True).put_on(named)
+    return named

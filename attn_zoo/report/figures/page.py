@@ -8,6 +8,7 @@ from functools import lru_cache
 from textwrap import wrap
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -28,6 +29,10 @@ _MARGIN = 0.14
 _NOTE_LETTER = 0.0665
 """Inches that a letter of the note takes, on average."""
 _NOTE_LINE = 0.17
+
+_LEGEND_SIZE = 8.5
+_LEGEND_LINE, _LEGEND_PAD, _LEGEND_GAP = 2.0, 0.5, 1.4
+"""In units of that size: an entry's line, the space before its words, and the space between columns."""
 
 NO_FIGURE = Figure()
 """Stands for one that was written and let go: it held its pixels, ten MiB."""
@@ -123,16 +128,17 @@ class Page:
         """Draw a legend below what stands already; nothing for no entries. Pressing one of `keys` hides its curve."""
         if not entries:
             return
-        longest = max(len(str(entry.get_label())) for entry in entries)
-        columns = max(1, min(len(entries), math.floor((self.width - 0.6) / (0.5 + 0.075 * longest))))
+        columns = _legend_columns([str(entry.get_label()) for entry in entries], self.width - left - _MARGIN)
         legend = self.figure.legend(
             handles=list(entries),
             loc="upper left",
             bbox_to_anchor=(0, 1),
             bbox_transform=self._from_top_left(left, self.bottom - 0.05),
             ncols=columns,
-            columnspacing=1.4,
-            handletextpad=0.5,
+            fontsize=_LEGEND_SIZE,
+            columnspacing=_LEGEND_GAP,
+            handlelength=_LEGEND_LINE,
+            handletextpad=_LEGEND_PAD,
             borderpad=0,
             borderaxespad=0.4,
             labelspacing=0.35,
@@ -166,6 +172,17 @@ class Page:
         for axes, left, top, width, height in self._places:
             low = bottom - top - height
             axes.set_position((left / self.width, low / bottom, width / self.width, height / bottom))
+
+
+def _legend_columns(labels: Sequence[str], room: float) -> int:
+    """Return the most columns, filled one after another, that fit into `room` inches."""
+    em = _LEGEND_SIZE / 72
+    widths = [text_size(label, _LEGEND_SIZE)[0] + em * (_LEGEND_LINE + _LEGEND_PAD) for label in labels]
+    for count in range(len(labels), 1, -1):
+        columns = [max(part) for part in np.array_split(widths, count)]
+        if sum(columns) + (count - 1) * em * _LEGEND_GAP <= room:
+            return count
+    return 1
 
 
 def _empty_figure(width: float) -> Figure:

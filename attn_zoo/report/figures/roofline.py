@@ -117,13 +117,15 @@ def _draw_ceiling(axes: Axes, product: float, copy: float, source: str, colour: 
     words = f"products, {source}: {human_flops(product)}/s"
     flat = annotate(axes, words, (right, product), (-3, 3), ha="right", va="bottom", color=colour)
     low, high, edge = axes.transData.transform([(start, start * copy), (ridge, product), (right, product)])
+    ceiling = (float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
+    boxes = [box_of(flat.get_window_extent()), ceiling, *along(low, high, 6)]
     words = f"copies, {source}: {human_bandwidth(copy)}"
     if math.hypot(*(high - low)) > 6 * len(words):
         middle = (math.sqrt(start * ridge), math.sqrt(start * copy * product))
         offset, va = ((-2, 3), "bottom") if is_sheet else ((2, -3), "top")
-        annotate_along(axes, words, middle, offset, high - low, va=va, color=colour)
-    ceiling = (float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
-    return [box_of(flat.get_window_extent()), ceiling, *along(low, high, 6)]
+        slope = annotate_along(axes, words, middle, offset, high - low, va=va, color=colour).get_window_extent()
+        boxes += along(slope.min, slope.max, 6)  # the words go up along this diagonal
+    return boxes
 
 
 def _draw_points(axes: Axes, series: Sequence[Efficiency], look: Look, lengths: Sequence[int]) -> list[Box]:

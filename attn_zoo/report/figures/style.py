@@ -98,7 +98,6 @@ _RC: dict[str, Any] = {
     "ytick.major.size": 3,
     "xtick.major.width": 0.7,
     "ytick.major.width": 0.7,
-    "legend.fontsize": 8.5,
     "legend.frameon": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "attn-zoo",
