@@ -63,6 +63,7 @@ _VARIABLES = frozenset(
         "OMP_WAIT_POLICY",
         "CUDA_VISIBLE_DEVICES",
         "CUDA_LAUNCH_BLOCKING",
+        "ATEN_CPU_CAPABILITY",
     }
 )
 _PREFIXES = ("MKL_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "MALLOC_", "NVIDIA_TF32_")

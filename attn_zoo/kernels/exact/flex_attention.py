@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
 from attn_zoo.kernels.trace import note_path
 
 BLOCK_SIZE = 128  # the kernels' own default
@@ -99,6 +100,7 @@ def _block_mask(
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
+    keep_compiled_code_apart()
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 

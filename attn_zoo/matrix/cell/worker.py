@@ -38,11 +38,13 @@ def main() -> None:
     # All of it stays to the end: looking through it for garbage takes a quarter of a start, and then of every cell.
     gc.disable()
     from attn_zoo.conformance.verdicts import known, learn
+    from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
     from attn_zoo.matrix.cell.run_order import answer
     from attn_zoo.matrix.plan.work_order import WorkOrder
     from attn_zoo.records import CLEAN
     from attn_zoo.registry import variants
 
+    keep_compiled_code_apart()  # a variant of the user's may compile by itself
     list(variants)
     gc.freeze()
     gc.enable()

@@ -1,0 +1,41 @@
+"""Where torch's compiler keeps what it compiled: apart for each kind of processor.
+
+Its cache of graphs (seen in torch 2.13) holds C++ written for one width of vectors, and its key does not name that.
+The key of the libraries compiled from it says `-march=native`, whatever that was. So a processor with AVX2 that finds
+graphs of one with AVX-512, in a home that nodes of a cluster share or on a virtual machine that was moved, computes
+wrong numbers (FlexAttention on a CPU was off by 3) or crashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_DECIDE = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
+"""Lines of /proc/cpuinfo, on x86 and on ARM, that decide what `-march=native` means."""
+
+
+def _instructions() -> str:
+    """Return what this processor understands, as the system says it."""
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in first.splitlines() if line.partition("\t")[0].rstrip() in _DECIDE)
+
+
+def keep_compiled_code_apart() -> None:
+    """Have torch's compiler keep its code in a folder for this kind of processor, inside the one that the user names.
+
+    Call it before anything is compiled. The choice goes on to the processes that this one starts.
+    """
+    capability = os.environ.get("ATEN_CPU_CAPABILITY", "")  # narrows what torch uses
+    name = "cpu-" + hashlib.sha256(f"{_instructions()}\n{capability}".encode()).hexdigest()[:12]
+    # Torch's own default is asked for in vain here: its module takes two seconds to load.
+    whole = Path(os.environ.get(_VARIABLE) or Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
+    if whole.name != name:
+        os.environ[_VARIABLE] = str(whole / name)

@@ -1,0 +1,89 @@
+"""Compiled code of one kind of processor is not taken by another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attn_zoo.kernels import compiled_code
+from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+_COMPILE = """
+import torch
+from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
+keep_compiled_code_apart()
+torch._inductor.config.cpp_cache_precompile_headers = False  # they take longer to compile than they save here
+numbers = torch.linspace(-3, 3, 1003)
+f = lambda x: x.exp().sin() + 1
+torch.testing.assert_close(torch.compile(f)(numbers), f(numbers))
+print(torch.backends.cpu.get_cpu_capability())
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_variables(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "set, so that it is put back")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+
+
+def chosen(where: Path | None) -> Path:
+    if where is None:
+        del os.environ[VARIABLE]
+    else:
+        os.environ[VARIABLE] = str(where)
+    keep_compiled_code_apart()
+    return Path(os.environ[VARIABLE])
+
+
+def test_a_folder_inside_the_users_that_stays(tmp_path: Path):
+    folder = chosen(tmp_path)
+    assert folder.parent == tmp_path
+    assert chosen(folder) == folder, "a child, or a second call, takes the same"
+    assert chosen(None).name == folder.name
+
+
+def test_each_kind_of_processor_has_its_own(tmp_path: Path, monkeypatch):
+    wide = chosen(tmp_path)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    narrow = chosen(tmp_path)
+    monkeypatch.setattr(compiled_code, "_instructions", lambda: "flags: sse2")
+    assert len({wide, narrow, chosen(tmp_path)}) == 3
+    assert chosen(wide).parent == wide, "a variable that came from another node"
+
+
+def test_what_changes_from_boot_to_boot_does_not_count(monkeypatch):
+    def describe(mhz: str, flags: str) -> str:
+        text = f"processor\t: 0\nvendor_id\t: A\ncpu MHz\t\t: {mhz}\nflags\t\t: {flags}\n\nprocessor\t: 1\n"
+        monkeypatch.setattr(Path, "read_text", lambda _: text)
+        return compiled_code._instructions()
+
+    assert describe("1000", "fma avx2") == describe("2000", "fma avx2") != describe("1000", "fma")
+    assert "1000" not in describe("1000", "fma")
+
+
+def test_no_cpuinfo_is_no_error(monkeypatch):
+    def fail(_: Path) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert compiled_code._instructions()
+
+
+@pytest.mark.slow
+def test_code_for_wide_vectors_is_not_run_on_narrow_ones(tmp_path: Path):
+    """Where a processor has AVX-512 this fails without folders of their own: half of the numbers are nobody's."""
+    seen = []
+    for capability in ("avx512", "avx2"):
+        environment = {**os.environ, VARIABLE: str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
+        done = subprocess.run(
+            [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        seen.append(done.stdout.strip())
+    assert len(list(tmp_path.iterdir())) == 2, seen
