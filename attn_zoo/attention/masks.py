@@ -91,33 +91,6 @@ def finite_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     return torch.where(is_harmless | ~key_padding_mask[..., None], tokens, 0.0)
 
 
-def harmless_padding(
-    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values that do no harm at padded positions once those get scores of minus infinity.
-
-    Zeroing them takes two copies. On a CPU three norms, which only read, mostly show that there is no need: no score
-    exceeds |Q| |K| (Cauchy and Schwarz, Frobenius norms), so where that is finite, minus infinity hides every padded
-    key, and a weight of zero every padded value. On a GPU the answer would have to be waited for.
-
-    Args:
-        query: `[B, H, L, D]`.
-        key: `[B, G, S, D]`.
-        value: `[B, G, S, D]`.
-        key_padding_mask: bool `[B, S]`, True = padding, or None.
-    """
-    if key_padding_mask is None:
-        return key, value
-    if key.device.type == "cpu" and not torch.compiler.is_compiling():
-        with torch.no_grad():
-            wide = torch.promote_types(key.dtype, torch.float32)
-            norms = [float(torch.linalg.vector_norm(x, dtype=wide)) for x in (query, key, value)]
-        largest = torch.finfo(wide).max
-        if norms[0] * norms[1] <= largest and norms[2] <= largest:  # neither is so where a NaN is
-            return key, value
-    return blank_padding(key, key_padding_mask), blank_padding(value, key_padding_mask)
-
-
 def alibi_slopes(num_heads: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the head slopes `[H]` of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3).
 

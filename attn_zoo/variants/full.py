@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.decode import KVCache
-from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, harmless_padding, score_bias
+from attn_zoo.attention.masks import alibi_bias, alibi_slopes, blank_padding, score_bias
 from attn_zoo.attention.oracle import attention_weights, expand_kv_heads
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.exact.backends import Backend
@@ -36,7 +36,7 @@ class FullConfig(VariantConfig):
         backend: `"auto"` takes the fastest exact kernel for the device, dtype and shape (the rule is in
             `attn_zoo.kernels.exact.backends`); `"math"` is the equation as written, with dense scores; the others are
             kernels of torch, and of xformers; `"varlen"` is torch's flash kernel on keys packed without their padding
-            (what `"auto"` takes for padding in compiled calls on a GPU).
+            (what `"auto"` takes for padding on a GPU, in 16 bits).
             A named kernel runs or is refused: nothing takes its place.
     """
 
@@ -136,8 +136,6 @@ class FullAttention(AbstractAttention):
         ):  # more queries than keys: the first of them stand before every key
             seeing = self.forward(query[:, :, num_blind:], key, value, key_padding_mask=key_padding_mask)
             return pad(seeing, (0, 0, num_blind, 0))
-        if key_padding_mask is not None:
-            key, value = harmless_padding(query, key, value, key_padding_mask)
         return self._attend(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask)
 
     def _attend(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_zoo.attention import AbstractMixer, BuildContext, Mixed
-from attn_zoo.attention.masks import blank_padding, finite_padding, harmless_padding, score_bias
+from attn_zoo.attention.masks import blank_padding, finite_padding, score_bias
 from attn_zoo.attention.oracle import attention_weights
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
@@ -190,8 +190,6 @@ class Luna(AbstractMixer):
         return self._mix(hidden, key_padding_mask, carry, self._attend)
 
     def _attend(self, query: Tensor, context: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None:
-            context, _ = harmless_padding(query, context, context, mask)
         dropout_p = self.build.dropout_p if self.training else 0.0
         return exact_attention(
             query, context, context, score_bias=score_bias, key_padding_mask=mask, dropout_p=dropout_p

@@ -12,7 +12,6 @@ from attn_zoo.attention.masks import (
     alibi_slopes,
     blank_padding,
     causal_keep,
-    harmless_padding,
     keep_mask,
     masked_softmax,
     score_bias,
@@ -66,33 +65,6 @@ def test_padding_is_blanked_whatever_it_holds():
     assert torch.equal(blank[:, :, 0], heads[:, :, 0])
     assert not blank[:, :, 1].any()
     assert torch.equal(blank_padding(heads[0], torch.tensor([[False, True]]).expand(len(heads[0]), -1)), blank[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_ordinary_padding_is_not_copied(dtype):
-    query, key, value = torch.randn(3, 1, 2, 4, 8, dtype=dtype).unbind()
-    mask = torch.tensor([[False, False, True, True]])
-    assert harmless_padding(query, key, value, mask) == (key, value)
-    assert harmless_padding(query, key, value, None) == (key, value)
-
-
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e20])
-@pytest.mark.parametrize("which", [0, 1])
-def test_padding_that_could_do_harm_is_zeroed(which, garbage):
-    # 1e20 is finite, but its square is not: a score could overflow, and minus infinity added to infinity is NaN.
-    query, key, value = torch.randn(3, 1, 2, 4, 8).unbind()
-    mask = torch.tensor([[False, False, True, True]])
-    spoilt = [key.clone(), value.clone()]
-    spoilt[which][:, :, 2:] = garbage
-    key, value = harmless_padding(query, spoilt[0], spoilt[1], mask)
-    for heads, before in ((key, spoilt[0]), (value, spoilt[1])):
-        assert not heads[:, :, 2:].any()
-        assert torch.equal(heads[:, :, :2], before[:, :, :2])
-
-
-def test_large_queries_and_keys_together_could_do_harm():
-    query, key, value = torch.full((1, 1, 1, 4), 1e19), torch.full((1, 1, 2, 4), 1e19), torch.zeros(1, 1, 2, 4)
-    assert not harmless_padding(query, key, value, torch.tensor([[False, True]]))[0][:, :, 1].any()
 
 
 def test_slopes_are_made_once_and_serve_a_graph_though_they_were_made_without_one():

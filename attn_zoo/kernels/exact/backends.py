@@ -134,8 +134,9 @@ PREFERENCES: tuple[Preference, ...] = (
     Preference(
         device="cuda",
         has_bias=True,
-        order=("efficient", "math"),
-        source="flash takes no mask; a mask makes cuDNN 2 to 9 times slower (github.com/unslothai/unsloth/pull/11102)",
+        order=("varlen", "efficient", "math"),
+        source="flash takes no mask, but keys packed without their padding, which are fewer: the other kernels compute "
+        "what a mask hides, and it makes cuDNN 2 to 9 times slower (github.com/unslothai/unsloth/pull/11102)",
     ),
     Preference(
         device="cuda",
@@ -210,6 +211,8 @@ def _why_not_flash(call: ExactCall) -> str | None:
 
 
 def _why_not_varlen(call: ExactCall) -> str | None:
+    if call.query.is_cuda and not cuda.flash_sdp_enabled():
+        return "flash attention is switched off (torch.backends.cuda.enable_flash_sdp)"
     if call.slopes is not None or (call.is_causal and call.key_padding_mask is not None):
         return "it is offered for calls without ALiBi, and without a causal mask beside padding"
     return varlen.why_not(call.query, needs_grad=call.needs_grad)
@@ -269,8 +272,7 @@ def select(backend: str, call: ExactCall) -> tuple[str, str | None]:
 def select_while_compiling(backend: str, call: ExactCall) -> tuple[str, str | None]:
     """Return what `select` does, as a constant of the graph: the compiler cannot trace torch's checks.
 
-    They are asked about small tensors of the same kind, so that sizes which do not matter stay free. With padding
-    `auto` packs the keys where it can (`varlen`).
+    They are asked about small tensors of the same kind, so that sizes which do not matter stay free.
     """
     head_dim = operator.index(call.query.shape[-1])
     query_len = 128 if call.query.shape[2] > 1 else 1
@@ -319,9 +321,6 @@ def _select_for_probe(
         score_bias=no_bias,
     )
     with torch.set_grad_enabled(needs_grad):
-        # Compiled, packing costs few launches, and of a batch of unlike lengths half may be padding: 48 % of ListOps.
-        if backend == "auto" and has_padding and why_not("varlen", call) is None:
-            return "varlen", None
         return select(backend, call)
 
 

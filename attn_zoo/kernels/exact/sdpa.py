@@ -57,7 +57,7 @@ def exact_attention(
 
     Args:
         query: `[B, H, L, D]`.
-        key: `[B, G, S, D]`, finite at padded positions too (`attention.masks.blank_padding`).
+        key: `[B, G, S, D]`; at padded positions anything, NaN and infinities too.
         value: `[B, G, S, D]`, likewise.
         score_bias: `attention.masks.score_bias`; called only where a kernel's own flags do not say it all.
         is_causal: hide keys j > i + S - L; needs L <= S.
@@ -122,12 +122,18 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
     """
     if reason:
         raise UnsupportedError("backend", f"backend {name!r} cannot serve this call: {reason}")
+    if name == "varlen" and call.query.shape[0]:
+        return _varlen
+    attend = _attend_at_every_key(name, call)
+    return attend if call.key_padding_mask is None else partial(_harmless, attend)
+
+
+def _attend_at_every_key(name: str, call: ExactCall) -> _Attend:
+    """Return what computes calls with the signature of `call` by a kernel that reads padded keys and values too."""
     if call.query.shape[0] == 0:  # fused kernels of a GPU refuse an empty batch, and there is nothing to compute
         return _with_kernel(_math, call)
     if name == DENSE_DROPOUT:
         return _dropout
-    if name == "varlen":
-        return _varlen
     if name == "flex":
         return _flex
     if name == "xformers":
@@ -295,6 +301,28 @@ def _as_autocast_would(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 # --- what a kernel's own flags do not say ---
+
+
+def _harmless(attend: _Attend, call: ExactCall) -> Tensor:
+    """Attend with keys and values that do no harm at padded positions once those get scores of minus infinity.
+
+    A weight of zero does not hide a NaN or an infinity (0 * inf = NaN), in the output or in the gradients; a zero in
+    its place does, for two copies. On a CPU three norms, which only read, mostly show that there is no need: no score
+    exceeds |Q| |K| (Cauchy and Schwarz, Frobenius norms), so where that is finite, minus infinity hides every padded
+    key, and a weight of zero every padded value. On a GPU the answer would have to be waited for.
+    """
+    query, key, value, padding = call.query, call.key, call.value, call.key_padding_mask
+    assert padding is not None
+    if key.device.type == "cpu" and not torch.compiler.is_compiling():
+        with torch.no_grad():
+            wide = torch.promote_types(key.dtype, torch.float32)
+            norms = [float(torch.linalg.vector_norm(x, dtype=wide)) for x in (query, key, value)]
+        largest = torch.finfo(wide).max
+        if norms[0] * norms[1] <= largest and norms[2] <= largest:  # neither is so where a NaN is
+            return attend(call)
+    hidden = padding[:, None, :, None]
+    blank = key.masked_fill(hidden, 0.0)
+    return attend(call._replace(key=blank, value=blank if value is key else value.masked_fill(hidden, 0.0)))
 
 
 def _unbiased(kernel: _Kernel, call: ExactCall) -> Tensor:

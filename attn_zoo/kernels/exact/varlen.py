@@ -2,8 +2,9 @@
 
 Dao 2023, "FlashAttention-2", arXiv 2307.08691: the kernel reads sequences of unlike lengths laid end to end, with the
 places where they begin (the operator behind `torch.nn.attention.varlen`, which has dropout too). Keys and values are
-sorted so that padding of any pattern comes last, where nothing is read. Only they are packed: queries at padded
-positions have a result too. The cost is the share of the keys that are there, and moving keys and values twice.
+moved there whatever the pattern of the padding, which is moved nowhere and may hold anything. Only they are packed:
+queries at padded positions have a result too. The cost is the share of the keys that are there, and moving keys and
+values, as blanking them for a mask does.
 """
 
 from __future__ import annotations
@@ -43,18 +44,25 @@ def _probe(device: torch.device, dtype: torch.dtype, head_dim: int, needs_grad: 
 
 
 class _Packed(torch.autograd.Function):
-    """Rows `[N, G, D]` in another order; what the padded ones get back is zero, whatever the kernel left there."""
+    """Heads `[B, G, S, D]` as rows `[B S, G, D]` at their places, which are counted from 1; all padding has place 0.
+
+    Rows of no place are what memory held. Padding gets a gradient of zero, whatever the kernel left there.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, is_padding: Tensor) -> Tensor:
-        ctx.save_for_backward(order, is_padding)
-        return rows[order]
+    def forward(ctx: Any, places: Tensor, is_padding: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(places, is_padding)
+        packed = []
+        for x in heads:
+            rows = x.new_empty(places.numel() + 1, x.shape[1], x.shape[3])
+            packed.append(rows.index_put_((places,), x.transpose(1, 2))[1:])
+        return tuple(packed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        order, is_padding = ctx.saved_tensors
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return grad[back].masked_fill(is_padding[:, None, None], 0.0), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        places, is_padding = ctx.saved_tensors
+        rows, hidden = places - 1, is_padding[..., None, None]
+        return None, None, *[grad[rows].masked_fill_(hidden, 0.0).transpose(1, 2) for grad in grads]
 
 
 def attend(
@@ -85,22 +93,23 @@ def _attend(
 ) -> Tensor:
     batch_size, num_heads, query_len, head_dim = query.shape
     key_len, device = key.shape[2], query.device
-    # [B, H, L, D] to [B * L, H, D]: a view, where heads come from one projection.
-    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    query_starts = torch.arange(batch_size + 1, device=device, dtype=torch.int32) * query_len
-    key_starts = torch.arange(batch_size + 1, device=device, dtype=torch.int32) * key_len
-    if key_padding_mask is not None:
-        is_padding = key_padding_mask.flatten()
-        order = is_padding.argsort(stable=True)
-        keys, values = (_Packed.apply(rows, order, is_padding) for rows in (keys, values))
-        num_keys = (~key_padding_mask).sum(1, dtype=torch.int32)
-        key_starts = torch.cat([key_starts[:1], num_keys.cumsum(0, dtype=torch.int32)])
+    if key_padding_mask is None:
+        keys, values = _rows(key), _rows(value)
+        key_starts = _starts(batch_size, key_len, device)
+    else:
+        is_there = ~key_padding_mask
+        count = is_there.flatten().cumsum(0)  # over all sequences
+        places = count.view(batch_size, key_len) * is_there
+        packed = _Packed.apply(places, key_padding_mask, *((key,) if key is value else (key, value)))
+        keys, values = packed[0], packed[-1]
+        key_starts = torch.zeros(batch_size + 1, device=device, dtype=torch.int32)
+        key_starts[1:] = count[key_len - 1 :: key_len]
     # Lengths are upper bounds, so that the host need not know the real ones.
     rows = _flash(
-        queries,
+        _rows(query),
         keys,
         values,
-        query_starts,
+        _starts(batch_size, query_len, device),
         key_starts,
         query_len,
         key_len,
@@ -110,3 +119,13 @@ def _attend(
         scale=head_dim**-0.5,
     )
     return rows.view(batch_size, query_len, num_heads, head_dim).transpose(1, 2)
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """Return `[B, H, L, D]` as `[B L, H, D]`: a view, where heads come from one projection."""
+    return heads.transpose(1, 2).flatten(0, 1)
+
+
+def _starts(count: int, length: int, device: torch.device) -> Tensor:
+    """Return where sequences of one length begin, and where the last ends."""
+    return torch.arange(0, (count + 1) * length, length, device=device, dtype=torch.int32)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from attn_zoo import UnsupportedError
 from attn_zoo.attention.masks import alibi_slopes, causal_keep, score_bias
 from attn_zoo.attention.oracle import softmax_attention
-from attn_zoo.kernels.exact import backends, flex_attention, row_chunks, sdpa, xformers
+from attn_zoo.kernels.exact import backends, flex_attention, row_chunks, sdpa, varlen, xformers
 from attn_zoo.kernels.exact.backends import PREFERENCES, ExactCall, choose, why_not
 from attn_zoo.kernels.exact.operators import OPERATORS
 from attn_zoo.kernels.exact.sdpa import exact_attention
@@ -73,6 +75,24 @@ def test_the_table_is_complete_and_has_sources():
         assert row.source
         assert row.order[-1] == "math", "the dense path serves everything, so every search must end there"
     assert {row.device for row in PREFERENCES} == {"cpu", "cuda"}
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_on_a_gpu_padded_keys_are_packed_where_they_can_be(monkeypatch, served):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(varlen, "why_not", lambda *_, **__: None if served else "not here")
+    for name in ("cudnn", "flash", "efficient"):
+        monkeypatch.setitem(backends._WHY_NOT, name, lambda _: None)
+    query = SimpleNamespace(device=torch.device("cuda"), is_cuda=True, shape=(2, H, 8, D), requires_grad=False)
+    plain = call(query=query, key=query, value=query)
+    padded = plain._replace(key_padding_mask=half_padded(8))
+    shorter = SimpleNamespace(**{**vars(query), "shape": (2, H, 4, D)})
+    assert choose(padded) == ("varlen" if served else "efficient")
+    assert choose(padded._replace(is_causal=True)) == "efficient"
+    assert choose(plain) == "cudnn"
+    assert choose(plain._replace(query=shorter, is_causal=True)) == ("varlen" if served else "efficient")
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
+    assert choose(padded) == "efficient", "who switches flash off gets none"
 
 
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
@@ -621,6 +641,73 @@ def test_compiled_flex_equals_the_oracle_on_cpu():
         attend(*draw(200), backend="flex")
 
 
+# --- what padding holds ---
+
+
+def given_to_a_kernel(key, value, query=None):
+    query = torch.randn(1, 2, 4, 8, dtype=key.dtype) if query is None else query
+    padding = torch.tensor([[False] * (key.shape[2] - 1) + [True]])
+    seen = []
+
+    def kernel(given):
+        seen.append(given)
+        return given.query
+
+    sdpa._harmless(kernel, call(query=query, key=key, value=value, key_padding_mask=padding))
+    return seen[0].key, seen[0].value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_ordinary_padding_is_not_copied(dtype):
+    key, value = torch.randn(2, 1, 2, 4, 8, dtype=dtype).unbind()
+    assert given_to_a_kernel(key, value) == (key, value)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e20])
+@pytest.mark.parametrize("which", [0, 1])
+def test_padding_that_could_do_harm_is_zeroed(which, garbage):
+    # 1e20 is finite, but its square is not: a score could overflow, and minus infinity added to infinity is NaN.
+    spoilt = torch.randn(2, 1, 2, 4, 8)
+    spoilt[which][:, :, 3:] = garbage
+    for heads, before in zip(given_to_a_kernel(*spoilt.unbind()), spoilt, strict=True):
+        assert not heads[:, :, 3:].any()
+        assert torch.equal(heads[:, :, :3], before[:, :, :3])
+
+
+def test_large_queries_and_keys_together_could_do_harm():
+    query, key, value = torch.full((1, 1, 1, 4), 1e19), torch.full((1, 1, 2, 4), 1e19), torch.zeros(1, 1, 2, 4)
+    assert not given_to_a_kernel(key, value, query)[0][:, :, 1].any()
+
+
+def test_keys_that_are_the_values_are_blanked_once():
+    both = torch.randn(1, 2, 4, 8)
+    both[:, :, 3:] = float("nan")
+    key, value = given_to_a_kernel(both, both)
+    assert key is value
+
+
+@pytest.mark.parametrize(
+    ("backend", "arguments"),
+    [
+        *itertools.product(("math", "flash"), ({}, {"is_causal": True})),
+        *itertools.product(("auto", "math"), ({"dropout_p": 0.25}, {"dropout_p": 0.25, "is_causal": True})),
+    ],
+    ids=str,
+)
+def test_what_padding_holds_reaches_neither_output_nor_gradients(backend, arguments):
+    mask, found = half_padded(8), []
+    for garbage in (0.0, float("nan")):
+        tensors = [x.detach().clone() for x in draw(8)]
+        for x in tensors[1:]:
+            x.masked_fill_(mask[:, None, :, None], garbage)
+        tensors = [x.requires_grad_() for x in tensors]
+        torch.manual_seed(0)
+        output = attend(*tensors, key_padding_mask=mask, backend=backend, **arguments)
+        found.append((output, *torch.autograd.grad(output.square().sum(), tensors)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 # --- GPU ---
 
 
@@ -662,7 +749,8 @@ def test_auto_on_gpu_takes_a_fused_kernel_in_half_precision():
     for arguments in ({}, {"is_causal": True}, {"dropout_p": 0.125}, {"key_padding_mask": half_padded(256, "cuda")}):
         with recording() as paths:
             attend(*tensors, **arguments).sum().backward()
-        assert paths[0] in {"sdpa.cudnn", "sdpa.flash", "sdpa.efficient"}
+        is_padded = "key_padding_mask" in arguments
+        assert paths[0] in ({"varlen.flash"} if is_padded else {"sdpa.cudnn", "sdpa.flash", "sdpa.efficient"})
 
 
 def test_every_backend_has_its_check():

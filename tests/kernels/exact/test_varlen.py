@@ -10,9 +10,10 @@ import torch
 from attn_zoo.attention.masks import score_bias
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.exact import backends, varlen
+from attn_zoo.kernels.exact import varlen
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.trace import recording
+from tests.test_host_time import script
 
 B, H, D = 3, 4, 8
 
@@ -112,6 +113,16 @@ def test_without_padding_it_may_be_causal():
 
 
 @pytest.mark.usefixtures("kernel")
+def test_packing_enqueues_no_more_than_a_mask_does(monkeypatch):
+    """By a mask: keys and values blanked, a bias made and guarded against empty rows, the kernel, empty rows zeroed."""
+    monkeypatch.setattr(varlen, "_flash", lambda query, *_, **__: torch.empty_like(query))
+    (query, key, value), mask = draw(12, 12), padding("scattered", 12)
+    with script.Enqueued() as enqueued:
+        varlen.attend(query, key, value, is_causal=False, key_padding_mask=mask, dropout_p=0.0)
+    assert len(enqueued.kernels) <= 9, enqueued.kernels
+
+
+@pytest.mark.usefixtures("kernel")
 def test_packing_runs_in_one_graph():
     def attend(query, key, value, mask):
         return varlen.attend(query, key, value, is_causal=False, key_padding_mask=mask, dropout_p=0.0)
@@ -132,16 +143,31 @@ def test_packing_runs_in_one_graph():
 
 
 @pytest.mark.usefixtures("kernel")
-def test_compiled_calls_with_padding_are_packed_and_others_are_not():
-    def call(mask, is_causal=False):
-        query, key, value = draw(12, 12)
-        return backends.ExactCall(query, key, value, is_causal, mask, None, 0.0, score_bias)
+@pytest.mark.parametrize("kind", ["right", "scattered"])
+def test_padding_may_hold_anything(kind):
+    mask, found = padding(kind, 12), []
+    for garbage in (0.0, math.nan):
+        tensors = [x.detach().clone() for x in draw(12, 12)]
+        for x in tensors[1:]:
+            x.masked_fill_(mask[:, None, :, None], garbage)
+        tensors = [x.requires_grad_() for x in tensors]
+        output = exact_attention(*tensors, score_bias=score_bias, key_padding_mask=mask, backend="varlen")
+        found.append((output, *torch.autograd.grad(output.square().sum(), tensors)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
-    mask = padding("right", 12)
-    assert backends.select_while_compiling("auto", call(mask)) == ("varlen", None)
-    assert backends.select_while_compiling("auto", call(None)) == ("flash", None)
-    assert backends.select_while_compiling("auto", call(mask, is_causal=True)) == ("flash", None)
-    assert backends.select("auto", call(mask)) == ("flash", None), "a dozen launches would take longer than it saves"
+
+@pytest.mark.usefixtures("kernel")
+def test_keys_that_are_the_values_are_packed_once():
+    (query, key, _), mask = draw(12, 12), padding("scattered", 12)
+    with script.Enqueued() as enqueued:
+        output = exact_attention(query, key, key, score_bias=score_bias, key_padding_mask=mask, backend="varlen")
+    assert enqueued.kernels.count("index_put_") == 1
+    expected = softmax_attention(query, key, key, is_causal=False, key_padding_mask=mask)
+    torch.testing.assert_close(output, expected)
+    grads = [torch.autograd.grad(x.square().sum(), (query, key)) for x in (output, expected)]
+    for actual, true in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, true)
 
 
 def test_on_a_cpu_it_is_refused_with_torchs_reason():
