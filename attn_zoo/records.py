@@ -452,7 +452,7 @@ class Cell(Json, _Keyed):
         num_kv_heads: G.
         head_dim: D.
         is_causal: later keys hidden.
-        has_padding: the last quarter of every second sequence is padding.
+        has_padding: the last quarter of every second sequence is padding; see `least_pairs_frac`.
         dropout_p: on attention weights.
         task: registered task.
         level: difficulty of the task.
@@ -577,6 +577,14 @@ class Cell(Json, _Keyed):
             return None
         padded = self.seq_len // 4 / 2 if self.has_padding else 0.0  # a quarter of every second sequence
         return self.batch_size * (self.seq_len - padded)
+
+    @property
+    def least_pairs_frac(self) -> float:
+        """Share of the pairs of positions that is computed at least: formulas count padding, which may be left out.
+
+        With padding those within the quarters that are there, of a padded sequence; other sequences have more.
+        """
+        return (3 / 4) ** 2 if self.has_padding else 1.0
 
     @property
     def curve(self) -> str:

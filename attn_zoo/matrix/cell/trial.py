@@ -191,7 +191,7 @@ def _refuse_impossible(cell: Cell, claims: Claims, median_ms: float) -> None:
     if claims.flops is None or cell.device != "cuda" or median_ms <= 0:
         return
     ratio = LINEAR_BACKWARD_RATIO if claims.backward_ratio is None else claims.backward_ratio
-    flops = claims.flops * PASSES[cell.pass_ or "fwd"].num_forwards(ratio)
+    flops = claims.flops * cell.least_pairs_frac * PASSES[cell.pass_ or "fwd"].num_forwards(ratio)
     name = torch.cuda.get_device_name()
     if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops):
         raise AttnZooError(f"rejected: {problem}")

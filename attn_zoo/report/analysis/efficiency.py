@@ -10,7 +10,8 @@ from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.units import percent
 
 CONVENTIONS = (
-    "Useful FLOPs, by formula, a multiply-add being two; a backward counts as {ratios} forwards. Fewest bytes: inputs "
+    "Useful FLOPs, by formula, a multiply-add being two, padding included; a backward counts as {ratios} forwards. "
+    "Fewest bytes: inputs "
     "and the mechanism's own weights read and output written once; a backward twice that (inputs, output and its "
     "gradient read, gradients of the inputs written). Share of the roof: FLOPs / product rate or bytes / copy rate, "
     "whichever is longer, over the median time (of the GPU alone, where that was measured)."

@@ -110,19 +110,24 @@ def find_table(analysis: Analysis, name: str) -> Table:
 
 
 def status_table(analysis: Analysis) -> Table:
-    """Return what did not run and why: one row per variant, outcome and reason, lengths joined."""
+    """Return what did not run and why: a row for each variant, outcome and reason, passes and lengths joined."""
     grouped: dict[tuple[str, ...], list[int]] = {}
     for one in (*analysis.results.observations, *analysis.results.left):
         cell, record = one.cell, one.record
         if record.status != "ok":
             training = f"{cell.task} {cell.level or ''}".strip()
             what = training if one.is_training else PASS_TITLES.get(cell.pass_ or "", "")
-            key = (one.label, record.status, what, cell.dtype, cell.device, record.reason)
+            key = (one.label, record.status, cell.dtype, cell.device, record.reason, what)
             grouped.setdefault(key, []).append(0 if one.is_training else cell.seq_len or 0)
+    joined: dict[tuple[str, ...], tuple[list[str], int]] = {}
+    for (*key_of_row, what), lengths in sorted(grouped.items()):
+        row = (*key_of_row, _length_list(lengths))
+        names, num_cells = joined.get(row, ([], 0))
+        joined[row] = [*names, what], num_cells + len(lengths)
     fields = ("variant", "status", "what", "dtype", "device", "reason", "num_cells", "lengths")
     rows = [
-        dict(zip(fields, (*key, len(lengths), _length_list(lengths)), strict=True))
-        for key, lengths in sorted(grouped.items())
+        dict(zip(fields, (*key[:2], ", ".join(filter(None, names)), *key[2:5], num_cells, key[5]), strict=True))
+        for key, (names, num_cells) in joined.items()
     ]
     if any(run.num_unread for run in analysis.results.runs):
         note = _OF_READ if rows else _NONE_READ_FAILED

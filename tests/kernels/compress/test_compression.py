@@ -290,8 +290,8 @@ def test_interpolated_rows_keep_the_compression_of_a_constant_sequence():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("length", [1, 37, 4099])
-def test_split_k_on_the_gpu(dtype: torch.dtype, sharing: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_split_k_on_the_gpu(dtype: torch.dtype, sharing: tuple[int, int], length: int):
+    assert not torch.backends.cuda.matmul.allow_tf32, "float32 has all of its digits"
     tokens, matrix = (x.detach().cuda().requires_grad_() for x in inputs(sharing, length, dtype=dtype))
     mask = padding(length).cuda()
     with recording() as paths:

@@ -256,6 +256,10 @@ def test_a_time_that_the_hardware_cannot_reach_is_rejected(monkeypatch):
     with pytest.raises(AttnZooError, match="rejected"):
         _refuse_impossible(backward, claims, 10.0)
     _refuse_impossible(replace(on_gpu, device="cpu"), claims, 3.0)
+    padded = replace(on_gpu, has_padding=True)  # of which nine sixteenths may be all that is computed
+    _refuse_impossible(padded, claims, 3.0)
+    with pytest.raises(AttnZooError, match="rejected"):
+        _refuse_impossible(padded, claims, 2.0)
 
 
 def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_only(monkeypatch):

@@ -126,6 +126,12 @@ def test_what_the_counter_does_not_see_is_left_out(tmp_path):
     assert flops_ratios(analyse([run_of(tmp_path, records)]).results.observations) == []
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(875, False), (563, False), (550, True), (1011, True)])
+def test_padding_that_is_left_out_is_no_claim_too_many(tmp_path, count, is_told):
+    records = [counted("full", 1000, count, has_padding=True)]
+    assert bool(flops_ratios(analyse([run_of(tmp_path, records)]).results.observations)) == is_told
+
+
 def test_what_was_claimed_under_the_options_of_the_cell_counts(tmp_path):
     """The run's claim is that of the defaults: linear memory, which a kernel with dense scores does not promise."""
     records = [scaling("linformer", n, quadratic_memory=True) for n in DOUBLINGS]
