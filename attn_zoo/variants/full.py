@@ -36,7 +36,7 @@ class FullConfig(VariantConfig):
         backend: `"auto"` takes the fastest exact kernel for the device, dtype and shape (the rule is in
             `attn_zoo.kernels.exact.backends`); `"math"` is the equation as written, with dense scores; the others are
             kernels of torch, and of xformers; `"varlen"` is torch's flash kernel on keys packed without their padding
-            (what `"auto"` takes for padding on a GPU, in 16 bits).
+            (what `"auto"` takes for much padding on a GPU, in 16 bits).
             A named kernel runs or is refused: nothing takes its place.
     """
 

@@ -21,6 +21,13 @@ Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "varlen", "flex
 DENSE_DROPOUT = "dropout"
 """What `select` calls dropout computed densely, a chunk of rows at a time, where no fused kernel has it."""
 
+PACKED_SCORES = 1 << 26
+"""Of an eager call: with fewer, packing keys without their padding takes the host longer than it saves the GPU.
+
+It costs the host 0.10 ms more than a mask, forward and backward; so many are 60 GFLOP at D = 64, by estimate 0.4 ms
+under a mask.
+"""
+
 PINS = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -240,17 +247,21 @@ def why_not(backend: str, call: ExactCall) -> str | None:
     return _WHY_NOT[backend](call)
 
 
-def choose(call: ExactCall) -> str:
+def choose(call: ExactCall, *, is_compiled: bool = False) -> str:
     """Return the backend that `PREFERENCES` names for `call`; `"math"` on devices without a row."""
+    query_len, key_len = call.query.shape[2], call.key.shape[2]
+    num_scores = call.query.shape[0] * call.query.shape[1] * query_len * key_len
+    is_much = is_compiled or num_scores >= PACKED_SCORES  # compiled, packing costs few launches
     device = call.query.device
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
     for row in PREFERENCES:
         if row.device == device.type and row.capability in (None, capability) and row.has_bias in (None, call.has_bias):
-            return next(backend for backend in row.order if why_not(backend, call) is None)
+            order = [backend for backend in row.order if backend != "varlen" or is_much]
+            return next(backend for backend in order if why_not(backend, call) is None)
     return "math"
 
 
-def select(backend: str, call: ExactCall) -> tuple[str, str | None]:
+def select(backend: str, call: ExactCall, *, is_compiled: bool = False) -> tuple[str, str | None]:
     """Return the kernel that must run for `call`, and why it cannot, or None.
 
     It depends on nothing but sizes, strides, types, device and switches: the answer may be remembered.
@@ -258,6 +269,7 @@ def select(backend: str, call: ExactCall) -> tuple[str, str | None]:
     Args:
         backend: `"auto"`, or the kernel that must run.
         call: to be served.
+        is_compiled: by torch's compiler, for which `call` is a small one of the same kind.
     """
     if backend != "auto":
         reason = why_not(backend, call)
@@ -266,7 +278,7 @@ def select(backend: str, call: ExactCall) -> tuple[str, str | None]:
         return backend, reason
     if call.dropout_p > 0 and (call.query.device.type == "cpu" or call.has_row_bias):
         return DENSE_DROPOUT, None
-    return choose(call), None
+    return choose(call, is_compiled=is_compiled), None
 
 
 def select_while_compiling(backend: str, call: ExactCall) -> tuple[str, str | None]:
@@ -321,7 +333,7 @@ def _select_for_probe(
         score_bias=no_bias,
     )
     with torch.set_grad_enabled(needs_grad):
-        return select(backend, call)
+        return select(backend, call, is_compiled=True)
 
 
 # The compiler calls it while it traces, and takes its answer for a constant.

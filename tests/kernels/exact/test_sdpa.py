@@ -83,14 +83,22 @@ def test_on_a_gpu_padded_keys_are_packed_where_they_can_be(monkeypatch, served):
     monkeypatch.setattr(varlen, "why_not", lambda *_, **__: None if served else "not here")
     for name in ("cudnn", "flash", "efficient"):
         monkeypatch.setitem(backends._WHY_NOT, name, lambda _: None)
-    query = SimpleNamespace(device=torch.device("cuda"), is_cuda=True, shape=(2, H, 8, D), requires_grad=False)
-    plain = call(query=query, key=query, value=query)
-    padded = plain._replace(key_padding_mask=half_padded(8))
-    shorter = SimpleNamespace(**{**vars(query), "shape": (2, H, 4, D)})
-    assert choose(padded) == ("varlen" if served else "efficient")
+
+    def tensor(length):
+        device = torch.device("cuda")
+        return SimpleNamespace(device=device, is_cuda=True, shape=(2, H, length, D), requires_grad=False)
+
+    long, few = tensor(8192), tensor(4096)
+    packed = "varlen" if served else "efficient"
+    plain = call(query=long, key=long, value=long)
+    padded = plain._replace(key_padding_mask=half_padded(8192))
+    assert choose(padded) == packed
     assert choose(padded._replace(is_causal=True)) == "efficient"
     assert choose(plain) == "cudnn"
-    assert choose(plain._replace(query=shorter, is_causal=True)) == ("varlen" if served else "efficient")
+    assert choose(plain._replace(query=few, is_causal=True)) == packed
+    short = padded._replace(query=few, key=few, value=few, key_padding_mask=half_padded(4096))
+    assert choose(short._replace(query=tensor(64))) == "efficient", "the host would take longer than it saves"
+    assert choose(short._replace(query=tensor(64)), is_compiled=True) == packed
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
     assert choose(padded) == "efficient", "who switches flash off gets none"
 
@@ -749,8 +757,11 @@ def test_auto_on_gpu_takes_a_fused_kernel_in_half_precision():
     for arguments in ({}, {"is_causal": True}, {"dropout_p": 0.125}, {"key_padding_mask": half_padded(256, "cuda")}):
         with recording() as paths:
             attend(*tensors, **arguments).sum().backward()
-        is_padded = "key_padding_mask" in arguments
-        assert paths[0] in ({"varlen.flash"} if is_padded else {"sdpa.cudnn", "sdpa.flash", "sdpa.efficient"})
+        assert paths[0] in {"sdpa.cudnn", "sdpa.flash", "sdpa.efficient"}
+    tensors = draw(6144, dtype=torch.bfloat16, device="cuda")
+    with recording() as paths:
+        attend(*tensors, key_padding_mask=half_padded(6144, "cuda")).sum().backward()
+    assert paths == ["varlen.flash"], "there is enough to compute for packing to pay"
 
 
 def test_every_backend_has_its_check():
