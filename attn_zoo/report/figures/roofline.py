@@ -102,20 +102,25 @@ def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> l
     tops = [product, ceilings.sheet_flops_per_s or 0.0]
     values = [*rates, min(product, left * copy * 2), max(*tops, *rates)]
     value_axis(axes, values, human_flop_rate, 10, 1.6)
-    boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
-    if ceilings.sheet_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
-        boxes += _draw_ceiling(axes, ceilings.sheet_flops_per_s, ceilings.peak_bytes_per_s, "data sheet", MUTED, 0.8)
-    return boxes
+    if ceilings.sheet_flops_per_s is None or ceilings.peak_bytes_per_s is None:
+        return _draw_ceiling(axes, product, copy, "measured", INK, 1.8)
+    # The data sheet's line lies close above the other, whose words go under it.
+    sheet = ceilings.sheet_flops_per_s, ceilings.peak_bytes_per_s, "data sheet"
+    boxes = _draw_ceiling(axes, product, copy, "measured", INK, 1.8, are_words_under=True)
+    return boxes + _draw_ceiling(axes, *sheet, MUTED, 0.8)
 
 
-def _draw_ceiling(axes: Axes, product: float, copy: float, source: str, colour: str, width: float) -> list[Box]:
+def _draw_ceiling(
+    axes: Axes, product: float, copy: float, source: str, colour: str, width: float, *, are_words_under: bool = False
+) -> list[Box]:
     """Draw bandwidth slope and product ceiling with their figures; return boxes around words and line."""
     is_sheet = width < 1
     (left, right), (bottom, _) = axes.get_xlim(), axes.get_ylim()
     ridge, start = product / copy, max(left, bottom / copy)
     axes.plot([start, ridge, right], [start * copy, product, product], color=colour, lw=width, zorder=1.2)
     words = f"products, {source}: {human_flops(product)}/s"
-    flat = annotate(axes, words, (right, product), (-3, 3), ha="right", va="bottom", color=colour)
+    offset, va = ((-3, -3), "top") if are_words_under else ((-3, 3), "bottom")
+    flat = annotate(axes, words, (right, product), offset, ha="right", va=va, color=colour)
     low, high, edge = axes.transData.transform([(start, start * copy), (ridge, product), (right, product)])
     ceiling = (float(high[0]), float(high[1]) - 3, float(edge[0]), float(high[1]) + 3)
     boxes = [box_of(flat.get_window_extent()), ceiling, *along(low, high, 6)]
