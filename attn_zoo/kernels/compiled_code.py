@@ -35,7 +35,7 @@ def keep_compiled_code_apart() -> None:
     """
     capability = os.environ.get("ATEN_CPU_CAPABILITY", "")  # narrows what torch uses
     name = "cpu-" + hashlib.sha256(f"{_instructions()}\n{capability}".encode()).hexdigest()[:12]
-    # Torch's own default is asked for in vain here: its module takes two seconds to load.
+    # Torch's own default, written out: the module that knows it takes two seconds to load.
     whole = Path(os.environ.get(_VARIABLE) or Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
     if whole.name != name:
         os.environ[_VARIABLE] = str(whole / name)

@@ -277,24 +277,26 @@ def to_terminal(table: Table, console: Console) -> None:
         out.add_row(*(escape(row[index]) for index in kept))
     console.print(out, highlight=False)
     hidden = [column.heading for index, column in enumerate(table.columns) if index not in kept]
-    below = _caption(clean(table.note), hidden, has_intervals=any("[" in row[index] for row in texts for index in kept))
+    below = _caption(clean(table.note), hidden, shown="".join(row[index] for row in texts for index in kept))
     if below:
         console.print(f"[dim]{escape(below)}[/dim]", highlight=False)
 
 
-def _caption(note: str, hidden: Sequence[str], *, has_intervals: bool) -> str:
-    """Return what a note says of the columns that are shown, and which ones are not."""
+def _caption(note: str, hidden: Sequence[str], shown: str) -> str:
+    """Return what a note says of the columns and signs that are shown, and which columns are not."""
+    absent = [words for sign, words in _OF_SIGNS.items() if sign not in shown]
     said = []
     for sentence in re.split(r"(?<=\.) (?=[A-Z])", note):
         is_hidden = any(sentence.lower().startswith(f"{heading.lower()}:") for heading in hidden)
-        if not is_hidden and (has_intervals or not _OF_INTERVALS.search(sentence)):
+        if not is_hidden and not any(words.search(sentence) for words in absent):
             said.append(sentence)
     if hidden:
         said.append(f"Left out here, in the files: {', '.join(hidden)}.")
     return " ".join(filter(None, said))
 
 
-_OF_INTERVALS = re.compile(r"\binterval\b|[Ii]n brackets")
+_OF_SIGNS = {"[": re.compile(r"\binterval\b|[Ii]n brackets"), "(": re.compile(r"[Ii]n parentheses")}
+"""What a note says of a sign in the texts; brief texts lack it."""
 
 
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:

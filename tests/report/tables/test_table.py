@@ -11,6 +11,7 @@ from rich.console import Console
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.table import (
+    Column,
     Table,
     guard_frame,
     number_column,
@@ -137,6 +138,14 @@ def test_the_caption_says_what_the_terminal_shows():
     assert "[4, 6]" in wide
     assert "Median time. Of a machine. Left out here, in the files: saved." in narrow
     assert "[" not in narrow
+
+
+def test_the_caption_says_nothing_of_parentheses_that_were_cut():
+    columns = (Column(heading="time", show=lambda row: row["time"], brief=lambda text: text.partition(" (")[0]),)
+    rows = ({"time": "5 ms (4 ms)"},)
+    table = Table(name="t", title="T", note="Median. In parentheses: the GPU alone.", columns=columns, rows=rows)
+    assert "In parentheses" in printed(table, 40)
+    assert "In parentheses" not in printed(table, 8)
 
 
 def test_a_column_has_one_unit():
