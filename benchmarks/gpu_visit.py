@@ -29,6 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_MINUTES = 0.5  # a stage is not begun for less
+TELL_S = 20  # to say what failed, for tests whose time is over
 MOST_PACKED_BYTES = 16 * 2**20
 LEFT_OUT = {"logs", "weights", "replaced", "figures", "tables", "checkpoints"}
 """Folders of a results folder that a pack leaves out: large, or made again from the records. Of checkpoints it takes
@@ -125,6 +126,10 @@ def run_stage(stage: Stage, work: Path, minutes: float, device: str) -> str:
             # A matrix keeps its own limit, and gets a little longer to write what it has.
             code = process.wait(60 * minutes + (30 if stage.matrix else 0))
         except BaseException as error:
+            if isinstance(error, subprocess.TimeoutExpired) and not stage.matrix:
+                process.send_signal(signal.SIGINT)  # tests then say what failed so far
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(TELL_S)
             with contextlib.suppress(ProcessLookupError):
                 (process.kill if stage.matrix else partial(os.killpg, process.pid, signal.SIGKILL))()
             process.wait()

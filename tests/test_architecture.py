@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "variants": WORDS | {"registry", "attention", "kernels"},
     "model": WORDS | {"registry", "attention"},
     "tasks": WORDS | {"registry"},
-    "training": WORDS | {"records", "statistics", "registry", "attention", "model", "tasks", "kernels"},
+    "training": WORDS | {"records", "statistics", "registry", "attention", "model", "tasks", "kernels", "measure"},
     "measure": WORDS | {"records", "statistics"},
     "conformance": WORDS | {"registry", "attention", "kernels", "measure"},
     "matrix": WORDS

@@ -121,6 +121,25 @@ def test_checkpoints_are_packed_as_far_as_they_can_be_carried(script, tmp_path, 
     assert "1 checkpoints of trainings are too large to carry" in capsys.readouterr().out
 
 
+def test_tests_whose_time_is_over_say_what_failed(script, tmp_path, monkeypatch):
+    test = tmp_path / "test_slow.py"
+    test.write_text("import time\ndef test_first():\n    assert 1 == 2\ndef test_second():\n    time.sleep(300)\n")
+    command = [sys.executable, "-m", "pytest", str(test), "-q", "-rfE", "-p", "no:cacheprovider", "-n", "1"]
+    monkeypatch.setattr(script, "command", lambda *_: command)
+    log = tmp_path / "tests.log"
+    wait = script.subprocess.Popen.wait
+
+    def when_one_failed(process, timeout=None):
+        end = time.monotonic() + 60
+        while timeout == 60 and "F" not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.05)
+        return wait(process, 0.0 if timeout == 60 else timeout)
+
+    monkeypatch.setattr(script.subprocess.Popen, "wait", when_one_failed)
+    assert script.run_stage(script.Stage(name="tests", minutes=1), tmp_path, 1.0, "cpu") == "did not end in its time"
+    assert "test_slow.py::test_first" in log.read_text()
+
+
 def test_no_process_of_the_tests_is_left_for_the_next_stage(script, tmp_path, monkeypatch):
     """Here two: one that waits for the other, which has written its number."""
     note = tmp_path / "pid"

@@ -7,7 +7,7 @@ whether addresses are multiples of 16. So who launches makes a key of these (`ki
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -23,8 +23,8 @@ MAX_KINDS = 1024  # of calls that are remembered; a loop over ever new lengths m
 class CachedLaunch:
     """A kernel with its grid and everything it takes but tensors. The first call compiles it, later ones only launch.
 
-    They call what Triton itself calls when it has bound the arguments, without the hooks of its own profiler, which
-    take longer than the launch.
+    They call what Triton itself calls when it has bound the arguments, without the hooks that it calls around a launch,
+    which take longer. Where somebody watches by them, a profiler or a counter of FLOPs, Triton launches as ever.
 
     Args:
         kernel: under `triton.jit`.
@@ -40,6 +40,7 @@ class CachedLaunch:
         self._fixed = tuple([rest[name] for name in fixed])
         self._in_order = itemgetter(*[[*self._tensor_names, *fixed].index(name) for name in names])
         self._run: Callable[..., Any] | None = None
+        self._watchers: Sequence[Any] = ()  # of launches, while there are any
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch it on the current stream.
@@ -47,14 +48,14 @@ class CachedLaunch:
         Args:
             tensors: in the kernel's order, of the kind that the first call was given.
         """
-        if self._run is not None:
+        if self._run is not None and not self._watchers:
             first = tensors[0]
             assert first is not None
             self._run(first.get_device(), *self._in_order(tensors + self._fixed))
             return
         compiled = self._kernel[self._grid](**dict(zip(self._tensor_names, tensors, strict=True)), **self._rest)
         if compiled is not None:  # the interpreter compiles nothing
-            self._run = _straight_to(compiled, self._grid)
+            self._run, self._watchers = _straight_to(compiled, self._grid), _watchers()
 
 
 def _straight_to(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -68,6 +69,14 @@ def _straight_to(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         run(*blocks, stream_of(device), *what, *arguments)
 
     return launch
+
+
+def _watchers() -> Sequence[Any]:
+    """Return Triton's own list of what is called before a launch, which changes as hooks come and go."""
+    from triton import knobs
+
+    calls: Sequence[Any] = getattr(knobs.runtime.launch_enter_hook, "calls", ())
+    return calls
 
 
 def kind_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:

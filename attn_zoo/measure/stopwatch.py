@@ -1,10 +1,11 @@
 """Ways to time calls: the host's clock for CPU work, CUDA events for GPU work. `timing.py` decides what to time.
 
 A GPU call of a few kernels that each take microseconds is as slow as the host launches them. So a GPU call has three
-times (`with_host_and_device_time`): that of the single call, as eager code sees it; the host's, until all is launched;
-and the device's, of replays of the call captured once as a CUDA graph, which is launched as a whole. Two things differ
-between the first and the last, and are why they are reported apart: the cache is warm in replays, and training without
-graphs will not see their time.
+times (`with_host_and_device_time`): that of the single call, on the device, from a cold cache; the host's, until all is
+launched; and the device's, of replays of the call captured once as a CUDA graph, which is launched as a whole. They
+are reported apart. In replays the cache is warm, and training without graphs will not see their time. The single call
+is queued behind the write that empties the cache, which takes the GPU about 0.1 ms: so much of the host's time does not
+show in it, and it may be less than the host's. Eager code that calls again and again sees the larger of the two.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
+from attn_zoo.measure.capture import capturing
 from attn_zoo.records import Timing
 
 FLUSH_BYTES = 256 * 2**20
@@ -31,9 +34,14 @@ NUM_WARMUP = 3
 NUM_SAMPLES, FEW_SAMPLES = 10, 3
 FEW_SAMPLES_MS = 100.0
 """Calls from here on are sampled less often, and warmed up by one; those that are not captured are launched once."""
+IDLE_S = 0.02
+"""Shorter calls are made once, untimed, before the samples: the first after a wait took an H100 0.1 to 0.6 ms more."""
 SAMPLE_MS = 5.0
-"""Replays that fill one sample take about this long, going by the single call."""
-MAX_REPLAYS = 2000
+"""Replays that fill one sample take about this long."""
+PROBED, MAX_REPLAYS = 10, 2000
+"""Replays that tell how many fill a sample, and never more than so many."""
+SHORT_REPLAY_MS, SEVERAL = 0.05, 16
+"""Graphs of one call that are replayed faster than this wait for their own launch; graphs of several calls do not."""
 
 Call = Callable[[], object]
 Make = Callable[[], tuple[Call, Call | None]]
@@ -67,8 +75,10 @@ class AbstractStopwatch(ABC):
         """Return the seconds of one call until its work is done, compilation and launch included."""
 
     @abstractmethod
-    def take(self, call: Call, setup: Call | None, *, count: int, loops: int) -> list[Sample]:
-        """Return `count` samples of `loops` calls each."""
+    def take(
+        self, call: Call, setup: Call | None, *, count: int, loops: int, expected_s: float = math.inf
+    ) -> list[Sample]:
+        """Return `count` samples of `loops` calls each, which are expected to take so long."""
 
 
 class HostStopwatch(AbstractStopwatch):
@@ -95,7 +105,15 @@ class HostStopwatch(AbstractStopwatch):
     def once(self, call: Call, setup: Call | None) -> float:
         return self._sample(call, setup, 1).wall_s
 
-    def take(self, call: Call, setup: Call | None, *, count: int, loops: int) -> list[Sample]:
+    def take(
+        self,
+        call: Call,
+        setup: Call | None,
+        *,
+        count: int,
+        loops: int,
+        expected_s: float = math.inf,  # noqa: ARG002 - the host does not wait
+    ) -> list[Sample]:
         return [self._sample(call, setup, loops) for _ in range(count)]
 
     def _sample(self, call: Call, setup: Call | None, loops: int) -> Sample:
@@ -121,6 +139,7 @@ class CudaStopwatch(AbstractStopwatch):
     """CUDA events around single calls, queued behind a write that empties the cache and hides the cost of launching.
 
     The events of a batch are read after all its calls are queued: the host runs ahead, and the GPU's time is seen.
+    Before them a short call is made untimed: after a wait the host's caches are cold, and the GPU has nothing to do.
 
     Args:
         device: the GPU.
@@ -156,22 +175,30 @@ class CudaStopwatch(AbstractStopwatch):
         self._cuda.synchronize(self._device)
         return (self._clock() - before) * 1e-9
 
-    def take(self, call: Call, setup: Call | None, *, count: int, loops: int) -> list[Sample]:
+    def take(
+        self, call: Call, setup: Call | None, *, count: int, loops: int, expected_s: float = math.inf
+    ) -> list[Sample]:
         if loops != 1:
             raise ValueError(f"loops: expected 1, because the cache is emptied before every call; got {loops}")
         with self._cuda.device(self._device):
             starts = [self._cuda.Event(enable_timing=True) for _ in range(count)]
             ends = [self._cuda.Event(enable_timing=True) for _ in range(count)]
+            if expected_s < IDLE_S:
+                self._ready(setup)
+                call()
             for start, end in zip(starts, ends, strict=True):
-                if setup is not None:
-                    setup()
-                if self._flush is not None:
-                    self._flush()
+                self._ready(setup)
                 start.record()
                 call()
                 end.record()
             self._cuda.synchronize(self._device)
         return [Sample(start.elapsed_time(end) * 1e-3) for start, end in zip(starts, ends, strict=True)]
+
+    def _ready(self, setup: Call | None) -> None:
+        if setup is not None:
+            setup()
+        if self._flush is not None:
+            self._flush()
 
 
 def stopwatch_for(device: torch.device | str, *, flush_cache: bool = True) -> AbstractStopwatch:
@@ -258,48 +285,72 @@ def _host_ms(make: Make, device: torch.device, call_ms: float, cuda: Any, clock:
 
 
 def _graph_ms(make: Make, device: torch.device, call_ms: float, cuda: Any) -> float:
-    num_replays = min(math.ceil(SAMPLE_MS / max(call_ms, 1e-6)), MAX_REPLAYS)
     with cuda.device(device):
-        # A capture that fails leaves the generator believing that it goes on, and later random numbers would fail.
-        generator = cuda.default_generators[cuda.current_device()]
-        before, outer, stream = generator.clone_state(), cuda.current_stream(), cuda.Stream()
+        outer, stream = cuda.current_stream(), _side_stream(cuda, cuda.current_device())
         stream.wait_stream(outer)
         try:
             with cuda.stream(stream):
-                graph = _capture(make, _num_warmup(call_ms), stream, cuda)
-                return _replay_ms(graph, num_replays, call_ms, cuda)
-        except Exception:
-            generator.graphsafe_set_state(before)
-            raise
+                call, setup = make()
+                for _ in range(_num_warmup(call_ms)):
+                    _once(call, setup)
+                replay_ms = _replay_ms(_captured(call, setup, 1, stream, cuda), call_ms, cuda)
+                if replay_ms < SHORT_REPLAY_MS:
+                    several = _captured(call, setup, SEVERAL, stream, cuda)
+                    replay_ms = _replay_ms(several, SEVERAL * replay_ms, cuda) / SEVERAL
+                return replay_ms
         finally:
             cuda.synchronize()
 
 
-def _capture(make: Make, num_warmup: int, stream: Any, cuda: Any) -> Any:
-    call, setup = make()
-    for _ in range(num_warmup):
-        if setup is not None:
-            setup()
-        call()
+@cache
+def _side_stream(cuda: Any, device: int) -> Any:
+    """Return the stream that is captured, one for each device: every stream keeps a workspace of cuBLAS for ever."""
+    return cuda.Stream(device)
+
+
+def _once(call: Call, setup: Call | None) -> None:
     if setup is not None:
         setup()
+    call()
+
+
+def _captured(call: Call, setup: Call | None, count: int, stream: Any, cuda: Any) -> Any:
+    """Return a graph of so many calls. What runs before each must leave the device alone, or it would be in the graph.
+
+    The call must live as long as the graph, which reads what the call holds.
+    """
     graph = cuda.CUDAGraph()
-    with cuda.graph(graph, stream=stream):
-        call()
+    if setup is not None:  # nothing of a call before is freed into the memory of the graph
+        setup()
+    with capturing(graph, stream, cuda=cuda):
+        for _ in range(count):
+            _once(call, setup)
     return graph
 
 
-def _replay_ms(graph: Any, num_replays: int, call_ms: float, cuda: Any) -> float:
-    """Return the median over samples of `num_replays` replays each, all queued before any of them is read."""
-    starts = [cuda.Event(enable_timing=True) for _ in range(_num_samples(call_ms))]
-    ends = [cuda.Event(enable_timing=True) for _ in starts]
-    for _ in range(_num_warmup(call_ms)):
+def _replay_ms(graph: Any, replay_ms: float, cuda: Any) -> float:
+    """Return the median over samples of many replays each, all queued before any of them is read.
+
+    Args:
+        graph: to replay.
+        replay_ms: of one replay, no less than it takes; the samples are sized by what a first one says.
+        cuda: what to use as `torch.cuda`.
+    """
+
+    def sample(count: int, num_replays: int) -> list[float]:
+        starts = [cuda.Event(enable_timing=True) for _ in range(count)]
+        ends = [cuda.Event(enable_timing=True) for _ in starts]
+        for start, end in zip(starts, ends, strict=True):
+            start.record()
+            for _ in range(num_replays):
+                graph.replay()
+            end.record()
+        cuda.synchronize()
+        return [float(start.elapsed_time(end)) / num_replays for start, end in zip(starts, ends, strict=True)]
+
+    for _ in range(_num_warmup(replay_ms)):
         graph.replay()
-    for start, end in zip(starts, ends, strict=True):
-        start.record()
-        for _ in range(num_replays):
-            graph.replay()
-        end.record()
-    cuda.synchronize()
-    spans = [float(start.elapsed_time(end)) for start, end in zip(starts, ends, strict=True)]
-    return statistics.median(spans) / num_replays
+    count = _num_samples(replay_ms)
+    if replay_ms < SAMPLE_MS:
+        (replay_ms,) = sample(1, PROBED)
+    return statistics.median(sample(count, min(math.ceil(SAMPLE_MS / max(replay_ms, 1e-6)), MAX_REPLAYS)))

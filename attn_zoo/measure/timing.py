@@ -84,7 +84,7 @@ class Sampling:
     The first call is reported apart (`first_ms`: compilation, autotuning, page faults). Warm-up goes on for at least
     three calls and 25 ms, until two calls in a row are about as fast as the fastest, and at most for `budget_s`. On CPU
     a sample holds as many calls as fill `min_sample_ms`; on GPU it is one call between two events after the cache was
-    emptied. The garbage collector is off while a sample runs.
+    emptied, and a short call is made untimed before some are timed. The garbage collector is off while a sample runs.
 
     A call that alone exceeds the budget is called three times in all: the first, and two samples.
 
@@ -192,7 +192,8 @@ class Sampling:
         count = self._num_next() if most is None else min(most, self._num_next())
         if count < 1:
             return
-        self._samples += self._watch.take(self._call, self._setup, count=count, loops=self._loops)
+        expected_s, loops = self._expected_s, self._loops
+        self._samples += self._watch.take(self._call, self._setup, count=count, loops=loops, expected_s=expected_s)
         self._expected_s = max(self.spent_s / len(self._samples), 1e-9)
         gc.collect()
 

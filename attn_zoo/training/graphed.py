@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.kernels.trace import note_path
+from attn_zoo.measure.capture import capturing
 from attn_zoo.training.batches import Batch
 
 GRAPH_PATH = "cuda_graph"
@@ -83,14 +84,10 @@ class Graphed:
         kept: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
         held = replace(batch, **kept)
         graph = cuda.CUDAGraph()
-        # A capture that fails leaves the generator believing that it goes on.
-        generator = cuda.default_generators[cuda.current_device()]
-        before = generator.clone_state()
         try:
-            with cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with capturing(graph, self._stream, pool=self._pool, cuda=cuda):
                 outputs = self._function(held)
         except Exception as error:  # whatever a model or a compiler raises: without a graph it may well run
-            generator.graphsafe_set_state(before)
             self._captured.clear()  # they follow the generator's state of before, which is no longer the generator's
             self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"
             return False

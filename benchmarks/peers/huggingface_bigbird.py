@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -39,7 +38,7 @@ class HuggingFaceBigBirdConfig(VariantConfig):
         block_size: tokens in a block.
         num_random_blocks: random blocks of each row.
         stores_probs: as shipped. False swallows the writes into the dense matrix.
-        draws_each_call: as shipped. False draws the random blocks of a length once and keeps them.
+        draws_each_call: as shipped. False draws the random blocks of a length once and keeps them on the device.
     """
 
     block_size: int = 64
@@ -68,23 +67,14 @@ class _Swallow:
     view = scatter_ = __getitem__
 
 
-@contextlib.contextmanager
-def _without_dense_matrix(module: Any, seq_len: int) -> Iterator[None]:
-    """Let `torch.zeros` of that module return a `_Swallow` where it makes the [B, H, L, L] matrix."""
-    real = module.torch
+class _Torch:
+    """Torch with some functions of ours in the place of its own."""
 
-    def zeros(*shape: Any, **options: Any) -> Any:
-        if len(shape) == 4 and shape[-2:] == (seq_len, seq_len):
-            return _Swallow(options["device"])
-        return real.zeros(*shape, **options)
+    def __init__(self, own: dict[str, Any]) -> None:
+        self._own = own
 
-    proxy = types.SimpleNamespace(**{name: getattr(real, name) for name in dir(real) if not name.startswith("__")})
-    proxy.zeros = zeros
-    module.torch = proxy
-    try:
-        yield
-    finally:
-        module.torch = real
+    def __getattr__(self, name: str) -> Any:
+        return self._own.get(name) or getattr(torch, name)
 
 
 @register_attention(
@@ -157,6 +147,7 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
         self.inner = inner.train()
         self._masks: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
         self._drawn: dict[int, list[np.ndarray]] = {}
+        self._on_device: dict[tuple[int, torch.device], Tensor] = {}
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all but its code, which keeps its random blocks; nothing else there depends on the mode."""
@@ -195,18 +186,38 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
         return list(inner._bigbird_block_rand_mask_with_head(*spans, len(heads), *plan))
 
     @contextlib.contextmanager
-    def _kept_draw(self, seq_len: int) -> Iterator[None]:
-        """Let its code get the blocks that were drawn at the first forward of this length."""
-        inner = self.inner
-        if seq_len not in self._drawn:
-            self._drawn[seq_len] = self._draw(seq_len)
-        heads = itertools.cycle(self._drawn[seq_len])
-        inner._bigbird_block_rand_mask = lambda *_, **__: next(heads)
-        inner._bigbird_block_rand_mask_with_head = lambda *_, **__: self._drawn[seq_len]
+    def _stripped(self, seq_len: int) -> Iterator[None]:
+        """Take away from its code what the options do not want of it."""
+        inner, source, own = self.inner, self._source, dict[str, Any]()
+
+        def zeros(*shape: Any, **options: Any) -> Any:  # of which one is the [B, H, L, L] matrix
+            if len(shape) == 4 and shape[-2:] == (seq_len, seq_len):
+                return _Swallow(options["device"])
+            return torch.zeros(*shape, **options)
+
+        def tensor(data: Any, *, device: torch.device, dtype: torch.dtype) -> Tensor:
+            """Return the blocks as they were copied to the device at first: each copy would be waited for."""
+            place = seq_len, device
+            if place not in self._on_device:
+                self._on_device[place] = torch.tensor(data, device=device, dtype=dtype)
+            return self._on_device[place]
+
+        if not self.config.stores_probs:
+            own["zeros"] = zeros
+        if not self.config.draws_each_call:
+            if seq_len not in self._drawn:
+                self._drawn[seq_len] = self._draw(seq_len)
+            heads = itertools.cycle(self._drawn[seq_len])
+            inner._bigbird_block_rand_mask = lambda *_, **__: next(heads)
+            inner._bigbird_block_rand_mask_with_head = lambda *_, **__: self._drawn[seq_len]
+            own["tensor"] = tensor
+        source.torch = _Torch(own)
         try:
             yield
         finally:
-            del inner._bigbird_block_rand_mask, inner._bigbird_block_rand_mask_with_head
+            source.torch = torch
+            if not self.config.draws_each_call:
+                del inner._bigbird_block_rand_mask, inner._bigbird_block_rand_mask_with_head
 
     def _is_dense(self, seq_len: int) -> bool:
         """Whether its model would turn to full attention."""
@@ -221,11 +232,7 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
         if self._is_dense(seq_len):
             probs = torch.softmax(query @ key.mT / head_dim**0.5, dim=-1)
             return probs @ value, probs
-        with contextlib.ExitStack() as stack:
-            if not config.stores_probs:
-                stack.enter_context(_without_dense_matrix(self._source, seq_len))
-            if not config.draws_each_call:
-                stack.enter_context(self._kept_draw(seq_len))
+        with self._stripped(seq_len):
             output, probs = self.inner.bigbird_block_sparse_attention(
                 *(query, key, value),
                 *self._ones(query),

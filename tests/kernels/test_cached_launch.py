@@ -60,6 +60,25 @@ def test_the_second_launch_goes_straight_to_what_was_compiled(monkeypatch):
     assert kernel.launched[1] == (4, 2, 1, of_cpu + 7, (second, (1, 2), 7, None, 64))
 
 
+def test_a_launch_that_was_made_before_is_seen_by_who_watches(monkeypatch):
+    """Else a count of FLOPs would take a kernel that it cannot see into for nothing."""
+    monkeypatch.setattr(pytest.importorskip("triton.runtime").driver, "_active", Driver())
+    runtime = pytest.importorskip("triton.knobs").runtime
+    kernel = Kernel(is_compiled=True)
+    launch = CachedLaunch(kernel, (4,), {"size": 64, "length": 7, "query_strides": (1, 2)})
+    tensors = torch.zeros(1), None
+    launch(*tensors)
+    runtime.launch_enter_hook.add(print)
+    try:
+        launch(*tensors)
+    finally:
+        runtime.launch_enter_hook.remove(print)
+    launch(*tensors)
+    by_triton, watched, straight = kernel.launched
+    assert by_triton == watched
+    assert straight[:3] == (4, 1, 1)
+
+
 def test_the_interpreter_compiles_nothing_and_is_asked_each_time():
     kernel = Kernel(is_compiled=False)
     launch = CachedLaunch(kernel, (4,), {"size": 64, "length": 7, "query_strides": (1, 2)})

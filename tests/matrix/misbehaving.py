@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.oracle import attention_weights
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.measure import capture
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 from attn_zoo.registry import register_attention
 
@@ -158,6 +159,14 @@ class NotANumber(Plain):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         return query * float("nan")
+
+
+@register("fake_capture")
+class Capture(Plain):
+    """Leaves the process as the capture of a CUDA graph does that fails."""
+
+    def misbehave(self) -> None:
+        capture._failed.append("RuntimeError")
 
 
 @register("fake_slow")

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from attn_zoo.measure import capture
 from attn_zoo.measure.passes import make_pass
 from attn_zoo.measure.stopwatch import (
     FEW_SAMPLES,
     LONGEST_CAPTURED_MS,
     NUM_SAMPLES,
     NUM_WARMUP,
+    PROBED,
+    SEVERAL,
     CudaStopwatch,
     stopwatch_for,
     with_host_and_device_time,
@@ -68,9 +71,15 @@ def test_events_stand_tightly_around_the_call():
     samples = fake_stopwatch(cuda).take(
         lambda: cuda.work("call", 0.5), lambda: cuda.work("setup", 9.0), count=2, loops=1
     )
-    assert cuda.log == ["setup", "flush", "event", "call", "event"] * 2 + ["synchronize"]
+    timed = ["setup", "flush", "event", "call", "event"] * 2 + ["synchronize"]
+    assert cuda.log == timed
     assert [sample.wall_s for sample in samples] == pytest.approx([0.5e-3, 0.5e-3])
     assert [sample.cpu_s for sample in samples] == [None, None]
+    for expected_s, untimed in ((0.01, ["setup", "flush", "call"]), (0.1, [])):
+        cuda.log.clear()
+        watch, call = fake_stopwatch(cuda), lambda: cuda.work("call", 0.5)
+        watch.take(call, lambda: cuda.work("setup", 9.0), count=2, loops=1, expected_s=expected_s)
+        assert cuda.log == untimed + timed
 
 
 def test_timing_on_gpu_takes_single_calls_in_batches():
@@ -143,23 +152,27 @@ class FakeStream:
 
 
 class FakeGraph:
+    """Takes 7 us to launch beside what its calls take."""
+
     def __init__(self, cuda: GraphCuda) -> None:
-        self._cuda = cuda
+        self._cuda, self.num_calls = cuda, 0
 
     def replay(self) -> None:
-        self._cuda.work("replay", 0.004)
+        self._cuda.work("replay", 0.007 + self.num_calls * (self._cuda.replay_ms - 0.007))
 
 
 class GraphCuda(FakeCuda):
     """A GPU whose capture records work without doing it, and fails as told; it never leaves its stream by itself."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: bool = False, replay_ms: float = 0.06) -> None:
         super().__init__()
-        self.fails, self.is_capturing = fails, False
+        self.fails, self.is_capturing, self.is_broken = fails, False, False
+        self.num_streams, self.replay_ms = 0, replay_ms
         self.outer, self.default_generators = FakeStream("outer", self), [FakeGenerator()]
         self.stream_now = self.outer
 
-    def Stream(self) -> FakeStream:
+    def Stream(self, _device: int) -> FakeStream:
+        self.num_streams += 1
         return FakeStream("side", self)
 
     def current_stream(self) -> FakeStream:
@@ -180,13 +193,16 @@ class GraphCuda(FakeCuda):
             self.stream_now = before
 
     @contextmanager
-    def graph(self, _graph: FakeGraph, *, stream: FakeStream) -> Iterator[None]:
+    def graph(self, graph: FakeGraph, *, pool: object, stream: FakeStream) -> Iterator[None]:
         assert stream is self.stream_now
-        self.is_capturing = True
+        assert pool is None
+        self.is_capturing, self.graph_now = True, graph
         try:
             yield
         finally:
             self.is_capturing = False
+            if self.is_broken:  # as torch does, before it makes the former stream the current one
+                raise RuntimeError("operation failed due to a previous error during capture")
 
     def synchronize(self, *_device: object) -> None:
         super().synchronize(torch.device("cuda"))
@@ -194,8 +210,10 @@ class GraphCuda(FakeCuda):
     def work(self, name: str, milliseconds: float) -> None:
         if self.is_capturing:
             if self.fails:
+                self.is_broken = True
                 raise RuntimeError("operation not permitted when stream is capturing\nand more lines")
             self.log.append(f"captured {name}")
+            self.graph_now.num_calls += 1
         else:
             super().work(name, milliseconds)
 
@@ -217,22 +235,35 @@ def split(timing: Timing, cuda: GraphCuda) -> Timing:
 def test_a_call_is_launched_on_an_idle_device_then_captured_once_and_replayed(median_ms):
     cuda = GraphCuda()
     timing = split(single(median_ms), cuda)
-    assert timing.graph_ms == pytest.approx(0.004)
+    assert timing.graph_ms == pytest.approx(0.06)
     assert timing.host_ms == pytest.approx(0.05)  # the stand-in works while the host waits
     assert (timing.graph_reason, timing.median_ms, timing.flags) == ("", median_ms, ())
     host = ["made on outer", *["setup", "synchronize", "call"] * NUM_SAMPLES, "synchronize"]
     assert cuda.log[: len(host)] == host
     graph = cuda.log[len(host) :]
-    replays = 100 if median_ms == 0.05 else 1  # 5 ms of calls
     assert graph[: 2 + 2 * NUM_WARMUP] == ["side waits for outer", "made on side", *["setup", "call"] * NUM_WARMUP]
+    probe = ["event", *["replay"] * PROBED, "event", "synchronize"] if median_ms == 0.05 else []
+    replays = 84 if median_ms == 0.05 else 1  # 5 ms
     assert graph[2 + 2 * NUM_WARMUP :] == [
-        *("setup", "captured call"),
+        *("setup", "setup", "captured call"),
         *["replay"] * NUM_WARMUP,
+        *probe,
         *["event", *["replay"] * replays, "event"] * NUM_SAMPLES,
         *("synchronize", "synchronize"),
     ]
     assert cuda.stream_now is cuda.outer
     assert cuda.default_generators[0].restored == []
+
+
+def test_short_calls_are_captured_several_at_a_time():
+    """Graphs of one of them would be replayed as fast as graphs are launched."""
+    cuda = GraphCuda(replay_ms=0.012)
+    timing = split(single(0.5), cuda)
+    assert timing.graph_ms == pytest.approx(0.005 + 0.007 / SEVERAL)
+    assert cuda.log.count("captured call") == 1 + SEVERAL
+    again = split(single(0.5), cuda)
+    assert again.graph_ms == pytest.approx(timing.graph_ms)
+    assert cuda.num_streams == 1, "each stream keeps memory for ever"
 
 
 def test_calls_of_a_second_have_a_host_time_and_a_reason():
@@ -264,14 +295,18 @@ def test_times_of_a_cpu_are_left_alone():
     assert cuda.log == []
 
 
-def test_a_capture_that_fails_is_a_reason_and_leaves_no_trace():
+def test_a_capture_that_fails_is_a_reason_and_leaves_no_trace(monkeypatch):
+    monkeypatch.setattr(capture, "_failed", [])
     cuda = GraphCuda(fails=True)
+    assert split(single(0.05), GraphCuda()).graph_ms
+    assert not capture.has_failed()
     timing = split(single(0.05), cuda)
     assert timing.graph_ms is None
     assert timing.graph_reason == "RuntimeError: operation not permitted when stream is capturing"
     assert (timing.median_ms, timing.flags) == (0.05, ())
     assert cuda.stream_now is cuda.outer
     assert cuda.default_generators[0].restored == ["before"], "later random numbers must not think of the capture"
+    assert capture.has_failed()
 
 
 def test_passes_on_cpu_have_no_graph():
@@ -322,6 +357,7 @@ def test_gpu_goes_on_after_a_capture_that_failed():
         single(0.05), lambda: (lambda: torch.rand(8, device="cuda").sum().item(), None), "cuda"
     )
     assert failed.graph_ms is None
+    assert "previous error" not in failed.graph_reason
     assert failed.graph_reason
     assert torch.isfinite(torch.randn(8, device="cuda")).all()
     again = with_host_and_device_time(single(0.05), lambda: (lambda: noise * 2, None), "cuda")

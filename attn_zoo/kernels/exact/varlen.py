@@ -37,6 +37,8 @@ def _probe(device: torch.device, dtype: torch.dtype, head_dim: int, needs_grad: 
             output = _attend(probe, probe, probe, is_causal=False, key_padding_mask=padding, dropout_p=0.0)
             if needs_grad:
                 output.sum().backward()
+    except torch.OutOfMemoryError:  # which passes: no reason to be remembered
+        raise
     except (NotImplementedError, RuntimeError) as error:
         reason = str(error).partition("\n")[0].partition(". This could be")[0]
         return f"flash attention over packed sequences does not run on {device.type} in {dtype}: {reason}"

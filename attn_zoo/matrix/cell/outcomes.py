@@ -14,7 +14,10 @@ from attn_zoo.records import Record, Status
 
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 _HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory")
-_DEVICE_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_DEVICE_SIGNS = (
+    *("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
 _TRACE_LINES, _TRACE_CHARS = 14, 4000
 
 

@@ -29,7 +29,7 @@ from attn_zoo.measure.energy import Energy, energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_host_and_device_time
 from attn_zoo.measure.timing import Sampling, sample_in_turns
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO
-from attn_zoo.records import PASSES, Cell, Record, Timing
+from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
 from attn_zoo.registry import capabilities_of
 
 MakeWorkload = Callable[[Cell, Sequence[Tensor] | None], AbstractWorkload]
@@ -48,7 +48,7 @@ RETAKEN_S = (0.1, 5.0)
 
 @dataclass
 class Trial:
-    """One timed cell on its way to a record: `prepare`, then samples of `sampling`, then `finish`.
+    """One timed cell on its way to a record: `prepare`, samples of `sampling`, `end_timing`, `weigh`, `finish`.
 
     Args:
         record: of the cell, otherwise empty.
@@ -73,6 +73,10 @@ class Trial:
     _work: AbstractWorkload | None = None
     _sampling: Sampling | None = None
     _timing: Timing | None = None
+    _claims: Claims | None = None
+    _memory: Memory | None = None
+    _energy: Energy | None = None
+    _counted: int | None = None
     _checks: tuple[str, ...] = ()
     _kernels: tuple[str, ...] = ()
 
@@ -133,8 +137,8 @@ class Trial:
         self._timing = self.sampling.timing()
         self._release()
 
-    def finish(self, conditions: Conditions) -> Record:
-        """Return the record, after measuring memory and what else was asked for.
+    def weigh(self) -> None:
+        """Check the output once more, and measure memory and what else was asked for.
 
         Raises:
             AttnZooError: the work cannot have been done in the time it took.
@@ -143,24 +147,40 @@ class Trial:
         cell, work, timing = self.record.cell, self._work, self._timing
         assert work is not None
         assert timing is not None
-        claims = work.claims()
-        _refuse_impossible(cell, claims, timing.median_ms)
-        if timing.median_ms < ONCE_MORE_BELOW_MS:
+        self._claims = work.claims()
+        _refuse_impossible(cell, self._claims, timing.median_ms)
+        is_quick = timing.median_ms < ONCE_MORE_BELOW_MS
+        if is_quick:
             with self.phase("gate"):
                 self._checks += work.check_again()
-        memory = energy = counted = None
+        if self.is_repeat:
+            return
+        with self.phase("memory"):
+            self._memory = work.memory()
+        if self.has_energy:
+            with self.phase("energy"):
+                self._energy = _energy(work, cell.device)
+        if self.has_count and is_quick:
+            with self.phase("count"):
+                self._counted = work.counted_flops()
+
+    def finish(self, conditions: Conditions) -> Record:
+        """Return the record, after the times of host and device: a capture that fails may leave memory in disorder.
+
+        Raises:
+            AttnZooError: the device cannot have done the work in the time it took.
+        """
+        cell, work, timing, claims = self.record.cell, self._work, self._timing, self._claims
+        assert work is not None
+        assert timing is not None
+        assert claims is not None
+        energy = self._energy
         if not self.is_repeat:
             with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
                 timing = with_host_and_device_time(timing, work.make_call, cell.device, work.why_not_captured)
                 work.release()
-            with self.phase("memory"):
-                memory = work.memory()
-            if self.has_energy:
-                with self.phase("energy"):
-                    energy = _energy(work, cell.device)
-            if self.has_count and timing.median_ms < ONCE_MORE_BELOW_MS:
-                with self.phase("count"):
-                    counted = work.counted_flops()
+            if timing.graph_ms is not None:
+                _refuse_impossible(cell, claims, timing.graph_ms)
         return replace(
             self.record,
             kernels=self._kernels,
@@ -169,8 +189,8 @@ class Trial:
             timing=replace(timing, flags=(*timing.flags, *conditions.flags)),
             clocks_mhz=conditions.clocks_mhz,
             energy_joules=energy.joules if energy else None,
-            memory=memory,
-            counted_flops=counted,
+            memory=self._memory,
+            counted_flops=self._counted,
             num_params=work.num_params,
             **asdict(claims),
         )
@@ -311,7 +331,8 @@ def measure_bundle(
         done[index] = trials[index].finish(conditions)
         trials[index].drop()
 
-    for step in (lambda index: trials[index].end_timing(), finish):  # all graphs go before anything is weighed
+    # All graphs of autograd go before anything is weighed, and all is weighed before a call is captured.
+    for step in (lambda index: trials[index].end_timing(), lambda index: trials[index].weigh(), finish):
         for index in living():
             if is_usable:
                 guarded(step, index)

@@ -41,6 +41,7 @@ def main() -> None:
     from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
     from attn_zoo.matrix.cell.run_order import answer
     from attn_zoo.matrix.plan.work_order import WorkOrder
+    from attn_zoo.measure.capture import has_failed
     from attn_zoo.records import CLEAN
     from attn_zoo.registry import variants
 
@@ -61,9 +62,11 @@ def main() -> None:
             # Written, not sent: a message would wake the supervisor while something is timed.
             records = answer(order, lambda index: os.pwrite(place, index.to_bytes(4, "little"), 0))
         sys.stdout.flush()
-        message = {"event": "done", "records": [record.to_dict() for record in records], "verdicts": known()}
+        is_fit = all(record.status in CLEAN for record in records) and not has_failed()  # to serve another order
+        done = [record.to_dict() for record in records]
+        message = {"event": "done", "records": done, "verdicts": known(), "is_fit": is_fit}
         print(json.dumps(message, allow_nan=False), file=answers, flush=True)
-        if any(record.status not in CLEAN for record in records):
+        if not is_fit:
             break
     sys.stderr.flush()
     os._exit(0)  # taking a loaded torch apart takes a fifth of a second, and nothing here needs it

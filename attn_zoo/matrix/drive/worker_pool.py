@@ -22,7 +22,7 @@ from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import available_bytes, num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.work_order import WorkOrder
-from attn_zoo.records import CLEAN, Record
+from attn_zoo.records import Record
 
 MAX_STARTING = 8
 """Processes that start at once."""
@@ -141,7 +141,7 @@ class WorkerPool:
         if isinstance(answer, Ended):
             self._since = time.monotonic()
             return answer
-        if keeps and all(record.status in CLEAN for record in answer):
+        if keeps and worker.is_fit:
             self._kept = worker
         else:
             worker.close()

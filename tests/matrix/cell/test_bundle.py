@@ -71,6 +71,23 @@ def test_a_member_that_ends_the_process_takes_the_blame_and_the_others_begin_ane
     assert (found["fake_killed"].status, found["fake_killed"].attempt) == ("crashed", 2), "perhaps it was another's"
 
 
+def test_all_are_weighed_before_a_call_of_one_is_captured(monkeypatch):
+    """A capture that fails may leave memory in disorder."""
+    done = []
+    for name in ("weigh", "finish"):
+        step = getattr(Trial, name)
+
+        def noted(self, *given, name=name, step=step):
+            done.append((name, self.record.cell.label))
+            return step(self, *given)
+
+        monkeypatch.setattr(Trial, name, noted)
+    records = run_cells_in_turns(cells(["full", "fake_ok"]), budget_s=0.01)
+    assert [record.status for record in records] == ["ok", "ok"]
+    assert all(record.memory is not None for record in records)
+    assert done == [(name, label) for name in ("weigh", "finish") for label in ("full", "fake_ok")]
+
+
 def test_samples_of_several_processes_are_kept_apart(tmp_path):
     found = ran(tmp_path, ["full", "fake_ok"], repeats=2)
     sizes = {}

@@ -106,6 +106,12 @@ def test_counting_flops_can_be_left_out_and_agrees_with_the_formula():
         (GateError("causality", "token 3 leaks"), "gate_failed", "causality: token 3 leaks"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "oom_device", "CUDA out of memory. Tried"),
         (RuntimeError("CUDA error: out of memory"), "oom_device", "CUDA error: out of memory"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "oom_device", "Triton Error [CUDA]: out of memory"),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+            "oom_device",
+            "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        ),
         (MemoryError(), "oom_host", "out of host memory: an allocation failed; 4.00 GiB were free when the cell began"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."),

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from attn_zoo.matrix.drive import worker_pool as module
-from attn_zoo.matrix.drive.engines.process import WorkerProcess
+from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
@@ -117,6 +117,19 @@ def test_a_gate_is_asked_once_in_a_run_and_its_no_reaches_every_cell(outcome):
     assert {"matches_oracle", "own_rows"} <= set(sound[0].gate)
     assert [record.status for record in broken] == ["gate_failed"] * 2
     assert len({record.reason for record in broken}) == 1
+
+
+def test_a_lane_goes_on_in_another_process_after_a_capture_that_failed(tmp_path):
+    settings = Settings(logs=tmp_path, variant_files=(VARIANT_FILE,))
+    for name, num_processes in (("fake_ok", 1), ("fake_capture", 2)):
+        Watched.made = []
+        items = tiny_plan([name], seq_len=[1024, 2048], isolation="lane").cells
+        with WorkerPool(settings, lambda: False, lambda: False) as pool:
+            for item in items:
+                answer = pool.ask([item], keeps=True, isolation="lane", attempt=1)
+                assert not isinstance(answer, Ended)
+                assert [record.status for record in answer] == ["ok"]
+        assert len(Watched.made) == num_processes
 
 
 def test_one_that_waits_uses_no_processor_and_dies_with_the_crew(tmp_path):

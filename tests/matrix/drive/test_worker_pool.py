@@ -32,6 +32,7 @@ class FakeProcess:
     def run(self, order, limits_s, should_stop):
         self.orders.append((order, limits_s, len(FakeProcess.made)))
         self.verdicts = {f"by {len(FakeProcess.made)}": "held"}
+        self.is_fit = FakeProcess.status == "ok"
         if FakeProcess.is_dying:
             return Ended("exit", -11)
         return [Record(cell=cell, status=FakeProcess.status, phases={"timing": 2.0}) for cell in order.cells]

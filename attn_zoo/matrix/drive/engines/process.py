@@ -76,12 +76,14 @@ class WorkerProcess:
         threads: likewise.
         waited_s: how long the last `run` waited for the process to be ready.
         verdicts: of the gate, as far as the process knew them when it last answered.
+        is_fit: whether it then said that it may serve another order.
     """
 
     def __init__(self, log: Path, threads: int | None, mark: str = "") -> None:
         self._mark = f"{mark}-{uuid4().hex}"
         self.threads, self.waited_s = threads, 0.0
         self.verdicts: dict[str, Any] = {}
+        self.is_fit = False
         # The worker writes here which cell it is at. A file outlives it, and nobody is woken by a write.
         self._place = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         place = self._place.fileno()
@@ -167,7 +169,7 @@ class WorkerProcess:
             found, asked = [record.cell.key for record in records], {cell.key for cell in order.cells}
             is_whole = set(found) == asked or not any(record.status == "ok" for record in records)
             if found and len(found) == len(set(found)) and asked.issuperset(found) and is_whole:
-                self.verdicts = dict(answer["verdicts"])
+                self.verdicts, self.is_fit = dict(answer["verdicts"]), answer["is_fit"] is True
                 return records
         except (StoreError, LookupError, TypeError, ValueError):
             pass

@@ -1,0 +1,49 @@
+"""Captures of CUDA graphs. One that fails tells what failed, and leaves behind as little as it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_failed: list[str] = []
+
+
+def has_failed() -> bool:
+    """Tell whether a capture failed in this process.
+
+    Up to torch 2.12 its allocator then believes for ever that the capture goes on: it gives no memory back, and what
+    runs out of memory later is not tried again with what is cached. So nothing else should be measured here.
+    """
+    return bool(_failed)
+
+
+@contextmanager
+def capturing(graph: Any, stream: Any, *, pool: Any = None, cuda: Any = torch.cuda) -> Iterator[None]:
+    """Capture what runs inside, on `stream`, into `graph`. What is raised inside is raised, not what follows from it.
+
+    Args:
+        graph: a `CUDAGraph` of `cuda`.
+        stream: to capture; current again or not afterwards as it was before.
+        pool: of another graph, to share its memory.
+        cuda: what to use as `torch.cuda`.
+    """
+    # A capture that fails leaves the generator believing that it goes on, and later random numbers would fail.
+    generator = cuda.default_generators[cuda.current_device()]
+    before = generator.clone_state()
+    error: Exception | None = None
+    try:
+        with cuda.stream(stream), cuda.graph(graph, pool=pool, stream=stream):  # which, failing, leaves its stream on
+            try:
+                yield
+            except Exception as inner:
+                error = inner
+                raise
+    except Exception as last:  # to end a capture that was broken off raises too, and says nothing of why
+        _failed.append(type(last).__name__)
+        generator.graphsafe_set_state(before)
+        if error is not None and error is not last:
+            raise error from None
+        raise
