@@ -65,7 +65,7 @@ def _straight_to(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     run, stream_of, blocks = compiled.run, driver.active.get_current_stream, (*grid, 1, 1)[:3]
     what = compiled.function, compiled.packed_metadata, None, None, None  # data for hooks, those before and after
 
-    def launch(device: int, *arguments: Any) -> None:
+    def launch(device: int, *arguments: Any, _keeps: Any = compiled) -> None:  # whose end would unload the function
         run(*blocks, stream_of(device), *what, *arguments)
 
     return launch

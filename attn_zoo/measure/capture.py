@@ -11,13 +11,14 @@ import torch
 _failed: list[str] = []
 
 
-def has_failed() -> bool:
-    """Tell whether a capture failed in this process.
+def num_failed() -> int:
+    """Return how many captures failed in this process.
 
-    Up to torch 2.12 its allocator then believes for ever that the capture goes on: it gives no memory back, and what
-    runs out of memory later is not tried again with what is cached. So nothing else should be measured here.
+    Up to torch 2.12 its allocator then believes for ever that one goes on: it gives no memory back, and what runs out
+    of memory later is not tried again with what is cached. So nothing else should be measured here. And graphs that
+    were captured before follow a state of the generator that is not the generator's any more.
     """
-    return bool(_failed)
+    return len(_failed)
 
 
 @contextmanager

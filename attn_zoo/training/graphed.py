@@ -10,6 +10,7 @@ the host. What cannot be captured, such as a model that asks the device for a nu
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from typing import Any
@@ -18,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attn_zoo.kernels.held import holding
 from attn_zoo.kernels.trace import note_path
-from attn_zoo.measure.capture import capturing
+from attn_zoo.measure.capture import capturing, num_failed
 from attn_zoo.training.batches import Batch
 
 GRAPH_PATH = "cuda_graph"
-"""Noted among the kernels of a run when its first graph is captured."""
+"""Noted among the kernels of a run, with the name of what is captured, when its first graph is."""
 
 NUM_PLAIN = 3
 """Batches of a shape before it is captured."""
@@ -36,31 +38,36 @@ class Graphed:
     """Calls `function(batch)`, from the fourth batch of a shape on as a graph.
 
     Args:
-        function: reads the batch, and beside it only tensors that stay where they are. It must leave nothing to the
-            host. What it returns is copied out of the graph.
+        function: reads the batch, and beside it only tensors that stay where they are, or that are `held`. It must
+            leave nothing to the host. What it returns is copied out of the graph.
+        name: of what is captured.
         cuda: what to use as `torch.cuda`.
 
     Attributes:
         reason: why nothing is captured any more, or empty.
     """
 
-    def __init__(self, function: Callable[[Batch], tuple[Tensor, ...]], cuda: Any = torch.cuda) -> None:
+    def __init__(self, function: Callable[[Batch], tuple[Tensor, ...]], name: str, cuda: Any = torch.cuda) -> None:
         self.reason = ""
-        self._function, self._cuda = function, cuda
+        self._function, self._name, self._cuda = function, name, cuda
         self._num_seen: dict[Hashable, int] = {}
-        self._captured: dict[Hashable, tuple[Any, Batch, tuple[Tensor, ...]]] = {}
+        self._captured: dict[Hashable, tuple[Any, Batch, tuple[Tensor, ...], list[object]]] = {}
+        self._num_failed = num_failed()
         self._stream: Any = None
         self._pool: Any = None  # one memory for all graphs: they run one after another, and keep nothing in it
 
     def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return what the function returns."""
+        if self._num_failed != num_failed():  # of whatever was captured in this process
+            self._captured.clear()
+            self._num_failed = num_failed()
         shape = (*batch.shapes, batch.labels.shape, batch.key_padding_mask is None, batch.other_padding_mask is None)
         if shape not in self._captured:
             seen = self._num_seen[shape] = self._num_seen.get(shape, 0) + 1
             may_capture = seen > NUM_PLAIN and not self.reason and len(self._captured) < MAX_SHAPES
             if not (may_capture and self._capture(shape, batch)):
                 return self._plain(batch)
-        graph, held, outputs = self._captured[shape]
+        graph, held, outputs, _ = self._captured[shape]
         for name, tensor in _tensors(held).items():
             tensor.copy_(getattr(batch, name))
         graph.replay()
@@ -75,7 +82,7 @@ class Graphed:
             outputs = self._function(batch)
         cuda.current_stream().wait_stream(self._stream)
         if _host_states() != before:
-            self.reason = "the model draws random numbers on the host"
+            self._refuse("the model draws random numbers on the host")
         return outputs
 
     def _capture(self, shape: Hashable, batch: Batch) -> bool:
@@ -85,16 +92,21 @@ class Graphed:
         held = replace(batch, **kept)
         graph = cuda.CUDAGraph()
         try:
-            with capturing(graph, self._stream, pool=self._pool, cuda=cuda):
+            with holding() as tables, capturing(graph, self._stream, pool=self._pool, cuda=cuda):
                 outputs = self._function(held)
         except Exception as error:  # whatever a model or a compiler raises: without a graph it may well run
-            self._captured.clear()  # they follow the generator's state of before, which is no longer the generator's
-            self.reason = f"it cannot be captured: {str(error).partition(chr(10))[0]}"
+            self._refuse(f"it cannot be captured: {str(error).partition(chr(10))[0]}")
             return False
-        note_path(GRAPH_PATH)
+        note_path(f"{GRAPH_PATH}.{self._name}")
         self._pool = graph.pool()
-        self._captured[shape] = graph, held, outputs
+        self._captured[shape] = graph, held, outputs, tables
         return True
+
+    def _refuse(self, reason: str) -> None:
+        """Capture nothing any more, and say so where the cell's log is."""
+        if not self.reason:
+            sys.stderr.write(f"{self._name} goes on without CUDA graphs: {reason}\n")
+        self.reason = reason
 
 
 def _tensors(batch: Batch) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ class Trainer(Updater):
             def score(batch: Batch) -> Scored:
                 return score_batch(self.compiled, self.objective, self.dtype, self.tell_compiler(batch))
 
-            self._score = Graphed(score) if self.batcher.device.type == "cuda" else score
+            self._score = Graphed(score, "scoring") if self.batcher.device.type == "cuda" else score
 
         def score_full(batch: Batch) -> Scored:
             nonlocal compiling_s

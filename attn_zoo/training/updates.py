@@ -31,8 +31,11 @@ from attn_zoo.training.ranks import ALONE, Ranks
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
-LARGE_BYTES, LARGE_EVERY_S = 8 * 2**20, 10.0
-"""A checkpoint of more bytes is written no oftener: where an update takes milliseconds, it would take longer."""
+LARGE_BYTES, LARGE_EVERY_S = 2 * 2**20, 10.0
+"""A checkpoint of more bytes is written no oftener: where an update takes milliseconds, it takes as long as many."""
+
+MAX_COMPILED = 200
+"""Graphs that one process compiles of one model's source: for lengths, for cells of a bundle or of a lane."""
 
 _LOOK_EVERY = 20  # steps between checks for non-finite values, which wait for the device; the step is known exactly
 
@@ -64,6 +67,16 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
     return torch.optim.AdamW(groups, lr=rate, betas=protocol.betas, eps=protocol.eps, fused=True, capturable=is_cuda)
 
 
+def allow_compilations() -> None:
+    """Let this process compile a model's source for so many lengths and models as it may meet.
+
+    Beyond torch's own limit of 8 the next would run as it is written, and a record would still say compiled.
+    """
+    from torch._dynamo import config  # loads the compiler
+
+    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+
+
 class Updater:
     """A model on its device, its optimiser, and their progress.
 
@@ -91,11 +104,12 @@ class Updater:
         self._run: Callable[[Batch], object] = self._learn
         if protocol.compile:
             keep_compiled_code_apart()
+            allow_compilations()
             dynamic = False if batcher.is_full_length else None
             self.compiled = cast(nn.Module, torch.compile(model, dynamic=dynamic))
             # Not with several ranks: a graph would hold their messages, and one rank might capture while another runs.
             if batcher.device.type == "cuda" and ranks.size == 1:
-                self._run = Graphed(self._learn)
+                self._run = Graphed(self._learn, "training")
         self._num_seen: Counter[Hashable] = Counter()  # compiled calls by mode and shape
         self.numbers = Numbers()
         self._save_again = 0.0

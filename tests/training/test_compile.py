@@ -125,7 +125,7 @@ def test_long_range_arena_trains_compiled_on_a_gpu():
     result = run_training(run)
     assert result.score is not None
     assert result.score.settings["compile"] is True
-    assert GRAPH_PATH in result.kernels
+    assert f"{GRAPH_PATH}.training" in result.kernels
 
 
 @pytest.mark.gpu
@@ -179,7 +179,9 @@ def test_updates_of_one_shape_are_one_graph(variant):
     }
     run = dataclasses.replace(cell("plain", variant=variant, **overrides), device="cuda")
     one, two = run_training(run), run_training(run)
-    assert GRAPH_PATH in one.kernels, "it went on uncaptured; see Graphed.reason"
+    graphs = {f"{GRAPH_PATH}.training", f"{GRAPH_PATH}.scoring"}
+    assert graphs <= set(one.kernels), "it went on uncaptured; standard error says why"
     assert one.score is not None
     assert two.score is not None
-    assert one.score.curve == two.score.curve
+    for here, there in zip(one.score.curve, two.score.curve, strict=True):
+        assert here == pytest.approx(there, rel=1e-2), "sums of embeddings' gradients are atomic: in no fixed order"

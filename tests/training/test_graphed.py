@@ -6,12 +6,15 @@ The graph here is a stand-in that runs on the host: its capture records the call
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
+from attn_zoo.kernels.held import held
 from attn_zoo.kernels.trace import recording
 from attn_zoo.training.batches import Batch
 from attn_zoo.training.graphed import GRAPH_PATH, MAX_SHAPES, NUM_PLAIN, Graphed
@@ -114,19 +117,19 @@ def batch_of(value: int, width: int = 4, has_mask: bool = True) -> Batch:
 
 def test_every_update_happens_once_with_its_own_batch():
     update = Update()
-    run = Graphed(update, cuda=update)
+    run = Graphed(update, "training", cuda=update)
     with recording() as paths:
         for value in range(1, NUM_PLAIN + 4):
             run(batch_of(value))
     assert update.log == ["plain"] * NUM_PLAIN + ["replayed"] * 3
     assert update.total == sum(9 * value for value in range(1, NUM_PLAIN + 4))
-    assert paths == [GRAPH_PATH]
+    assert paths == [f"{GRAPH_PATH}.training"]
     assert run.reason == ""
 
 
 def test_every_shape_has_a_graph_of_its_own():
     update = Update()
-    run = Graphed(update, cuda=update)
+    run = Graphed(update, "training", cuda=update)
     batches = [batch_of(1, 4), batch_of(2, 8), batch_of(3, 4, has_mask=False)]
     for _ in range(NUM_PLAIN):
         for batch in batches:
@@ -141,7 +144,7 @@ def test_every_shape_has_a_graph_of_its_own():
 
 def test_all_graphs_share_their_memory_and_what_they_return_is_kept():
     update = Update()
-    run = Graphed(update, cuda=update)
+    run = Graphed(update, "training", cuda=update)
     returned = [(run(batch_of(value, width)), 2 * width * value + value) for value in range(7) for width in (4, 8)]
     assert update.pools == [None, "the memory of the first"]
     for (output,), expected in returned:
@@ -150,7 +153,7 @@ def test_all_graphs_share_their_memory_and_what_they_return_is_kept():
 
 def test_no_more_shapes_are_captured_than_memory_should_hold():
     update = Update()
-    run = Graphed(update, cuda=update)
+    run = Graphed(update, "training", cuda=update)
     for _ in range(NUM_PLAIN + 1):
         for width in range(1, MAX_SHAPES + 3):
             run(batch_of(1, width))
@@ -164,7 +167,7 @@ def test_no_more_shapes_are_captured_than_memory_should_hold():
 )
 def test_what_a_model_draws_on_the_host_is_not_frozen(draw):
     update = Update(draw=draw)
-    run = Graphed(update, cuda=update)
+    run = Graphed(update, "training", cuda=update)
     for value in range(NUM_PLAIN + 3):
         run(batch_of(value))
     assert set(update.log) == {"plain"}
@@ -174,7 +177,7 @@ def test_what_a_model_draws_on_the_host_is_not_frozen(draw):
 @pytest.mark.parametrize("error", [RuntimeError, TypeError])
 def test_what_cannot_be_captured_runs_as_before(error):
     update = Update(refuses=error("operation not permitted when stream is capturing\nmore"))
-    run = Graphed(update, cuda=update)
+    run = Graphed(update, "training", cuda=update)
     with recording() as paths:
         for _ in range(NUM_PLAIN + 2):
             run(batch_of(1))
@@ -184,10 +187,10 @@ def test_what_cannot_be_captured_runs_as_before(error):
     assert paths == []
 
 
-def test_after_a_capture_that_fails_no_graph_is_replayed():
+def test_after_a_capture_that_fails_no_graph_is_replayed(capsys):
     """The others follow the random numbers of a state that is not the generator's any more."""
     update = Update()
-    run = Graphed(update, cuda=update)
+    run = Graphed(update, "training", cuda=update)
     for _ in range(NUM_PLAIN + 1):
         run(batch_of(1, 4))
     update.refuses = RuntimeError("out of memory")
@@ -195,3 +198,44 @@ def test_after_a_capture_that_fails_no_graph_is_replayed():
         run(batch_of(1, 8))
     run(batch_of(1, 4))
     assert update.log == ["plain"] * NUM_PLAIN + ["replayed"] + ["plain"] * (NUM_PLAIN + 2)
+    assert capsys.readouterr().err == "training goes on without CUDA graphs: it cannot be captured: out of memory\n"
+
+
+def test_after_a_capture_of_others_that_fails_graphs_are_captured_again():
+    """Evaluation's fails, say: training must not follow the random numbers of before."""
+    update, other = Update(), Update()
+    run, others = (Graphed(each, "training", cuda=each) for each in (update, other))
+    for _ in range(NUM_PLAIN + 1):
+        run(batch_of(1))
+    other.refuses = RuntimeError("out of memory")
+    for _ in range(NUM_PLAIN + 1):
+        others(batch_of(1))
+    assert (run.reason, others.reason) == ("", "it cannot be captured: out of memory")
+    assert len(update.pools) == 1
+    run(batch_of(1))
+    assert len(update.pools) == 2
+    assert update.log == ["plain"] * NUM_PLAIN + ["replayed"] * 2
+
+
+def test_what_a_cache_had_lives_as_long_as_the_graph_that_reads_it():
+    """A replay reads it by its address, and the cache may have given it up."""
+
+    class Table:
+        pass
+
+    cache: dict[int, Table] = {}
+
+    def function(batch):
+        width = int(batch.tokens.shape[1])
+        held(cache.setdefault(width, Table()))
+        return update(batch)
+
+    update = Update()
+    run = Graphed(function, "training", cuda=update)
+    for _ in range(NUM_PLAIN + 1):
+        run(batch_of(1, 4))
+    run(batch_of(1, 8))  # not captured
+    tables = [weakref.ref(table) for table in cache.values()]
+    cache.clear()
+    gc.collect()
+    assert [table() is not None for table in tables] == [True, False]

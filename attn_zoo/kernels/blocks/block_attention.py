@@ -59,7 +59,7 @@ def _backward(
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    if grad_output is None:
+    if grad_output is None or grad_output.numel() == 0:  # which counts as contiguous, whatever its strides
         grad_output = torch.zeros_like(call.query)
     if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
         grad_output = grad_output.contiguous()
@@ -152,7 +152,7 @@ def _as_call(*given: Any) -> tuple[Backend, BlockCall]:
     query, key, value, padding, slopes, seed, *table, dropout_p, backend, has_lse, needs_grad = given
     pattern = _as_pattern(query, key, *table)
     tensors = query, key, value, padding, slopes
-    path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
+    path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad, is_compiled=True)
     return path, BlockCall(query, key, value, padding, pattern, slopes, dropout_p, seed, has_lse, kind)
 
 
@@ -317,22 +317,31 @@ def _path_and_kind(
     backend: Backend,
     *,
     needs_grad: bool,
+    is_compiled: bool = False,
 ) -> tuple[Backend, Hashable]:
     """Return the path that serves a call, and the call's kind; sizes are checked when a kind is met first."""
-    kind = pattern.sizes, dropout_p, backend, needs_grad, kind_of(query, key, value, padding, slopes)
+    wanted = dropout_p, backend, needs_grad, is_compiled
+    kind = pattern.sizes, *wanted, kind_of(query, key, value, padding, slopes)
 
     def choose() -> Backend:
-        _check_sizes(query, key, pattern, slopes)
-        return choose_path(query, pattern.block_size, dropout_p=dropout_p, needs_grad=needs_grad, backend=backend)
+        _check_sizes(query, key, value, padding, pattern, slopes)
+        return choose_path(query, pattern.block_size, *wanted)
 
     return remembered(_paths, kind, choose), kind
 
 
-def _check_sizes(query: Tensor, key: Tensor, pattern: BlockPattern, slopes: Tensor | None) -> None:
+def _check_sizes(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, pattern: BlockPattern, slopes: Tensor | None
+) -> None:
     (batch_size, num_heads, query_len, _), key_len = query.shape, key.shape[2]
     if key.shape[:2] != query.shape[:2]:
         expected = f"[B, H, S, D] with B = {batch_size}, H = {num_heads}; got {list(key.shape)}"
         raise ValueError(f"key: expected {expected}: repeat those of grouped queries for each head (expand_kv_heads)")
+    if value.shape != key.shape or key.shape[3] != query.shape[3]:
+        raise ValueError(f"value: expected {[*key.shape[:3], query.shape[3]]}, as the key; got {list(value.shape)}")
+    if padding is not None and (padding.shape != (batch_size, key_len) or padding.device != key.device):
+        expected = f"[B, S] = {[batch_size, key_len]} on {key.device}"
+        raise ValueError(f"key_padding_mask: expected {expected}; got {list(padding.shape)} on {padding.device}")
     (batch_entries, tables), lengths = pattern.counts.shape[:2], (pattern.query_len, pattern.key_len)
     if lengths != (query_len, key_len) or batch_entries not in (1, batch_size) or num_heads % tables:
         raise ValueError(

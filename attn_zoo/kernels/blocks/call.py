@@ -125,19 +125,17 @@ def why_not_triton(device: torch.device, dtype: torch.dtype, head_dim: int, bloc
     return None
 
 
+_NOT_COMPILED = "FlexAttention brings a compiled kernel and a gradient of its own, which no compiled graph can hold"
+
+
 def choose_path(
-    query: Tensor,
-    block_size: int,
-    *,
-    dropout_p: float,
-    needs_grad: bool,
-    backend: Backend,
+    query: Tensor, block_size: int, dropout_p: float, backend: Backend, needs_grad: bool, is_compiled: bool
 ) -> Backend:
-    """Return the path that serves a call; see `block_sparse_attention` for arguments and errors."""
+    """Return the path that serves a call, or one in a graph of torch's compiler; see `block_sparse_attention`."""
     sizes = query.device, query.dtype, query.shape[-1], block_size
     reasons: dict[str, Callable[[], str | None]] = {
         "triton": lambda: why_not_triton(*sizes),
-        "flex": lambda: why_not_flex(*sizes, dropout_p, needs_grad=needs_grad),
+        "flex": lambda: _NOT_COMPILED if is_compiled else why_not_flex(*sizes, dropout_p, needs_grad=needs_grad),
         "gather": lambda: None,
     }
     if backend == "auto":

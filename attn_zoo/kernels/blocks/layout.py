@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule, make_pattern
+from attn_zoo.kernels.held import held
 
 
 class PatternLayout(ABC):
@@ -46,7 +47,7 @@ class PatternLayout(ABC):
 
     def pattern(self, device: str = "cpu") -> BlockPattern:
         """Return what `make` does, made once."""
-        return _kept_pattern(self, device)
+        return held(_kept_pattern(self, device))
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from attn_zoo.kernels.blocks.call import BlockCall, wide_dtype
 from attn_zoo.kernels.blocks.pattern import BlockPattern
+from attn_zoo.kernels.held import held
 
 # Gathered keys of one piece, per thread: four blocks of queries of the usual pattern. Smaller pieces have their fixed
 # cost too often, and larger ones leave a small cache: on an EPYC with 512 KiB a core, forward took 1.1 times as long
@@ -155,7 +156,7 @@ def pieces_of(call: BlockCall, pattern: BlockPattern, *, has_scores: bool) -> Pi
         if len(_kept_pieces) >= _MAX_PIECES:
             _kept_pieces.clear()
         pieces = _kept_pieces[key] = Pieces(call, pattern, has_scores=has_scores, budget=budget)
-    return pieces
+    return held(pieces)
 
 
 _kept_pieces: dict[Hashable, Pieces] = {}

@@ -48,14 +48,15 @@ def _probe(device: torch.device, dtype: torch.dtype, head_dim: int, needs_grad: 
 class _Packed(torch.autograd.Function):
     """Heads `[B, G, S, D]` as rows `[B S, G, D]` at their places, which are counted from 1; all padding has place 0.
 
-    Rows of no place are what memory held. Padding gets a gradient of zero, whatever the kernel left there.
+    Rows of no place are what memory held. Padding gets a gradient of zero, whatever the kernel left there. Arguments
+    are named one by one: without a gradient torch's compiler goes by their number, and would take stars for one.
     """
 
     @staticmethod
-    def forward(ctx: Any, places: Tensor, is_padding: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, places: Tensor, is_padding: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, ...]:
         ctx.save_for_backward(places, is_padding)
         packed = []
-        for x in heads:
+        for x in (key,) if value is None else (key, value):
             rows = x.new_empty(places.numel() + 1, x.shape[1], x.shape[3])
             packed.append(rows.index_put_((places,), x.transpose(1, 2))[1:])
         return tuple(packed)
@@ -64,7 +65,8 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         places, is_padding = ctx.saved_tensors
         rows, hidden = places - 1, is_padding[..., None, None]
-        return None, None, *[grad[rows].masked_fill_(hidden, 0.0).transpose(1, 2) for grad in grads]
+        found = [grad[rows].masked_fill_(hidden, 0.0).transpose(1, 2) for grad in grads]
+        return None, None, found[0], found[1] if len(found) > 1 else None
 
 
 def attend(
@@ -102,7 +104,7 @@ def _attend(
         is_there = ~key_padding_mask
         count = is_there.flatten().cumsum(0)  # over all sequences
         places = count.view(batch_size, key_len) * is_there
-        packed = _Packed.apply(places, key_padding_mask, *((key,) if key is value else (key, value)))
+        packed = _Packed.apply(places, key_padding_mask, key, None if key is value else value)
         keys, values = packed[0], packed[-1]
         key_starts = torch.zeros(batch_size + 1, device=device, dtype=torch.int32)
         key_starts[1:] = count[key_len - 1 :: key_len]

@@ -41,7 +41,7 @@ def main() -> None:
     from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
     from attn_zoo.matrix.cell.run_order import answer
     from attn_zoo.matrix.plan.work_order import WorkOrder
-    from attn_zoo.measure.capture import has_failed
+    from attn_zoo.measure.capture import num_failed
     from attn_zoo.records import CLEAN
     from attn_zoo.registry import variants
 
@@ -62,7 +62,7 @@ def main() -> None:
             # Written, not sent: a message would wake the supervisor while something is timed.
             records = answer(order, lambda index: os.pwrite(place, index.to_bytes(4, "little"), 0))
         sys.stdout.flush()
-        is_fit = all(record.status in CLEAN for record in records) and not has_failed()  # to serve another order
+        is_fit = all(record.status in CLEAN for record in records) and not num_failed()  # to serve another order
         done = [record.to_dict() for record in records]
         message = {"event": "done", "records": done, "verdicts": known(), "is_fit": is_fit}
         print(json.dumps(message, allow_nan=False), file=answers, flush=True)

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 COMPILE_S = 60.0
 """Assumed, for a model that is compiled first."""
 
-MAX_COMPILED = 200
-"""Models that one process compiles at most: cells of a bundle, or of a lane."""
-
 
 class StepEntry(Entry):
     """A variant whose training steps are timed.
@@ -172,7 +169,7 @@ class StepWorkload(AbstractWorkload):
         self._learner: AbstractLearner = ours if own is None else own(ours)
         self._ours: Learner | None = ours
         if self._learner.protocol.compile:
-            _compile_every_cell()
+            _refuse_uncompiled()
         self._before = [parameter.detach().clone() for parameter in self._learner.model.parameters()]
         self.inputs: Sequence[Tensor] = ()  # the data are small, and the weights must not be shared
 
@@ -255,12 +252,11 @@ class StepWorkload(AbstractWorkload):
         """Keep everything: weights and averages are what the next step needs."""
 
 
-def _compile_every_cell() -> None:
-    """Let this process compile the models of as many cells as it likes.
+def _refuse_uncompiled() -> None:
+    """Let a model that torch would run as it is written, because it compiled too many of that source, be an error."""
+    from attn_zoo.training.updates import allow_compilations
 
-    They share their source, and torch compiles one source for so many models only: the next would run as written.
-    """
-    from torch._dynamo import config  # loads the compiler
+    allow_compilations()
+    from torch._dynamo import config
 
-    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
     config.fail_on_recompile_limit_hit = True  # an error is better than the time of something else

@@ -262,6 +262,18 @@ def test_tables_for_other_sizes_are_refused(shape: tuple[int, int]):
         block_sparse_attention(query, key, value, make_pattern(blocks, is_entry, **sizes))
 
 
+def test_values_and_masks_of_other_sizes_are_refused():
+    """A kernel would read past their end."""
+    query, key, value = inputs_for(64)
+    pattern = random_table(BATCH, 2, 64, has_global=True)
+    for name, wrong in (("value", value[:, :, :48]), ("value", value[..., :8]), ("key", key[:, :1])):
+        given = {"key": key, "value": value} | {name: wrong}
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            block_sparse_attention(query, **given, pattern=pattern)
+    with pytest.raises(ValueError, match=r"key_padding_mask: expected \[B, S\] = \[2, 64\]"):
+        block_sparse_attention(query, key, value, pattern, key_padding_mask=torch.zeros(BATCH, 48, dtype=torch.bool))
+
+
 @pytest.mark.parametrize("length", [64, 70])
 def test_dense_rows_and_global_columns_of_tables_of_the_batch_without_padding(length: int):
     """Dense rows need no mask there, while listed ones have one for each entry of the batch."""

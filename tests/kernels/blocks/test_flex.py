@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
+from attn_zoo.errors import UnsupportedError
+from attn_zoo.kernels.blocks import call
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.call import BlockCall, _backward_tile, why_not_flex
 from attn_zoo.kernels.blocks.flex import flex_forward, global_block_mask, listed_block_mask
@@ -247,6 +249,17 @@ def test_blocks_that_the_backward_has_no_tiles_for_are_refused(monkeypatch: pyte
     assert why_not_flex(cuda, torch.bfloat16, 32, 64, needs_grad=True) is None
     assert why_not_flex(cuda, torch.float32, 64, 16, needs_grad=True) is None
     _backward_tile.cache_clear()
+
+
+def test_no_graph_of_the_compiler_holds_flex(monkeypatch: pytest.MonkeyPatch):
+    """Its own gradient would not run inside: `auto` takes another path, and who names it is told."""
+    monkeypatch.setattr(call, "why_not_flex", lambda *_, **__: None)
+    query = torch.zeros(1, 2, 64, 48)
+    rest = 64, 0.0
+    assert call.choose_path(query, *rest, "auto", False, is_compiled=False) == "flex"
+    assert call.choose_path(query, *rest, "auto", False, is_compiled=True) == "gather"
+    with pytest.raises(UnsupportedError, match="no compiled graph can hold"):
+        call.choose_path(query, *rest, "flex", False, is_compiled=True)
 
 
 def test_lists_are_made_once_for_a_pattern():

@@ -90,9 +90,8 @@ def build(
     }
     constants |= {name: None for name, flag in OPTIONAL.items() if flag not in flags}
     constants = {key: value for key, value in constants.items() if key in kernels[name].arg_names}
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    if tiles.max_registers is not None and not flags:
-        options["maxnreg"] = tiles.max_registers
+    is_masked = "has_padding" in flags or "rule" in flags
+    options = tiles.options(is_masked=is_masked, takes_registers=bool(flags))
     return compiled(kernels[name], dtype, constants, options)
 
 
@@ -107,6 +106,12 @@ def test_it_compiles_for_hopper(name: Any, head_dim: int, flags: tuple[str, ...]
     assert built.metadata.shared <= SHARED_BYTES
     if not (head_dim == 128 and flags):  # two loops of one kernel, one of them a step long, share the registers
         assert spilled_bytes(built, tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", ["forward", "query_gradient", "key_gradient"])
+@pytest.mark.parametrize("flags", [("has_padding",), ("rule",)], ids=["padding", "rule"])
+def test_two_programs_share_a_multiprocessor_where_every_tile_is_masked(name: Any, flags: tuple[str, ...]):
+    assert build(name, 128, flags).metadata.shared <= SHARED_BYTES // 2 - 1024  # which each program reserves
 
 
 @pytest.mark.parametrize("name", ["forward", "query_gradient", "key_gradient"])

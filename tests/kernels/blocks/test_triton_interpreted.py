@@ -59,6 +59,38 @@ def engine(
     return run
 
 
+def test_saved_tensors_may_come_back_with_other_strides():
+    """As from the hooks of torch that offload them: contiguous, where heads of a projection are not."""
+    pattern = drawn_pattern(make_layout(96, num_random_blocks=1), 2, (1, 0))
+    base = [torch.randn(1, 96, 2, 16) for _ in range(3)]
+    grad = torch.randn(1, 96, 2, 16).transpose(1, 2)
+
+    def gradients(pack: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in base]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            output = engine(pattern)([x.transpose(1, 2) for x in leaves])
+        return torch.autograd.grad(output, leaves, grad)
+
+    wanted = gradients(lambda x: x)
+    for pack in (lambda x: x.contiguous(), lambda x: x):
+        torch.testing.assert_close(gradients(pack), wanted)
+
+
+@pytest.mark.parametrize("learn", [lambda x: x.sum(), lambda x: x.square().sum()], ids=["sum", "square"])
+def test_an_empty_batch_has_empty_gradients(learn: Callable[[Tensor], Tensor]):
+    pattern = drawn_pattern(make_layout(96, num_random_blocks=1), 2, (1, 0))
+    leaves = [torch.randn(0, 2, 96, 16, requires_grad=True) for _ in range(3)]
+    learn(engine(pattern)(leaves)).backward()
+    assert [x.grad.shape for x in leaves if x.grad is not None] == [(0, 2, 96, 16)] * 3
+
+
+def test_slopes_may_lie_apart():
+    pattern = drawn_pattern(make_layout(83, is_causal=True, num_random_blocks=1), 2, (1, 0))
+    apart = torch.stack([SLOPES, torch.full((2,), 7.0)], dim=1)[:, 0]
+    assert not apart.is_contiguous()
+    check_against_dense(engine(pattern, None, apart), make_inputs(pattern, (1, 2, 16)), pattern, None, SLOPES)
+
+
 @pytest.mark.parametrize(
     ("length", "options", "has_padding", "has_slopes"),
     [

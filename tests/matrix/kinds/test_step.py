@@ -15,7 +15,6 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.run_plan import run
-from attn_zoo.matrix.kinds import step as steps
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.store.store import Store
@@ -193,7 +192,7 @@ def test_every_cell_of_a_process_is_compiled_or_fails(graphs, monkeypatch):
     assert [run_cell(cell, budget_s=0.02).status for cell in three[:2]] == ["ok", "ok"]
     assert len(graphs) == 2
     config.recompile_limit = 1
-    monkeypatch.setattr(steps, "MAX_COMPILED", 2)
+    monkeypatch.setattr(updates, "MAX_COMPILED", 2)
     record = run_cell(three[2], budget_s=0.02)
     assert record.status == "error", record
     assert "recompile_limit" in record.reason
@@ -224,7 +223,7 @@ def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike):
 def test_updates_are_unlike_until_one_is_captured():
     trainer = Learner(cells(["full"])[0]).trainer
     assert trainer.num_unlike == 0
-    trainer._run = Graphed(trainer._learn)
+    trainer._run = Graphed(trainer._learn, "training")
     assert trainer.num_unlike == NUM_PLAIN + 1
     trainer.launch_singly()
     assert trainer.num_unlike == 0

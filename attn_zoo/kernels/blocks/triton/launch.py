@@ -48,6 +48,8 @@ class Tiles:
         num_warps: of a program.
         num_stages: of its pipeline.
         max_registers: of a thread where nothing is hidden; a few more would make one program less resident.
+        masked_stages: of the pipeline where every tile is masked, if fewer: what a mask needs in shared memory for
+            each stage would make one program less resident.
     """
 
     block_m: int
@@ -55,6 +57,18 @@ class Tiles:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    masked_stages: int | None = None
+
+    def options(self, *, is_masked: bool, takes_registers: bool) -> dict[str, int]:
+        """Return the options of a launch.
+
+        Args:
+            is_masked: in every tile, by padding or by a rule.
+            takes_registers: something is hidden anywhere, or drawn, or added to the scores.
+        """
+        limit = {} if self.max_registers is None or takes_registers else {"maxnreg": self.max_registers}
+        stages = self.masked_stages if is_masked and self.masked_stages else self.num_stages
+        return {"num_warps": self.num_warps, "num_stages": stages, **limit}
 
 
 # For 16-bit inputs and blocks of 64 or more, by kernel and head_dim (smaller ones as 64). Chosen from what the compiler
@@ -65,7 +79,7 @@ _TILES: dict[tuple[Kernel, int], Tiles] = {
     ("forward", 64): Tiles(64, 64, 4, 3),  # 112 registers, 40 KiB: 4
     ("forward", 128): Tiles(64, 64, 4, 3),  # 159, 80 KiB: 2
     ("query_gradient", 64): Tiles(64, 64, 4, 3, max_registers=128),  # 127 (135 if it may), 48 KiB: 4
-    ("query_gradient", 128): Tiles(64, 64, 4, 3),  # 208, 96 KiB: 2
+    ("query_gradient", 128): Tiles(64, 64, 4, 3, masked_stages=2),  # 208, 96 KiB: 2; masked 255, 96 KiB, with 3 128
     ("key_gradient", 64): Tiles(64, 64, 4, 3),  # 216, 49 KiB: 2
     ("key_gradient", 128): Tiles(32, 64, 4, 3),  # 234, 64 KiB: 2; with 64 queries it spills
 }
@@ -118,7 +132,7 @@ _backwards: dict[Hashable, _Backward] = {}
 def _tensors(call: BlockCall, *table: Tensor) -> tuple[Tensor | None, ...]:
     """Return the last tensors of every kernel that attends: a table, padding, slopes and seed."""
     padding = None if call.padding is None else call.padding.contiguous().view(torch.uint8)
-    return *table, padding, call.slopes, call.seed
+    return *table, padding, None if call.slopes is None else call.slopes.contiguous(), call.seed
 
 
 def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
@@ -127,9 +141,8 @@ def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
     size = pattern.block_size
     tiles = tiles_of(kernel, size, head_dim, call.query.element_size())
     is_ragged = query_len % size != 0 or pattern.key_len % size != 0
-    takes_registers = is_ragged or pattern.is_causal or pattern.rule is not None or call.dropout_p > 0
-    takes_registers |= call.padding is not None or call.slopes is not None
-    limit = {} if tiles.max_registers is None or takes_registers else {"maxnreg": tiles.max_registers}
+    is_masked = call.padding is not None or pattern.rule is not None
+    takes_registers = is_ragged or is_masked or pattern.is_causal or call.dropout_p > 0 or call.slopes is not None
     return {
         "scale": call.scale,
         "num_sequences": batch_size * num_heads,
@@ -151,9 +164,7 @@ def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
         "has_padding": call.padding is not None,
         "has_slopes": call.slopes is not None,
         **dropout_options(call.dropout_p),
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-        **limit,
+        **tiles.options(is_masked=is_masked, takes_registers=takes_registers),
     }
 
 
@@ -288,9 +299,11 @@ def triton_backward(
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     tensors = _tensors(call, pattern.indices, pattern.counts)
+    # Not the forward's: hooks on saved tensors, such as those that offload them, may change how they lie in memory.
+    saved = query, key, value, call.padding, output, lse
     launches = remembered(
         _backwards,
-        call.kind and (call.kind, kind_of(grad_output, grad_lse)),
+        call.kind and (call.kind, kind_of(*saved, grad_output, grad_lse)),
         lambda: _cut_backward(call, output, grad_output, grads, has_grad_lse=grad_lse is not None),
     )
     workspace = query.new_empty(sum(launches.sections), dtype=torch.float32)
