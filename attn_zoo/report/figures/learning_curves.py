@@ -38,7 +38,7 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
     if any(score.start for score in scores):
         note += "; dashed: self-pretrained, which begins where its self-pretraining ends"
     if group.is_shared and "seconds" in axes_of:
-        note += "; seconds are of runs that shared their device"
+        note += "; times are of runs that shared their device"
     lost = [f"{score.name} {len(score.failures)}" for score in group.scores if score.failures]
     if lost:
         note += f"; runs without a curve: {', '.join(lost)}"
@@ -93,15 +93,19 @@ def _place(value: float, axis: Axis) -> str:
 
 
 def _draw_best_floor(panel: Axes, group: AccuracyGroup) -> None:
-    """Draw the best floor as a dashed line, so that a curve that never leaves it is seen."""
+    """Draw the best floor as a dashed line, so that a curve that never leaves it is seen.
+
+    Trivial models are scored on the test set only, the curves on validation: its name says so.
+    """
     if group.best_mark:
         name, value = group.best_mark
+        words = plain(name.replace("_", " "), 24) + (" (test)" if name in group.floors else "")
         lines = panel.get_lines()
         draw_mark(panel, value)
         panel.set_ylim(panel.get_ylim())  # from here on the limits are final
         curves = [panel.transData.transform(line.get_xydata()) for line in lines]
         taken = [box for curve in curves for start, end in pairwise(curve) for box in along(start, end, 2)]
-        draw_mark_name(panel, value, plain(name.replace("_", " "), 24), taken, prefers_right=True)
+        draw_mark_name(panel, value, words, taken, prefers_right=True)
 
 
 def _alt(score: LabelScore, group: AccuracyGroup) -> str:

@@ -128,6 +128,22 @@ def test_curves_over_flops_only_where_they_are_known(tmp_path):
     assert len(by_kind(pictures(tmp_path / "b", records))["learning"].figure.axes) == 3
 
 
+def test_floors_of_the_test_set_are_named_so_beside_validation_curves(tmp_path):
+    for floors, name in (({"most_frequent": 0.2}, "most frequent (test)"), ({}, "chance")):
+        picture = by_kind(pictures(tmp_path / name, [training("full", 0, 0.5, floors=floors)]))["learning"]
+        names = {text.get_text() for axes in picture.figure.axes for text in axes.texts}
+        assert names == {name}
+        assert_legible(picture.figure)
+
+
+def test_times_of_a_shared_device_are_said_to_be_such_in_no_unit(tmp_path):
+    score = {"curve": curve(0.1, 0.5), "train_s": 900.0}
+    shared = [accuracy("full", 0, 0.5, score=score, num_jobs=2)]
+    shown = words(by_kind(pictures(tmp_path, shared))["learning"].figure)
+    assert "minutes of training" in shown
+    assert "times are of runs that shared their device" in " ".join(shown.split())
+
+
 def test_the_mean_over_tasks_is_drawn_once(tmp_path):
     records = [accuracy(name, 0, 0.4, task=task) for name in ("full", "bigbird") for task in ("a", "b")]
     found = pictures(tmp_path, records)
