@@ -17,7 +17,7 @@ from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.axes import annotate, draw_curve, draw_intervals, length_axis, set_ticks, value_axis
 from attn_zoo.report.figures.dot_rows import DotRow, draw_rows, row_axes
-from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height
+from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label_room, labels_height, wrap_detail
 from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MUTED, STRIP, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
@@ -26,6 +26,8 @@ from attn_zoo.report.wording import outcome
 
 STRIP_ROW = 0.34
 STRIP_FONT = 8.5
+DETAIL_ROOM = 2.2
+"""Inches that a label may take from the panel before its details are wrapped."""
 POSITIVE = (0.0, math.inf)
 _WAITING = "faint, hollow: calls that wait for the host"
 
@@ -38,6 +40,7 @@ class Mark:
         length: tokens.
         own: value of the mechanism itself: None where only calls were measured that wait for the host.
         call: value of the call as a user makes it, where it is another one.
+        is_waiting: the call waits for the host.
         ends: of the interval of `call`, or of `own` where there is none.
         tip: what a reader who points at it is told.
     """
@@ -45,6 +48,7 @@ class Mark:
     length: int
     own: float | None
     call: float | None = None
+    is_waiting: bool = False
     ends: tuple[float, float] | None = None
     tip: str
 
@@ -154,10 +158,10 @@ def _draw_lengths(
     """Draw curves with labels at their ends below a strip of what failed."""
     labels = [_end_label(curve, chart.details(curve)) for curve in curves] + list(chart.extra_labels)
     legend = list(chart.legend)
-    if any(mark.own is None for curve in curves for mark in curve.marks):
+    if any(mark.is_waiting for curve in curves for mark in curve.marks):
         legend.append(Line2D([], [], color=MUTED, marker="o", ms=4, mfc="white", lw=0, label=_WAITING))
     names = [text_size(words, STRIP_FONT)[0] for series in failed for words in _failed_words(series)]
-    right = min(2.6, max([label_room(labels), 1.26, *(width + GAP + 0.14 for width in names)]))
+    right = max([label_room(labels), 1.26, *(width + GAP + 0.14 for width in names)])
     strip = page.panels(1 if failed else 0, height=STRIP_ROW * len(failed) + 0.04, right=right, below=0.0)
     (axes,) = page.panels(height=labels_height(labels, 3.2), right=right, below=0.62)
     page.legend(legend, left=0.72, colour=MUTED)
@@ -183,16 +187,19 @@ def _draw_lengths(
 
 
 def _draw_calls(axes: Axes, curve: Curve) -> None:
-    """Draw calls that are not the mechanism's: faint, with hollow marks, and joined to the curve where it goes on."""
-    calls, colour = curve.calls, curve.look.colour
+    """Draw calls that are not the mechanism's: faint, joined to the curve where it goes on, hollow where they wait."""
+    calls, colour = [mark for mark in curve.marks if mark.call is not None], curve.look.colour
     if not calls:
         return
     line = axes.plot(*zip(*_joined(curve), strict=True), color=colour, ls=curve.look.line, lw=1.1, alpha=0.45)
-    look: dict[str, Any] = {"marker": curve.look.marker, "ms": 4.5, "mfc": "white", "mec": colour, "mew": 1.0}
-    marks = axes.plot(*zip(*calls, strict=True), lw=0, alpha=0.7, zorder=2.9, **look)
-    tips = tuple(f"{curve.label}, {mark.tip}" for mark in curve.marks if mark.call is not None)
     Tag(of=curve.label).put_on(*line)
-    Tag(of=curve.label, tips=tips).put_on(*marks)
+    for is_waiting, face in ((True, "white"), (False, colour)):
+        some = [mark for mark in calls if mark.is_waiting == is_waiting]
+        look: dict[str, Any] = {"marker": curve.look.marker, "ms": 4.5, "mfc": face, "mec": colour, "mew": 1.0}
+        if some:
+            points = [(mark.length, mark.call or math.nan) for mark in some]
+            marks = axes.plot(*zip(*points, strict=True), lw=0, alpha=0.7, zorder=2.9, **look)
+            Tag(of=curve.label, tips=tuple(f"{curve.label}, {mark.tip}" for mark in some)).put_on(*marks)
 
 
 def _joined(curve: Curve) -> list[tuple[float, float]]:
@@ -262,7 +269,7 @@ def _whose(mark: Mark) -> str:
 
 def _end_label(curve: Curve, details: Sequence[str]) -> EndLabel:
     name = plain(curve.label, 20) + (" (simulated)" if curve.series.is_simulated else "")
-    lines = tuple(detail for detail in details if detail)
+    lines = tuple(line for detail in details for line in wrap_detail(detail, DETAIL_ROOM))
     return EndLabel(name, lines, curve.look.colour, *curve.best[-1], curve.label)
 
 

@@ -24,6 +24,8 @@ LINE_HEIGHT = 0.165
 """Inches from one line of text to the next."""
 GAP = 0.22
 """Inches from the axes to the labels."""
+_AROUND = 0.36
+"""Inches that a label takes beside its words."""
 POINT_NAME_SIZE = 9
 
 
@@ -62,7 +64,19 @@ def label_room(labels: Sequence[EndLabel]) -> float:
     """Return the inches that the labels need to the right of a panel."""
     widths = [text_size(label.name, NAME_SIZE, "bold")[0] for label in labels]
     widths += [text_size(detail, DETAIL_SIZE)[0] for label in labels for detail in label.details]
-    return max(widths, default=0.0) + 0.36
+    return max(widths, default=0.0) + _AROUND
+
+
+def wrap_detail(words: str, most: float) -> list[str]:
+    """Return the lines of a detail, so that its label takes no more than `most` inches; none for no words."""
+    lines: list[str] = []
+    for word in words.split():
+        longer = f"{lines[-1]} {word}" if lines else ""
+        if longer and text_size(longer, DETAIL_SIZE)[0] + _AROUND <= most:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
 
 
 def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: bool = False) -> None:

@@ -45,6 +45,7 @@ def _timed(point: Point) -> Mark | None:
         length=point.seq_len,
         own=point.median_ms if is_own else point.device_ms,
         call=None if is_own else point.median_ms,
+        is_waiting=point.is_waiting,
         ends=(point.low_ms, point.high_ms),
         tip=_tip(point, words),
     )
@@ -140,10 +141,16 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
         if point.device_ms and other.device_ms:
             alone = other.device_ms / point.device_ms
             words = f"{ratio(alone)} on the GPU alone; as single calls {words}"
-        is_own = alone is None and not (point.is_waiting or other.is_waiting)
-        tip = _tip(point, words)
-        call = None if is_own else factor
-        return Mark(length=point.seq_len, own=factor if is_own else alone, call=call, ends=ends, tip=tip)
+        is_waiting = point.is_waiting or other.is_waiting
+        is_own = alone is None and not is_waiting
+        return Mark(
+            length=point.seq_len,
+            own=factor if is_own else alone,
+            call=None if is_own else factor,
+            is_waiting=is_waiting,
+            ends=ends,
+            tip=_tip(point, words),
+        )
 
     def is_baseline(curve: Curve) -> bool:
         ones = sum(abs(value - 1) < 1e-12 for _, value in curve.best)

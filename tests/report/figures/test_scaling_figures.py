@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 
 from attn_zoo.registry import variants
-from attn_zoo.report.figures.labels import spread
+from attn_zoo.report.figures.labels import EndLabel, label_room, spread, wrap_detail
 from attn_zoo.report.figures.style import EXACT_COLOURS, make_looks, plain
 from attn_zoo.report.figures.svg import render
 from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
@@ -141,6 +141,25 @@ def test_pyplot_is_never_loaded():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_long_words_beside_curves_are_wrapped_and_not_cut(tmp_path):
+    records = [scaling("full", n, ms, spread=0.0) for n, ms in ((2048, 1.0), (8192, 16.0))]
+    records += [scaling("bigbird", n, ms, spread=spread) for n, ms, spread in ((2048, 2.0, 0.0), (8192, 16.0, 0.4))]
+    for picture in pictures(tmp_path, records)[:2]:
+        lines = [text for text, _ in texts(picture.figure)]
+        assert "cheaper: not below 5,550, then not settled" in " ".join(lines)
+        assert not any("cheaper" in line and "settled" in line for line in lines)
+        assert_legible(picture.figure)
+
+
+@given(st.text(alphabet="ab  W", max_size=80), st.floats(0.4, 3.0))
+def test_wrapped_details_keep_their_words_and_their_room(words, most):
+    lines = wrap_detail(words, most)
+    assert " ".join(lines) == " ".join(words.split())
+    for line in lines:
+        label = EndLabel("", (line,), "", 0.0, 0.0)
+        assert label_room([label]) <= most or " " not in line
+
+
 def test_claims_are_what_the_run_says(tmp_path):
     claims = {**CLAIMS, "full": {**CLAIMS["full"], "time_exponent": 3}}
     assert "claimed 3" in words(pictures(tmp_path, zoo(["full"]), claims=claims)[0].figure)
@@ -193,6 +212,20 @@ def test_the_curve_is_the_device_s_and_calls_are_faint_beside_it(tmp_path):
     assert sum(alpha == 0.45 and len(points) == len(DOUBLINGS) for points, alpha in lines) == 2
     assert [tip for tip in tips(time.figure) if "512 tokens: 51.2 µs on the GPU alone; single call 600" in tip]
     assert any("on the GPU alone; as single calls" in tip for tip in tips(speed_up.figure))
+
+
+def test_calls_are_hollow_only_where_tables_say_that_they_wait_for_the_host(tmp_path):
+    calls = {512: 0.7, 1024: 0.14, 2048: 0.24, 4096: 0.44}
+    records = [on_gpu("full", n, call_ms, 1e-4 * n) for n, call_ms in calls.items()]
+    records += [on_gpu("bigbird", n, 2 * call_ms, 2e-4 * n) for n, call_ms in calls.items()]
+    time, speed_up = pictures(tmp_path, records)[:2]
+    marks = [line for line in time.figure.axes[0].get_lines() if line.get_alpha() == 0.7]
+    faces = [(int(n), line.get_markerfacecolor() == "white") for line in marks for n in line.get_xdata()]
+    assert sorted(faces) == sorted((n, n == 512) for n in calls for _ in range(2))
+    for picture in (time, speed_up):
+        assert "faint, hollow: calls that wait for the host" in words(picture.figure)
+    busy = pictures(tmp_path / "busy", records[1:4])[0]
+    assert "wait for the host" not in words(busy.figure)
 
 
 def test_without_device_times_nothing_but_calls_is_drawn_where_the_host_is_waited_for(tmp_path):
