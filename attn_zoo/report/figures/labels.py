@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from attn_zoo.report.figures.axes import name_mark
 from attn_zoo.report.figures.page import text_size
-from attn_zoo.report.figures.style import MUTED
+from attn_zoo.report.figures.style import DOTTED, MUTED
 from attn_zoo.report.figures.svg import Tag
 
 NAME_SIZE = 10
@@ -26,6 +26,8 @@ GAP = 0.22
 """Inches from the axes to the labels."""
 _AROUND = 0.36
 """Inches that a label takes beside its words."""
+_NEAR = 0.08
+"""Share of the width of a panel: points that are as near to its right edge are at the last place."""
 POINT_NAME_SIZE = 9
 
 
@@ -82,6 +84,7 @@ def wrap_detail(words: str, most: float) -> list[str]:
 def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: bool = False) -> None:
     """Write the labels right of `axes`, each joined to its point by a thin line.
 
+    That of a point far from the right edge crosses the panel: it is dotted and grey, so that nobody takes it for data.
     Limits and scales of the axes must be final.
 
     Args:
@@ -107,13 +110,15 @@ def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: b
     for index, centre in zip(order, centres, strict=True):
         label, end = labels[index], ends[index]
         own = Tag(of=label.of)
+        is_near = figure.dpi * end[0] > box.x1 - _NEAR * box.width
+        line = {"color": label.colour, "alpha": 0.55} if is_near else {"color": MUTED, "ls": DOTTED}
         leader = axes.annotate(
             "",
             xy=(end[0] / width, end[1] / height),
             xytext=((left - 0.04) / width, centre / height),
             xycoords="figure fraction",
             textcoords="figure fraction",
-            arrowprops={"arrowstyle": "-", "color": label.colour, "lw": 0.7, "alpha": 0.55, "shrinkA": 0, "shrinkB": 4},
+            arrowprops={"arrowstyle": "-", "lw": 0.7, "shrinkA": 0, "shrinkB": 4} | line,
             annotation_clip=False,
         )
         if leader.arrow_patch is not None:
@@ -124,8 +129,8 @@ def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: b
         Tag(of=label.of, is_key=True).put_on(key)
         for index, words in enumerate(label.details, start=1):
             detail: dict[str, Any] = {"fontsize": DETAIL_SIZE, "color": MUTED}
-            line = figure.text(left / width, (up - index * LINE_HEIGHT) / height, words, va="center", **detail)
-            own.put_on(line)
+            text = figure.text(left / width, (up - index * LINE_HEIGHT) / height, words, va="center", **detail)
+            own.put_on(text)
 
 
 def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:

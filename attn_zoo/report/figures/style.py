@@ -73,6 +73,8 @@ LINES: tuple[Line, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (5, 1.4, 1.2
 SOLID: Line = "-"
 DASHED: Line = (0, (2, 1))
 """Curves of models that began with self-pretraining; the others of such a figure are solid."""
+DOTTED: Line = (0, (1, 3))
+"""Lines from a point to its name, across a panel."""
 MARK: Line = (0, (4, 2))
 """Lines that are no measurement of a variant: chance, floors, slopes."""
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.text import Text
+from matplotlib.colors import to_hex
+from matplotlib.text import Annotation, Text
 
 from attn_zoo.registry import variants
 from attn_zoo.report.figures.labels import EndLabel, label_room, spread, wrap_detail
-from attn_zoo.report.figures.style import EXACT_COLOURS, make_looks, plain
+from attn_zoo.report.figures.style import DOTTED, EXACT_COLOURS, MUTED, make_looks, plain
 from attn_zoo.report.figures.svg import render
 from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
 from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
@@ -158,6 +159,14 @@ def test_wrapped_details_keep_their_words_and_their_room(words, most):
     for line in lines:
         label = EndLabel("", (line,), "", 0.0, 0.0)
         assert label_room([label]) <= most or " " not in line
+
+
+def test_lines_to_names_across_a_panel_do_not_look_like_curves(tmp_path):
+    records = zoo(["bigbird", "linformer"]) + [scaling("full", n) for n in DOUBLINGS[:-2]] + [scaling("v", 512)]
+    (axes,) = pictures(tmp_path, records)[0].figure.axes
+    lines = [text.arrow_patch for text in axes.texts if isinstance(text, Annotation) and text.arrow_patch]
+    found = [(line.get_linestyle() == DOTTED, to_hex(line.get_edgecolor()) == MUTED) for line in lines]
+    assert sorted(found) == [(False, False)] * 2 + [(True, True)] * 2
 
 
 def test_claims_are_what_the_run_says(tmp_path):
