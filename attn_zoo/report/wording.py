@@ -208,9 +208,10 @@ def ceilings_words(ceilings: Ceilings) -> str:
         f"matrix products {human_flops(ceilings.matmul_flops_per_s)}/s in {ceilings.dtype}, "
         f"copies {human_bandwidth(ceilings.copy_bytes_per_s)}"
     )
-    if ceilings.sheet_flops_per_s is not None and ceilings.peak_bytes_per_s is not None:
-        sheet = f"{human_flops(ceilings.sheet_flops_per_s)}/s, {human_bandwidth(ceilings.peak_bytes_per_s)}"
-        said += f" (data sheet {sheet})"
+    sheet = [f"{human_flops(ceilings.sheet_flops_per_s)}/s"] if ceilings.sheet_flops_per_s else []
+    sheet += [human_bandwidth(ceilings.peak_bytes_per_s)] if ceilings.peak_bytes_per_s else []
+    if sheet:
+        said += f" (data sheet {', '.join(sheet)})"
     doubts = ", ".join(flag.replace("_", " ") for flag in ceilings.flags)
     return f"{said}, doubtful: {doubts}" if doubts else said
 

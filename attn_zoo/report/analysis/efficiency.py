@@ -26,7 +26,7 @@ class Efficiency:
 
     Args:
         median_ms: of the call.
-        time_ms: of the GPU alone where that was measured, else of the call.
+        device_ms: of the GPU alone, or None where that was not measured.
         is_waiting: `time_ms` is that of a call that waits for the host: the shares say little of the kernel.
         flops: useful ones of the pass.
         min_bytes: that the pass must move at least.
@@ -40,7 +40,7 @@ class Efficiency:
     label: str
     seq_len: int
     median_ms: float
-    time_ms: float
+    device_ms: float | None
     is_waiting: bool
     flops: float
     min_bytes: float
@@ -49,6 +49,11 @@ class Efficiency:
     mfu: float | None
     realised: float | None
     doubt: str
+
+    @property
+    def time_ms(self) -> float:
+        """Of the GPU alone where that was measured, else of the call."""
+        return self.device_ms or self.median_ms
 
     @property
     def flops_per_s(self) -> float:
@@ -106,7 +111,7 @@ def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings
         label=series.label,
         seq_len=point.seq_len,
         median_ms=point.median_ms,
-        time_ms=time_ms,
+        device_ms=point.device_ms,
         is_waiting=point.is_waiting and point.device_ms is None,
         flops=flops,
         min_bytes=min_bytes,

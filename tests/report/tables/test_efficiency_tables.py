@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,7 +14,7 @@ from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import to_csv, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
-from tests.report.figures.legible import MANY, assert_legible, pictures, words
+from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
 from tests.report.synthetic import DOUBLINGS, MACHINE, costed, roof, scaling, write_run, zoo
 
 
@@ -161,9 +163,56 @@ def test_the_roofline_is_legible(tmp_path, names, lengths):
         picture = next(one for one in found if one.name.startswith("roofline"))
         assert_legible(picture.figure)
         shown = words(picture.figure)
-        assert "products, measured: 100 GFLOP/s" in shown
-        assert ("products, data sheet: 130 GFLOP/s" in shown) is bool(sheet)
+        assert "roof, measured" in shown
+        assert ("data sheet" in [text for text, _ in texts(picture.figure)]) is bool(sheet)
+        assert ("(data sheet 130 GFLOP/s, 12 GB/s)" in " ".join(shown.split())) is bool(sheet)
         assert "of the roof at" in picture.alt
+
+
+def test_the_data_sheet_s_line_is_named_where_only_its_bytes_are_known(tmp_path):
+    found = pictures(tmp_path, sweep(["full"], DOUBLINGS), ceilings=[roof(peak_bytes_per_s=1.2e10)])
+    (picture,) = (one for one in found if one.name.startswith("roofline"))
+    assert "data sheet" in [text for text, _ in texts(picture.figure)]
+    assert "(data sheet 12 GB/s)" in " ".join(words(picture.figure).split())
+
+
+@pytest.mark.parametrize("product", [8.9e10, 1e11])
+def test_names_stand_below_the_roof(tmp_path, product):
+    ceilings = [roof(matmul_flops_per_s=product, copy_bytes_per_s=1e9)]
+    found = pictures(tmp_path, sweep(MANY[:6], DOUBLINGS), ceilings=ceilings)
+    (picture,) = (one for one in found if one.name.startswith("roofline"))
+    axes = picture.figure.axes[0]
+    names = [box for text, box in texts(picture.figure) if text.endswith(" %")]
+    assert len(names) == 6
+    assert max(box.y1 for box in names) < axes.transData.transform((1.0, product))[1]
+
+
+@pytest.mark.parametrize(
+    ("times", "waiting", "joined"),
+    [
+        ([(1.0, 0.01), (1.0, None), (1.0, None), (1.8, None), (3.8, None)], {1, 2}, {(1, 2), (2, 3), (3, 4)}),
+        ([(1.0, 0.01), (1.0, None), (1.0, 0.01), (1.8, None), (3.8, None)], {1}, {(2, 3), (3, 4)}),
+    ],
+    ids=["calls-go-on", "the-gpu-alone-goes-on"],
+)
+def test_no_line_of_a_roofline_joins_the_gpu_alone_to_calls_that_wait(tmp_path, times, waiting, joined):
+    records = []
+    for n, (call_ms, device_ms) in zip(DOUBLINGS, times, strict=False):
+        record = costed(scaling("full", n, call_ms, spread=0.0, device="cuda"), 10**6 * n, 1000 * n)
+        assert record.timing is not None
+        records.append(replace(record, timing=replace(record.timing, graph_ms=device_ms)))
+    (panel,) = analysed(tmp_path / "a", records, [roof(device="cuda")]).panels
+    assert {place for place, row in enumerate(panel.efficiency["full"]) if row.is_waiting} == waiting
+    found = pictures(tmp_path / "b", records, ceilings=[roof(device="cuda")])
+    (picture,) = (one for one in found if one.name.startswith("roofline"))
+    assert "times of the GPU alone where they were measured" in " ".join(words(picture.figure).split())
+    pairs = set()
+    for line in picture.figure.axes[1].get_lines():
+        points = [(DOUBLINGS.index(x), y) for x, y in zip(*line.get_data(), strict=True) if x in DOUBLINGS]
+        pairs |= {
+            (one, other) for (one, y), (other, end) in pairwise(points) if one != other and math.isfinite(y + end)
+        }
+    assert pairs == joined
 
 
 def test_graph_times_are_shown_apart_where_there_are_any(tmp_path):
