@@ -187,7 +187,7 @@ def _verdict(
         if last_waiting:
             return "too few lengths", f"waits for the host up to {human_length(last_waiting)}; {lengths} above it"
         return "too few lengths", f"{lengths} in the top decade, {LEAST_LENGTHS} are needed"
-    ends = f"{exponent.value:.2f} [{exponent.low:.2f}, {exponent.high:.2f}]"
+    ends = slope_words(exponent)
     for power, word in _POWERS:
         if power - TOLERANCE <= exponent.low and exponent.high <= power + TOLERANCE:
             leading = fit.dominant(fit.lengths[-1])
@@ -195,6 +195,12 @@ def _verdict(
     if any(exponent.low <= power <= exponent.high for power, _ in _POWERS):
         return "not settled", f"slope known to {ends} only"
     return "not settled", f"slope {ends} is no whole power"
+
+
+def slope_words(exponent: Exponent) -> str:
+    """Return a slope with its interval; bytes do not vary, and an interval of no width says nothing."""
+    value, low, high = (f"{each:.2f}" for each in (exponent.value, exponent.low, exponent.high))
+    return value if low == high else f"{value} [{low}, {high}]"
 
 
 def crossings(every: Sequence[Series], fastest: Series | None, quantity: Quantity) -> list[Crossing]:

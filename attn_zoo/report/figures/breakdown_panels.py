@@ -25,6 +25,8 @@ from attn_zoo.report.units import human_length, human_number
 
 LOGARITHMIC_FROM = 8
 """Ratio of the largest to the smallest value of an axis from which it is drawn logarithmically."""
+_ENDINGS = (("seq_len", "sequence length", "tokens"), ("_len", " length", "tokens"), ("_percent", "", "%"))
+"""Of names of properties, with what they say and their units."""
 Grid = NDArray[np.float64]
 COLOURS = "viridis"
 LETTER = 0.1
@@ -43,7 +45,10 @@ def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
     if not scores:
         return None
     title = f"{group.metric.title} by {' and '.join(_words(name) for name in axes)}: {group.title}"
-    note = group.how + (f"; mean over {', '.join(every[2:])}" if len(every) > 2 else "")
+    note = group.how + (f"; mean over {', '.join(map(_words, every[2:]))}" if len(every) > 2 else "")
+    if group.best_mark and group.best_mark[0] in group.floors:  # no record has floors of parts of the test set
+        name, value = group.best_mark
+        note += f"; best floor, of all examples together: {plain(name.replace('_', ' '))} {group.metric.show(value)}"
     draw = _draw_curves if len(axes) == 1 else _draw_maps
     page = draw(group, scores, axes, looks, title, note)
     words = (f"{score.name}: {_alt(parts(score, axes), axes, group.metric)}" for score in scores)
@@ -51,7 +56,26 @@ def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
 
 
 def _words(name: str) -> str:
+    """Return a property of the examples for people, after our conventions for names: counts begin with `num_`."""
+    if name.startswith("num_"):
+        return f"number of {_words(name.removeprefix('num_'))}"
+    for ending, words, _ in _ENDINGS:
+        if name.endswith(ending):
+            name = name.removesuffix(ending) + words
+            break
     return name.replace("_", " ")
+
+
+def _unit(name: str) -> str:
+    return next((unit for ending, _, unit in _ENDINGS if name.endswith(ending)), "")
+
+
+def _axis_words(name: str) -> str:
+    return f"{_words(name)} ({_unit(name)})" if _unit(name) else _words(name)
+
+
+def _place(name: str, value: float) -> str:
+    return f"{_words(name)} {_number(value)} {_unit(name)}".strip()
 
 
 def _number(value: float) -> str:
@@ -62,7 +86,7 @@ def _alt(scored: Sequence[Part], axes: Sequence[str], metric: Metric) -> str:
     ends = [choose(scored, key=lambda part: metric.order(part.mean)) for choose in (min, max)]
     best, worst = (
         f"{metric.show(part.mean)} "
-        f"({', '.join(f'{_words(name)} {_number(value)}' for name, value in zip(axes, part.place, strict=True))})"
+        f"({', '.join(_place(name, value) for name, value in zip(axes, part.place, strict=True))})"
         for part in ends
     )
     return f"best {best}, worst {worst}"
@@ -91,7 +115,7 @@ def _draw_curves(
     for score, curve in curves:
         look = looks[score.label]
         points = [(part.place[0], part.mean) for part in curve]
-        tips = tuple(f"{score.name}, {_words(axes[0])} {_number(x)}: {metric.show(y)}" for x, y in points)
+        tips = tuple(f"{score.name}, {_place(axes[0], x)}: {metric.show(y)}" for x, y in points)
         tag = Tag(of=score.name, tips=tips)
         draw_curve(panel, points, look, DASHED if score.start else SOLID, tag=tag)
         bars = [
@@ -99,7 +123,7 @@ def _draw_curves(
         ]
         style: dict[str, Any] = {"color": look.colour, "lw": 1.2, "alpha": 0.7, "zorder": 2}
         draw_intervals(panel, bars, metric.bounds, tag=Tag(of=score.name), **style)
-    _property_axis(panel, values_of(group, axes, 0), _words(axes[0]))
+    _property_axis(panel, values_of(group, axes, 0), _axis_words(axes[0]))
     score_axis(panel.yaxis, metric, f"{metric.axis} on test")
     draw_end_labels(panel, labels)
     return page
@@ -130,12 +154,14 @@ def _draw_maps(
     grids = [_grid(parts(score, axes), across, up) for score in scores]
     note += "; mean over seeds, one colour scale for all"
     note += ", empty: no result" if any(np.isnan(grid).any() for grid in grids) else ""
+    shades = _shades(np.concatenate([grid.ravel() for grid in grids]), group)
+    has_chance = group.chance is not None and shades.norm(group.chance) >= 0
+    note += f"; dashed on the scale: chance {metric.show(group.chance)}" if has_chance else ""
     page = Page(title, note)
     height = min(3.0, max(1.2, 0.24 * len(up)))
     panels = page.panels(len(scores), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=MAP_GAP, above=0.4)
-    shades = _shades(np.concatenate([grid.ravel() for grid in grids]), group)
     bar = draw_colour_bar(page, panels[columns - 1], shades, metric.tick)
-    if group.chance is not None and shades.norm(group.chance) >= 0:
+    if has_chance:
         bar.axhline(group.chance, color=WHITE, lw=1.6)
         bar.axhline(group.chance, color=BLACK, lw=0.8, ls=DASHED)
     for index, (panel, score, grid) in enumerate(zip(panels, scores, grids, strict=True)):
@@ -151,9 +177,9 @@ def _draw_maps(
             panel.set_yticklabels([])
             panel.tick_params(axis="y", length=0)
         else:
-            panel.set_ylabel(_words(axes[1]))
+            panel.set_ylabel(_axis_words(axes[1]))
         if index + columns >= len(scores):
-            panel.set_xlabel(_words(axes[0]))
+            panel.set_xlabel(_axis_words(axes[0]))
     return page
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.analysis.fits import Crossing, Growth
+from attn_zoo.report.analysis.fits import Crossing, Growth, slope_words
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point
 from attn_zoo.report.figures.axes import annotate_along, draw_intervals
@@ -190,11 +190,11 @@ def _is_known_within(grown: Growth) -> bool:
 
 
 def _exponent_words(grown: Growth) -> str:
-    """Return what the description says of how a curve grows; one of a single length grows nowhere."""
+    """Return what the description says of how a curve grows; one or two lengths cannot say it."""
     if grown.exponent is not None and grown.is_settled:
         claimed = f" (claimed {grown.claimed:g})" if grown.claimed is not None else ""
         return f", exponent {grown.exponent.value:.2f}{claimed}"
-    if not grown.why or not grown.slopes:
+    if not grown.why or len(grown.slopes) < 2:
         return ""
     return f", {grown.why}" if _is_known_within(grown) else f", exponent not settled: {grown.why}"
 
@@ -204,10 +204,10 @@ def _growth_words(grown: Growth) -> str:
     if grown.exponent is not None and grown.is_settled:
         return f"N^{grown.exponent.value:.2f}" + (f" (claimed {claimed:g})" if claimed is not None else "")
     if grown.exponent is not None and _is_known_within(grown):
-        return f"slope {grown.exponent.value:.2f} [{grown.exponent.low:.2f}, {grown.exponent.high:.2f}]"
-    if grown.slopes:
+        return f"slope {slope_words(grown.exponent)}"
+    if len(grown.slopes) > 1:  # two lengths could settle none
         return "slope not settled"
-    return f"claimed N^{claimed:g}" if claimed is not None else ""
+    return f"claimed N^{claimed:g}" if claimed is not None and not grown.slopes else ""
 
 
 def _wins(panel: Panel, curve: Curve) -> list[str]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from matplotlib.text import Annotation, Text
 
+from attn_zoo.records import Memory
 from attn_zoo.registry import variants
 from attn_zoo.report.figures.labels import EndLabel, label_room, spread, wrap_detail
 from attn_zoo.report.figures.style import DOTTED, EXACT_COLOURS, MUTED, make_looks, plain
@@ -140,6 +141,18 @@ def test_labels_that_fit_stay_where_they_are():
 def test_pyplot_is_never_loaded():
     code = "import sys; import attn_zoo.report.figures.all_figures; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_slopes_are_stated_as_far_as_they_are_known(tmp_path):
+    """Two lengths could settle none, bytes have no spread: nothing is said of either."""
+    two, *_ = pictures(tmp_path / "two", [scaling(name, n) for name in ("full", "bigbird") for n in (512, 1024)])
+    assert "slope not" not in words(two.figure)
+    assert "exponent" not in two.alt
+    records = [replace(scaling("bigbird", n), memory=Memory(peak_bytes=int(n**1.5))) for n in DOUBLINGS]
+    _, memory = pictures(tmp_path / "more", records)
+    assert "slope 1.50" in words(memory.figure)
+    assert "slope 1.50 is no whole power" in memory.alt
+    assert "[" not in memory.alt + words(memory.figure)
 
 
 def test_long_words_beside_curves_are_wrapped_and_not_cut(tmp_path):
