@@ -126,7 +126,7 @@ def draw_curve(
     face, edge, width = ("white", look.colour, 1.2) if is_open else (look.colour, "white", 0.7)
     marker = {"marker": look.marker, "ms": 5.5, "mfc": face, "mec": edge, "mew": width}
     style = {"color": look.colour, "ls": line, "lw": 1.9, "alpha": alpha, "zorder": 3, **marker}
-    tag.put_on(*axes.plot(x, y, **style))  # type: ignore[arg-type]
+    tag.put_on(*axes.plot(x, y, clip_on=False, **style))  # type: ignore[arg-type]
 
 
 def draw_intervals(

@@ -155,15 +155,15 @@ def _draw_maps(
     note += "; mean over seeds, one colour scale for all"
     note += ", empty: no result" if any(np.isnan(grid).any() for grid in grids) else ""
     shades = _shades(np.concatenate([grid.ravel() for grid in grids]), group)
-    has_chance = group.chance is not None and shades.norm(group.chance) >= 0
-    note += f"; dashed on the scale: chance {metric.show(group.chance)}" if has_chance else ""
+    chance = group.chance if group.chance is not None and 0 <= shades.norm(group.chance) <= 1 else None
+    note += "" if chance is None else f"; dashed on the scale: chance {metric.show(chance)}"
     page = Page(title, note)
     height = min(3.0, max(1.2, 0.24 * len(up)))
     panels = page.panels(len(scores), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=MAP_GAP, above=0.4)
     bar = draw_colour_bar(page, panels[columns - 1], shades, metric.tick)
-    if has_chance:
-        bar.axhline(group.chance, color=WHITE, lw=1.6)
-        bar.axhline(group.chance, color=BLACK, lw=0.8, ls=DASHED)
+    if chance is not None:
+        bar.axhline(chance, color=WHITE, lw=1.6)
+        bar.axhline(chance, color=BLACK, lw=0.8, ls=DASHED)
     for index, (panel, score, grid) in enumerate(zip(panels, scores, grids, strict=True)):
         draw_squares(panel, grid, shades, is_upwards=True)
         _label_squares(panel, grid, across, up, shades, metric)
@@ -179,7 +179,7 @@ def _draw_maps(
         else:
             panel.set_ylabel(_axis_words(axes[1]))
         if index + columns >= len(scores):
-            panel.set_xlabel(_axis_words(axes[0]))
+            panel.set_xlabel(_axis_words(axes[0]).replace(" (", "\n("))  # a map is narrow
     return page
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -70,15 +71,17 @@ def _draw_curves(
     curves = [(score, curve) for score in scores if (curve := mean_curve(score, what, axis))]
     longest = max(curve[-1][0] for _, curve in curves)
     factor, words = [unit for unit in UNITS[axis] if longest >= 2 * unit[0] or unit is UNITS[axis][0]][-1]
-    for score, curve in curves:
+    for score, curve in curves:  # not clipped: where scores end, at the edge of the axes, half a line would be
         look, own, lines = looks[score.label], Tag(of=score.name), []
         for points in seed_curves(score, what, axis):
             seed = [x / factor for x, _ in points], [y for _, y in points]
-            lines += panel.plot(*seed, color=look.colour, lw=0.7, alpha=0.4)
+            lines += panel.plot(*seed, color=look.colour, lw=0.7, alpha=0.4, clip_on=False)
         x, y = [place / factor for place, _ in curve], [value for _, value in curve]
-        lines += panel.plot(x, y, color=look.colour, lw=1.9, ls=DASHED if score.start else SOLID, zorder=3)
+        style: dict[str, Any] = {"lw": 1.9, "ls": DASHED if score.start else SOLID, "zorder": 3, "clip_on": False}
+        lines += panel.plot(x, y, color=look.colour, **style)
         own.put_on(*lines)
-        end = panel.plot(x[-1:], y[-1:], marker=look.marker, ms=5, mfc="white", mec=look.colour, mew=1.4, zorder=4)
+        mark: dict[str, Any] = {"marker": look.marker, "mfc": "white", "mec": look.colour, "clip_on": False}
+        end = panel.plot(x[-1:], y[-1:], ms=5, mew=1.4, zorder=4, **mark)
         replace(own, tips=(f"{score.name}: {show(y[-1])} at the end",)).put_on(*end)
     panel.set_xlim(left=0)
     panel.set_xlabel(words)

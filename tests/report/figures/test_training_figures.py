@@ -95,7 +95,37 @@ def test_heat_maps_share_one_scale_and_show_their_numbers(tmp_path):
     assert {(image.norm.vmin, image.norm.vmax) for image in images} == {bar.get_ylim()}
     assert images[0].get_array().shape == (3, 3)  # depth upwards, length to the right
     assert "90" in words(picture.figure).split()
-    assert "seq len and depth" in words(picture.figure)
+    shown = words(picture.figure)
+    assert "by sequence length and depth: listops" in shown
+    assert "sequence length\n(tokens)" in shown
+    assert "dashed on the scale: chance 10.0 %" in " ".join(shown.split())
+    assert "best floor, of all examples together: trivial model 7 17.7 %" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "axis"),
+    [
+        ("num_pairs", "number of pairs", "number of pairs"),
+        ("key_len", "key length", "key length (tokens)"),
+        ("depth_percent", "depth", "depth (%)"),
+        ("distance", "distance", "distance"),
+    ],
+)
+def test_properties_of_examples_are_words_with_units(tmp_path, name, title, axis):
+    cells = tuple({name: float(n), "value": 1.0 / n, "num_items": 9.0} for n in (2, 4, 8))
+    picture = by_kind(pictures(tmp_path, [training("full", 0, 0.5, breakdown=cells)]))["breakdown"]
+    assert f"by {title}:" in words(picture.figure)
+    assert picture.figure.axes[0].get_xlabel() == axis
+
+
+def test_curves_at_the_end_of_the_scale_are_drawn_whole(tmp_path):
+    cells = tuple({"distance": float(n), "value": 1.0, "num_items": 9.0} for n in (2, 4, 8))
+    found = by_kind(pictures(tmp_path, [training("full", 0, 1.0, breakdown=cells)]))
+    for name in ("learning", "breakdown"):
+        for axes in found[name].figure.axes:
+            at_end = [line for line in axes.get_lines() if max(line.get_ydata()) == 1.0 == axes.get_ylim()[1]]
+            assert not any(line.get_clip_on() for line in at_end)
+    assert at_end
 
 
 def test_a_hole_in_a_heat_map_is_empty_and_not_nought(tmp_path):
