@@ -173,7 +173,7 @@ class Comparison:
             rows = sorted(table.rows, key=_severity)
             differing = tuple(row for row in rows if row["verdict"] != "same")[:worst]
             if differing:
-                lines += [table_markdown(replace(table, rows=differing, note=""))]
+                lines += [table_markdown(replace(table, rows=differing, notes=()))]
             room = _MOST_CHARACTERS - sum(map(len, lines))
             least = 4 * len(table.columns) + 2  # of a row: to draw more rows than can fit takes longest
             while len(rows) > 1 and (
@@ -191,7 +191,7 @@ def _worst(table: Callable[[Sequence[Row]], Table], rows: Sequence[Row], most: i
         return table(rows)
     found = table(sorted(rows, key=_severity)[:most])
     said = f"The {most:,} that differ most of {len(rows):,} cells; --json has all."
-    return replace(found, note=f"{said} {found.note}")
+    return replace(found, notes=(said, *found.notes))
 
 
 def _severity(row: Row) -> tuple[int, float]:

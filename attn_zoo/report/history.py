@@ -22,7 +22,7 @@ from attn_zoo.report.figures.axes import draw_curve, set_ticks, value_axis
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MARK, MUTED, SOLID, make_looks, plain, styled
-from attn_zoo.report.tables.table import Column, Table, plain_rows, text_column, time_column
+from attn_zoo.report.tables.table import BRACKETS, Column, Remark, Table, plain_rows, text_column, time_column
 from attn_zoo.report.units import capital, human_length, human_ms
 from attn_zoo.report.wording import PASS_TITLES
 
@@ -47,7 +47,11 @@ class History:
         return Table(
             name="history",
             title=self.title,
-            note="Median with its 95 % interval. Times of other eras (machine, versions, protocol) do not compare.",
+            notes=(
+                "Median.",
+                BRACKETS,
+                Remark("Times of other eras (machine, versions, protocol) do not compare.", heading="era"),
+            ),
             columns=(
                 Column(heading="commit", show=lambda row: str(row["commit"])[:9], align="left", priority=0),
                 text_column("date", priority=2),

@@ -179,11 +179,9 @@ def marks_of(doubts: Iterable[str], shown: Container[str]) -> str:
     return "".join(MARKS[doubt][0] for doubt in doubts if doubt in shown)
 
 
-def mark_words(doubts: Iterable[str]) -> str:
-    """Return what the marks of these doubts mean, as a sentence; empty for none."""
-    known = set(doubts)
-    said = [f"{mark} {words}" for name, (mark, _, words) in MARKS.items() if name in known]
-    return f"{'; '.join(said)}." if said else ""
+def doubt_list(doubts: Iterable[str], shown: Container[str]) -> str:
+    """Return the marks of doubts that are shown, each with what it means in a few words."""
+    return ", ".join(f"{MARKS[doubt][0]} {MARKS[doubt][1]}" for doubt in doubts if doubt in shown)
 
 
 NO_RECORD = "no record"

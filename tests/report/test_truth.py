@@ -21,9 +21,9 @@ from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.write import write_results_readme
 from attn_zoo.report.tables.all_tables import make_tables, status_table, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
-from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table
+from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table, exponent_table
 from attn_zoo.report.tables.table import MISSING
-from attn_zoo.report.tables.time_tables import length_table, turns_table
+from attn_zoo.report.tables.time_tables import length_table, measurement_table, turns_table
 from attn_zoo.report.units import TIMES
 from tests.report.figures.legible import assert_legible, words
 from tests.report.synthetic import CLAIMS, accuracy, costed, roof, scaling, trained, write_run
@@ -193,7 +193,7 @@ def test_of_one_length_nobody_knows_whether_calls_wait_unless_the_gpu_alone_was_
     records = [on_gpu(variant, 1024, 0.1, graph=graph) for variant in ("full", "linformer")]
     (panel,) = analyse([write_run(tmp_path / "run", records)]).panels
     note = length_table(panel, "time").note
-    assert ("Whether short calls wait for the host is not known" in note) is not graph
+    assert ("nobody knows whether short calls wait for the host" in note) is not graph
     assert ("waits for the host, not for the GPU" in note) is graph
 
 
@@ -289,6 +289,52 @@ def test_doubtful_times_are_marked_where_they_stand(tmp_path):
     front = front_table(analysis)
     assert front is not None
     assert any("†" in text for text in front.texts()[1])
+
+
+@pytest.mark.parametrize("which", ["full", "linformer", ""])
+def test_a_ratio_carries_the_marks_of_both_of_its_sides(tmp_path, which):
+    records = [scaling(variant, n) for variant in ("full", "linformer") for n in LENGTHS[:5]]
+    doubtful = [flagged(one, "throttled") if one.cell.variant == which else one for one in records]
+    analysis = analyse([write_run(tmp_path / "run", doubtful)])
+    front = front_table(analysis)
+    assert front is not None
+    rows = {row[0]: row[1:6] for row in front.texts()}
+    has_mark = bool(which)
+    assert [text.endswith(" †") for text in rows["linformer"][:-1]] == [has_mark] * len(rows["linformer"][:-1])
+    assert ("as fast as exact attention († of a throttled GPU)" in headline(analysis)) is has_mark
+    assert ("†" in headline(analysis)) is has_mark
+    speed_ups = [row["speed_up_marks"] for row in measurement_table(analysis).rows if row["variant"] == "linformer"]
+    assert speed_ups == ["†" if has_mark else ""] * 5
+    grown = findings(analysis)[0]
+    assert [f"{name} †" in grown for name in ("full", "linformer")] == [name == which for name in ("full", "linformer")]
+    growths = {row["variant"]: row for row in exponent_table(analysis).rows if row["quantity"] == "time"}
+    for name, row in growths.items():
+        assert (row["exponent_marks"], row["last_slope_marks"]) == (("†", "†") if name == which else ("", ""))
+
+
+def test_a_slope_has_the_marks_of_the_lengths_it_was_fitted_to(tmp_path):
+    """The exponent is that of the top decade; what was throttled below does not matter, nor does it in the bytes."""
+    records = [scaling("full", n) for n in LENGTHS]
+    records[0] = flagged(records[0], "throttled")
+    table = exponent_table(analyse([write_run(tmp_path / "short", records)]))
+    assert not any("†" in text for row in table.texts() for text in row)
+    assert "†" not in table.note
+    records[-3] = flagged(records[-3], "throttled")
+    table = exponent_table(analyse([write_run(tmp_path / "long", records)]))
+    marks = {row["quantity"]: (row["exponent_marks"], row["last_slope_marks"]) for row in table.rows}
+    assert marks == {"time": ("†", ""), "memory": ("", "")}
+    assert "†: the GPU was throttled" in table.note
+
+
+def test_by_how_much_is_said_at_the_longest_length_that_exact_attention_has(tmp_path):
+    records = [scaling("full", n) for n in LENGTHS[:4]]
+    records += [scaling("linformer", n, 1e-3 * n) for n in LENGTHS[:5]]
+    records += [scaling("bigbird", n, 2e-3 * n if n < LENGTHS[5] else 1e-3) for n in LENGTHS[:6]]
+    text = headline(analyse([write_run(tmp_path / "run", records)]))
+    assert re.search(rf"; at 4k 5[\d.]+{TIMES} \[[\d., ]+\] as fast as exact attention\.$", text), text
+    records[-2] = scaling("bigbird", LENGTHS[4], 1e-3)
+    text = headline(analyse([write_run(tmp_path / "other", records)]))
+    assert re.search(rf"; at 4k linformer 5[\d.]+{TIMES} ", text), "not the one that is the fastest beyond"
 
 
 def test_weights_that_grow_stand_beside_the_time(tmp_path):
@@ -472,7 +518,9 @@ def test_an_interval_of_two_samples_is_marked(tmp_path):
     two = replace(long.timing, samples_ms=long.timing.samples_ms[:2])
     (panel,) = analyse([write_run(tmp_path / "one", [short, replace(long, timing=two)])]).panels
     assert [text.endswith(" §") for text in length_table(panel, "time").texts()[0][1:]] == [False, True]
-    assert "§ fewer than five samples, and the interval is no more than their range" in length_table(panel, "time").note
+    assert (
+        "§: fewer than five samples, and the interval is no more than their range" in length_table(panel, "time").note
+    )
     three = replace(two, samples_ms=long.timing.samples_ms[:6], process_sizes=(2, 2, 2))
     (panel,) = analyse([write_run(tmp_path / "three", [short, replace(long, timing=three)])]).panels
     assert "§" not in length_table(panel, "time").texts()[0][2]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_zoo.records import PASSES, Ceilings, Record
-from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.units import percent
 
 CONVENTIONS = (
@@ -14,7 +14,7 @@ CONVENTIONS = (
     "Fewest bytes: inputs "
     "and the mechanism's own weights read and output written once; a backward twice that (inputs, output and its "
     "gradient read, gradients of the inputs written). Share of the roof: FLOPs / product rate or bytes / copy rate, "
-    "whichever is longer, over the median time (of the GPU alone, where that was measured)."
+    "whichever is longer, over the median time{alone}."
 )
 
 _BACKWARD_BYTES = 2
@@ -28,12 +28,14 @@ class Efficiency:
         median_ms: of the call.
         device_ms: of the GPU alone, or None where that was not measured.
         is_waiting: `time_ms` is that of a call that waits for the host: the shares say little of the kernel.
+        doubts: what makes `time_ms` doubtful.
         flops: useful ones of the pass.
         min_bytes: that the pass must move at least.
         roof_frac: time that the measured ceilings allow over the time it took.
         mfu: share of the product rate on the data sheet, or None where there is none.
         realised: measured speed-up over the fastest exact kernel as a share of what the FLOPs promise; None for exact
             variants and without a baseline.
+        realised_doubts: what makes either of its two times doubtful.
         doubt: why the row cannot be right as it stands, or empty.
     """
 
@@ -42,12 +44,14 @@ class Efficiency:
     median_ms: float
     device_ms: float | None
     is_waiting: bool
+    doubts: tuple[str, ...]
     flops: float
     min_bytes: float
     backward_ratio: float
     roof_frac: float
     mfu: float | None
     realised: float | None
+    realised_doubts: tuple[str, ...]
     doubt: str
 
     @property
@@ -113,12 +117,14 @@ def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings
         median_ms=point.median_ms,
         device_ms=point.device_ms,
         is_waiting=point.is_waiting and point.device_ms is None,
+        doubts=_doubts(point),
         flops=flops,
         min_bytes=min_bytes,
         backward_ratio=point.record.backward_ratio or 0.0,
         roof_frac=roof_frac,
         mfu=flops / (time_ms * 1e-3) / peak if peak else None,
         realised=_speed_up(point, exact) * flops / promised if exact is not None and promised else None,
+        realised_doubts=_doubts(point, exact) if exact is not None else (),
         doubt=_doubt(roof_frac, ceilings),
     )
 
@@ -128,6 +134,12 @@ def _speed_up(point: Point, exact: Point) -> float:
     if point.device_ms and exact.device_ms:
         return exact.device_ms / point.device_ms
     return exact.median_ms / point.median_ms
+
+
+def _doubts(*points: Point) -> tuple[str, ...]:
+    """Return what makes times doubtful; where all are those of the GPU alone, they wait for no host."""
+    is_device = all(point.device_ms for point in points)
+    return tuple(doubt for doubt in joint_doubts(points) if doubt != "host" or not is_device)
 
 
 def _doubt(roof_frac: float, ceilings: Ceilings) -> str:

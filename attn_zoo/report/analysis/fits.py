@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.units import human_length
 from attn_zoo.statistics import (
     CostFit,
@@ -51,6 +51,8 @@ class Growth:
         why: it is none of the first three; empty where it is.
         is_device: of the time of the GPU alone at all these lengths.
         formula: exponent of the variant's FLOPs formula over the same lengths; None without one, and for memory.
+        doubts: what makes a time doubtful that `exponent` was fitted to.
+        last_doubts: likewise of the last of `slopes`.
     """
 
     label: str
@@ -63,6 +65,8 @@ class Growth:
     why: str
     is_device: bool = False
     formula: float | None = None
+    doubts: tuple[str, ...] = ()
+    last_doubts: tuple[str, ...] = ()
 
     @property
     def is_settled(self) -> bool:
@@ -153,6 +157,8 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
         if claimed is not None and series.points:  # that of the options, where the record has it
             own = getattr(series.points[-1].record, name)
             claimed = claimed if own is None else own
+    timed = series.points if quantity == "time" else ()
+    fitted = [point for point in timed if exponent and point.seq_len in exponent.lengths]
     verdict, why = _verdict(exponent, fit, len(used), last_waiting, is_simulated=series.is_simulated)
     return Growth(
         label=series.label,
@@ -165,6 +171,9 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
         why=why,
         is_device=bool(used) and all(length in device for length in used),
         formula=_formula_exponent(series.points, exponent) if quantity == "time" else None,
+        # Of a length that waits, the time of the GPU alone was fitted.
+        doubts=tuple(doubt for doubt in joint_doubts(fitted) if doubt != "host"),
+        last_doubts=joint_doubts(timed[-2:]),
     )
 
 

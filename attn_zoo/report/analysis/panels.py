@@ -14,7 +14,7 @@ from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series
-from attn_zoo.report.analysis.winners import Winner, winners
+from attn_zoo.report.analysis.winners import Bundle, SpeedUp, Winner, speed_up, winners
 from attn_zoo.report.units import unique_name
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 
@@ -94,6 +94,24 @@ class Panel:
     def exact(self) -> dict[int, Point]:
         """The fastest exact point of each length."""
         return {point.seq_len: point for point in (self.baseline.points if self.baseline else ())}
+
+    @cached_property
+    def bundles(self) -> dict[tuple[int, str], Bundle]:
+        """What was timed in turns, by length and name of the bundle."""
+        waiting = {series.label: series.waiting for series in self.series}
+        every = [(turn.label, Point(turn.record, turn.cell.seq_len in waiting[turn.label])) for turn in self.turns]
+        return dict(sorted(grouped(every, lambda one: (one[1].seq_len, one[1].record.bundle)).items()))
+
+    def speed_up(self, label: str, length: int) -> SpeedUp | None:
+        """Return a variant beside exact attention; None for an exact one, and where either was not measured."""
+        series = next(one for one in self.series if one.label == label)
+        point, exact = series.outcomes.get(length), self.exact.get(length)
+        if series.is_exact or not isinstance(point, Point):
+            return None
+        labels = {one.label for one in self.series if one.is_exact and not one.is_simulated}
+        fastest = None if exact is None or self.baseline is None else (self.baseline.label, exact)
+        bundles = (members for (own, _), members in self.bundles.items() if own == length)
+        return speed_up(label, point, fastest, bundles, labels)
 
     @property
     def peaks(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
@@ -103,6 +103,12 @@ class Point:
         if self.num_processes == 1:  # of several, Student's t knows how few there are
             found |= {"alone", "few"} if "few_samples" in self.timing.flags else {"alone"}
         return tuple(mark for mark in MARKS if mark in found)
+
+
+def joint_doubts(points: Iterable[Point]) -> tuple[str, ...]:
+    """Return what makes a number doubtful that several times went into: what makes any of them so."""
+    found = {doubt for point in points for doubt in point.doubts}
+    return tuple(mark for mark in MARKS if mark in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from attn_zoo.report.analysis.grouping import grouped
-from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.statistics import Ratio, time_ratio
+
+Bundle = Sequence[tuple[str, Point]]
+"""What was timed in turns, each with its label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,69 @@ class Winner:
     num_rivals: int
 
 
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """A point beside exact attention of the same length.
+
+    Args:
+        against: label of the exact one.
+        exact: its point; where the two were timed in turns that of the same rounds, as is `point`.
+        point: of the variant.
+    """
+
+    against: str
+    exact: Point
+    point: Point
+
+    @property
+    def factor(self) -> Ratio:
+        """How many times as fast the variant is."""
+        return times_faster(self.exact, self.point)
+
+    @property
+    def is_in_turns(self) -> bool:
+        """Whether both were timed in turns, so that what slowed a round slowed both."""
+        return _is_paired(self.exact, self.point)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What makes either of the two doubtful."""
+        return joint_doubts((self.exact, self.point))
+
+
+def speed_up(
+    label: str, point: Point, fastest: tuple[str, Point] | None, bundles: Iterable[Bundle], exact: Container[str]
+) -> SpeedUp | None:
+    """Return a point beside exact attention that was timed in turns with it; else beside the fastest, if there is one.
+
+    Args:
+        label: of the point.
+        point: with the samples of all its processes.
+        fastest: label and point of the fastest exact one.
+        bundles: of this length.
+        exact: labels of exact ones.
+    """
+    pairs = []
+    for members in bundles:
+        rivals = [(name, other) for name, other in members if name in exact]
+        for own in (own for name, own in members if name == label):
+            able = [SpeedUp(name, other, own) for name, other in rivals if _is_paired(other, own)]
+            pairs += sorted(able, key=lambda one: one.exact.median_ms)[:1]
+    if pairs:
+        return max(pairs, key=lambda one: len(one.point.timing.samples_ms))
+    return None if fastest is None else SpeedUp(*fastest, point)
+
+
 def times_faster(slow: Point, fast: Point) -> Ratio:
     """Return how many times the time of one point is that of the other; pairs count where both were timed in turns."""
-    sizes = (slow.timing.process_sizes, fast.timing.process_sizes)
-    is_paired = slow.record.bundle == fast.record.bundle != "" and len(sizes[0]) == len(sizes[1])
     samples = (point.timing.samples_ms or (point.median_ms,) for point in (slow, fast))
-    return time_ratio(*samples, is_paired=is_paired, sizes_a=sizes[0], sizes_b=sizes[1])
+    sizes_a, sizes_b = slow.timing.process_sizes, fast.timing.process_sizes
+    return time_ratio(*samples, is_paired=_is_paired(slow, fast), sizes_a=sizes_a, sizes_b=sizes_b)
+
+
+def _is_paired(one: Point, other: Point) -> bool:
+    has_as_many = len(one.timing.process_sizes) == len(other.timing.process_sizes)
+    return one.record.bundle == other.record.bundle != "" and has_as_many
 
 
 def winners(every: Sequence[Series]) -> list[Winner]:

@@ -12,11 +12,12 @@ from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelScore, pair
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.analysis.winners import Winner, times_faster
+from attn_zoo.report.analysis.winners import Winner
 from attn_zoo.report.tables.growth_tables import crossing_text
-from attn_zoo.report.tables.time_tables import weights_words
-from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, ratio, some
-from attn_zoo.report.wording import MARKS, machine_words, outcome
+from attn_zoo.report.tables.table import marked
+from attn_zoo.report.tables.time_tables import shown_doubts, weights_words
+from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, ratio_interval, some
+from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -85,7 +86,7 @@ def _winners(panel: Panel) -> str:
         else:
             said += [f"{_level(own[0].labels)} from {human_length(own[0].seq_len)}" for _, own in between]
         said.append(f"{_level(ending[0].labels)} from {human_length(ending[0].seq_len)}")
-    return ", ".join(said) + _by_how_much(panel, judged[-1]) + beside + _waiting(panel)
+    return ", ".join(said) + _by_how_much(panel, judged) + beside + _waiting(panel)
 
 
 def _waiting(panel: Panel) -> str:
@@ -109,16 +110,22 @@ def _level(labels: Sequence[str]) -> str:
     return labels[0] if len(labels) == 1 else f"{some(labels, joint=' or ')} (level)"
 
 
-def _by_how_much(panel: Panel, winner: Winner) -> str:
-    length = winner.seq_len
-    points = {series.label: point for series in panel.series for point in series.points if point.seq_len == length}
-    exact, best = panel.exact.get(length), points[winner.labels[0]]
-    level = {one.label for one in panel.series if one.is_exact} & set(winner.labels)
-    if exact is None or level:
+def _by_how_much(panel: Panel, judged: Sequence[Winner]) -> str:
+    """Return how many times as fast as exact attention the fastest is, at the longest length that both have."""
+    common = next((one for one in reversed(judged) if one.seq_len in panel.exact), None)
+    exact = {one.label for one in panel.series if one.is_exact}
+    if common is None or exact & set(common.labels):
         return ""
-    factor = times_faster(exact, best)
-    interval = f"[{ratio(factor.low)}, {ratio(factor.high)}]"
-    return f"; at {human_length(length)} {ratio(factor.value)} {interval} as fast as exact attention"
+    label, length = common.labels[0], human_length(common.seq_len)
+    found = panel.speed_up(label, common.seq_len)
+    assert found is not None  # it was measured there, and so was exact attention
+    shown, factor = shown_doubts(panel.points), found.factor
+    text = marked(ratio_interval(factor.value, factor.low, factor.high), marks_of(found.doubts, shown))
+    beside = [doubt_list(found.doubts, shown)]
+    beside += ["not timed in turns with it"] if panel.turns and not found.is_in_turns else []
+    why = f" ({', '.join(filter(None, beside))})" if any(beside) else ""
+    who = "" if label in judged[-1].labels else f"{label} "
+    return f"; at {length} {who}{text} as fast as exact attention{why}"
 
 
 def completeness(analysis: Analysis) -> str:
@@ -161,11 +168,11 @@ def findings(analysis: Analysis) -> list[str]:
 
 
 def _growth_line(panel: Panel) -> str:
-    grown = [growth for growth in panel.time.values() if growth.slopes]
+    grown, shown = [growth for growth in panel.time.values() if growth.slopes], shown_doubts(panel.points)
     said = [
-        f"{word}: {some(names)}"
+        f"{word}: {some(marked(growth.label, marks_of(growth.doubts, shown)) for growth in named)}"
         for word in ("constant", "linear", "quadratic")
-        if (names := [growth.label for growth in grown if growth.is_settled and growth.verdict == word])
+        if (named := [growth for growth in grown if growth.is_settled and growth.verdict == word])
     ]
     unsettled = [growth for growth in grown if not growth.is_settled]
     if unsettled:

@@ -13,12 +13,11 @@ from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.analysis.series import Failure, Point, Series
-from attn_zoo.report.analysis.winners import times_faster
 from attn_zoo.report.pages.findings import accuracy_findings, completeness, findings, headline
 from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
-from attn_zoo.report.tables.table import MISSING, escape_markdown
+from attn_zoo.report.tables.table import MISSING, escape_markdown, marked, say
 from attn_zoo.report.tables.time_tables import shown_doubts, time_caveats, unjudged_words, weights_words
 from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio_interval
 from attn_zoo.report.wording import NO_RECORD, marks_of
@@ -240,16 +239,17 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
                 entries.append(Entry(text=NO_RECORD) if one is None else Entry(text=one.word, href=link(one)))
         if exact:
             href = f"{where}/report.html#table-crossovers"
-            entries.append(Entry(text=_cheaper(panel, series), href=href, is_words=True))
+            entries.append(Entry(text=_cheaper(panel, series, shown), href=href, is_words=True))
         return (*entries, _memory(series, link))
 
     rows = [series for series in panel.series if series.outcomes]
-    caveats = [*time_caveats(panel, shown), *unjudged_words(panel)]
+    entries = tuple(map(row, rows))
+    note = (f"{capital(panel.subtitle)}.", _BEST, *time_caveats(panel), *unjudged_words(panel))
     return Board(
         title=clean(capital(panel.title)),
-        note=clean(" ".join(filter(None, [f"{capital(panel.subtitle)}.", _BEST, *caveats]))),
+        note=clean(say(note, (), [[entry.text for entry in each] for each in entries])),
         headings=("variant", *map(human_length, lengths), *beside, "peak memory"),
-        rows=tuple(map(row, rows)),
+        rows=entries,
         variants=tuple(series.variant for series in rows),
         is_timed=True,
         is_folded=is_folded,
@@ -259,14 +259,15 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
 _BEST = "Bold: the fastest of its length, and all that the intervals do not tell from it."
 
 
-def _cheaper(panel: Panel, series: Series) -> str:
+def _cheaper(panel: Panel, series: Series, shown: frozenset[str]) -> str:
     """Return where a variant gets cheaper than exact attention; of one length that was timed in turns, by how much."""
     if series.is_exact or series.is_simulated:
         return "exact" if series.is_exact else "not judged"
     common = [point for point in series.points if point.seq_len in panel.exact]
-    if panel.turns and len(common) == 1:
-        factor = times_faster(panel.exact[common[0].seq_len], common[0])
-        return f"{ratio_interval(factor.value, factor.low, factor.high)} as fast at {human_length(common[0].seq_len)}"
+    if panel.turns and len(common) == 1 and (found := panel.speed_up(series.label, common[0].seq_len)) is not None:
+        factor = found.factor
+        text = marked(ratio_interval(factor.value, factor.low, factor.high), marks_of(found.doubts, shown))
+        return f"{text} as fast at {human_length(common[0].seq_len)}"
     crossing = panel.crossing(series.label)
     if crossing is None:
         return MISSING

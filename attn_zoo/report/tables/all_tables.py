@@ -137,7 +137,7 @@ def status_table(analysis: Analysis) -> Table:
     return Table(
         name="status",
         title="What did not run, and why",
-        note=note,
+        notes=(note,),
         columns=(
             text_column("variant", priority=0),
             Column(

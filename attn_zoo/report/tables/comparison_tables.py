@@ -24,11 +24,14 @@ def times_table(rows: Sequence[Row]) -> Table:
     return Table(
         name="compare",
         title="Two runs, cell by cell",
-        note=(
-            "Ratio: time of the second over that of the first, with its 95 % interval. They agree where a change by "
-            "more than the limit is excluded. Cannot say: the interval is too wide for that, one is of a single "
-            "process (two runs of the same code differ by more than it knows), or something else disturbed the "
-            f"machine. {doubt_words(counts)}"
+        notes=(
+            "Ratio: time of the second over that of the first, with its 95 % interval.",
+            (
+                "They agree where a change by more than the limit is excluded. Cannot say: the interval is too wide "
+                "for that, one is of a single process (two runs of the same code differ by more than it knows), or "
+                "something else disturbed the machine."
+            ),
+            doubt_words(counts),
         ),
         columns=(
             text_column("variant", "label", priority=0),
@@ -85,10 +88,15 @@ def scores_table(rows: Sequence[Row]) -> Table:
     return Table(
         name="compare-scores",
         title="Two runs, score by score",
-        note=(
-            "Mean scores on test; the difference is the second minus the first, paired by seed, with its 95 % "
-            f"interval. Better or worse only where it is more than seeds and test set explain; {LEAST_SEEDS} common "
-            "seeds are needed."
+        notes=(
+            (
+                "Mean scores on test; the difference is the second minus the first, paired by seed, with its 95 % "
+                "interval."
+            ),
+            (
+                f"Better or worse only where it is more than seeds and test set explain; {LEAST_SEEDS} common seeds "
+                "are needed."
+            ),
         ),
         columns=(
             text_column("variant", "label", priority=0),

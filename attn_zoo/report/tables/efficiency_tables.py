@@ -8,9 +8,19 @@ from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import flops_ratios
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.tables.table import Column, Row, Table, number_column, text_column
+from attn_zoo.report.tables.table import (
+    MARK_REMARKS,
+    Column,
+    Remark,
+    Row,
+    Table,
+    marked,
+    number_column,
+    text_column,
+)
+from attn_zoo.report.tables.time_tables import pass_column, shown_doubts
 from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
-from attn_zoo.report.wording import MARKS, ceilings_words, mark_words
+from attn_zoo.report.wording import ceilings_words, marks_of
 
 
 def _conventions(*panels: Panel) -> str:
@@ -24,7 +34,9 @@ def _conventions(*panels: Panel) -> str:
         ends = dict.fromkeys(f"{end:.3g}" for end in (min(ratios), max(ratios)))
         by_ratio.setdefault(" to ".join(ends), []).append(label)
     words = " or ".join(f"{ratio} ({', '.join(labels)})" for ratio, labels in by_ratio.items())
-    return CONVENTIONS.format(ratios=words)
+    has_device = any(point.device_ms for panel in panels for point in panel.points)
+    alone = " (of the GPU alone, where that was measured)" if has_device else ""
+    return CONVENTIONS.format(ratios=words, alone=alone)
 
 
 def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | None:
@@ -37,35 +49,38 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     panels = [panel for panel in analysis.panels if panel.efficiency]
     if not panels:
         return None
+    shown = shown_doubts(point for panel in panels for point in panel.points)
     rows = [
-        _long_row(panel, point)
+        _long_row(panel, point, shown)
         for panel in panels
         for label in sorted(panel.efficiency)
         for point in panel.efficiency[label][-1 if is_brief else 0 :]
     ]
     times = human_ms.fixed(row["time_ms"] for row in rows)
     has_mfu = any(row["mfu"] is not None for row in rows)
-    note = (
-        f"{_conventions(*panels)} Realised: the measured speed-up over the fastest exact kernel as a share of the one "
-        "that the FLOPs promise."
-    )
-    if has_mfu:
-        note += " MFU: share of the maker's product rate, dense, in the same dtype."
-    if any(row["is_waiting"] for row in rows):
-        note += f" {mark_words(['host'])}"
     roofs = dict.fromkeys(ceilings_words(panel.ceilings) for panel in panels if panel.ceilings is not None)
-    note += f" Roof, measured before the run: {'; '.join(roofs)}."
     return Table(
         name="efficiency-longest" if is_brief else "efficiency",
         title="Efficiency at the longest length" if is_brief else "Efficiency",
-        note=f"{note} {analysis.caveats}".strip(),
+        notes=(
+            _conventions(*panels),
+            Remark(
+                "Realised: the measured speed-up over the fastest exact kernel as a share of the one that the FLOPs "
+                "promise.",
+                heading="realised",
+            ),
+            Remark("MFU: share of the maker's product rate, dense, in the same dtype.", heading="MFU"),
+            *MARK_REMARKS,
+            f"Roof, measured before the run: {'; '.join(roofs)}.",
+            analysis.caveats,
+        ),
         columns=(
             text_column("variant", priority=0),
-            text_column("pass", priority=0 if len(panels) > 1 else 5),
+            pass_column(panels),
             number_column("length", "seq_len", human_length, priority=0),
             Column(
                 heading="time",
-                show=lambda row: f"{times(row['time_ms'])} {row['marks']}".strip(),
+                show=lambda row: marked(times(row["time_ms"]), row["marks"]),
                 sort=lambda row: row["time_ms"],
                 priority=1,
             ),
@@ -74,25 +89,30 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             number_column("bytes/s", "bytes_per_s", human_bandwidth, priority=2),
             number_column("of the roof", "roof_frac", percent, priority=0),
             *([number_column("MFU", "mfu", percent, priority=2)] if has_mfu else []),
-            number_column("realised", "realised", percent, priority=1),
-            text_column("doubt", priority=6),
+            Column(heading="realised", show=_realised, sort=lambda row: row["realised"], priority=1),
+            *([text_column("above the roof", "doubt", priority=6)] if any(row["doubt"] for row in rows) else []),
         ),
         rows=tuple(rows),
         is_view=is_brief,
     )
 
 
-def _long_row(panel: Panel, point: Efficiency) -> dict[str, Any]:
+def _realised(row: Row) -> str:
+    return "" if row["realised"] is None else marked(percent(row["realised"]), row["realised_marks"])
+
+
+def _long_row(panel: Panel, point: Efficiency, shown: frozenset[str]) -> dict[str, Any]:
     ceilings = panel.ceilings
     assert ceilings is not None  # without it there is no row
     return {
         "variant": point.label,
         "pass": panel.title,
         "settings": panel.subtitle,
-        "marks": MARKS["host"][0] if point.is_waiting else "",
+        "marks": marks_of(point.doubts, shown),
         **{name: getattr(point, name) for name in _NUMBERS},
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,
+        "realised_marks": marks_of(point.realised_doubts, shown) if point.realised is not None else "",
         "doubt": point.doubt,
     }
 
@@ -123,9 +143,12 @@ def flops_table(analysis: Analysis) -> Table | None:
     return Table(
         name="flops",
         title="FLOPs by formula over those counted",
-        note=(
-            "Only where they differ by more than 1 %. A formula says what is useful and a count what ran, fused "
-            "causal attention counted as dense: below 1 is what a mask hides. (!): above 1 more is claimed than ran."
+        notes=(
+            (
+                "Only where they differ by more than 1 %. A formula says what is useful and a count what ran, fused "
+                "causal attention counted as dense: below 1 is what a mask hides."
+            ),
+            Remark("(!): above 1 more is claimed than ran.", sign="(!)"),
         ),
         columns=(
             text_column("variant", priority=0),

@@ -11,8 +11,7 @@ from attn_zoo.report.analysis.floor import Standing
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.series import Point, Series
-from attn_zoo.report.analysis.winners import times_faster
-from attn_zoo.report.tables.table import Column, Table, text_column, without_interval
+from attn_zoo.report.tables.table import BRACKETS, Column, Note, Remark, Table, marked, text_column, without_interval
 from attn_zoo.report.tables.time_tables import by_importance, shown_doubts, time_caveats, unjudged_words, weights_words
 from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval
 from attn_zoo.report.wording import NO_RECORD, marks_of
@@ -62,7 +61,7 @@ def front_table(analysis: Analysis) -> Table | None:
     return Table(
         name="front",
         title="Who wins, by how much" if panel else "What it scores",
-        note=_note(analysis, panel, shown),
+        notes=_note(analysis, panel),
         columns=tuple(columns),
         rows=tuple(rows),
         is_view=True,
@@ -88,8 +87,7 @@ def _row(label: str, panel: Panel | None, lengths: Sequence[int], shown: frozens
     for length in lengths:
         one = series.outcomes.get(length)
         if isinstance(one, Point):
-            speed = _speed(one, panel.exact.get(length), series)
-            row[str(length)] = f"{speed} {marks_of(one.doubts, shown)}".strip()
+            row[str(length)] = _time_or_factor(one, panel, series, shown)
         else:
             row[str(length)] = NO_RECORD if one is None else one.word
     peaks, last, weights = panel.peaks, series.outcomes.get(panel.lengths[-1]), weights_words(series)
@@ -99,11 +97,17 @@ def _row(label: str, panel: Panel | None, lengths: Sequence[int], shown: frozens
     return row
 
 
-def _speed(point: Point, exact: Point | None, series: Series) -> str:
-    if exact is None or series.is_exact:
-        return human_ms(point.median_ms)
-    factor = times_faster(exact, point)
-    return ratio_interval(factor.value, factor.low, factor.high)
+def _time_or_factor(point: Point, panel: Panel, series: Series, shown: frozenset[str]) -> str:
+    beside = panel.speed_up(series.label, point.seq_len)
+    if beside is None:
+        return marked(human_ms(point.median_ms), marks_of(point.doubts, shown))
+    factor = beside.factor
+    text = marked(ratio_interval(factor.value, factor.low, factor.high), marks_of(beside.doubts, shown))
+    return f"{text} {NOT_IN_TURNS}" if panel.turns and not beside.is_in_turns else text
+
+
+NOT_IN_TURNS = "(apart)"
+"""Of a factor over an exact variant that was timed at another time, in a panel of variants that were timed in turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +146,24 @@ def _score(mean: float, standing: Standing | None, metric: Metric) -> str:
 _FLOORS = {"not beaten": "floor not beaten", "not settled": "floor not beaten for certain", "unknown": "one run"}
 
 
-def _note(analysis: Analysis, panel: Panel | None, shown: frozenset[str]) -> str:
-    said = []
+def _note(analysis: Analysis, panel: Panel | None) -> Note:
+    said: list[str | Remark] = []
     if panel is not None:
         if panel.baseline is not None:
-            said.append(
-                f"Speed-up over {panel.baseline.label}, the fastest exact one; in rows of exact ones the median time. "
-                "In brackets: 95 % interval."
-            )
-        said += [*time_caveats(panel, shown), *unjudged_words(panel)]
-        said.append(f"{capital(panel.title)}; {panel.subtitle}.")
+            said += [*_over(panel), BRACKETS]
+        said += [*time_caveats(panel), *unjudged_words(panel), f"{capital(panel.title)}; {panel.subtitle}."]
     if analysis.accuracy:
         said.append("Scores: mean over seeds on test; floor: the best of chance and trivial models.")
-    return " ".join(filter(None, said))
+    return said
+
+
+def _over(panel: Panel) -> Note:
+    """Say what factors are over: one exact variant of the same rounds, or the fastest of all."""
+    assert panel.baseline is not None
+    found = [panel.speed_up(series.label, point.seq_len) for series in panel.series for point in series.points]
+    in_turns = dict.fromkeys(one.against for one in found if one is not None and one.is_in_turns)
+    times = "in rows of exact ones the median time."
+    if not in_turns:
+        return (f"Speed-up over {panel.baseline.label}, the fastest exact one; {times}",)
+    apart = f"{NOT_IN_TURNS}: over {panel.baseline.label}, the fastest exact one, not timed in turns with it."
+    return (f"Speed-up over {' or '.join(in_turns)}, timed in turns with it; {times}", Remark(apart, sign=NOT_IN_TURNS))

@@ -7,7 +7,11 @@ from typing import Any
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.fits import Crossing, Growth
 from attn_zoo.report.tables.table import (
+    BRACKETS,
+    MARK_REMARKS,
     Column,
+    Note,
+    Remark,
     Row,
     Table,
     interval_column,
@@ -15,14 +19,16 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
+from attn_zoo.report.tables.time_tables import pass_column, shown_doubts
 from attn_zoo.report.units import human_length, some
-from attn_zoo.report.wording import doubt_words
+from attn_zoo.report.wording import doubt_words, marks_of
 
 
 def exponent_table(analysis: Analysis) -> Table:
     """Return fitted and claimed exponents of time and peak memory, one row per curve."""
+    shown = shown_doubts(point for panel in analysis.panels for point in panel.points)
     rows = [
-        {"panel": panel.title, "settings": panel.subtitle, **_growth_row(growth)}
+        {"panel": panel.title, "settings": panel.subtitle, **_growth_row(growth, shown)}
         for panel in analysis.panels
         for fits in (panel.time, panel.memory)
         for growth in fits.values()
@@ -32,23 +38,34 @@ def exponent_table(analysis: Analysis) -> Table:
     return Table(
         name="exponents",
         title="Growth with the sequence length",
-        note=(
-            "Exponent k of N^k: a straight line through the top decade of lengths, three at least, with its 95 % "
-            "interval; on a GPU without the lengths that wait for the host. Last slope: between the two longest, "
-            "whatever took the time. The reading is linear or quadratic only where the whole interval is within 0.1 of "
-            "it and that term leads the fit a + bN + cN^2. Formula: exponent of the FLOPs formula over the same "
-            f"lengths. (!): contradicted by the measurement. {_doubt(analysis)}".strip()
-            if rows
-            else _NOTHING_GROWS
-        ),
+        notes=(
+            (
+                "Exponent k of N^k: a straight line through the top decade of lengths, three at least"
+                f"{', without those that wait for the host' if _has_waiting(analysis) else ''}."
+            ),
+            BRACKETS,
+            Remark("Last slope: between the two longest, whatever took the time.", heading="last slope"),
+            Remark(
+                "Reading: linear or quadratic only where the whole interval is within 0.1 of it and that term leads "
+                "the fit a + bN + cN^2.",
+                heading="reading",
+            ),
+            Remark("Formula: exponent of the FLOPs formula over the same lengths.", heading="formula"),
+            Remark("(!): contradicted by the measurement.", sign="(!)"),
+            Remark(_interval_words(analysis), sign="["),
+            *MARK_REMARKS,
+            analysis.caveats,
+        )
+        if rows
+        else (_NOTHING_GROWS,),
         columns=(
             text_column("variant", priority=0),
             text_column("of", "quantity", priority=0),
-            text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
-            interval_column("exponent", "exponent", slope, priority=0),
+            pass_column(analysis.panels, "panel"),
+            interval_column("exponent", "exponent", slope, priority=0, marks="exponent_marks"),
             Column(heading="claimed", show=_claimed, sort=lambda row: row["claimed_exponent"]),
             number_column("formula", "formula_exponent", slope, priority=4),
-            interval_column("last slope", "last_slope", slope, priority=4),
+            interval_column("last slope", "last_slope", slope, priority=4, marks="last_slope_marks"),
             text_column("reading", priority=2),
             text_column("why", priority=2.5),
             text_column("lengths", priority=5),
@@ -64,12 +81,15 @@ def _claimed(row: Row) -> str:
     return f"{row['claimed_exponent']:g}" + (" (!)" if row["is_contradicted"] else "")
 
 
-def _doubt(analysis: Analysis) -> str:
-    doubt = doubt_words(point.num_processes for panel in analysis.panels for point in panel.points)
-    return f"{doubt} {analysis.caveats}".strip()
+def _has_waiting(analysis: Analysis) -> bool:
+    return any(series.waiting for panel in analysis.panels for series in panel.series)
 
 
-def _growth_row(growth: Growth) -> dict[str, Any]:
+def _interval_words(analysis: Analysis) -> str:
+    return doubt_words(point.num_processes for panel in analysis.panels for point in panel.points)
+
+
+def _growth_row(growth: Growth, shown: frozenset[str]) -> dict[str, Any]:
     exponent, fit = growth.exponent, growth.fit
     last = growth.slopes[-1]
     has_spread = growth.quantity == "time" and not growth.is_device  # nothing else varies between repetitions
@@ -80,12 +100,14 @@ def _growth_row(growth: Growth) -> dict[str, Any]:
         "exponent": exponent.value if exponent else None,
         "exponent_low": exponent.low if exponent and has_spread else None,
         "exponent_high": exponent.high if exponent and has_spread else None,
+        "exponent_marks": marks_of(growth.doubts, shown) if exponent else "",
         "claimed_exponent": growth.claimed,
         "is_contradicted": growth.is_contradicted,
         "formula_exponent": growth.formula,
         "last_slope": last.slope,
         "last_slope_low": last.ci_low if growth.quantity == "time" else None,
         "last_slope_high": last.ci_high if growth.quantity == "time" else None,
+        "last_slope_marks": marks_of(growth.last_doubts, shown),
         "reading": growth.verdict,
         "why": growth.why,
         "lengths": f"{human_length(used[0])} to {human_length(used[-1])}" if used else "",
@@ -129,11 +151,12 @@ def round_length(tokens: float) -> str:
     return f"{round(tokens / 10**digits) * 10**digits:,}"
 
 
-_CHEAPER = (
-    "The length from which a variant costs less than the fastest exact kernel of the same run and stays cheaper; "
-    "interval: 95 %, from resampling both; bytes do not vary. From N or less: the interval ends at N and is open "
-    "below. None up to N is a result. Where calls wait for the host, their costs of launching cross, "
-    "not the mechanisms."
+_CHEAPER: Note = (
+    "The length from which a variant costs less than the fastest exact kernel of the same run and stays cheaper.",
+    Remark("Interval: 95 %, from resampling both; bytes do not vary.", heading="interval"),
+    Remark("From N or less: the interval ends at N and is open below.", sign="or less"),
+    Remark("None up to N is a result.", sign="none up to"),
+    Remark("Where calls wait for the host, their costs of launching cross, not the mechanisms.", sign="calls wait"),
 )
 _NO_BASELINE = (
     "Nothing to compare: it takes an exact variant and another one, both measured in the same run. Of those timed in "
@@ -171,11 +194,13 @@ def crossover_table(analysis: Analysis) -> Table:
     return Table(
         name="crossovers",
         title="Cheaper than exact attention",
-        note=f"{_CHEAPER} {_doubt(analysis)}".strip() if rows else _NO_BASELINE,
+        notes=(*_CHEAPER, Remark(_interval_words(analysis), heading="interval"), analysis.caveats)
+        if rows
+        else (_NO_BASELINE,),
         columns=(
             text_column("variant", priority=0),
             text_column("of", "quantity", priority=1),
-            text_column("pass", "panel", priority=0 if len(analysis.panels) > 1 else 5),
+            pass_column(analysis.panels, "panel"),
             Column(heading="crossover", show=lambda row: row["words"], sort=_crossing_rank, align="left", priority=0),
             Column(heading="interval", show=_crossing_interval, align="left", priority=3),
             text_column("than", "against", priority=4),

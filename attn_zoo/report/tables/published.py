@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from attn_zoo.errors import StoreError
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
-from attn_zoo.report.tables.table import Column, Row, Table, text_column
+from attn_zoo.report.tables.table import Column, Note, Row, Table, text_column
 
 FILE = "published.toml"
 
@@ -96,7 +96,7 @@ def published_table(group: AccuracyGroup, variants: Mapping[str, str]) -> Table 
     return Table(
         name=f"published-{group.name}",
         title=f"Published values, not ours: {task}",
-        note=_note(group, sources),
+        notes=_note(group, sources),
         columns=(
             replace(text_column("model", priority=0), brief=lambda text: text.partition(" / ")[0]),
             *(_value_column(source.name) for source in sources),
@@ -148,7 +148,7 @@ def _value_column(name: str) -> Column:
     return Column(heading=name, show=show, sort=lambda row: row[name] if isinstance(row[name], float) else None)
 
 
-def _note(group: AccuracyGroup, sources: Sequence[Source]) -> str:
+def _note(group: AccuracyGroup, sources: Sequence[Source]) -> Note:
     task, level = group.setting.task, group.setting.level
     exact = [
         value
@@ -166,7 +166,7 @@ def _note(group: AccuracyGroup, sources: Sequence[Source]) -> str:
             f"repositories ({max(exact) - min(exact):.1f} points): a smaller difference between columns says nothing."
         )
     said.append(f"Sources: {', '.join(source.name for source in sources)}, see the table of sources.")
-    return " ".join(said)
+    return said
 
 
 def sources_table(groups: Sequence[AccuracyGroup]) -> Table | None:
@@ -181,7 +181,7 @@ def sources_table(groups: Sequence[AccuracyGroup]) -> Table | None:
         Table(
             name="published-sources",
             title="Published values: sources",
-            note="",
+            notes=(),
             columns=(
                 text_column("source", "name", priority=0),
                 text_column("repository", priority=0),

@@ -16,7 +16,10 @@ from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.training_runs import TrainingRun, Trial
 from attn_zoo.report.measurements import COSTS, Measurement
 from attn_zoo.report.tables.table import (
+    BRACKETS,
     Column,
+    Note,
+    Remark,
     Row,
     Table,
     interval_column,
@@ -70,13 +73,13 @@ def _floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
 
 
 def _about(
-    group: AccuracyGroup, kind: str, title: str, note: str, columns: Iterable[Column], rows: Iterable[Row]
+    group: AccuracyGroup, kind: str, title: str, notes: Note, columns: Iterable[Column], rows: Iterable[Row]
 ) -> Table:
     """Return a table of one group; its note begins with what all its runs share."""
     return Table(
         name=f"{kind}-{group.name}",
         title=f"{title}: {group.heading}",
-        note=f"{capital(group.how)}. {note}".strip(),
+        notes=(f"{capital(group.how)}.", *notes),
         columns=tuple(columns),
         rows=tuple(rows),
     )
@@ -87,30 +90,39 @@ def accuracy_table(group: AccuracyGroup) -> Table:
     rows = [_row(score) for score in group.ranked]
     metric = group.metric
     against = f"vs {group.baseline}" if group.baseline else "vs exact"
+    difference, over = f"{against}, {metric.unit}", f"over floor, {metric.unit}"
     alike = " with the same start" if len(group.starts) > 1 else ""
     errors = [score.size_error for score in group.scores if score.size_error]
     size = f"{group.num_examples:,} test examples" if group.num_examples else ""
     if errors and size:
-        size += f" alone make a standard error of {metric.show(max(errors))}"
-    tuned = f"Tuned: {', '.join(group.setting.tuned)}; of each variant the trial best on validation, shown on test. "
+        size += f" alone make a standard error of up to {metric.show(max(errors))}"
+    tuned = f"Tuned: {', '.join(group.setting.tuned)}; of each variant the trial best on validation, shown on test."
     return _about(
         group,
         "accuracy",
         metric.title,
-        note=(
-            f"{tuned if group.setting.tuned else ''}Mean over seeds with its 95 % t-interval (one seed has none). "
-            f"{against}{alike}: difference paired by seed, with its interval (over test items where there is one "
-            "seed), each for itself, not corrected for the number of variants. Over floor: better than the best of "
-            "chance and the trivial models by so much, which counts only beyond the wider of two intervals: over "
-            "seeds, and from the size of the test set. "
-            f"{size + '.' if size else ''}"
+        notes=(
+            Remark(tuned if group.setting.tuned else "", heading="tuned"),
+            "Mean over seeds.",
+            Remark("In brackets: 95 % t-interval over seeds; one seed has none.", sign="["),
+            Remark(
+                f"{against}{alike}: difference paired by seed (its interval over test items where there is one seed), "
+                "each for itself, not corrected for the number of variants.",
+                heading=difference,
+            ),
+            Remark(
+                "Over floor: better than the best of chance and the trivial models by so much, which counts only "
+                "beyond the wider of two intervals: over seeds, and from the size of the test set.",
+                heading=over,
+            ),
+            f"{size}." if size else "",
         ),
         columns=(
             text_column("variant", priority=0),
             interval_column(metric.words, "score", metric.show, priority=0, show_end=metric.end),
             Column(heading="seeds", show=_seeds, sort=lambda row: row["num_seeds"]),
-            interval_column(f"{against}, {metric.unit}", "difference", metric.signed, priority=1.5),
-            number_column(f"over floor, {metric.unit}", "gain_over_floor", metric.signed, priority=3),
+            interval_column(difference, "difference", metric.signed, priority=1.5),
+            number_column(over, "gain_over_floor", metric.signed, priority=3),
             *([text_column("no score", "failed", priority=3.1)] if any(row["failed"] for row in rows) else []),
             *([text_column("tuned", priority=3.5)] if group.setting.tuned else []),
             text_column("best floor", "stands", priority=4),
@@ -124,24 +136,24 @@ def cost_table(group: AccuracyGroup) -> Table:
     """Return what each score cost: parameters, FLOPs, time, memory, padding."""
     rows = [_row(score) for score in group.ranked]
     pretrained = any(score.start for score in group.scores)
-    notes = ["Means over seeds; of memory the most."]
+    notes: list[str | Remark] = ["Means over seeds; of memory the most."]
     if group.baseline:
-        notes.append(f"Parameters: what is more than 10 % away from {group.baseline} says so.")
+        words = f"Parameters: what is more than 10 % away from {group.baseline} says so."
+        notes.append(Remark(words, heading="parameters"))
     if pretrained:
         notes.append("Self-pretraining is additional.")
-    if group.is_shared:
-        notes.append("Times marked (shared): other cells ran on the device meanwhile, so they compare nothing.")
+    notes.append(Remark("(shared): other cells ran on the device meanwhile; these do not compare.", sign="(shared)"))
     if group.num_machines > 1:
         notes.append(f"Runs come from {group.num_machines} machines: their times do not compare.")
     return _about(
         group,
         "cost",
         "What it cost",
-        note=" ".join(notes),
+        notes=notes,
         columns=(
             text_column("variant", "name", priority=0),
             number_column(group.metric.words, "score", group.metric.show, priority=0),
-            *(_cost_column(cost, rows) for cost in COSTS if any(row[cost.name] is not None for row in rows)),
+            *(_cost_column(cost, rows) for cost in COSTS if any(_is_known(cost, row) for row in rows)),
         ),
         rows=rows,
     )
@@ -153,6 +165,11 @@ def _seeds(row: Row) -> str:
     return f"{row['num_seeds']}" + (f" of {row['num_runs']}" if row["num_runs"] > row["num_seeds"] else "")
 
 
+def _is_known(cost: Measurement, row: Row) -> bool:
+    """Whether a row says something of a cost; no time at all is that of something that was not done."""
+    return row[cost.name] is not None and not (cost.is_of_time and row[cost.name] == 0)
+
+
 def _cost_column(cost: Measurement, rows: Sequence[Row]) -> Column:
     show = cost.show.fixed(row[cost.name] for row in rows) if isinstance(cost.show, Units) else cost.show
 
@@ -160,7 +177,7 @@ def _cost_column(cost: Measurement, rows: Sequence[Row]) -> Column:
         extra = row["params"] if cost.name == "num_params" else ""
         if cost.is_of_time and row["is_time_shared"]:
             extra = "shared"
-        text = "" if row[cost.name] is None else show(row[cost.name])
+        text = show(row[cost.name]) if _is_known(cost, row) else ""
         return f"{text} ({extra})" if text and extra else text
 
     return replace(number_column(cost.heading, cost.name, show, priority=cost.priority), show=noted, fit=None)
@@ -169,6 +186,8 @@ def _cost_column(cost: Measurement, rows: Sequence[Row]) -> Column:
 def equal_cost_table(group: AccuracyGroup) -> Table | None:
     """Return the validation score at equal steps, FLOPs and seconds; None where curves do not allow two labels."""
     limits = budgets(group.scores)
+    if group.is_shared:
+        limits.pop("seconds", None)  # they compare nothing
     if not limits:
         return None
     rows = [
@@ -181,19 +200,18 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
         "flops": lambda value: f"at {human_flops(value)}",
         "seconds": lambda value: f"at {human_s(value)}",
     }
+    spent = capital(" and ".join({"flops": "FLOPs", "seconds": "seconds"}[axis] for axis in limits if axis != "steps"))
     columns: list[Column] = [
         number_column(headings[axis](limit), f"at_{axis}", group.metric.show, priority=0)
         for axis, limit in limits.items()
     ]
-    shared = " Times are of runs that shared their device." if group.is_shared and "seconds" in limits else ""
     return _about(
         group,
         "equal-cost",
         "Validation at equal cost",
-        note=(
-            "Best validation score within what every variant has spent, mean over seeds; self-pretraining counts as "
-            "spent. FLOPs and seconds of an evaluation are those of the whole run times its share of the steps."
-            + shared
+        notes=(
+            "Best validation score within what every variant has spent, mean over seeds; self-pretraining counts too.",
+            f"{spent} of an evaluation are those of the whole run times its share of the steps." if spent else "",
         ),
         columns=(text_column("variant", priority=0), *columns),
         rows=rows,
@@ -237,9 +255,13 @@ def trials_table(group: AccuracyGroup) -> Table | None:
         group,
         "tuning",
         "Tuning",
-        note=(
-            f"{how_many} trial{'s' if counts != [1] else ''} for each variant. Selected (*): best mean validation over "
-            "seeds, among those with most finished seeds; only its test score is shown."
+        notes=(
+            f"{how_many} trial{'s' if counts != [1] else ''} for each variant.",
+            (
+                "Selected (*): best mean validation over seeds, among those with most finished seeds; only its test "
+                "score is shown."
+            ),
+            BRACKETS,
         ),
         columns=(
             text_column("variant", priority=0),
@@ -276,14 +298,17 @@ def pretraining_table(group: AccuracyGroup) -> Table | None:
             interval_column(f"gain, {metric.unit}", f"gain_{index}", metric.signed, priority=1),
             number_column("more time", f"extra_s_{index}", human_s, priority=2),
         ]
-    learned = f" What was learned before: {others[0]}." if len(others) == 1 else ""
+    learned = f"What was learned before: {others[0]}." if len(others) == 1 else ""
     return _about(
         group,
         "pretraining",
         "From scratch and self-pretrained",
-        note=(
-            "Self-pretraining learns from the inputs of the same training set before the labels are seen. Gain: better "
-            f"by so much, paired by seed, with its 95 % interval. More time: self-pretraining itself.{learned}"
+        notes=(
+            "Self-pretraining learns from the inputs of the same training set before the labels are seen.",
+            "Gain: better by so much, paired by seed.",
+            BRACKETS,
+            Remark("More time: self-pretraining itself.", heading="more time"),
+            learned,
         ),
         columns=columns,
         rows=rows,
@@ -339,7 +364,7 @@ def overview_table(overview: Overview) -> Table:
     return Table(
         name=f"overview-{overview.name}",
         title=f"{overview.metric.title} on all tasks, {overview.groups[0].setting.protocol}",
-        note=f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
+        notes=(f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",),
         columns=(
             text_column("variant", priority=0),
             *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
@@ -375,7 +400,7 @@ def score_table(analysis: Analysis) -> Table:
     return Table(
         name="scores",
         title="All scores",
-        note="One row per training run; parts are scores for the test items with these properties.",
+        notes=("One row per training run; parts are scores for the test items with these properties.",),
         columns=(),
         rows=tuple(
             row

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import pandas as pd
@@ -17,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from attn_zoo.report.units import Units, clean, human_ms, shorten
-from attn_zoo.report.wording import outcome
+from attn_zoo.report.wording import MARKS, outcome
 
 Row = Mapping[str, Any]
 
@@ -50,14 +51,49 @@ class Column:
     fit: Callable[[Sequence[Row]], Column] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A sentence of a note that speaks of one thing, and stands only where that is shown.
+
+    Args:
+        text: the sentence.
+        sign: what it explains, in the texts of any column but the first, whose names may hold any sign.
+        heading: of the column that it explains.
+    """
+
+    text: str
+    sign: str = ""
+    heading: str = ""
+
+
+Note = Sequence[str | Remark]
+"""Sentences of which a text always stands; empty ones are left out."""
+
+MARK_REMARKS: Note = tuple(Remark(f"{mark}: {words}.", sign=mark) for mark, _, words in MARKS.values())
+"""What the marks behind times mean."""
+
+BRACKETS = Remark("In brackets: 95 % interval.", sign="[")
+
+
+def say(note: Note, headings: Sequence[str], texts: Iterable[Sequence[str]]) -> str:
+    """Return what a note says of these columns and of the signs in their texts, row by row."""
+    shown = "\n".join(text for row in texts for text in row[1:])
+    said = (
+        one if isinstance(one, str) else one.text
+        for one in note
+        if isinstance(one, str) or (one.sign in shown and one.heading in ("", *headings))
+    )
+    return " ".join(filter(None, said))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """Raw rows (for machines) and columns (for people).
 
     Args:
         name: file name stem.
         title: above the table.
-        note: below it: how to read it.
+        notes: below it: how to read it, as far as it is shown; `note` is what is said where all of it is.
         columns: for people; without any, the table is for files only.
         rows: raw values with units in their keys; all rows have the same keys.
         fields_if_empty: keys of an empty table, so that its file still has a header.
@@ -66,7 +102,7 @@ class Table:
 
     name: str
     title: str
-    note: str
+    notes: Note
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     fields_if_empty: tuple[str, ...] = ()
@@ -81,16 +117,25 @@ class Table:
         """Keys of the rows."""
         return tuple(self.rows[0]) if self.rows else self.fields_if_empty
 
+    @property
+    def note(self) -> str:
+        """How to read the whole table."""
+        return say(self.notes, [column.heading for column in self.columns], self.texts())
+
     def cut(self, most: int) -> Table:
         """Return the table with its first rows only, and a note that says so; itself where it has no more."""
         if len(self.rows) <= most:
             return self
         place = f"tables/{self.name}.{'md' if self.is_view else 'csv'}"
         said = f"The first {most:,} of {len(self.rows):,} rows; {place} has all."
-        return replace(self, rows=self.rows[:most], note=f"{said} {self.note}".strip())
+        return replace(self, rows=self.rows[:most], notes=(said, *self.notes))
 
     def texts(self) -> list[list[str]]:
         """Return what people see, row by row."""
+        return self._texts
+
+    @cached_property
+    def _texts(self) -> list[list[str]]:
         return [[clean(column.show(row)) or MISSING for column in self.columns] for row in self.rows]
 
 
@@ -133,15 +178,26 @@ def interval_column(
     priority: float = 1,
     *,
     show_end: Callable[[float], str] | None = None,
+    marks: str = "",
 ) -> Column:
-    """Return a column of `value [low, high]`; the ends may be written shorter than the value."""
+    """Return a column of `value [low, high]`; the ends may be written shorter than the value.
+
+    Args:
+        heading: above it.
+        key: of the value; see `interval_values`.
+        show: a value.
+        priority: see `Column`.
+        show_end: an end, where that is written shorter.
+        marks: key of the marks behind them; empty for none.
+    """
     end = show_end or show
 
     def full(row: Row) -> str:
         if row[key] is None:
             return ""
         ends = (row[f"{key}_low"], row[f"{key}_high"])
-        return show(row[key]) + ("" if None in ends else f" [{end(ends[0])}, {end(ends[1])}]")
+        text = show(row[key]) + ("" if None in ends else f" [{end(ends[0])}, {end(ends[1])}]")
+        return marked(text, row[marks] if marks else "")
 
     return Column(
         heading=heading,
@@ -150,6 +206,11 @@ def interval_column(
         sort=lambda row: row[key],
         priority=priority,
     )
+
+
+def marked(text: str, marks: str) -> str:
+    """Return a text with marks behind it, if there are any."""
+    return f"{text} {marks}" if marks else text
 
 
 def interval_values(key: str, value: float | None, low: float | None, high: float | None) -> dict[str, float | None]:
@@ -173,8 +234,7 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
         def show(row: Row) -> str:
             if row[median] is None:
                 return str(row.get("word") or outcome(row["status"]).word)
-            text = units.interval(row[median], row[low], row[high])
-            return f"{text} {marks}" if (marks := row.get(f"marks{suffix}")) else text
+            return marked(units.interval(row[median], row[low], row[high]), row.get(f"marks{suffix}", ""))
 
         return Column(
             heading=heading, show=show, brief=without_interval, sort=lambda row: row[median], priority=priority
@@ -276,27 +336,12 @@ def to_terminal(table: Table, console: Console) -> None:
     for row in texts:
         out.add_row(*(escape(row[index]) for index in kept))
     console.print(out, highlight=False)
-    hidden = [column.heading for index, column in enumerate(table.columns) if index not in kept]
-    below = _caption(clean(table.note), hidden, shown="".join(row[index] for row in texts for index in kept))
+    headings = [table.columns[index].heading for index in kept]
+    below = clean(say(table.notes, headings, [[row[index] for index in kept] for row in texts]))
+    if hidden := [column.heading for index, column in enumerate(table.columns) if index not in kept]:
+        below += f" Left out here, in the files: {', '.join(hidden)}."
     if below:
-        console.print(f"[dim]{escape(below)}[/dim]", highlight=False)
-
-
-def _caption(note: str, hidden: Sequence[str], shown: str) -> str:
-    """Return what a note says of the columns and signs that are shown, and which columns are not."""
-    absent = [words for sign, words in _OF_SIGNS.items() if sign not in shown]
-    said = []
-    for sentence in re.split(r"(?<=\.) (?=[A-Z])", note):
-        is_hidden = any(sentence.lower().startswith(f"{heading.lower()}:") for heading in hidden)
-        if not is_hidden and not any(words.search(sentence) for words in absent):
-            said.append(sentence)
-    if hidden:
-        said.append(f"Left out here, in the files: {', '.join(hidden)}.")
-    return " ".join(filter(None, said))
-
-
-_OF_SIGNS = {"[": re.compile(r"\binterval\b|[Ii]n brackets"), "(": re.compile(r"[Ii]n parentheses")}
-"""What a note says of a sign in the texts; brief texts lack it."""
+        console.print(f"[dim]{escape(below.strip())}[/dim]", highlight=False)
 
 
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:

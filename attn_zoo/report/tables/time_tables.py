@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.series import Failure, Point, Series
+from attn_zoo.report.analysis.series import Failure, Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import times_faster
 from attn_zoo.report.measurements import CALLS, token_rates
 from attn_zoo.report.tables.table import (
+    BRACKETS,
+    MARK_REMARKS,
     Column,
+    Note,
+    Remark,
     Row,
     Table,
     interval_values,
+    marked,
     number_column,
     text_column,
     time_column,
@@ -32,9 +37,11 @@ from attn_zoo.report.units import (
     ratio,
     ratio_interval,
 )
-from attn_zoo.report.wording import NO_RECORD, doubt_words, held_words, mark_words, marks_of
+from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, marks_of
 
-_GRAPHS = "In parentheses: the same call replayed from a CUDA graph, cache warm: the time of the GPU alone."
+_GRAPHS = Remark(
+    "In parentheses: the same call replayed from a CUDA graph, cache warm: the time of the GPU alone.", sign=" ("
+)
 
 
 def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
@@ -62,7 +69,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     return Table(
         name=f"{quantity}-{panel.name}",
         title=f"{'Time' if quantity == 'time' else 'Peak memory'}, {panel.title}",
-        note=" ".join(filter(None, (*_how_to_read(panel, quantity, shown), f"{panel.subtitle}."))),
+        notes=(*_how_to_read(panel, quantity), f"{panel.subtitle}."),
         columns=tuple(columns),
         rows=tuple(
             {"variant": series.label, "weights": weights[series.label]}
@@ -73,24 +80,32 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     )
 
 
-def _how_to_read(panel: Panel, quantity: Literal["time", "memory"], shown: frozenset[str]) -> Sequence[str]:
+def _how_to_read(panel: Panel, quantity: Literal["time", "memory"]) -> Note:
     if quantity == "memory":
         return (f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included.",)
-    return (
-        "Median time. In brackets: its 95 % interval.",
-        *time_caveats(panel, shown),
-        _GRAPHS if any(point.device_ms for point in panel.points) else "",
-    )
+    return ("Median time.", BRACKETS, *time_caveats(panel), _GRAPHS)
 
 
-def time_caveats(panel: Panel, shown: frozenset[str]) -> list[str]:
-    """Return what intervals of times know, what the marks that are shown mean, and how we know of waiting calls."""
-    caveats = [doubt_words(point.num_processes for point in panel.points), mark_words(shown)]
+def time_caveats(panel: Panel) -> Note:
+    """Return what intervals of times know, what marks mean, and how we know of waiting calls."""
+    caveats = [_interval_remark(panel.points), *MARK_REMARKS]
     if any(point.is_waiting and point.device_ms is None for point in panel.points):
-        caveats.append("That they wait is inferred from times that hardly grow: the GPU alone was not timed.")
+        text = "Where the GPU alone was not timed, waiting is inferred from times that hardly grow."
+        caveats.append(Remark(text, sign=MARKS["host"][0]))
     if any(series.may_wait for series in panel.series):
-        caveats.append("Whether short calls wait for the host is not known: the GPU alone was not timed.")
+        caveats.append("Where the GPU alone was not timed, nobody knows whether short calls wait for the host.")
     return caveats
+
+
+def _interval_remark(points: Iterable[Point]) -> Remark:
+    return Remark(doubt_words(point.num_processes for point in points), sign="[")
+
+
+def pass_column(panels: Sequence[Panel], key: str = "") -> Column:
+    """Return the column of panels; their titles differ at the end, so the brief text is what names their files."""
+    names = {panel.title: panel.name for panel in panels}
+    column = text_column("pass", key, priority=0 if len(panels) > 1 else 5)
+    return replace(column, brief=lambda title: names.get(title, title))
 
 
 def unjudged_words(panel: Panel) -> list[str]:
@@ -204,30 +219,41 @@ def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) ->
 def measurement_table(analysis: Analysis) -> Table:
     """Return every measured or failed length of every panel as one row."""
     rows = []
-    shown = shown_doubts(point for panel in analysis.panels for point in panel.points)
+    points = [point for panel in analysis.panels for point in panel.points]
+    shown = shown_doubts(points)
     for panel in analysis.panels:
-        for row in _rows(panel, shown):
-            exact = panel.exact.get(row["seq_len"])
-            rows.append(row | {"speed_up": exact.median_ms / row["median_ms"] if exact and row["median_ms"] else None})
-    has_graphs = any(row["graph_ms"] for row in rows)
-    graphs = " From a graph: the same call replayed from a CUDA graph, cache warm." if has_graphs else ""
+        rows += [
+            _row(panel, series, point, shown) | _times_as_fast(panel, point, shown)
+            for series in panel.series
+            for point in series.outcomes.values()
+        ]
     is_step = any(row["tokens_per_s"] for row in rows)
     steps = f"; of a training step without {held_words('step')}" if is_step else ""
     return Table(
         name="scaling",
         title="All measurements",
-        note=(
-            f"Median with 95 % interval. {doubt_words(row['num_processes'] for row in rows if row['num_processes'])} "
-            f"Extra memory: peak without inputs, output and gradients of the inputs{steps}. Saved: "
-            f"kept for backward. Speed-up: over the fastest exact kernel at the same length.{graphs} "
-            f"{mark_words(shown)} {analysis.caveats}"
-        ).strip(),
+        notes=(
+            "Median time.",
+            BRACKETS,
+            _interval_remark(points),
+            Remark(
+                f"Extra memory: peak without inputs, output and gradients of the inputs{steps}.", heading="extra memory"
+            ),
+            Remark("Saved: kept for backward.", heading="saved"),
+            Remark(
+                "Speed-up: median time of the fastest exact kernel at the same length over this one.",
+                heading="speed-up",
+            ),
+            Remark("From a graph: the same call replayed from a CUDA graph, cache warm.", heading="from a graph"),
+            *MARK_REMARKS,
+            analysis.caveats,
+        ),
         columns=(
             text_column("variant", priority=0),
-            text_column("pass", priority=0 if len(analysis.panels) > 1 else 5),
+            pass_column(analysis.panels),
             number_column("length", "seq_len", human_length, priority=0),
             time_column("time", priority=0),
-            number_column("speed-up", "speed_up", ratio, priority=3),
+            Column(heading="speed-up", show=_speed_up, sort=lambda row: row["speed_up"], priority=3),
             *_measured(rows, "scaling"),
             number_column("processes", "num_processes", str, priority=5),
             number_column("parameters", "num_params", "{:,.0f}".format, priority=6),
@@ -239,10 +265,25 @@ def measurement_table(analysis: Analysis) -> Table:
     )
 
 
+def _times_as_fast(panel: Panel, point: Point | Failure, shown: frozenset[str]) -> dict[str, Any]:
+    exact = panel.exact.get(point.seq_len)
+    if exact is None or not isinstance(point, Point) or not point.median_ms:
+        return {"speed_up": None, "speed_up_marks": ""}
+    return {
+        "speed_up": exact.median_ms / point.median_ms,
+        "speed_up_marks": marks_of(joint_doubts((exact, point)), shown),
+    }
+
+
+def _speed_up(row: Row) -> str:
+    return "" if row["speed_up"] is None else marked(ratio(row["speed_up"]), row["speed_up_marks"])
+
+
 def step_table(analysis: Analysis) -> Table | None:
     """Return one row for each variant and length of every panel of training steps, the fastest first; None without."""
     panels = [panel for panel in analysis.panels if panel.pass_ == "step"]  # noqa: S105 - a word of ours
-    shown = shown_doubts(point for panel in panels for point in panel.points)
+    points = [point for panel in panels for point in panel.points]
+    shown = shown_doubts(points)
     rows = [
         row
         for panel in panels
@@ -252,20 +293,24 @@ def step_table(analysis: Analysis) -> Table | None:
     ]
     if not rows:
         return None
-    doubt = doubt_words(row["num_processes"] for row in rows if row["num_processes"])
     subtitles = " ".join(f"{text}." for text in dict.fromkeys(panel.subtitle for panel in panels))
     return Table(
         name="steps",
         title="Training steps",
-        note=(
-            "A step: forward, loss, backward, clipping and update. Median time, and tokens per second without padding "
-            f"(k: 1000), each with its 95 % interval. {doubt} {mark_words(shown)} Peak memory: weights, gradients, "
-            "averages and data included. Saved: what autograd keeps from forward to backward, weights and data "
-            f"included. First step: compilation included, of which a cache may have spared a part. {subtitles}"
+        notes=(
+            "A step: forward, loss, backward, clipping and update.",
+            "Median time, and tokens per second without padding (k: 1000).",
+            BRACKETS,
+            _interval_remark(points),
+            *MARK_REMARKS,
+            Remark(f"Peak memory: {held_words('step')} included.", heading="peak memory"),
+            Remark("Saved: what autograd keeps from forward to backward, weights and data included.", heading="saved"),
+            Remark("First step: compilation included, of which a cache may have spared a part.", heading="first step"),
+            subtitles,
         ),
         columns=(
             text_column("variant", priority=0),
-            *([text_column("pass", priority=0)] if len(panels) > 1 else []),
+            *([pass_column(panels)] if len(panels) > 1 else []),
             number_column("length", "seq_len", human_length, priority=0),
             Column(heading="mode", show=_mode, align="left", priority=3),
             time_column("time", priority=0),
@@ -292,7 +337,8 @@ def _rate(row: Row) -> str:
 
 def turns_table(analysis: Analysis) -> Table | None:
     """Return one row for each variant of each bundle, the fastest first; None where nothing was timed in turns."""
-    shown = shown_doubts(Point(turn.record) for panel in analysis.panels for turn in panel.turns)
+    every = (members for panel in analysis.panels for members in panel.bundles.values())
+    shown = shown_doubts(point for members in every for _, point in members)
     rows = [row for panel in analysis.panels for row in _turn_rows(panel, shown)]
     if not rows:
         return None
@@ -302,20 +348,22 @@ def turns_table(analysis: Analysis) -> Table | None:
     return Table(
         name="turns",
         title="Timed in turns",
-        note=(
-            f"Each group was timed in one process, in rounds of one call each{again}. Beside the fastest: median over "
-            f"rounds of the ratio of two calls of one round{several}, with its 95 % interval {over}. "
-            f"{mark_words(shown)} {analysis.caveats}"
-        ).strip(),
+        notes=(
+            f"Each group was timed in one process, in rounds of one call each{again}.",
+            f"Beside the fastest: median over rounds of the ratio of two calls of one round{several}.",
+            Remark(f"In brackets: 95 % interval {over}.", sign="["),
+            *MARK_REMARKS,
+            analysis.caveats,
+        ),
         columns=(
-            text_column("pass", priority=0),
+            replace(pass_column(analysis.panels), priority=0),
             number_column("length", "seq_len", human_length, priority=0),
             text_column("variant", priority=0),
             time_column("time", priority=1),
             Column(
                 heading="beside the fastest",
                 show=_ratio,
-                brief=lambda text: text.partition(" [")[0],
+                brief=without_interval,
                 sort=lambda row: float(row["ratio"]),
                 priority=0,
             ),
@@ -327,12 +375,9 @@ def turns_table(analysis: Analysis) -> Table | None:
 
 
 def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    bundles = grouped(panel.turns, lambda turn: (turn.cell.seq_len or 0, turn.record.bundle))
     rows = []
-    for (seq_len, bundle), turns in sorted(bundles.items()):
-        members = sorted(
-            ((Point(turn.record), turn.label) for turn in turns), key=lambda pair: (pair[0].median_ms, pair[1])
-        )
+    for (seq_len, bundle), turns in panel.bundles.items():
+        members = sorted(((point, label) for label, point in turns), key=lambda pair: (pair[0].median_ms, pair[1]))
         fastest, fastest_label = members[0]
         ratios = [times_faster(point, fastest) for point, _ in members]
         num_level = sum(compared.low <= 1.0 for compared in ratios)
@@ -353,6 +398,7 @@ def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
                     "num_processes": point.num_processes,
                     "kernel": point.kernel,
                     "marks": marks_of(point.doubts, shown),
+                    "ratio_marks": marks_of(joint_doubts((point, fastest)), shown),
                     "bundle": bundle,
                 }
             )
@@ -363,4 +409,5 @@ def _ratio(row: Row) -> str:
     level = ", level" if row["is_level"] else ""
     if row["variant"] == row["fastest"]:
         return f"fastest{level}"
-    return f"{ratio_interval(row['ratio'], row['ratio_low'], row['ratio_high'])}{level}"
+    factor = ratio_interval(row["ratio"], row["ratio_low"], row["ratio_high"])
+    return marked(f"{factor}{level}", row["ratio_marks"])

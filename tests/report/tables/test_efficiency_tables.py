@@ -12,7 +12,7 @@ import pytest
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
-from attn_zoo.report.tables.table import to_csv, to_markdown
+from attn_zoo.report.tables.table import MISSING, to_csv, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
 from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
 from tests.report.synthetic import DOUBLINGS, MACHINE, costed, roof, scaling, write_run, zoo
@@ -91,8 +91,44 @@ def test_more_than_the_roof_is_said_in_words(tmp_path):
     table = efficiency_table(analysis)
     assert table is not None
     shown = to_markdown(table)
+    assert "| above the roof |" in shown
     assert "125 % of the roof: the ceiling was measured too low" in shown
     assert "doubtful: loaded host" in shown
+
+
+@pytest.mark.parametrize("which", ["full", "bigbird", ""])
+def test_shares_carry_the_marks_of_the_times_they_are_made_of(tmp_path, which):
+    records = []
+    for one in exact_and_half():
+        assert one.timing is not None
+        flags = ("throttled", "few_samples") if one.cell.variant == which else ()
+        records.append(replace(one, timing=replace(one.timing, flags=flags)))
+    table = efficiency_table(analysed(tmp_path, records))
+    assert table is not None
+    headings = [column.heading for column in table.columns]
+    shown = {row[0]: dict(zip(headings, row, strict=True)) for row in table.texts()}
+    for name, row in shown.items():
+        assert row["time"].endswith(" †§") is (name == which)
+    assert shown["bigbird"]["realised"] == ("80 % †§" if which else "80 %")
+    assert shown["full"]["realised"] == MISSING
+    assert ("†: the GPU was throttled" in table.note) is bool(which)
+    assert "above the roof" not in headings
+
+
+def test_of_the_gpu_alone_it_is_not_said_that_it_waits_for_the_host(tmp_path):
+    ceilings = [roof(device="cuda")]
+    records = exact_and_half(device="cuda")
+    alone = []
+    for one in records:
+        assert one.timing is not None
+        alone.append(replace(one, timing=replace(one.timing, graph_ms=one.timing.median_ms / 4)))
+    table = efficiency_table(analysed(tmp_path / "alone", alone, ceilings))
+    assert table is not None
+    assert {row["marks"] for row in table.rows} == {""}
+    assert "of the GPU alone, where that was measured" in table.note
+    table = efficiency_table(analysed(tmp_path / "calls", records, ceilings))
+    assert table is not None
+    assert "GPU alone" not in table.note
 
 
 def test_tables_say_rates_shares_and_conventions(tmp_path):

@@ -1,6 +1,7 @@
 """One table in every dress; nothing in a name may break out of it."""
 
 import io
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -11,7 +12,10 @@ from rich.console import Console
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.table import (
+    BRACKETS,
+    MARK_REMARKS,
     Column,
+    Remark,
     Table,
     guard_frame,
     number_column,
@@ -127,31 +131,85 @@ def test_status_table_groups_lengths_and_says_why(tmp_path):
     assert found["full"][0] == "oom_host"
 
 
-def test_the_caption_says_what_the_terminal_shows():
-    note = "Median time. In brackets: its 95 % interval. Saved: kept for backward. Of a machine."
-    rows = ({"variant": "full", "median_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0, "saved": 7.0},)
-    saved = number_column("saved", "saved", str)
-    columns = (text_column("variant", "variant", 0), time_column("time", priority=0), saved)
-    table = Table(name="t", title="T", note=note, columns=columns, rows=rows)
-    wide, narrow = (" ".join(printed(table, width).split()) for width in (80, 16))
-    assert note in wide
-    assert "[4, 6]" in wide
-    assert "Median time. Of a machine. Left out here, in the files: saved." in narrow
+NOTES = (
+    "Median time.",
+    BRACKETS,
+    Remark("In parentheses: the GPU alone.", sign="("),
+    *MARK_REMARKS,
+    Remark("Saved: kept for backward, by default.", heading="saved"),
+    "",
+    "Of a machine.",
+)
+
+
+def timed(**changes):
+    row = {"variant": "full", "median_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0, "saved": 7.0} | changes
+    columns = (
+        text_column("variant", "variant", 0),
+        time_column("time", priority=0),
+        number_column("saved", "saved", str),
+    )
+    return Table(name="t", title="T", notes=NOTES, columns=columns, rows=(row,))
+
+
+def test_the_note_says_what_is_shown_and_nothing_else():
+    table = timed(marks="†")
+    wide, narrow = (" ".join(printed(table, width).split()) for width in (120, 18))
+    throttled = "†: the GPU was throttled or changed its clock."
+    assert (
+        table.note
+        == f"Median time. In brackets: 95 % interval. {throttled} Saved: kept for backward, by default. Of a machine."
+    )
+    assert table.note in wide
+    assert "[4, 6] †" in wide
+    assert f"Median time. {throttled} Of a machine. Left out here, in the files: saved." in narrow
     assert "[" not in narrow
+    assert "†" not in timed().note
+    assert table.note in to_markdown(table).replace("\\", "")
 
 
-def test_the_caption_says_nothing_of_parentheses_that_were_cut():
-    columns = (Column(heading="time", show=lambda row: row["time"], brief=lambda text: text.partition(" (")[0]),)
-    rows = ({"time": "5 ms (4 ms)"},)
-    table = Table(name="t", title="T", note="Median. In parentheses: the GPU alone.", columns=columns, rows=rows)
+def test_signs_in_the_names_of_rows_are_not_explained():
+    assert timed(variant="full (math) [x] °").note == timed().note
+
+
+def test_a_remark_on_a_sign_that_was_cut_goes_with_it():
+    columns = (
+        text_column("variant", priority=0),
+        Column(heading="time", show=lambda row: row["time"], brief=lambda text: text.partition(" (")[0], priority=0),
+    )
+    table = Table(name="t", title="T", notes=NOTES, columns=columns, rows=({"variant": "a", "time": "5 ms (4 ms)"},))
     assert "In parentheses" in printed(table, 40)
-    assert "In parentheses" not in printed(table, 8)
+    assert "In parentheses" not in printed(table, 14)
+
+
+def test_the_note_of_a_cut_table_is_about_the_rows_that_are_left():
+    table = timed(marks="†")
+    whole = replace(table, rows=({**table.rows[0], "marks": ""}, *table.rows))
+    assert "†" in whole.note
+    assert whole.cut(1).note.startswith("The first 1 of 2 rows; tables/t.csv has all. Median time. In brackets")
+    assert "†" not in whole.cut(1).note
+
+
+def test_columns_of_panels_are_told_apart_where_they_are_cut(tmp_path):
+    records = [
+        scaling("full", n, pass_="fwd_bwd", dtype=dtype, head_dim=size)
+        for n in (512, 1024, 2048)
+        for dtype in ("float32", "bfloat16")
+        for size in (64, 128)
+    ]
+    tables = {table.name: table for table in make_tables(analyse([write_run(tmp_path / "run", records)]))}
+    for name in ("exponents", "scaling"):
+        text = printed(tables[name], 60)
+        rows = [line.split() for line in text.splitlines()[3:] if line.startswith("full")]
+        kinds = {"time", "memory"} if name == "exponents" else set()
+        passes = {next(word for word in row[1:] if word not in kinds) for row in rows}
+        assert len(passes) == 4, text
 
 
 def test_a_column_has_one_unit():
     ends = ("median_ms", "low_ms", "high_ms")
     times = [dict.fromkeys(ends, value) | {"bytes": 2.0**30 * value} for value in (0.1, 1.0, 5720.0)]
     columns = (time_column("time"), number_column("memory", "bytes", human_bytes))
-    shown = Table(name="t", title="T", note="", columns=columns, rows=tuple(times)).texts()
+    shown = Table(name="t", title="T", notes=(), columns=columns, rows=tuple(times)).texts()
     assert [row[0] for row in shown] == ["0.1 ms [0.1, 0.1]", "1 ms [1, 1]", "5720 ms [5720, 5720]"]
     assert [row[1].split()[1] for row in shown] == ["GiB"] * 3

@@ -10,6 +10,8 @@ import pytest
 
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.pages.findings import headline
+from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.time_tables import turns_table
 from tests.report.synthetic import scaling, write_run
 
@@ -60,6 +62,42 @@ def test_bundles_are_not_compared_with_each_other(tmp_path: Path):
         ("linformer", "linformer", 1.0),
         ("full", "linformer", 3.1),
     ]
+
+
+def test_a_factor_over_exact_attention_is_that_of_the_same_rounds(tmp_path: Path):
+    """Another exact one is faster, but was timed in other rounds: a ratio with it has the spread of the machine."""
+    records = [member("full", 30.0, "b1"), member("bigbird", 12.0, "b1"), member("full", 20.0, "b2", label="other")]
+    records.append(member("linformer", 10.0, "b3"))
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    table = front_table(analysis)
+    assert table is not None
+    shown = {row[0]: row[1] for row in table.texts()}
+    assert shown["bigbird"] == "2.5\u00d7 [2.5, 2.5]"
+    assert shown["linformer"].startswith("2\u00d7 [")
+    assert shown["linformer"].endswith("] (apart)")
+    assert table.note.startswith(
+        "Speed-up over full, timed in turns with it; in rows of exact ones the median time. (apart): over other, the "
+        "fastest exact one, not timed in turns with it."
+    )
+    assert headline(analysis).endswith("as fast as exact attention (not timed in turns with it).")
+    records[-1] = member("linformer", 10.0, "b1")
+    together = analyse([write_run(tmp_path / "together", records)])
+    assert headline(together).endswith("at 2k 3\u00d7 [3, 3] as fast as exact attention.")
+    table = front_table(together)
+    assert table is not None
+    assert "apart" not in table.note
+
+
+def test_a_ratio_in_turns_carries_the_marks_of_the_fastest(tmp_path: Path):
+    records = [member("full", 30.0, "b1"), member("linformer", 10.0, "b1"), member("bigbird", 12.0, "b2")]
+    assert records[1].timing is not None
+    records[1] = replace(records[1], timing=replace(records[1].timing, flags=("throttled",)))
+    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    assert table is not None
+    shown = {row[2]: (row[3][-1], row[4][-1]) for row in table.texts()}
+    assert shown["linformer"][0] == "\u2020"
+    assert shown["full"] == ("]", "\u2020")
+    assert "\u2020" not in shown["bigbird"]
 
 
 def test_training_steps_stand_beside_calls_under_a_name_of_their_own(tmp_path: Path):
