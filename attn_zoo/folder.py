@@ -117,6 +117,7 @@ class Run:
         name: of the run, for people.
         matrices: what was run into the folder, resolved, oldest first.
         environments: by digest.
+        environment_names: digests that the files of the folder name, by the one that stands for them today.
         claims: by variant.
         ceilings: what the machines could do; empty in folders of older versions.
         records: what could be read, ordered by key.
@@ -135,6 +136,7 @@ class Run:
     name: str
     matrices: tuple[Mapping[str, Any], ...] = ()
     environments: Mapping[str, Environment] = field(default_factory=dict)
+    environment_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     claims: Mapping[str, Claim] = field(default_factory=dict)
     ceilings: tuple[Ceilings, ...] = ()
     records: tuple[Record, ...] = ()
@@ -203,6 +205,9 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
         name=" + ".join(names) or folder.resolve().name,
         matrices=info.matrices,
         environments={one.digest: one for one in info.environments.values()},
+        environment_names={
+            digest: tuple(sorted(name for name, own in today.items() if own == digest)) for digest in today.values()
+        },
         claims=claims,
         ceilings=tuple(_renamed(ceilings, today)),
         records=tuple(_renamed(scan.records.values(), today)),

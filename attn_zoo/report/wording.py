@@ -159,7 +159,7 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
     "host": ("\u00b0", "waiting for the host", "waits for the host, not for the GPU"),
     "throttled": ("\u2020", "of a throttled GPU", "the GPU was throttled or changed its clock"),
     "shared": ("\u2021", "of a busy machine", "something else used the machine meanwhile"),
-    "alone": ("\u00b9", "of one process", "of one process"),
+    "alone": ("\u00b9", "of one process", "one process only"),
     "few": ("\u00a7", "of few samples", "fewer than five samples, and the interval is no more than their range"),
 }
 """What makes a time doubtful: the mark beside the number, and what it means, of many in a few words and of one."""

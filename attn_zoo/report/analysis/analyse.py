@@ -101,5 +101,6 @@ def _impossible(panel: Panel) -> list[str]:
         doubtful = [row for row in rows if row.doubt]
         if doubtful:
             lengths = ", ".join(human_length(row.seq_len) for row in doubtful)
-            said.append(f"{label}, {panel.title}, at {lengths}: {max(doubtful, key=lambda row: row.roof_frac).doubt}")
+            most = max(doubtful, key=lambda row: row.roof_frac).doubt
+            said.append(f"{label}, {panel.title}, at {lengths}: {'up to ' if len(doubtful) > 1 else ''}{most}")
     return said

@@ -35,14 +35,14 @@ class Standing:
     @property
     def words(self) -> str:
         """Return the verdict as the end of a sentence."""
-        verb = "does not beat" if self.verdict in {"not beaten", "not settled"} else "beats"
-        doubt = {"not settled": " for certain", "unknown": ", uncertain: one run"}
-        return f"{verb} {floor_words(self.floor)}{doubt.get(self.verdict, '')}"
+        verb = {"not beaten": "does not beat", "not settled": "does not clearly beat"}.get(self.verdict, "beats")
+        return f"{verb} {floor_words(self.floor)}{', uncertain: one run' if self.verdict == 'unknown' else ''}"
 
     @property
     def brief(self) -> str:
         """Return the verdict as it stands in a table."""
-        return f"{self.verdict if self.verdict != 'unknown' else 'beaten, uncertain'}: {self.floor}"
+        said = {"not settled": "not clearly beaten", "unknown": "beaten, uncertain"}
+        return f"{said.get(self.verdict, self.verdict)}: {self.floor}"
 
 
 def floor_words(name: str) -> str:

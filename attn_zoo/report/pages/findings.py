@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
+from attn_zoo.folder import Run
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
 from attn_zoo.report.analysis.floor import floor_words
@@ -54,7 +56,8 @@ def _mean_line(overview: Overview) -> str:
     floor = overview.floor()
     beside = f"; {floor[0]} {overview.metric.show(floor[1])}" if floor else ""
     said = some(f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items())
-    return f"{overview.metric.title}, mean over {len(overview.common)} tasks: {said}{beside}." if said else ""
+    over = some((group.title for group in overview.common), joint=" and ")
+    return f"{overview.metric.title}, mean over {over}: {said}{beside}." if said else ""
 
 
 def _winners(panel: Panel) -> str:
@@ -91,8 +94,16 @@ def _winners(panel: Panel) -> str:
 
 def _waiting(panel: Panel) -> str:
     """Return up to which lengths it is the host that is compared, not the mechanisms, and how these compare."""
-    judged = ((series.label, max(series.waiting, default=0)) for series in panel.series if series.is_judged)
-    said = [f"{label} up to {human_length(length)}" for label, length in judged if length]
+    last = [
+        (series.label, [point for point in series.points if point.is_waiting][-1])
+        for series in panel.series
+        if series.is_judged and series.waiting
+    ]
+    # Where the GPU alone was not timed, waiting is inferred, and longer calls may wait unseen.
+    said = [
+        f"{label} {'at least ' if point.device_ms is None else ''}up to {human_length(point.seq_len)}"
+        for label, point in last
+    ]
     if not said:
         return ""
     alone = [f"{one.label} {crossing_text(one)}" for one in panel.device_crossings if one.is_fastest]
@@ -129,10 +140,15 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner]) -> str:
 
 
 def completeness(analysis: Analysis) -> str:
-    """Return how much of what was planned was run, and what is left; empty where all of it was."""
+    """Return how much of what was planned was run, and what is left; empty where all of it was.
+
+    Where only a part of a matrix was planned, that is said too.
+    """
     said = []
     for run in analysis.results.runs:
         where = f"{run.name}: " if len(analysis.results.runs) > 1 else ""
+        if part := _part_of_matrix(run):
+            said.append(f"{where}{part}")
         if run.planned is None:
             gaps = some(
                 f"{series.label} {panel.title} at {human_length(length)}"
@@ -152,6 +168,30 @@ def completeness(analysis: Analysis) -> str:
             listed = f": {listed}" if listed else ""
             said.append(f"{where}{run.planned - len(run.left)} of {run.planned} cells; left{why}{listed}.")
     return " ".join(said)
+
+
+def _part_of_matrix(run: Run) -> str:
+    """Return how many of the trainings of its matrix a run planned, and of which tasks none; empty for all of them.
+
+    Of several matrices nobody knows which trainings they share.
+    """
+    if run.planned is None or len(run.matrices) != 1:
+        return ""
+    counts: Counter[str] = Counter()
+    for group in run.matrices[0].get("accuracy") or ():
+        axes = (
+            *(group.get(name) or () for name in ("variants", "level", "dtypes", "seeds")),
+            *(group.get("grid") or {}).values(),
+        )
+        for task in group.get("task") or ():
+            counts[task] += math.prod(map(len, axes))
+    own = (record.cell for record in run.records if record.cell.key not in run.strays)
+    planned = [cell for cell in (*own, *run.left) if cell.task]
+    if not counts or run.num_unread or len(planned) >= counts.total():
+        return ""
+    without = sorted(counts.keys() - {cell.task for cell in planned})
+    none = f", none of {', '.join(without)}" if without else ""
+    return f"{len(planned)} of the {counts.total()} trainings of its matrix were planned{none}."
 
 
 def findings(analysis: Analysis) -> list[str]:
@@ -221,7 +261,7 @@ def _score_line(group: AccuracyGroup) -> str:
     return f"{group.metric.title} on {group.title}: {'; '.join(said)}." if means else ""
 
 
-_FLOORS = {"not beaten": "best floor not beaten", "not settled": "best floor not beaten for certain"}
+_FLOORS = {"not beaten": "best floor not beaten", "not settled": "best floor not clearly beaten"}
 
 
 def _doubt_line(analysis: Analysis) -> str:
@@ -300,11 +340,11 @@ def accuracy_findings(group: AccuracyGroup) -> list[str]:
 
 def _floors(group: AccuracyGroup, scored: Sequence[LabelScore]) -> str:
     said = []
-    for verdict, doubt in (("not beaten", ""), ("not settled", " for certain")):
+    for verdict, how in (("not beaten", ""), ("not settled", "clearly ")):
         names = [score for score in scored if score.standing and score.standing.verdict == verdict]
         if names and group.best_mark:
             verb = "does" if len(names) == 1 else "do"
-            said.append(f"{_names(names)} {verb} not beat {floor_words(group.best_mark[0])}{doubt}")
+            said.append(f"{_names(names)} {verb} not {how}beat {floor_words(group.best_mark[0])}")
     return f"On {group.title}, {'; '.join(said)}." if said else ""
 
 
@@ -319,7 +359,9 @@ def _differences(group: AccuracyGroup) -> str:
     if len(settled) > MOST:
         said.append(f"{len(settled) - MOST} more differ as well")
     if noise:
-        said.append(f"{_names(noise)} within what seeds and test set explain")
+        counts = sorted({score.difference.num_paired for score in noise if score.difference})
+        seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+        said.append(f"{_names(noise)} not told apart from it by {seeds} seeds")
     if few:
         least = min(score.difference.num_paired for score in few if score.difference)
         seeds = "one seed" if least == 1 else f"{least} seeds"

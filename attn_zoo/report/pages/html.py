@@ -15,8 +15,9 @@ from jinja2 import StrictUndefined
 from markupsafe import Markup, escape
 
 from attn_zoo.folder import Run
-from attn_zoo.records import PROTOCOL_VERSION, SCHEMA_VERSION, Environment
+from attn_zoo.records import Environment
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.figures.all_figures import Picture, front_picture
 from attn_zoo.report.figures.style import DARK, FONTS
 from attn_zoo.report.figures.svg import dark_rules, inline_figures
@@ -76,14 +77,14 @@ def build_page(
             if tables.get(name)
         ],
         environments=[
-            {"digest": digest, "rows": environment_rows(environment)}
+            {"name": _environment_name(digest, analysis), "rows": environment_rows(environment)}
             for digest, environment in sorted(analysis.results.environments.items())
         ],
         runs=[
-            {"name": run.name, "count": len(run.records), "description": " ".join(dict.fromkeys(_descriptions(run)))}
+            {"name": run.name, "count": len(run.records), "tasks": ", ".join(_tasks(run)), "matrix": _matrix(run)}
             for run in analysis.results.runs
         ],
-        versions=f"record schema {SCHEMA_VERSION}, measurement protocol {PROTOCOL_VERSION}",
+        versions=_versions(analysis),
     )
 
 
@@ -113,8 +114,28 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _descriptions(run: Run) -> list[str]:
-    return [str(matrix["description"]) for matrix in run.matrices if matrix.get("description")]
+def _environment_name(digest: str, analysis: Analysis) -> str:
+    """Return the digest that records name; folders of older versions have several for one environment."""
+    names = {name for run in analysis.results.runs for name in run.environment_names.get(digest, ())}
+    return ", ".join(sorted(names)) or digest
+
+
+def _tasks(run: Run) -> list[str]:
+    return sorted({record.cell.task for record in run.records if record.cell.task})
+
+
+def _matrix(run: Run) -> str:
+    """Return what matrices say of themselves, which may be more than was run."""
+    return " ".join(dict.fromkeys(str(one["description"]) for one in run.matrices if one.get("description")))
+
+
+def _versions(analysis: Analysis) -> str:
+    """Return the versions that the records name: of their schema, and of the protocol of each kind of cell."""
+    records = [one.record for one in analysis.results.observations]
+    found = {"record schema": {record.schema for record in records}}
+    for kind, own in sorted(grouped(records, lambda record: record.cell.kind).items()):
+        found[f"{kind} protocol"] = {record.cell.protocol_version for record in own}
+    return ", ".join(f"{what} {' and '.join(map(str, sorted(each)))}" for what, each in found.items() if each)
 
 
 def _finished(value: Any) -> Any:
@@ -167,6 +188,5 @@ def environment_rows(environment: Environment) -> list[tuple[str, str]]:
         ("versions", versions),
         ("commit", commit),
         ("variables", variables),
-        ("host (hashed)", environment.host),
     ]
     return [(heading, text) for heading, text in rows if text.strip()]

@@ -155,12 +155,17 @@ def leaderboard_readme(machines: Sequence[Machine]) -> str:
         beside = f" ({escape_markdown(machine.name)})" if machine.name else ""
         lines += [f"## {escape_markdown(machine.words)}{beside}", ""]
         for run in machine.runs:
-            page = f"[{escape_markdown(run.name)}]({run.where}/README.md)"
+            page = f"[{escape_markdown(_link_words(machine, run))}]({run.where}/README.md)"
             for question, answer in run.answers:
                 lines += [f"**{question}** {escape_markdown(answer)} ({page})", ""]
             unfinished = [run.unfinished] if run.unfinished else []
             lines += [*(f"- {escape_markdown(text)}" for text in [*unfinished, *run.said]), ""]
     return "\n".join(lines)
+
+
+def _link_words(machine: Machine, run: RunPage) -> str:
+    """Return what a link to a run says by itself: two machines may have runs of one name."""
+    return f"{machine.name}/{run.name}" if machine.name else run.name
 
 
 def _machine_words(analysis: Analysis) -> str:
@@ -305,7 +310,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         note=clean(
             "Mean over seeds on test with its 95 % interval, and by how much it beats the best of chance and what "
             "trivial models score. Bold: of what beats its floor the best, and all whose intervals reach that. "
-            + " ".join(f"{capital(group.title)}: {_setting(group)}." for group in groups)
+            + " ".join(f"{group.title}: {_setting(group)}." for group in groups)
         ),
         headings=("variant", *(clean(group.title) for group in groups)),
         rows=tuple((Entry(text=clean(name)), *(entry(group, name) for group in groups)) for name in names),
@@ -323,7 +328,7 @@ def _score(group: AccuracyGroup, score: LabelScore) -> str:
         return text
     if standing.verdict == "not beaten":
         return f"{text}, not beaten"
-    doubt = {"not settled": " (not settled)", "unknown": " (uncertain)"}.get(standing.verdict, "")
+    doubt = {"not settled": " (not clearly)", "unknown": " (uncertain)"}.get(standing.verdict, "")
     return f"{text}, {metric.signed(standing.gain)}{doubt}"
 
 

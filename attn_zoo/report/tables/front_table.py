@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.floor import Standing
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.panels import Panel, lead_panel
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.tables.table import BRACKETS, Column, Note, Remark, Table, marked, text_column, without_interval
 from attn_zoo.report.tables.time_tables import by_importance, shown_doubts, time_caveats, unjudged_words, weights_words
 from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval
@@ -44,19 +46,20 @@ def front_table(analysis: Analysis) -> Table | None:
         text_column("variant", priority=0),
         *(_column(human_length(length), str(length), 0.1 * place) for place, length in enumerate(lengths)),
     ]
-    best = {"variant": "best"} | {one.title: one.best for one in scores}
+    best = {"variant": "best"} | {one.key: one.best for one in scores}
     if panel is not None and lengths:
         fastest = {str(one.seq_len): " or ".join(one.labels[:3]) for one in panel.winners if one.num_rivals > 1}
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
         if peaks := panel.peaks:
-            columns.append(_column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0))
+            memory = _column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0)
+            columns.append(replace(memory, brief=lambda text: text.partition(";")[0]))
             judged = {one.label: peaks[one.label] for one in panel.series if one.is_judged and one.label in peaks}
             leading = [label for label, peak in judged.items() if peak <= LEVEL * min(judged.values())]
             best["memory"] = " or ".join(leading[:3]) or "no rival"
     for one in scores:
-        columns.append(_column(one.title, one.title, 0.6))
+        columns.append(replace(_column(one.heading, one.key, one.priority), brief=_brief_floor))
         for row in rows:
-            row[one.title] = one.texts.get(row["variant"], "not trained")
+            row[one.key] = one.texts.get(row["variant"], "not trained")
     rows.insert(0, best)
     return Table(
         name="front",
@@ -112,30 +115,58 @@ NOT_IN_TURNS = "(apart)"
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """A column: its title, what it says of each label, and whose score is the best."""
+    """A column: its heading, what it says of each label, and whose score is the best.
 
-    title: str
+    A mean goes before the scores that it is made of.
+    """
+
+    key: str
+    heading: str
     texts: dict[str, str]
     best: str
+    priority: float = 0.6
 
 
 def _score_columns(analysis: Analysis) -> list[_Scores]:
     """Return a column for each task, or for each mean over tasks where there are many."""
-    groups, columns = list(analysis.accuracy), []
-    if len(groups) > MOST_TASKS and analysis.overviews:
-        groups = [group for each in analysis.overviews for group in each.common]
-        for each in analysis.overviews:
-            texts = {label: each.metric.show(mean) for label, mean in each.means.items()}
-            columns.append(_Scores(f"mean of {len(each.common)} tasks", texts, next(iter(texts), "none")))
-    for group in groups[:MOST_TASKS]:
+    columns = [
+        _Scores(each.name, _mean_heading(each, analysis), texts, next(iter(texts), "none"), priority=0.7)
+        for each in _shown_overviews(analysis)
+        if (texts := {label: each.metric.show(mean) for label, mean in each.means.items()})
+    ]
+    groups = _shown_groups(analysis)
+    has_one_kind = len({(group.setting.protocol, group.metric.name) for group in groups}) == 1
+    for group in groups:
         texts = {
             score.name: score.failed if score.mean is None else _score(score.mean, score.standing, group.metric)
             for score in group.ranked
         }
         if group.means:
             best = f"{group.ranked[0].name} (by mean)"
-            columns.append(_Scores(f"{group.heading}, {group.metric.words}", texts, best))
+            heading = group.title if has_one_kind else f"{group.heading}, {group.metric.words}"
+            columns.append(_Scores(group.name, heading, texts, best))
     return columns
+
+
+def _shown_overviews(analysis: Analysis) -> Sequence[Overview]:
+    return analysis.overviews if len(analysis.accuracy) > MOST_TASKS else ()
+
+
+def _shown_groups(analysis: Analysis) -> Sequence[AccuracyGroup]:
+    """Return the tasks that have a column: all, or of many those that a mean is over."""
+    common = [group for each in _shown_overviews(analysis) for group in each.common]
+    return (common or analysis.accuracy)[:MOST_TASKS]
+
+
+def _mean_heading(overview: Overview, analysis: Analysis) -> str:
+    return "mean" if len(analysis.overviews) == 1 else f"mean, {overview.groups[0].setting.protocol}"
+
+
+def _brief_floor(text: str) -> str:
+    """Return a score with its floor in one word: what is cut in the middle might say the opposite."""
+    for words, brief in _BRIEF_FLOORS.items():
+        text = text.replace(f"({words})", f"({brief})")
+    return text
 
 
 def _score(mean: float, standing: Standing | None, metric: Metric) -> str:
@@ -143,7 +174,8 @@ def _score(mean: float, standing: Standing | None, metric: Metric) -> str:
     return f"{metric.show(mean)} ({_FLOORS[standing.verdict]})" if standing and is_doubtful else metric.show(mean)
 
 
-_FLOORS = {"not beaten": "floor not beaten", "not settled": "floor not beaten for certain", "unknown": "one run"}
+_FLOORS = {"not beaten": "floor not beaten", "not settled": "floor not clearly beaten", "unknown": "one run"}
+_BRIEF_FLOORS = {"floor not beaten": "floor", "floor not clearly beaten": "floor?"}
 
 
 def _note(analysis: Analysis, panel: Panel | None) -> Note:
@@ -153,8 +185,36 @@ def _note(analysis: Analysis, panel: Panel | None) -> Note:
             said += [*_over(panel), BRACKETS]
         said += [*time_caveats(panel), *unjudged_words(panel), f"{capital(panel.title)}; {panel.subtitle}."]
     if analysis.accuracy:
-        said.append("Scores: mean over seeds on test; floor: the best of chance and trivial models.")
-    return said
+        said += _about_scores(analysis)
+    return (*said, _label_words(analysis))
+
+
+def _label_words(analysis: Analysis) -> str:
+    """Say of each label that a matrix gave which variant it is, with which options."""
+    meant = {}
+    for one in (*analysis.results.observations, *analysis.results.left):
+        if one.cell.label not in ("", one.cell.variant):
+            options = ", ".join(f"{name}={value}" for name, value in sorted(one.cell.options.items()))
+            meant[one.label] = f"{one.label} is {one.cell.variant}" + (f" with {options}" if options else "")
+    return f"Labels: {'; '.join(meant[label] for label in sorted(meant))}." if meant else ""
+
+
+def _about_scores(analysis: Analysis) -> Note:
+    """Say what the scores are, what a mean is over, and which tasks have no column."""
+    groups = _shown_groups(analysis)
+    kinds = dict.fromkeys(f"{group.metric.axis}, protocol {group.setting.protocol}" for group in groups)
+    scores = f"Scores: {'; '.join(kinds)}; mean over seeds on test. Floor: the best of chance and trivial models."
+    means = [
+        Remark(
+            f"{capital(heading)}: over {' and '.join(group.title for group in each.common)}.",
+            heading=heading,
+        )
+        for each in _shown_overviews(analysis)
+        if (heading := _mean_heading(each, analysis))
+    ]
+    brief = [Remark(f"({brief}): {words}.", sign=f"({brief})") for words, brief in _BRIEF_FLOORS.items()]
+    others = [group.title for group in analysis.accuracy if group not in groups]
+    return (scores, *brief, *means, f"Not in this table: {', '.join(others)}." if others else "")
 
 
 def _over(panel: Panel) -> Note:
@@ -162,7 +222,7 @@ def _over(panel: Panel) -> Note:
     assert panel.baseline is not None
     found = [panel.speed_up(series.label, point.seq_len) for series in panel.series for point in series.points]
     in_turns = dict.fromkeys(one.against for one in found if one is not None and one.is_in_turns)
-    times = "in rows of exact ones the median time."
+    times = "in rows of exact ones, and where none was measured, the median time."
     if not in_turns:
         return (f"Speed-up over {panel.baseline.label}, the fastest exact one; {times}",)
     apart = f"{NOT_IN_TURNS}: over {panel.baseline.label}, the fastest exact one, not timed in turns with it."

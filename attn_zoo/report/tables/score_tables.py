@@ -85,6 +85,12 @@ def _about(
     )
 
 
+_REFERENCE = (
+    "Reference: no floor and no rival, so nothing is judged by it: a model that needs no attention but is not trivial, "
+    "or that is given what a trained one has to find."
+)
+
+
 def accuracy_table(group: AccuracyGroup) -> Table:
     """Return mean score over seeds with interval, beside floors and the exact baseline; best first."""
     rows = [_row(score) for score in group.ranked]
@@ -116,6 +122,7 @@ def accuracy_table(group: AccuracyGroup) -> Table:
                 heading=over,
             ),
             f"{size}." if size else "",
+            _REFERENCE if group.references else "",
         ),
         columns=(
             text_column("variant", priority=0),
@@ -369,7 +376,8 @@ def overview_table(overview: Overview) -> Table:
             text_column("variant", priority=0),
             *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
             *(
-                _task_column(group.title, overview.metric, 1 + index / 100)
+                # What the mean is over goes last: nobody could tell whence it comes.
+                _task_column(group.title, overview.metric, 1 + index / 100 + (group not in overview.common))
                 for index, group in enumerate(overview.groups)
             ),
         ),

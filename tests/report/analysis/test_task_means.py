@@ -1,10 +1,16 @@
 """Several tasks together: a mean only over what all have, and nothing missing counted as nought."""
 
+import io
+from dataclasses import replace
+
 import pytest
+from rich.console import Console
 
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.pages.findings import overview_finding
+from attn_zoo.report.pages.findings import headline, overview_finding
+from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import overview_table
+from attn_zoo.report.tables.table import to_terminal
 from tests.report.synthetic import accuracy, write_run
 
 
@@ -37,8 +43,31 @@ def test_a_missing_score_leaves_the_task_out_of_the_mean(tmp_path):
     assert shown["chance"] == ["chance", "10.0 %", "10.0 %", "10.0 %", "10.0 %"]
     assert shown["best floor"][1] == "21.0 %"
     assert "never counted as 0" in table.note
+    narrow = io.StringIO()
+    to_terminal(replace(table, columns=(*table.columns[:2], *table.columns[:1:-1])), Console(file=narrow, width=44))
+    assert narrow.getvalue().splitlines()[1].split() == ["variant", "mean", *("b", "(short)", "a", "(short)")]
     said = overview_finding(found)
     assert "mean over a (short), b (short); not over c (short)" in said
+
+
+def test_the_front_says_which_tasks_a_mean_is_over_and_which_have_no_column(tmp_path):
+    means = {"full": 0.8, "bigbird": 0.22}
+    records = [run for task in "abc" for run in runs(task, means)]
+    records += runs("d", {"full": 0.9}) + runs("e", {"full": 0.5})
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    front = front_table(analysis)
+    assert front is not None
+    assert [column.heading for column in front.columns] == ["variant", "mean", "a (short)", "b (short)", "c (short)"]
+    assert "Mean: over a (short) and b (short) and c (short)." in front.note
+    assert "Not in this table: d (short), e (short)." in front.note
+    assert "Scores: accuracy, protocol cpu-small; mean over seeds on test." in front.note
+    assert headline(analysis).startswith("Accuracy, mean over a (short) and b (short) and c (short): full 80.0 %")
+    out = io.StringIO()
+    to_terminal(front, Console(file=out, width=60, color_system=None))
+    shown = " ".join(out.getvalue().split())
+    assert "Left out here, in the files: mean." in shown, "before what it is made of"
+    assert "22.0 % (floor?)" in shown
+    assert "Mean: over" not in shown
 
 
 def test_a_label_with_one_task_is_left_out_and_named(tmp_path):

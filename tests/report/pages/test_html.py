@@ -10,12 +10,13 @@ from itertools import pairwise
 
 import pytest
 
+from attn_zoo.records import PROTOCOL_VERSION
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.write import write_analysis
 from attn_zoo.report.tables.all_tables import tables_by_question
 from tests.report.pages.browser import CHROMIUM, ask
-from tests.report.synthetic import accuracy, scaling, write_run
+from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 
 EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 HOSTILE = f'"]}}</title></svg></script>\u2028\u2029{EVIL}'
@@ -51,6 +52,23 @@ def evil_page(tmp_path_factory):
     records[0] = replace(records[0], kernels=(HOSTILE,))
     records += [scaling("v", 512, status="error", reason=reason), accuracy(EVIL, 0, 0.3)]
     return write_analysis(analyse([write_run(folder / "run", records, name=EVIL)]), folder)[0]
+
+
+def test_versions_tasks_and_environments_are_those_of_the_records(tmp_path):
+    old = replace(MACHINE, host="abcdefabcdef")
+    records = [replace(scaling("full", 512, protocol_version=3), environment="0123456789ab")]
+    records += [
+        replace(scaling("full", 1024), environment="0123456789ab"),
+        accuracy("full", 0, 0.3, protocol_version=2),
+    ]
+    matrices = [{"name": "quick", "description": "Lists, texts."}]
+    run = write_run(tmp_path / "run", records, environments={"0123456789ab": old.to_dict()}, matrices=matrices)
+    text = build_page(analysed := analyse([run]), tables_by_question(analysed), [])
+    assert f"record schema 1, accuracy protocol 2, scaling protocol 3 and {PROTOCOL_VERSION}</p>" in text
+    assert "<h3>Environment 0123456789ab</h3>" in text
+    assert old.digest not in text
+    assert "<li>quick: 3 cells of listops. Of its matrix: Lists, texts.</li>" in text
+    assert old.host not in text, "a hash of a name that many machines share tells none of them apart"
 
 
 def test_the_policy_allows_exactly_our_style_and_script(page):

@@ -75,6 +75,7 @@ def test_a_score_says_how_far_it_is_above_the_floor(machines):
     assert full.is_best
     assert not linformer.is_best
     assert board.variants == ("full", "linformer")
+    assert " listops (short): accuracy; best floor" in board.note
 
 
 def test_an_unfinished_run_is_said_to_be(tmp_path):
@@ -91,7 +92,7 @@ def test_an_unfinished_run_is_said_to_be(tmp_path):
 def test_the_readme_answers_each_question_with_the_run_it_comes_from(machines):
     text = leaderboard_readme(machines)
     assert "**Which is the fastest?** Forward on Example CPU" in text
-    assert "([first](box/first/README.md))" in text
+    assert "([box/first](box/first/README.md))" in text
     assert "**What does it buy in accuracy?** Accuracy on listops" in text
 
 

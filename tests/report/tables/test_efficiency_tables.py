@@ -96,6 +96,12 @@ def test_more_than_the_roof_is_said_in_words(tmp_path):
     assert "doubtful: loaded host" in shown
 
 
+def test_of_several_lengths_above_the_roof_the_most_is_said_to_be_the_most(tmp_path):
+    records = [costed(scaling("full", n, ms, spread=0.0), 10**9, 10**7) for n, ms in ((512, 8.0), (1024, 5.0))]
+    (said,) = [text for text in analysed(tmp_path, records).results.warnings if "of the roof" in text]
+    assert said.startswith("full, forward, at 512, 1k: up to 200 % of the roof")
+
+
 @pytest.mark.parametrize("which", ["full", "bigbird", ""])
 def test_shares_carry_the_marks_of_the_times_they_are_made_of(tmp_path, which):
     records = []

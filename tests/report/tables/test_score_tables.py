@@ -6,8 +6,9 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.pages.findings import accuracy_findings
-from attn_zoo.report.tables.score_tables import accuracy_table, cost_table
-from tests.report.synthetic import accuracy, write_run
+from attn_zoo.report.tables.score_tables import accuracy_table, cost_table, equal_cost_table
+from attn_zoo.report.tables.table import MISSING
+from tests.report.synthetic import accuracy, curve, write_run
 
 
 def group(tmp_path, records):
@@ -113,7 +114,7 @@ def test_a_difference_counts_only_beyond_seeds_and_test_set(tmp_path):
     assert scores["linformer"].difference.is_settled
     said = " ".join(accuracy_findings(found))
     assert "linformer better by 20.0 points (3 seeds)" in said
-    assert "bigbird within what seeds and test set explain" in said
+    assert "; bigbird not told apart from it by 3 seeds." in said
 
 
 def test_fewer_than_three_seeds_settle_nothing(tmp_path):
@@ -130,23 +131,23 @@ def test_what_does_not_beat_the_best_floor_is_said(tmp_path):
     words = {label: score.standing.words for label, score in scores.items()}
     assert words == {
         "full": "beats the root-operator floor",
-        "bigbird": "does not beat the root-operator floor for certain",  # by 0.6 points; 2,000 examples leave 2.1
+        "bigbird": "does not clearly beat the root-operator floor",  # by 0.6 points; 2,000 examples leave 2.1
         "linformer": "does not beat the root-operator floor",
     }
     assert scores["full"].size_error == pytest.approx((0.451 * 0.549 / 2000) ** 0.5)
     said = " ".join(accuracy_findings(found))
     assert (
-        "linformer does not beat the root-operator floor; bigbird does not beat the root-operator floor for certain."
+        "linformer does not beat the root-operator floor; bigbird does not clearly beat the root-operator floor."
         in said
     )
     rows = {row["variant"]: row for row in accuracy_table(found).rows}
     assert rows["linformer"]["gain_over_floor"] == pytest.approx(-0.25)
-    assert rows["bigbird"]["verdict"].startswith("does not beat")
+    assert rows["bigbird"]["verdict"].startswith("does not clearly beat")
 
 
 def test_chance_counts_as_a_floor(tmp_path):
     _, scores = group(tmp_path, [accuracy("full", 0, 0.11, score={"floors": {}, "num_examples": 100})])
-    assert scores["full"].standing.words == "does not beat chance for certain"
+    assert scores["full"].standing.words == "does not clearly beat chance"
 
 
 def test_lower_is_better_turns_order_floors_and_words(tmp_path):
@@ -205,6 +206,44 @@ def test_costs_stand_beside_the_score_and_shared_times_are_marked(tmp_path):
     assert shown["bigbird"][2:4] == ["20 s (shared)", "65,000 (shared)"]
     assert "other cells ran on the device" in table.note
     assert "other cells" not in cost_table(group(tmp_path / "alone", records[:2])[0]).note
+
+
+def test_no_time_is_not_a_time(tmp_path):
+    """A variant that was not compiled took no time for it, and where none was there is nothing to show."""
+    records = [accuracy(name, 0, 0.3, score={"compile_s": s}) for name, s in (("full", 0.0), ("bigbird", 2.0))]
+    found, _ = group(tmp_path / "one", records)
+    table = cost_table(found)
+    place = [column.heading for column in table.columns].index("compiling")
+    assert {row[0]: row[place] for row in table.texts()} == {"full": MISSING, "bigbird": "2 s"}
+    found, _ = group(tmp_path / "none", records[:1])
+    assert "compiling" not in [column.heading for column in cost_table(found).columns]
+
+
+def test_shared_seconds_are_no_equal_cost(tmp_path):
+    def run(variant, jobs):
+        points = tuple(point | {"train_s": 0.01 * point["step"]} for point in curve(0.1, 0.4))
+        return accuracy(variant, 0, 0.4, score={"curve": points, "train_flops": 1e12}, num_jobs=jobs)
+
+    for jobs, headings in ((1, ["variant", "at 400 steps", "at 1 TFLOP", "at 20 s"]), (2, ["variant", "at 400 steps"])):
+        found, _ = group(tmp_path / str(jobs), [run("full", 1), run("bigbird", jobs)])
+        table = equal_cost_table(found)
+        assert table is not None
+        assert [column.heading for column in table.columns][: len(headings)] == headings
+        assert any("at 20 s" in column.heading for column in table.columns) is (jobs == 1)
+        assert ("FLOPs and seconds" in table.note) is (jobs == 1)
+
+
+def test_the_error_of_the_test_set_is_the_most_that_any_score_has(tmp_path):
+    records = [accuracy("full", 0, 0.5), accuracy("bigbird", 0, 0.01)]
+    found, _ = group(tmp_path / "run", records)
+    assert "200 test examples alone make a standard error of up to 3.5 %." in accuracy_table(found).note
+
+
+def test_a_reference_is_said_to_be_no_floor(tmp_path):
+    found, _ = group(tmp_path / "with", [accuracy("full", 0, 0.5, score={"references": {"bag_of_words": 0.77}})])
+    assert "Reference: no floor and no rival" in accuracy_table(found).note
+    found, _ = group(tmp_path / "without", [accuracy("full", 0, 0.5)])
+    assert "Reference" not in accuracy_table(found).note
 
 
 def test_a_cost_that_no_run_knows_has_no_column(tmp_path):

@@ -76,8 +76,8 @@ def test_a_factor_over_exact_attention_is_that_of_the_same_rounds(tmp_path: Path
     assert shown["linformer"].startswith("2\u00d7 [")
     assert shown["linformer"].endswith("] (apart)")
     assert table.note.startswith(
-        "Speed-up over full, timed in turns with it; in rows of exact ones the median time. (apart): over other, the "
-        "fastest exact one, not timed in turns with it."
+        "Speed-up over full, timed in turns with it; in rows of exact ones, and where none was measured, the median "
+        "time. (apart): over other, the fastest exact one, not timed in turns with it."
     )
     assert headline(analysis).endswith("as fast as exact attention (not timed in turns with it).")
     records[-1] = member("linformer", 10.0, "b1")
