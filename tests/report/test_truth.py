@@ -1,9 +1,11 @@
 """A report says nothing that its records contradict: unfinished, launch-bound, short, level, doubtful ones."""
 
+import io
 import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from attn_zoo.folder import pack_cells
 from attn_zoo.records import Record
@@ -22,7 +24,7 @@ from attn_zoo.report.pages.write import write_results_readme
 from attn_zoo.report.tables.all_tables import make_tables, status_table, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table, exponent_table
-from attn_zoo.report.tables.table import MISSING
+from attn_zoo.report.tables.table import MISSING, to_terminal
 from attn_zoo.report.tables.time_tables import length_table, measurement_table, turns_table
 from attn_zoo.report.units import TIMES
 from tests.report.figures.legible import assert_legible, words
@@ -143,6 +145,11 @@ def test_a_curve_that_waits_for_the_host_has_no_exponent_and_its_crossing_says_s
     assert crossing is not None
     assert crossing.waiting == ("linformer", "full")
     assert "(calls wait for the host)" in crossing_text(crossing)
+    for width, host in ((120, "(calls wait for the host)"), (50, "(host)")):
+        out = io.StringIO()
+        to_terminal(crossover_table(analysis), Console(file=out, width=width, color_system=None))
+        assert host in out.getvalue()
+        assert "their costs of launching cross" in " ".join(out.getvalue().split())
     text = length_table(panel, "time")
     assert all("°" in cell for cell in text.texts()[1][1:])
     assert "the GPU alone was not timed" in text.note

@@ -156,7 +156,7 @@ _CHEAPER: Note = (
     Remark("Interval: 95 %, from resampling both; bytes do not vary.", heading="interval"),
     Remark("From N or less: the interval ends at N and is open below.", sign="or less"),
     Remark("None up to N is a result.", sign="none up to"),
-    Remark("Where calls wait for the host, their costs of launching cross, not the mechanisms.", sign="calls wait"),
+    Remark("Where calls wait for the host, their costs of launching cross, not the mechanisms.", sign="host)"),
 )
 _NO_BASELINE = (
     "Nothing to compare: it takes an exact variant and another one, both measured in the same run. Of those timed in "
@@ -201,7 +201,14 @@ def crossover_table(analysis: Analysis) -> Table:
             text_column("variant", priority=0),
             text_column("of", "quantity", priority=1),
             pass_column(analysis.panels, "panel"),
-            Column(heading="crossover", show=lambda row: row["words"], sort=_crossing_rank, align="left", priority=0),
+            Column(
+                heading="crossover",
+                show=lambda row: row["words"],
+                brief=lambda text: text.replace("calls wait for the host", "host"),
+                sort=_crossing_rank,
+                align="left",
+                priority=0,
+            ),
             Column(heading="interval", show=_crossing_interval, align="left", priority=3),
             text_column("than", "against", priority=4),
         ),

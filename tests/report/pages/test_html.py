@@ -67,7 +67,7 @@ def test_versions_tasks_and_environments_are_those_of_the_records(tmp_path):
     assert f"record schema 1, accuracy protocol 2, scaling protocol 3 and {PROTOCOL_VERSION}</p>" in text
     assert "<h3>Environment 0123456789ab</h3>" in text
     assert old.digest not in text
-    assert "<li>quick: 3 cells of listops. Of its matrix: Lists, texts.</li>" in text
+    assert "<li>quick: 3 cells of listops. Its matrix: Lists, texts.</li>" in text
     assert old.host not in text, "a hash of a name that many machines share tells none of them apart"
 
 
