@@ -269,7 +269,7 @@ def test_values_and_masks_of_other_sizes_are_refused():
     for name, wrong in (("value", value[:, :, :48]), ("value", value[..., :8]), ("key", key[:, :1])):
         given = {"key": key, "value": value} | {name: wrong}
         with pytest.raises(ValueError, match=f"{name}: expected"):
-            block_sparse_attention(query, **given, pattern=pattern)
+            block_sparse_attention(query, given["key"], given["value"], pattern)
     with pytest.raises(ValueError, match=r"key_padding_mask: expected \[B, S\] = \[2, 64\]"):
         block_sparse_attention(query, key, value, pattern, key_padding_mask=torch.zeros(BATCH, 48, dtype=torch.bool))
 
