@@ -25,7 +25,8 @@ PROTOCOL_VERSION = 4
 """Of the way we measure. Part of every scaling cell's key, so that results never mix. History: 1, first; 2, other
 random inputs on a CPU, drawn on all threads; one gate per run for cells equal in all that a gate depends on; 3,
 freed memory stays in the process that measures; 4, the digest of a variant covers all of this package that a call
-runs; on a GPU a short call is made untimed before some are timed."""
+runs; on a GPU, of which no result of version 4 was published before, a short call is made untimed before some are
+timed, and graphs of short calls hold several of them."""
 
 TRAINING_VERSION = 3
 """Of the way we train; likewise for accuracy cells. History: 1, first; 2, every kind of task, bucketing by length,

@@ -120,19 +120,27 @@ def run_stage(stage: Stage, work: Path, minutes: float, device: str) -> str:
     with log.open("a", encoding="utf-8") as out:
         # What tests have started ends with them, or the next stage would be timed beside it; a matrix sees to its own.
         process = subprocess.Popen(
-            arguments, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=not stage.matrix
+            arguments,
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=not stage.matrix,
+            # It is ignored where a shell ran this with "&". There are no threads here.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
         try:
             # A matrix keeps its own limit, and gets a little longer to write what it has.
             code = process.wait(60 * minutes + (30 if stage.matrix else 0))
         except BaseException as error:
-            if isinstance(error, subprocess.TimeoutExpired) and not stage.matrix:
-                process.send_signal(signal.SIGINT)  # tests then say what failed so far
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(TELL_S)
-            with contextlib.suppress(ProcessLookupError):
-                (process.kill if stage.matrix else partial(os.killpg, process.pid, signal.SIGKILL))()
-            process.wait()
+            try:
+                if isinstance(error, subprocess.TimeoutExpired) and not stage.matrix:
+                    process.send_signal(signal.SIGINT)  # tests then say what failed so far
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(TELL_S)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    (process.kill if stage.matrix else partial(os.killpg, process.pid, signal.SIGKILL))()
+                process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return "did not end in its time"
             raise

@@ -124,7 +124,7 @@ def test_checkpoints_are_packed_as_far_as_they_can_be_carried(script, tmp_path, 
 def test_tests_whose_time_is_over_say_what_failed(script, tmp_path, monkeypatch):
     test = tmp_path / "test_slow.py"
     test.write_text("import time\ndef test_first():\n    assert 1 == 2\ndef test_second():\n    time.sleep(300)\n")
-    command = [sys.executable, "-m", "pytest", str(test), "-q", "-rfE", "-p", "no:cacheprovider", "-n", "1"]
+    command = [sys.executable, "-m", "pytest", str(test), "-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist"]
     monkeypatch.setattr(script, "command", lambda *_: command)
     log = tmp_path / "tests.log"
     wait = script.subprocess.Popen.wait

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_failed: list[str] = []
+_num_failed = 0
 
 
 def num_failed() -> int:
@@ -18,7 +18,7 @@ def num_failed() -> int:
     of memory later is not tried again with what is cached. So nothing else should be measured here. And graphs that
     were captured before follow a state of the generator that is not the generator's any more.
     """
-    return len(_failed)
+    return _num_failed
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def capturing(graph: Any, stream: Any, *, pool: Any = None, cuda: Any = torch.cu
 
     Args:
         graph: a `CUDAGraph` of `cuda`.
-        stream: to capture; current again or not afterwards as it was before.
+        stream: to capture; the current stream of before is restored afterwards.
         pool: of another graph, to share its memory.
         cuda: what to use as `torch.cuda`.
     """
@@ -43,7 +43,8 @@ def capturing(graph: Any, stream: Any, *, pool: Any = None, cuda: Any = torch.cu
                 error = inner
                 raise
     except Exception as last:  # to end a capture that was broken off raises too, and says nothing of why
-        _failed.append(type(last).__name__)
+        global _num_failed  # noqa: PLW0603 - of the process
+        _num_failed += 1
         generator.graphsafe_set_state(before)
         if error is not None and error is not last:
             raise error from None

@@ -1,11 +1,12 @@
 """Ways to time calls: the host's clock for CPU work, CUDA events for GPU work. `timing.py` decides what to time.
 
 A GPU call of a few kernels that each take microseconds is as slow as the host launches them. So a GPU call has three
-times (`with_host_and_device_time`): that of the single call, on the device, from a cold cache; the host's, until all is
-launched; and the device's, of replays of the call captured once as a CUDA graph, which is launched as a whole. They
-are reported apart. In replays the cache is warm, and training without graphs will not see their time. The single call
-is queued behind the write that empties the cache, which takes the GPU about 0.1 ms: so much of the host's time does not
-show in it, and it may be less than the host's. Eager code that calls again and again sees the larger of the two.
+times: that of the single call, on the device, from a cold cache; the host's, until all is launched (`with_host_time`);
+and the device's, of replays of the call captured once as a CUDA graph, which is launched as a whole
+(`with_device_time`). They are reported apart. In replays the cache is warm, and training without graphs will not see
+their time. The single call is queued behind the write that empties the cache, which takes the GPU about 0.1 ms: so much
+of the host's time does not show in it, and it may be less than the host's. Eager code that calls again and again sees
+the larger of the two.
 """
 
 from __future__ import annotations
@@ -220,16 +221,24 @@ def stopwatch_for(device: torch.device | str, *, flush_cache: bool = True) -> Ab
     return CudaStopwatch(device, None if scratch is None else scratch.zero_)
 
 
-def with_host_and_device_time(
+def with_host_time(
     timing: Timing,
     make: Make,
     device: torch.device | str,
-    why_not: str = "",
     *,
     cuda: Any = torch.cuda,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Timing:
-    """Return a GPU's `timing` with the host's time until a call is launched and the device's time by a CUDA graph.
+    """Return a GPU's `timing` with the host's time until a call is launched; arguments as in `with_device_time`."""
+    if timing.timer != "cuda_event":
+        return timing
+    return replace(timing, host_ms=_host_ms(make, torch.device(device), timing.median_ms, cuda, clock))
+
+
+def with_device_time(
+    timing: Timing, make: Make, device: torch.device | str, why_not: str = "", *, cuda: Any = torch.cuda
+) -> Timing:
+    """Return a GPU's `timing` with the device's time by a CUDA graph.
 
     Not every call can be captured: one that waits for the GPU, or asks it for a number, cannot. Then the timing carries
     the reason, and nothing else about it changes.
@@ -242,11 +251,9 @@ def with_host_and_device_time(
         device: of the call.
         why_not: why it is not to be captured; empty to try.
         cuda: what to use as `torch.cuda`.
-        clock: nanoseconds of wall time.
     """
     if timing.timer != "cuda_event":
         return timing
-    timing = replace(timing, host_ms=_host_ms(make, torch.device(device), timing.median_ms, cuda, clock))
     if not why_not and timing.median_ms > LONGEST_CAPTURED_MS:
         why_not = f"calls of over {LONGEST_CAPTURED_MS:g} ms are not captured"
     if why_not:
@@ -351,6 +358,5 @@ def _replay_ms(graph: Any, replay_ms: float, cuda: Any) -> float:
     for _ in range(_num_warmup(replay_ms)):
         graph.replay()
     count = _num_samples(replay_ms)
-    if replay_ms < SAMPLE_MS:
-        (replay_ms,) = sample(1, PROBED)
+    (replay_ms,) = sample(1, PROBED if replay_ms < SAMPLE_MS else 1)
     return statistics.median(sample(count, min(math.ceil(SAMPLE_MS / max(replay_ms, 1e-6)), MAX_REPLAYS)))

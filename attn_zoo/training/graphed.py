@@ -60,6 +60,7 @@ class Graphed:
         """Return what the function returns."""
         if self._num_failed != num_failed():  # of whatever was captured in this process
             self._captured.clear()
+            self._pool = None  # which ends with its graphs, though what they left may live on in it
             self._num_failed = num_failed()
         shape = (*batch.shapes, batch.labels.shape, batch.key_padding_mask is None, batch.other_padding_mask is None)
         if shape not in self._captured:

@@ -32,7 +32,7 @@ from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
 
 LARGE_BYTES, LARGE_EVERY_S = 2 * 2**20, 10.0
-"""A checkpoint of more bytes is written no oftener: where an update takes milliseconds, it takes as long as many."""
+"""A checkpoint of more bytes is written at most so often: it takes as long as many updates of milliseconds."""
 
 MAX_COMPILED = 200
 """Graphs that one process compiles of one model's source: for lengths, for cells of a bundle or of a lane."""

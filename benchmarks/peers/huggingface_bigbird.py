@@ -211,7 +211,8 @@ class HuggingFaceBigBirdAttention(AbstractAttention):
             inner._bigbird_block_rand_mask = lambda *_, **__: next(heads)
             inner._bigbird_block_rand_mask_with_head = lambda *_, **__: self._drawn[seq_len]
             own["tensor"] = tensor
-        source.torch = _Torch(own)
+        if own:
+            source.torch = _Torch(own)
         try:
             yield
         finally:

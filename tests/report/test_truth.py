@@ -418,6 +418,11 @@ def test_a_label_is_said_to_be_what_it_is(tmp_path):
     front = front_table(analyse([write_run(tmp_path / "run", records)]))
     assert front is not None
     assert front.note.endswith("Labels: only math is full with backend=math; torch SDPA is plain_sdpa.")
+    assert "where none was measured" not in front.note
+    other = [scaling("full", 1024, label="only flex", options={"backend": "flex"}, pass_="fwd_bwd")]
+    front = front_table(analyse([write_run(tmp_path / "other", records + other)]))
+    assert front is not None
+    assert ("only flex" in front.note) == any(row["variant"] == "only flex" for row in front.rows)
     front = front_table(analyse([write_run(tmp_path / "plain", records[:1])]))
     assert front is not None
     assert "Labels" not in front.note
@@ -433,6 +438,9 @@ def test_a_part_of_a_matrix_is_said_to_be_one(tmp_path):
     assert completeness(part) == "9 of the 18 trainings of its matrix were planned, none of text."
     whole = matrix | {"accuracy": matrix["accuracy"][:1]}
     assert completeness(analyse([write_run(tmp_path / "whole", trained(), planned=planned, matrices=[whole])])) == ""
+    causal = matrix | {"accuracy": [group | {"task": ["listops"], "is_causal": [False, True]}]}
+    both = analyse([write_run(tmp_path / "causal", trained(), planned=planned, matrices=[causal])])
+    assert completeness(both) == "9 of the 18 trainings of its matrix were planned."
     for number, damaged in enumerate(({"accuracy": None}, {"accuracy": [{}]}, {"accuracy": [{"task": ["a"]}]})):
         run = write_run(tmp_path / str(number), trained(), planned=planned, matrices=[damaged])
         assert completeness(analyse([run])) == ""

@@ -59,7 +59,7 @@ def _backward(
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    if grad_output is None or grad_output.numel() == 0:  # which counts as contiguous, whatever its strides
+    if grad_output is None or grad_output.numel() == 0:  # an empty one counts as contiguous, so it would stay expanded
         grad_output = torch.zeros_like(call.query)
     if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
         grad_output = grad_output.contiguous()
@@ -229,13 +229,13 @@ def block_sparse_attention(
         slopes: ALiBi's `[H]`; the bias of a pair is minus the slope times the distance of the positions.
         backend: a path; `"auto"` takes the first of `"triton"`, `"flex"` and `"gather"` that can serve the call, or
             exact attention's kernel where a layout hides nothing, nor do padding, dropout or slopes change a weight.
-            Under torch's compiler, which does not look at a pattern, that is not asked.
+            Under torch's compiler, which does not look at a pattern, that is not asked, and there is no `"flex"`.
 
     Returns:
         `[B, H, L, D]`; zeros where a query sees no key that is not padding.
 
     Raises:
-        ValueError: the pattern is for other sizes.
+        ValueError: sizes do not fit: of the pattern, keys, values or mask.
         UnsupportedError: `backend` names a path that cannot serve the call; it is never replaced by the other.
     """
     return _attend(query, key, value, pattern, key_padding_mask, slopes, dropout_p, backend, has_lse=False)[0]
@@ -337,8 +337,10 @@ def _check_sizes(
     if key.shape[:2] != query.shape[:2]:
         expected = f"[B, H, S, D] with B = {batch_size}, H = {num_heads}; got {list(key.shape)}"
         raise ValueError(f"key: expected {expected}: repeat those of grouped queries for each head (expand_kv_heads)")
-    if value.shape != key.shape or key.shape[3] != query.shape[3]:
-        raise ValueError(f"value: expected {[*key.shape[:3], query.shape[3]]}, as the key; got {list(value.shape)}")
+    sizes = [batch_size, num_heads, key_len, query.shape[3]]
+    for name, tensor in (("key", key), ("value", value)):
+        if list(tensor.shape) != sizes:
+            raise ValueError(f"{name}: expected [B, H, S, D] = {sizes}; got {list(tensor.shape)}")
     if padding is not None and (padding.shape != (batch_size, key_len) or padding.device != key.device):
         expected = f"[B, S] = {[batch_size, key_len]} on {key.device}"
         raise ValueError(f"key_padding_mask: expected {expected}; got {list(padding.shape)} on {padding.device}")

@@ -131,7 +131,7 @@ _NOT_COMPILED = "FlexAttention brings a compiled kernel and a gradient of its ow
 def choose_path(
     query: Tensor, block_size: int, dropout_p: float, backend: Backend, needs_grad: bool, is_compiled: bool
 ) -> Backend:
-    """Return the path that serves a call, or one in a graph of torch's compiler; see `block_sparse_attention`."""
+    """Return the path that serves a call, inside a graph of torch's compiler or not; see `block_sparse_attention`."""
     sizes = query.device, query.dtype, query.shape[-1], block_size
     reasons: dict[str, Callable[[], str | None]] = {
         "triton": lambda: why_not_triton(*sizes),

@@ -25,7 +25,6 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.blocks.call import BlockCall, merge_attention
 from attn_zoo.kernels.blocks.pattern import BlockPattern, transpose_table
 from attn_zoo.kernels.exact.flex_attention import run_compiled
-from attn_zoo.kernels.held import held
 from attn_zoo.kernels.trace import note_path
 
 _MAX_PATTERNS = 64  # whose lists are kept
@@ -123,9 +122,7 @@ def listed_block_mask(pattern: BlockPattern, padding: Tensor | None) -> BlockMas
         padding: bool `[B, S]`, True = padding, or None.
     """
     make = _listed.__wrapped__ if pattern.is_dynamic else _listed
-    return BlockMask(
-        **held(make(pattern, padding is not None)), mask_mod=_mask_mod(pattern, _rows_len(pattern), padding)
-    )
+    return BlockMask(**make(pattern, padding is not None), mask_mod=_mask_mod(pattern, _rows_len(pattern), padding))
 
 
 @functools.lru_cache(maxsize=_MAX_PATTERNS)
@@ -151,7 +148,7 @@ def global_block_mask(pattern: BlockPattern, padding: Tensor | None) -> BlockMas
     """Return the block mask of the listed rows over the global columns, which padding or a rule makes necessary."""
     rows_len, device = _rows_len(pattern), pattern.counts.device
     lists = _global(pattern.num_global, pattern.num_rows, pattern.block_size, rows_len, pattern.key_len, device)
-    return BlockMask(**held(lists), mask_mod=_mask_mod(pattern, rows_len, padding))
+    return BlockMask(**lists, mask_mod=_mask_mod(pattern, rows_len, padding))
 
 
 @functools.lru_cache(maxsize=_MAX_PATTERNS)

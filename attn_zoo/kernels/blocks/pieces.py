@@ -262,6 +262,7 @@ class Pieces:
                 if len(self._masks) >= _MAX_MASKS:
                     self._masks.clear()
                 self._masks[at] = mask
+        held(mask)
         is_dead = None if mask.is_dead is None else self._by_block(mask.is_dead, group)
         return self._by_block(mask.bias, group), mask.blocks, is_dead
 

@@ -24,9 +24,10 @@ from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
+from attn_zoo.measure.capture import num_failed
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.energy import Energy, energy_of_call
-from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_host_and_device_time
+from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_device_time, with_host_time
 from attn_zoo.measure.timing import Sampling, sample_in_turns
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO
 from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
@@ -138,7 +139,7 @@ class Trial:
         self._release()
 
     def weigh(self) -> None:
-        """Check the output once more, and measure memory and what else was asked for.
+        """Check the output once more, and measure the host's time, memory and what else was asked for.
 
         Raises:
             AttnZooError: the work cannot have been done in the time it took.
@@ -155,6 +156,9 @@ class Trial:
                 self._checks += work.check_again()
         if self.is_repeat:
             return
+        with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
+            self._timing = with_host_time(timing, work.make_call, cell.device)
+            work.release()
         with self.phase("memory"):
             self._memory = work.memory()
         if self.has_energy:
@@ -165,7 +169,7 @@ class Trial:
                 self._counted = work.counted_flops()
 
     def finish(self, conditions: Conditions) -> Record:
-        """Return the record, after the times of host and device: a capture that fails may leave memory in disorder.
+        """Return the record, after the device's time: a capture that fails may leave memory in disorder.
 
         Raises:
             AttnZooError: the device cannot have done the work in the time it took.
@@ -176,8 +180,9 @@ class Trial:
         assert claims is not None
         energy = self._energy
         if not self.is_repeat:
-            with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
-                timing = with_host_and_device_time(timing, work.make_call, cell.device, work.why_not_captured)
+            why_not = work.why_not_captured or ("a capture before failed in this process" if num_failed() else "")
+            with self.phase("timing"):
+                timing = with_device_time(timing, work.make_call, cell.device, why_not)
                 work.release()
             if timing.graph_ms is not None:
                 _refuse_impossible(cell, claims, timing.graph_ms)

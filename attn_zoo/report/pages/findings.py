@@ -136,7 +136,8 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner]) -> str:
     beside += ["not timed in turns with it"] if panel.turns and not found.is_in_turns else []
     why = f" ({', '.join(filter(None, beside))})" if any(beside) else ""
     who = "" if label in judged[-1].labels else f"{label} "
-    return f"; at {length} {who}{text} as fast as exact attention{why}"
+    is_fastest = panel.baseline is not None and found.against == panel.baseline.label
+    return f"; at {length} {who}{text} as fast as {'exact attention' if is_fastest else found.against}{why}"
 
 
 def completeness(analysis: Analysis) -> str:
@@ -181,6 +182,7 @@ def _part_of_matrix(run: Run) -> str:
     for group in run.matrices[0].get("accuracy") or ():
         axes = (
             *(group.get(name) or () for name in ("variants", "level", "dtypes", "seeds")),
+            group.get("is_causal") or (None,),
             *(group.get("grid") or {}).values(),
         )
         for task in group.get("task") or ():

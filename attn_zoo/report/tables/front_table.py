@@ -64,7 +64,7 @@ def front_table(analysis: Analysis) -> Table | None:
     return Table(
         name="front",
         title="Who wins, by how much" if panel else "What it scores",
-        notes=_note(analysis, panel),
+        notes=_note(analysis, panel, labels, lengths),
         columns=tuple(columns),
         rows=tuple(rows),
         is_view=True,
@@ -178,25 +178,27 @@ _FLOORS = {"not beaten": "floor not beaten", "not settled": "floor not clearly b
 _BRIEF_FLOORS = {"floor not beaten": "floor", "floor not clearly beaten": "floor?"}
 
 
-def _note(analysis: Analysis, panel: Panel | None) -> Note:
+def _note(analysis: Analysis, panel: Panel | None, labels: Sequence[str], lengths: Sequence[int]) -> Note:
     said: list[str | Remark] = []
     if panel is not None:
         if panel.baseline is not None:
-            said += [*_over(panel), BRACKETS]
+            said += [*_over(panel, lengths), BRACKETS]
         said += [*time_caveats(panel), *unjudged_words(panel), f"{capital(panel.title)}; {panel.subtitle}."]
     if analysis.accuracy:
         said += _about_scores(analysis)
-    return (*said, _label_words(analysis))
+    return (*said, _label_words(analysis, labels))
 
 
-def _label_words(analysis: Analysis) -> str:
-    """Say of each label that a matrix gave which variant it is, with which options."""
-    meant = {}
+def _label_words(analysis: Analysis, labels: Sequence[str]) -> str:
+    """Say of each label of a row that a matrix gave which variant it is, with which options."""
+    meant: dict[str, dict[str, None]] = {}
     for one in (*analysis.results.observations, *analysis.results.left):
-        if one.cell.label not in ("", one.cell.variant):
+        if one.label in labels and one.cell.label not in ("", one.cell.variant):
             options = ", ".join(f"{name}={value}" for name, value in sorted(one.cell.options.items()))
-            meant[one.label] = f"{one.label} is {one.cell.variant}" + (f" with {options}" if options else "")
-    return f"Labels: {'; '.join(meant[label] for label in sorted(meant))}." if meant else ""
+            meaning = one.cell.variant + (f" with {options}" if options else "")
+            meant.setdefault(one.label, {})[meaning] = None
+    said = [f"{label} is {' or '.join(meant[label])}" for label in sorted(meant)]
+    return f"Labels: {'; '.join(said)}." if said else ""
 
 
 def _about_scores(analysis: Analysis) -> Note:
@@ -217,12 +219,13 @@ def _about_scores(analysis: Analysis) -> Note:
     return (scores, *brief, *means, f"Not in this table: {', '.join(others)}." if others else "")
 
 
-def _over(panel: Panel) -> Note:
+def _over(panel: Panel, lengths: Sequence[int]) -> Note:
     """Say what factors are over: one exact variant of the same rounds, or the fastest of all."""
     assert panel.baseline is not None
     found = [panel.speed_up(series.label, point.seq_len) for series in panel.series for point in series.points]
     in_turns = dict.fromkeys(one.against for one in found if one is not None and one.is_in_turns)
-    times = "in rows of exact ones, and where none was measured, the median time."
+    alone = "" if all(length in panel.exact for length in lengths) else ", and where none was measured,"
+    times = f"in rows of exact ones{alone} the median time."
     if not in_turns:
         return (f"Speed-up over {panel.baseline.label}, the fastest exact one; {times}",)
     apart = f"{NOT_IN_TURNS}: over {panel.baseline.label}, the fastest exact one, not timed in turns with it."

@@ -12,12 +12,14 @@ import torch
 
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import AttnZooError, GateError, UnsupportedError
+from attn_zoo.matrix.cell import trial
 from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.cell.trial import _refuse_impossible
 from attn_zoo.matrix.claimed_costs import Claims
-from attn_zoo.matrix.kinds.scaling import make_call_workload, normal, padding_of
+from attn_zoo.matrix.kinds.scaling import CallWorkload, make_call_workload, normal, padding_of
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
+from attn_zoo.measure import capture
 from attn_zoo.measure.energy import Clocks
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
@@ -277,7 +279,7 @@ def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_onl
         calls.append((device, setup is not None, call().shape[-2]))
         return replace(timing, graph_ms=0.25)
 
-    monkeypatch.setattr("attn_zoo.matrix.cell.trial.with_host_and_device_time", with_graph)
+    monkeypatch.setattr("attn_zoo.matrix.cell.trial.with_device_time", with_graph)
     record = run_cell(cell(pass_="fwd_bwd"), budget_s=0.01)
     assert record.timing is not None, record.reason + record.trace
     assert record.timing.graph_ms == 0.25
@@ -285,6 +287,32 @@ def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_onl
     (repeat,) = run_cells_in_turns([cell(pass_="fwd_bwd")], budget_s=0.01, is_repeat=True)
     assert repeat.timing is not None
     assert repeat.timing.graph_ms is None
+
+
+def test_the_host_is_timed_before_memory_and_the_device_last(monkeypatch):
+    """Measuring the memory of a training step ends its CUDA graph, and a capture that fails may spoil memory."""
+    done: list[str] = []
+
+    def host(timing, *_):
+        done.append("host")
+        return timing
+
+    def device(timing, _make, _device, why_not):
+        done.append(f"device {why_not}")
+        return timing
+
+    def weighed(self, memory=CallWorkload.memory):
+        done.append("memory")
+        return memory(self)
+
+    monkeypatch.setattr(trial, "with_host_time", host)
+    monkeypatch.setattr(trial, "with_device_time", device)
+    monkeypatch.setattr(CallWorkload, "memory", weighed)
+    for num_failed, why_not in ((0, ""), (1, "a capture before failed in this process")):
+        monkeypatch.setattr(capture, "_num_failed", num_failed)
+        assert run_cell(cell(), budget_s=0.01).status == "ok"
+        assert done == ["host", "memory", f"device {why_not}"]
+        done.clear()
 
 
 def test_a_worker_that_times_calls_loads_neither_the_trainer_nor_triton():
