@@ -16,6 +16,7 @@ import torch
 
 from attn_zoo.kernels.held import held
 from attn_zoo.kernels.trace import recording
+from attn_zoo.measure import capture
 from attn_zoo.training.batches import Batch
 from attn_zoo.training.graphed import GRAPH_PATH, MAX_SHAPES, NUM_PLAIN, Graphed
 
@@ -103,6 +104,12 @@ class Update:
         finally:
             self.capturing = None
         generator.is_capturing = False  # not where something was raised inside: nor does torch
+
+
+@pytest.fixture(autouse=True)
+def _of_this_test(monkeypatch):
+    """Captures that fail are counted for the whole process, which goes on with other tests."""
+    monkeypatch.setattr(capture, "_num_failed", 0)
 
 
 def batch_of(value: int, width: int = 4, has_mask: bool = True) -> Batch:
