@@ -24,7 +24,7 @@ class CachedLaunch:
     """A kernel with its grid and everything it takes but tensors. The first call compiles it, later ones only launch.
 
     They call what Triton itself calls when it has bound the arguments, without the hooks that it calls around a launch,
-    which take longer. Where somebody is called before launches, a profiler or a counter of FLOPs, Triton launches.
+    which take longer. Where somebody is called before launches, a profiler or a counter of FLOPs, Triton itself does.
 
     Args:
         kernel: under `triton.jit`.

@@ -1,6 +1,6 @@
-"""What the memory of a CUDA graph's inputs depends on: tables that are kept in a cache, and read by address in replays.
+"""Tables that a cache keeps and a CUDA graph reads: they must live as long as the graph.
 
-A replay runs no Python, so no cache sees that a table is used: it may give it up while a graph reads it. Whoever
+A replay reads them by address and runs no Python, so no cache sees that they are used, and may give them up. Whoever
 captures a graph that outlives the call collects what is held meanwhile, and keeps it as long as the graph.
 """
 
