@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?= runs
 TIME_LIMIT ?= 8.5
-WORKERS ?= 2
+WORKERS ?= 3
 JOBS ?= 8
 
 .DEFAULT_GOAL := help
@@ -37,7 +37,7 @@ peers: $(STAMP)  ## ours beside other projects' implementations on the CPU (inst
 	$(BIN)/attn-zoo run benchmarks/peers-cpu.toml --out $(OUT)/peers-cpu $(PEERS:%=--variant-file %)
 	$(BIN)/attn-zoo report $(OUT)/peers-cpu
 
-test: $(STAMP)  ## all tests that need no GPU
+test: $(STAMP)  ## all tests that need no GPU, WORKERS at a time: a third of the time they wait for processes of their own
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
 
 lint: $(STAMP) typecheck  ## ruff (rules and format) and mypy

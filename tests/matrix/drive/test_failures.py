@@ -88,22 +88,18 @@ while True:
 """
 
 
-@pytest.fixture(
-    scope="module",
-    params=["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])],
-)
-def outcome(request, tmp_path_factory):
+@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore")])])
+def outcome(request, tmp_path):
     """All misbehaving variants in one run: a length at which they behave, then one at which they do not.
 
     On Ray those that end a process each in its own way, so that the same is expected of both engines. Beside them,
     packages are installed that misbehave when they are imported.
     """
-    folder = tmp_path_factory.mktemp("failures")
     names: list[str] = NAMES
     engine: Engine = LocalEngine()
     if request.param == "ray":
         names = ON_RAY
-    store, before = Store(folder / "run"), set(descendants())
+    store, before = Store(tmp_path / "run"), set(descendants())
     timings = tiny_plan([name for name in names if "train" not in name], isolation="lane")
     trainings = training_plan([name for name in names if "train" in name])
     hang = "fake_hang", 1024
@@ -113,11 +109,11 @@ def outcome(request, tmp_path_factory):
     ]
     files = tuple(sorted({*timings.variant_files, *trainings.variant_files}))
     with pytest.MonkeyPatch.context() as patch:
-        (folder / "site").mkdir()
-        patch.setenv("PYTHONPATH", f"{folder / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-        patch.syspath_prepend(str(folder / "site"))
+        (tmp_path / "site").mkdir()
+        patch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.syspath_prepend(str(tmp_path / "site"))
         patch.setattr(discovery, "_tried", {})
-        install(folder / "site", **PLUG_INS, zoo_plugin_hangs=HANGS.format(notes=str(folder / "notes")))
+        install(tmp_path / "site", **PLUG_INS, zoo_plugin_hangs=HANGS.format(notes=str(tmp_path / "notes")))
         assert len(discovery.discover("attn_zoo.variants", all_or_nothing, timeout_s=2)) == 4
         if request.param == "ray":
             for name, value in RAY_VARIABLES.items():
@@ -134,7 +130,7 @@ def long(store):
     return {item.cell.variant: item for item in store.records() if item.cell.seq_len != 16}
 
 
-def test_each_failure_has_its_name_and_reason(outcome):
+def each_failure_has_its_name_and_reason(outcome):
     store, _, _, names = outcome
     records = long(store)
     assert set(records) == set(names)
@@ -146,7 +142,7 @@ def test_each_failure_has_its_name_and_reason(outcome):
         assert json.loads(record.to_json())["status"] == status
 
 
-def test_the_next_cell_is_ok_each_time(outcome):
+def the_next_cell_is_ok_each_time(outcome):
     store, summary, _, names = outcome
     short = {item.cell.variant: item.status for item in store.records() if item.cell.seq_len == 16}
     timed = [name for name in names if "train" not in name]
@@ -154,12 +150,12 @@ def test_the_next_cell_is_ok_each_time(outcome):
     assert (summary.new, summary.left, summary.exit_code) == (len(timed) + len(names), (), 1)
 
 
-def test_a_package_that_hangs_at_import_is_not_tried_again_by_workers(outcome):
+def a_package_that_hangs_at_import_is_not_tried_again_by_workers(outcome):
     store, *_ = outcome
     assert (store.folder.parent / "notes").read_text() == "imported "
 
 
-def test_records_say_what_was_measured_and_how(outcome):
+def records_say_what_was_measured_and_how(outcome):
     store, *_ = outcome
     record = next(item for item in store.records() if item.status == "ok")
     assert record.timing is not None
@@ -173,7 +169,7 @@ def test_records_say_what_was_measured_and_how(outcome):
     assert record.started.startswith("20")
 
 
-def test_crashes_keep_the_stack_of_the_variant(outcome):
+def crashes_keep_the_stack_of_the_variant(outcome):
     store, *_ = outcome
     record = next(item for item in store.records() if item.status == "crashed" and "SEGV" in item.reason)
     assert "misbehaving.py" in record.trace
@@ -182,11 +178,33 @@ def test_crashes_keep_the_stack_of_the_variant(outcome):
     assert "in misbehave" in bug.trace
 
 
-def test_killed_cells_are_tried_twice_and_others_once(outcome):
+def killed_cells_are_tried_twice_and_others_once(outcome):
     store, *_ = outcome
     attempts = {name: record.attempt for name, record in long(store).items()}
     assert attempts.pop("fake_killed") == 2
     assert set(attempts.values()) == {1}
+
+
+def nothing_is_left_running(outcome):
+    _, _, orphans, _ = outcome
+    assert [process.pid for process in orphans] == []
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        line = " ".join(process.info["cmdline"] or [])
+        assert f"attn_zoo.matrix.cell.worker {os.getpid()}" not in line, "a worker or its child outlived the run"
+
+
+def test_every_failure_has_its_name_and_disturbs_no_other_cell(outcome):
+    """One test for each engine: the run takes half a minute, and workers of xdist would each make their own."""
+    for check in (
+        each_failure_has_its_name_and_reason,
+        the_next_cell_is_ok_each_time,
+        a_package_that_hangs_at_import_is_not_tried_again_by_workers,
+        records_say_what_was_measured_and_how,
+        crashes_keep_the_stack_of_the_variant,
+        killed_cells_are_tried_twice_and_others_once,
+        nothing_is_left_running,
+    ):
+        check(outcome)
 
 
 def test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory(tmp_path, monkeypatch):
@@ -196,14 +214,6 @@ def test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory(tmp_pa
     (record,) = store.records()
     assert (record.status, record.attempt) == ("oom_host", 1)
     assert record.host
-
-
-def test_nothing_is_left_running(outcome):
-    _, _, orphans, _ = outcome
-    assert [process.pid for process in orphans] == []
-    for process in psutil.process_iter(["cmdline", "ppid"]):
-        line = " ".join(process.info["cmdline"] or [])
-        assert f"attn_zoo.matrix.cell.worker {os.getpid()}" not in line, "a worker or its child outlived the run"
 
 
 def test_longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out(tmp_path):
