@@ -1,5 +1,6 @@
 # attn_zoo: every target does the set-up it needs. `make` alone shows this help.
 # PYTHON: interpreter for the virtual environment, and the one that gpu-test and gpu use as it is.
+# WORKERS: of test; one more than two cores, because a third of the time tests wait for processes of their own.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,7 +38,7 @@ peers: $(STAMP)  ## ours beside other projects' implementations on the CPU (inst
 	$(BIN)/attn-zoo run benchmarks/peers-cpu.toml --out $(OUT)/peers-cpu $(PEERS:%=--variant-file %)
 	$(BIN)/attn-zoo report $(OUT)/peers-cpu
 
-test: $(STAMP)  ## all tests that need no GPU, WORKERS at a time: a third of the time they wait for processes of their own
+test: $(STAMP)  ## all tests that need no GPU
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu"
 
 lint: $(STAMP) typecheck  ## ruff (rules and format) and mypy
