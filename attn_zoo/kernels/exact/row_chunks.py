@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.kernels.dropout_draws import draw, keep_share
+from attn_zoo.kernels.once_differentiable import once_differentiable
 from attn_zoo.kernels.trace import note_path
 
 CHUNK_SCORES = 1 << 21
@@ -60,7 +61,7 @@ class _Rows(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         grad_query = torch.empty_like(query)
