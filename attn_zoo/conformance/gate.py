@@ -29,6 +29,7 @@ GATE_CHECKS = (
     "padding_patterns",
     "matches_reference",
     "matches_oracle",
+    "gradients_reach_every_parameter",
     "modes",
     "uninitialised_memory",
     "global_state",

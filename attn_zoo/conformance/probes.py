@@ -5,7 +5,8 @@ may go wrong there: an index that overflows, a last block that is never written.
 than the cell. These probes cost about as much as the call itself:
 
 * `own_reference`: where its pairs fit into memory, one sequence equals the readable reference;
-* `own_modes`, `own_causality`: the other mode and tokens in the future do not change the output;
+* `own_modes`, `own_padding`, `own_causality`: the other mode, other tokens under the mask and in the future do not
+  change the output;
 * `own_prefix`: what follows a short sequence, in the future or as padding, does not matter to it, where that is
   promised: so a long output is held to a short one, and the gate holds that to the reference;
 * `own_reach`, where a graph of its own fits: the outputs depend on as many tokens as at a short length;
@@ -32,7 +33,7 @@ from torch.func import functional_call
 from attn_zoo.conformance.check import Violation
 from attn_zoo.conformance.checks.dropout_rate import FEWEST, MOST_ROWS, expect_sound_draws
 from attn_zoo.conformance.checks.modes import FEW_ROWS
-from attn_zoo.conformance.inputs import Inputs, random_like
+from attn_zoo.conformance.inputs import Inputs, padded_rows, random_like
 from attn_zoo.conformance.own_length import FirstCall
 from attn_zoo.conformance.subject import (
     MaskKind,
@@ -245,14 +246,15 @@ def _reference(first: FirstCall) -> list[str]:
 
 
 def _other_mode(first: FirstCall) -> list[str]:
-    """Call in the other mode, with a graph where that is affordable, and with other tokens at the end if causal."""
+    """Call in the other mode, with a graph where that is affordable, with other padding, and another end if causal."""
     inputs, module = first.inputs.map(torch.Tensor.detach), first.module
+    has_padding = inputs.key_padding_mask is not None
     has_future = inputs.is_causal and first.capabilities.causal is True and inputs.query_len > NUM_LAST
-    end = inputs.query_len - NUM_LAST if has_future else inputs.query_len
     if not module.build.dropout_p:  # training would drop
         module.train(not module.training)
     has_graph = _num_bytes(first) <= (LARGEST_BYTES if first.has_graph else GRAPH_BYTES)
-    given = inputs.map(_with_another_end) if has_future else inputs
+    other = _with_other_padding(inputs)
+    given = other.map(_with_another_end) if has_future else other
     try:
         with torch.set_grad_enabled(has_graph):
             given = given.leaves() if has_graph else given
@@ -263,21 +265,45 @@ def _other_mode(first: FirstCall) -> list[str]:
         given = given.map(torch.Tensor.detach)
         output = infer(module, given)
     tolerance = 2 * rounding(first.output, inputs.num_terms)
-    change = largest_error(output[..., :end, :], first.output[..., :end, :])
-    if change > tolerance and has_future and largest_error(infer(module, inputs), first.output) <= tolerance:
-        words = f"an output changed by {change:.2g} when the last {NUM_LAST} tokens changed"
-        raise first.fault("own_causality", words)
+    change = _change(first, output, has_future=has_future)
+    if change > tolerance and _change(first, infer(module, inputs)) <= tolerance:
+        if has_padding and (change_of_padding := _change(first, infer(module, other))) > tolerance:
+            words = f"an output changed by {change_of_padding:.2g} when tokens under key_padding_mask changed"
+            raise first.fault("own_padding", words)
+        if has_future:
+            words = f"an output changed by {change:.2g} when the last {NUM_LAST} tokens changed"
+            raise first.fault("own_causality", words)
     if change > tolerance:
         mode = "training" if module.training else "evaluation"
         graph = "with" if output.requires_grad else "without"
         raise first.fault("own_modes", f"{mode} {graph} a graph differs by {change:.2g} from what would be timed")
-    held = ["own_modes", *["own_causality"] * has_future]
+    held = ["own_modes", *["own_padding"] * has_padding, *["own_causality"] * has_future]
     return [*held, *_reach(first, given, output)]
+
+
+def _change(first: FirstCall, output: Tensor, *, has_future: bool = False) -> float:
+    """Return how far an output is from the first one, in rows that promise anything: not of padding, nor last."""
+    by_row = error_by_row(output, first.output)
+    mask = first.inputs.key_padding_mask
+    if mask is not None and first.inputs.is_shared:
+        by_row = by_row.masked_fill(mask, 0.0)
+    return float((by_row[..., :-NUM_LAST] if has_future else by_row).max())
 
 
 def _num_bytes(first: FirstCall) -> int:
     """Return the size of inputs and parameters."""
     return sum(each.numel() * each.element_size() for each in (*first.inputs.tensors, *first.module.parameters()))
+
+
+def _with_other_padding(inputs: Inputs) -> Inputs:
+    """Return the inputs with larger numbers in the padded tokens, those of their neighbours: nothing need be drawn."""
+    mask, tensors = inputs.key_padding_mask, list(inputs.tensors)
+    if mask is None:
+        return inputs
+    for index in inputs.key_side:
+        old = tensors[index]
+        tensors[index] = torch.where(padded_rows(old, mask), -3.0 * old.roll(1, -2), old)
+    return replace(inputs, tensors=tuple(tensors))
 
 
 def _with_another_end(tensor: Tensor) -> Tensor:

@@ -17,7 +17,15 @@ from attn_zoo.metadata import Form
 from attn_zoo.registry import variants
 from tests.conformance.broken import Broken, Softmax, registered
 from tests.conformance.broken_claims import WrongScaleInFloat32
-from tests.conformance.broken_dependence import CAUSAL, MASKED, LeaksByNormalising, MixesBatch, ReadsPadding
+from tests.conformance.broken_dependence import (
+    CAUSAL,
+    MASKED,
+    DetachesKey,
+    LeaksByNormalising,
+    LosesHalfAGradient,
+    MixesBatch,
+    ReadsPadding,
+)
 from tests.conformance.broken_modes import MODES, WithReference
 
 HALF = {"dtypes": ("float32", "bfloat16")}
@@ -64,6 +72,16 @@ def test_stops_what_computes_less_as_it_is_timed(cls: type[Softmax], is_training
     broken = Broken(cls=cls, check="", capabilities={**HALF_TOO, "is_exact": is_exact})
     with registered(broken) as name, pytest.raises(GateError):
         gate(name, {}, build(), dtype="bfloat16", seq_len=256, is_training=is_training)
+
+
+@pytest.mark.parametrize("cls", [DetachesKey, LosesHalfAGradient])
+@pytest.mark.parametrize("form", ["attention", "mixer"])
+def test_stops_wrong_gradients_that_no_reference_shows(cls: type[Softmax], form: Form) -> None:
+    with registered(Broken(cls=cls, check="", capabilities=HALF_TOO)) as name:
+        assert "modes" in gate(name, {}, build(), seq_len=256, form=form)
+        for dtype in ("float32", "bfloat16"):
+            with pytest.raises(GateError, match="gradients_reach_every_parameter"):
+                gate(name, {}, build(), dtype=dtype, seq_len=256, form=form, is_training=True)
 
 
 class DropsInEveryMode(Softmax):

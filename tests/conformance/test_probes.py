@@ -25,14 +25,14 @@ FAR = 1000  # beyond every length of the gate
 
 def checked(name: str, seq_len: int = LEN, **changes: Any) -> tuple[str, ...]:
     """Make the first call of a cell as its trial does; return what was checked."""
-    fields = {"scope": "attention", "pass_": "fwd_bwd", "dtype": "float32", "is_causal": False, **changes}
+    fields = {"scope": "attention", "pass_": "fwd_bwd", "dtype": "float32", "is_causal": False, "batch_size": 1}
+    fields |= changes
     cell = Cell(
         kind="scaling",
         variant=name,
         variant_digest="0" * 16,
         device="cpu",
         seq_len=seq_len,
-        batch_size=1,
         num_heads=2,
         num_kv_heads=2,
         head_dim=8,
@@ -97,6 +97,11 @@ class LeaksWhenLong(Softmax):
         return keep if query.shape[-2] <= FAR or keep is None else torch.ones_like(keep)
 
 
+class ReadsPaddingWhenLong(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(query, key, value, None if query.shape[-2] > FAR else mask)
+
+
 @pytest.mark.parametrize(("beyond", "seq_len"), [(150, 256), (800, 1024), (1500, 2048)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sight_that_shortens_is_stopped_without_a_reference_or_a_promise(beyond, seq_len, is_causal):
@@ -146,10 +151,13 @@ def test_what_computes_less_at_long_lengths_is_stopped(cls, capabilities, check,
         (LosesAGradientWhenLong, "own_slope", {"pass_": "fwd_bwd"}),
         (LosesAGradientWhenLong, "own_slope", {"dtype": "bfloat16"}),
         (LeaksWhenLong, "own_causality", {"is_causal": True}),
+        (ReadsPaddingWhenLong, "own_padding", {"has_padding": True, "batch_size": 2}),
+        (ReadsPaddingWhenLong, "own_padding", {"has_padding": True, "batch_size": 2, "is_causal": True}),
+        (LeaksWhenLong, "own_causality", {"has_padding": True, "batch_size": 2, "is_causal": True}),
     ],
 )
 def test_what_goes_wrong_only_as_it_is_timed_is_stopped_by_name(cls, check, changes):
-    broken = Broken(cls=cls, check="", capabilities={**HALF, "causal": True})
+    broken = Broken(cls=cls, check="", capabilities={**HALF, "causal": True, "key_padding_mask": True})
     with registered(broken) as name:
         with pytest.raises(GateError) as raised:
             checked(name, **changes)
@@ -250,6 +258,14 @@ def test_sound_variants_pass(name, scope, is_causal):
         assert {"own_modes", "own_reference"} <= set(held)
     if is_causal and "own_rows" not in held and variant.capabilities.causal is True:
         assert "own_causality" in held
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", attn_zoo.list_variants(key_padding_mask=True))
+def test_sound_variants_pass_with_padding(name, dtype):
+    is_causal = not variants[name].capabilities.bidirectional
+    held = checked(name, 1200, scope="mixer", is_causal=is_causal, has_padding=True, batch_size=2, dtype=dtype)
+    assert "own_padding" in held
 
 
 def test_a_model_is_probed_at_its_own_length():

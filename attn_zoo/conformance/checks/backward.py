@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance.check import Finding, Violation, check, passed
+from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs, random_tensor
 from attn_zoo.conformance.subject import (
     Module,
     Subject,
     gradients,
+    is_own_reference,
     objective,
     read_positions,
     reference_results,
@@ -31,19 +32,16 @@ NUM_DIRECTIONS = 3
 
 @check("every input and parameter gets a finite and right gradient")
 def _gradients_reach_every_parameter(subject: Subject) -> Finding:
+    if subject.is_fixed:
+        return _gradients_in_a_gate(subject)
     for build in subject.contexts():
         short = subject.lengths[len(subject.lengths) // 2]
         for length in dict.fromkeys((short, subject.lengths[-1])):
             module = subject.make(build, seq_len=length)
             for inputs in subject.calls(build, length)[::2]:
-                found = gradients(module, inputs)
-                for name, gradient in found.by_name.items():
-                    if gradient is None:
-                        raise Violation(f"no gradient reaches {name}", inputs.words())
-                    if not gradient.isfinite().all():
-                        raise Violation(f"the gradient of {name} is not finite", inputs.words())
+                found = _finite_gradients(module, inputs)
                 if subject.dtype == torch.float64 and length == short:
-                    _expect_slopes(module, inputs, found.by_name)
+                    _expect_slopes(module, inputs, found)
         # A pass costs several calls: of the lengths below those that every check tries, the longest will do.
         probes = list(subject.probes(build)) if subject.dtype == torch.float64 else []
         num_below = sum(length < subject.lengths[-1] for _, length in probes)
@@ -51,6 +49,30 @@ def _gradients_reach_every_parameter(subject: Subject) -> Finding:
             module = subject.module(long_build, seq_len=length)
             _expect_slope(module, subject.calls(long_build, length, batch_size=1)[-1])
     return passed("compared with finite differences" if subject.dtype == torch.float64 else "")
+
+
+def _gradients_in_a_gate(subject: Subject) -> Finding:
+    """Check one call in training of a variant that is its own reference: nothing else compares its gradients."""
+    if not subject.is_training:
+        return not_applicable("is called without gradients")
+    module = subject.module(subject.build, seq_len=(length := subject.lengths[-1]))
+    if not is_own_reference(module):
+        return not_applicable("its gradients are compared with the readable reference's")
+    inputs = subject.inputs(subject.build, length, batch_size=1)
+    _finite_gradients(module, inputs)
+    if "float64" in subject.capabilities.dtypes:
+        _expect_slope(subject.make(subject.build, seq_len=length, dtype=torch.float64), inputs.map(Tensor.double))
+    return passed()
+
+
+def _finite_gradients(module: Module, inputs: Inputs) -> dict[str, Tensor | None]:
+    found = gradients(module, inputs).by_name
+    for name, gradient in found.items():
+        if gradient is None:
+            raise Violation(f"no gradient reaches {name}", inputs.words())
+        if not gradient.isfinite().all():
+            raise Violation(f"the gradient of {name} is not finite", inputs.words())
+    return found
 
 
 def _expect_slopes(module: Module, inputs: Inputs, found: Mapping[str, Tensor | None]) -> None:
