@@ -42,6 +42,12 @@ GATE_CHECKS = (
 CHECKS_AGAIN = ("shape_and_dtype", "causality", "padding_content", "matches_reference", "matches_oracle")
 """What is checked again where all of it held at another length or in another layer: parameters and patterns differ."""
 
+CHECKS_OF_DROPOUT = ("matches_reference", "gradients_reach_every_parameter", "modes")
+"""What is checked once more of a cell with dropout, at one length: a path with dropout is often another."""
+
+DROPS_NOTHING = 2.0**-60
+"""A probability at which that path is taken and no weight is dropped, so that its results can be compared."""
+
 SHORT_LEN, LONG_LEN = 7, 131  # odd, so that no block size divides them; long enough for several blocks
 SPAN_LEN = 709  # for one comparison of outputs: eleven blocks of 64 and a ragged one
 
@@ -136,6 +142,9 @@ def gate(
             if result.outcome == "refused" and subject.has_masks and not has_padding:
                 subject = replace(subject, has_masks=False)
                 result = run_one(check, subject)
+            if result.outcome == "passed" and subject.dropout_p and check.name in CHECKS_OF_DROPOUT:
+                dropping = replace(subject.build, dropout_p=DROPS_NOTHING)
+                result = run_one(check, replace(subject, build=dropping, lengths=subject.lengths[-1:], spans=()))
             if result.outcome == "error":  # no memory for the check: that says nothing about the variant
                 raise torch.OutOfMemoryError(result.message) if device != "cpu" else MemoryError(result.message)
             if result.is_bad:

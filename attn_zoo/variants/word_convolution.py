@@ -138,7 +138,7 @@ class WordConvolution(AbstractMixer):
         self.span = (config.kernel_size - 1) * self.dilation  # tokens beside the one in question
         self.left = self.span if build.is_causal else (config.kernel_size - 1) // 2 * self.dilation
         self.conv = nn.Conv1d(build.embed_dim, 2 * build.embed_dim, config.kernel_size, dilation=self.dilation)
-        # The gate halves the variance, so the paper draws twice as much (section 3.5).
+        # The gate leaves a quarter of the variance, so the paper starts with four times as much (section 3.5).
         nn.init.normal_(self.conv.weight, std=math.sqrt(4.0 / (config.kernel_size * build.embed_dim)))
         nn.init.zeros_(self.conv.get_parameter("bias"))
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import attn_zoo
@@ -15,7 +16,7 @@ from attn_zoo.conformance.gate import SPAN_LEN
 from attn_zoo.errors import ConfigError, GateError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Form
 from attn_zoo.registry import variants
-from tests.conformance.broken import Broken, Softmax, registered
+from tests.conformance.broken import Broken, Softmax, registered, written_out
 from tests.conformance.broken_claims import WrongScaleInFloat32
 from tests.conformance.broken_dependence import (
     CAUSAL,
@@ -25,6 +26,7 @@ from tests.conformance.broken_dependence import (
     LosesHalfAGradient,
     MixesBatch,
     ReadsPadding,
+    SoundDropout,
 )
 from tests.conformance.broken_modes import MODES, WithReference
 
@@ -100,6 +102,41 @@ def test_dropout_of_a_cell_is_checked_where_it_acts(cls: type[Softmax]) -> None:
         assert "dropout" not in gate(name, {}, build(), seq_len=64, is_training=True)
         with pytest.raises(GateError, match="dropout"):
             gate(name, {}, context, seq_len=64, is_training=True)
+
+
+class DropsWithAnotherScale(SoundDropout):
+    def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+        is_dropping = self.training and self.build.dropout_p > 0
+        return super().weights(scores * 1.1 if is_dropping else scores, keep)
+
+
+class DropsInAWindow(SoundDropout):
+    """The short calls that are compared with the mean of many draws see no difference."""
+
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        keep, position = super().keep(query, key, mask), torch.arange(query.shape[-2])
+        if not (self.training and self.build.dropout_p):
+            return keep
+        near = (position[:, None] - position).abs() < 32
+        return near if keep is None else near & keep
+
+
+class DropsWithoutAKeyGradient(SoundDropout):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        is_dropping = self.training and self.build.dropout_p > 0
+        return super().attend(query, key.detach() if is_dropping else key, value, mask)
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cls", [DropsWithAnotherScale, DropsInAWindow, DropsWithoutAKeyGradient])
+def test_what_a_path_with_dropout_computes_is_compared(cls: type[Softmax], dtype: str, has_reference: bool) -> None:
+    twisted = type(cls.__name__, (cls,), {"reference": written_out} if has_reference else {})
+    capabilities = {**HALF_TOO, "attention_dropout": True}
+    with registered(Broken(cls=twisted, check="", capabilities=capabilities)) as name:
+        gate(name, {}, build(), dtype=dtype, seq_len=256, is_training=True)
+        with pytest.raises(GateError, match=r"matches_reference|gradients_reach_every_parameter|modes"):
+            gate(name, {}, replace(build(), dropout_p=0.1), dtype=dtype, seq_len=256, is_training=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,13 +21,17 @@ from attn_zoo.conformance.tolerance import error_by_row, expect_close, is_half, 
 FEW_ROWS = 0.25
 """Share of rows that another dtype may change altogether: rounding may flip a choice that the data make."""
 
+LEAST_DROPOUT = 1e-15
+"""Below this probability no weight of a call is dropped."""
+
 _MESSAGE = "the output depends on the mode or on whether a graph is kept"
 
 
 @check("training or evaluation, with a graph or without, and the dtype change rounding only")
 def _modes(subject: Subject) -> Finding:
     for context in subject.contexts():
-        build = replace(context, dropout_p=0.0)
+        # A gate also asks at a probability at which nothing is dropped.
+        build = context if context.dropout_p < LEAST_DROPOUT else replace(context, dropout_p=0.0)
         for dtype in subject.dtypes:
             for length in subject.lengths[-1:] if subject.is_fixed or dtype != subject.dtype else subject.lengths[-2:]:
                 module = subject.make(build, seq_len=length, dtype=dtype)
