@@ -163,7 +163,7 @@ class AbstractAttention(_Bound, ABC):
         A state is a value. `step` and `prefill` leave the one they are given as it is: it may be continued in several
         ways, and states of other sequences, at other positions, in turns with it. So nothing that belongs to a
         sequence is kept in the module. A variant whose states can be used only once raises `UnsupportedError` when
-        one is used again.
+        one is used again. Both drop nothing, in training mode neither.
 
         Raises:
             UnsupportedError: the variant cannot decode step by step.

@@ -136,10 +136,20 @@ class FullAttention(AbstractAttention):
         ):  # more queries than keys: the first of them stand before every key
             seeing = self.forward(query[:, :, num_blind:], key, value, key_padding_mask=key_padding_mask)
             return pad(seeing, (0, 0, num_blind, 0))
-        return self._attend(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask)
+        dropout_p = self.build.dropout_p if self.training else 0.0
+        return self._attend(
+            query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, dropout_p=dropout_p
+        )
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, key_padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        key_padding_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
     ) -> Tensor:
         slopes = None
         if self.build.position == "alibi":
@@ -152,7 +162,7 @@ class FullAttention(AbstractAttention):
             is_causal=is_causal,
             key_padding_mask=key_padding_mask,
             slopes=slopes,
-            dropout_p=self.build.dropout_p if self.training else 0.0,
+            dropout_p=dropout_p,
             backend=self.config.backend,
         )
 

@@ -132,6 +132,16 @@ class LocalWindowAttention(AbstractAttention):
     config: LocalWindowConfig
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        return self._attend(query, key, value, key_padding_mask, self.build.dropout_p if self.training else 0.0)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
         build, config = self.build, self.config
         key, value = (expand_kv_heads(x, build.num_heads) for x in (key, value))
         return block_sparse_attention(
@@ -140,7 +150,7 @@ class LocalWindowAttention(AbstractAttention):
             value,
             config.layout(query.shape[2], is_causal=build.is_causal),
             key_padding_mask=key_padding_mask,
-            dropout_p=build.dropout_p if self.training else 0.0,
+            dropout_p=dropout_p,
             slopes=alibi_slopes(build.num_heads, query.device) if build.position == "alibi" else None,
             backend=config.backend,
         )
@@ -189,6 +199,6 @@ class LocalWindowAttention(AbstractAttention):
             torch.cat([old[:, :, state.length - past : state.length], new], dim=2)
             for old, new in ((state.key, key), (state.value, value))
         )
-        output = self.forward(pad(query, (0, 0, past, 0)), keys, values)[:, :, past:]
+        output = self._attend(pad(query, (0, 0, past, 0)), keys, values)[:, :, past:]
         kept = min(keys.shape[2], self.config.window_size + 1)
         return output, KVCache(keys[:, :, -kept:], values[:, :, -kept:], kept)

@@ -333,12 +333,22 @@ class MobaAttention(AbstractAttention):
             )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        return self._attend(query, key, value, key_padding_mask, self.build.dropout_p if self.training else 0.0)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
         build, config = self.build, self.config
         routing = self.route(query, key, key_padding_mask=key_padding_mask)
         key, value = (expand_kv_heads(x, build.num_heads) for x in (key, value))
         options: dict[str, Any] = {
             "key_padding_mask": key_padding_mask,
-            "dropout_p": build.dropout_p if self.training else 0.0,
+            "dropout_p": dropout_p,
             "backend": config.backend,
         }
         own = OwnBlockLayout(
@@ -401,5 +411,5 @@ class MobaAttention(AbstractAttention):
         if (length := state.length + query.shape[2]) > self.build.max_seq_len:
             raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this makes {length}")
         state = state.append(key, value)
-        run = self.forward if is_start and query.shape[2] > 1 else self.reference
+        run = self._attend if is_start and query.shape[2] > 1 else self.reference
         return run(query, state.keys, state.values), state

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import KVCache
@@ -39,6 +40,19 @@ class Decodes(Softmax):
 class InterleavesGroupsInSteps(Decodes):
     def expand(self, heads: Tensor) -> Tensor:
         return heads.repeat(1, self.build.num_heads // heads.shape[1], 1, 1)
+
+
+class DropsInSteps(Decodes):
+    def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+        return dropout(super().weights(scores, keep), self.build.dropout_p, self.training)
+
+    def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self.weights(query @ self.expand(keys).mT * query.shape[-1] ** -0.5, None) @ self.expand(values)
+
+
+class SoundStepsBesideDropout(DropsInSteps):
+    def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return Decodes.read(self, query, keys, values)
 
 
 class ForgetsAfter128Steps(Decodes):
@@ -165,6 +179,7 @@ STATES = frozenset({"decode_states"})
 
 DECODING = (
     Broken(cls=InterleavesGroupsInSteps, check="decode", capabilities=GROUPED),
+    Broken(cls=DropsInSteps, check="decode", capabilities={**DECODE, "attention_dropout": True}),
     Broken(cls=ForgetsAfter128Steps, check="decode", capabilities=DECODE),
     Broken(cls=LosesWhatABufferOf256CannotHold, check="decode", capabilities=DECODE),
     Broken(cls=ForgetsTheStateBeforeLongPrompts, check="decode", capabilities=DECODE),
@@ -177,5 +192,6 @@ DECODING = (
 DECODING_MIXERS = (Broken(cls=RemembersItsWeight, check="decode_states", capabilities=MIXER, complexity=MIXER_COST),)
 SOUND_DECODING = (
     Broken(cls=Decodes, check="", capabilities=GROUPED),
+    Broken(cls=SoundStepsBesideDropout, check="", capabilities={**DECODE, "attention_dropout": True}),
     Broken(cls=RefusesAStateThatWasUsed, check="", capabilities=DECODE),
 )

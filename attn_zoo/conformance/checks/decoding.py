@@ -95,6 +95,8 @@ def _decode(subject: Subject) -> Finding:
             _expect_pieces(*_started(subject, context, inputs), position)
     if not subject.is_shared_mixer:  # its state is that of an attention which is checked by itself
         _expect_long(subject, context)
+        if subject.capabilities.attention_dropout and subject.dropout_p:
+            _expect_no_dropout(subject, replace(build, dropout_p=subject.dropout_p))
     if subject.capabilities.grouped_query:
         grouped = replace(build, num_heads=4, num_kv_heads=2)
         length = next((length for length in subject.lengths if length > 2), subject.lengths[-1])
@@ -134,6 +136,20 @@ def _expect_long(subject: Subject, build: BuildContext) -> None:
             rows, words = expected[..., end : end + output.shape[-2], :], f"{inputs.words()}: from position {end}"
             expect_close(output, rows, tolerance, "decoding differs from the causal forward", words)
             end += output.shape[-2]
+
+
+@torch.no_grad()
+def _expect_no_dropout(subject: Subject, build: BuildContext) -> None:
+    """Check that steps and prefill drop nothing in training mode: ways to read a sequence could not agree otherwise."""
+    length = subject.lengths[-1]
+    module, inputs = subject.make(build, seq_len=length), subject.inputs(build, length, batch_size=1)
+    expected = call(module.eval(), inputs)
+    module.train()
+    for words, pieces in list(_ways(length))[:2]:
+        state = module.init_state(1, device=subject.device, dtype=subject.dtype)
+        output = torch.cat([part for part, _ in _read(module, inputs, pieces, state)], dim=-2)
+        message = "decoding in training mode differs from the causal forward in evaluation"
+        expect_same(inputs, output, expected, message, f", dropout_p={build.dropout_p}, {words}")
 
 
 @torch.no_grad()
