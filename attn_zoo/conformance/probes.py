@@ -9,7 +9,8 @@ than the cell. These probes cost about as much as the call itself:
   change the output;
 * `own_prefix`: what follows a short sequence, in the future or as padding, does not matter to it, where that is
   promised: so a long output is held to a short one, and the gate holds that to the reference;
-* `own_reach`, where a graph of its own fits: the outputs depend on as many tokens as at a short length;
+* `own_reach`, where a graph of its own fits: outputs depend on as many tokens as at a short length, and the last of
+  them are written;
 * `own_slope`: the gradients of the first timed call say the slope that a finite difference finds;
 * `own_autocast`, where a model trains under it: outputs and gradients are those without it, up to bfloat16;
 * `own_dropout`, where the call drops: it drops everywhere, without changing the mean, and where single draws can be
@@ -311,18 +312,33 @@ def _with_another_end(tensor: Tensor) -> Tensor:
 
 
 def _reach(first: FirstCall, given: Inputs, output: Tensor) -> list[str]:
-    """Count the tokens that some outputs depend on, and compare with a short call in the same mode."""
+    """Count the tokens that some outputs depend on, and which of the last outputs are zero, beside a short call."""
     short_len = _short_len(first)
     if not output.requires_grad or not short_len:
         return []
     with torch.enable_grad():
         short = _truncated(given, short_len).leaves()
-        expected = _num_reached(call(first.module, short), short, short_len)
+        short_output = call(first.module, short)
+        expected = _num_reached(short_output, short, short_len)
     reached = _num_reached(output, given, short_len)
     if reached < LEAST_REACH * expected:
         words = f"{NUM_ROWS} outputs depend on {reached} tokens; on {expected} of {short_len} in a shorter sequence"
         raise first.fault("own_reach", words)
+    written, wanted = _share_written(output, given), _share_written(short_output, short)
+    if written < LEAST_REACH * wanted:
+        words = f"{written:.0%} of the last {NUM_LAST} outputs are not zero; {wanted:.0%} in a shorter sequence"
+        raise first.fault("own_reach", words)
     return ["own_reach"]
+
+
+def _share_written(output: Tensor, inputs: Inputs) -> float:
+    """Return the share of the last outputs that are not all zero, padding left out; 1 where all of them are padding."""
+    is_written = output.detach()[..., -NUM_LAST:, :].ne(0).any(-1)  # [B, H, NUM_LAST] or [B, NUM_LAST]
+    mask = inputs.key_padding_mask
+    if mask is not None:
+        is_token = ~mask[:, -NUM_LAST:]
+        is_written = is_written[(is_token[:, None] if is_written.dim() == 3 else is_token).expand_as(is_written)]
+    return float(is_written.double().mean()) if is_written.numel() else 1.0
 
 
 def _num_reached(output: Tensor, given: Inputs, short_len: int) -> int:

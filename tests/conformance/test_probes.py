@@ -102,6 +102,13 @@ class ReadsPaddingWhenLong(Softmax):
         return super().attend(query, key, value, None if query.shape[-2] > FAR else mask)
 
 
+class LeavesItsLastBlockWhenLong(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output = super().attend(query, key, value, mask)
+        is_written = torch.arange(query.shape[-2]) < query.shape[-2] - 16 * (query.shape[-2] > FAR)
+        return output * is_written[:, None]
+
+
 @pytest.mark.parametrize(("beyond", "seq_len"), [(150, 256), (800, 1024), (1500, 2048)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sight_that_shortens_is_stopped_without_a_reference_or_a_promise(beyond, seq_len, is_causal):
@@ -151,6 +158,8 @@ def test_what_computes_less_at_long_lengths_is_stopped(cls, capabilities, check,
         (LosesAGradientWhenLong, "own_slope", {"pass_": "fwd_bwd"}),
         (LosesAGradientWhenLong, "own_slope", {"dtype": "bfloat16"}),
         (LeaksWhenLong, "own_causality", {"is_causal": True}),
+        (LeavesItsLastBlockWhenLong, "own_reach", {}),
+        (LeavesItsLastBlockWhenLong, "own_reach", {"has_padding": True, "batch_size": 2, "pass_": "infer"}),
         (ReadsPaddingWhenLong, "own_padding", {"has_padding": True, "batch_size": 2}),
         (ReadsPaddingWhenLong, "own_padding", {"has_padding": True, "batch_size": 2, "is_causal": True}),
         (LeaksWhenLong, "own_causality", {"has_padding": True, "batch_size": 2, "is_causal": True}),
