@@ -25,8 +25,8 @@ FAR = 1000  # beyond every length of the gate
 
 def checked(name: str, seq_len: int = LEN, **changes: Any) -> tuple[str, ...]:
     """Make the first call of a cell as its trial does; return what was checked."""
-    fields = {"scope": "attention", "pass_": "fwd_bwd", "dtype": "float32", "is_causal": False, "batch_size": 1}
-    fields |= changes
+    plain = {"scope": "attention", "pass_": "fwd_bwd", "dtype": "float32", "is_causal": False, "batch_size": 1}
+    fields: dict[str, Any] = plain | changes
     cell = Cell(
         kind="scaling",
         variant=name,
