@@ -175,6 +175,8 @@ def bigbird_bytes(shape: Shape, itemsize: int) -> int:
             "Global blocks in mode itc are the first g; the authors' code takes the first and the last block.",
             "The window is clipped at both ends of the sequence; the paper's figure of rolled blocks wraps around.",
             "Random blocks never repeat a window or global block, and are the same in training and in evaluation.",
+            "They come from the whole sequence; the authors' code takes its first 1024 tokens or 2 r + 5 blocks.",
+            "Dropout acts on attention weights; the authors' block-sparse code has none.",
             "Mode etc learns keys and values of extra tokens in each layer; nothing they gather reaches the next one.",
             "So in mode etc random blocks alone join distant positions, in a number of layers that grows as log L.",
             "Mode etc as in the paper, with tokens that live through all layers: put them first and use mode itc.",

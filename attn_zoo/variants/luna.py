@@ -122,6 +122,8 @@ def luna_projection_bytes(shape: Shape, itemsize: int) -> int:
             "The learned memory of the first layer has no sinusoidal positions added, as it has in the authors' code.",
             "The norm of the memory comes after its residual in models that normalise first, too.",
             "No dropout on what is added to the memory: a mixer knows only dropout on attention weights.",
+            "Packing has as many heads as unpacking, where the authors' code has a number for each.",
+            "The initialisation is that of all models; the authors' code draws most projections smaller.",
         ),
     ),
 )
