@@ -8,6 +8,7 @@ positions: a token id never says what is padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,13 +83,13 @@ class Feed:
     """A split on the training device, in its compact type.
 
     Args:
-        split: the examples.
-        lengths: the same as in `split`, on the host, where the width of a batch is decided.
+        tensors: of the split, by name. Not a `Split`, which would wait for the device to look at the lengths again.
+        lengths: the same on the host, where the width of a batch is decided.
         other_lengths: likewise of second sequences.
-        groups: the same as in `split`, on the host.
+        groups: of the examples, on the host alone, where scores are broken down.
     """
 
-    split: Split
+    tensors: Mapping[str, Tensor]
     lengths: Tensor
     other_lengths: Tensor | None = None
     groups: Tensor | None = None
@@ -128,18 +129,13 @@ class Batcher:
 
     def feed(self, split: Split) -> Feed:
         """Return the split ready for `batch`."""
-        # Groups stay on the host, where scores are broken down.
-        tensors = {name: tensor for name, tensor in split.tensors().items() if name != "groups"}
-        on_device = Split(**{name: tensor.to(self.device) for name, tensor in tensors.items()})
-        groups = None if split.groups is None else split.groups.cpu()
-        other_lengths = None if split.other_lengths is None else split.other_lengths.cpu()
-        return Feed(on_device, split.lengths.cpu(), other_lengths, groups)
+        on_device = {name: tensor.to(self.device) for name, tensor in split.tensors().items() if name != "groups"}
+        return Feed(on_device, split.lengths, split.other_lengths, split.groups)
 
     def batch(self, feed: Feed, rows: Tensor) -> Batch:
         """Return the given rows (indices on the host)."""
-        # Not as a `Split`, which would look at the lengths: no step waits for the device.
         on_device = send(rows, self.device)
-        picked = {name: tensor[on_device] for name, tensor in feed.split.tensors().items()}
+        picked = {name: tensor[on_device] for name, tensor in feed.tensors.items()}
         lengths = feed.lengths[rows]
         tokens, mask = self._padded(picked["tokens"], picked["lengths"], lengths)
         num_tokens, num_positions, width = int(lengths.sum(dtype=torch.int64)), tokens.numel(), tokens.shape[1]

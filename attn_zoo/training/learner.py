@@ -125,8 +125,7 @@ class Learner(AbstractLearner):
         self.model, self.optimizer = self.trainer.model.train(), self.trainer.optimizer
         self.feed: Feed = self.trainer.batcher.feed(_generated(spec, self.protocol, cell.seed))
         self._order = self.trainer.order(self.feed)
-        split = self.feed.split
-        self.data = (split.tokens, split.lengths, split.labels)
+        self.data = tuple(self.feed.tensors.values())
 
     def batch(self, step: int) -> Batch:
         """Return the batch of update `step` (1 is the first)."""

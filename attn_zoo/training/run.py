@@ -11,13 +11,14 @@ is looked at.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -158,25 +159,32 @@ def _train(
         pretrainer = make_pretrainer(config, batcher, protocol, seed=cell.seed, dtype=cell.dtype, ranks=ranks)
         pretrainer.check(objective.encoder(model))
     if hooks.before_training is not None:
-        for each in (trainer, pretrainer):
-            if each is not None:
-                hooks.before_training(each.model, batcher.has_mask)
+        hooks.before_training(model, batcher.has_mask)
+        if pretrainer is not None:
+            hooks.before_training(pretrainer.model, batcher.has_mask)
 
     identity = _identity(cell, task, protocol)
 
-    def phase(updater: Updater, name: PhaseName) -> _Phase:
-        path = None if checkpoint_dir is None else checkpoint_dir / f"{cell.key}.{name}.safetensors"
-        return _Phase(updater, name, path, f"{identity}/{name}", kernels, hooks)
+    def path(name: PhaseName) -> Path | None:
+        return None if checkpoint_dir is None else checkpoint_dir / f"{cell.key}.{name}.safetensors"
 
-    now, before = phase(trainer, "train"), None if pretrainer is None else phase(pretrainer, "pretrain")
+    def phase(updater: Updater, name: PhaseName) -> _Phase:
+        return _Phase(updater, name, path(name), f"{identity}/{name}", kernels, hooks)
+
+    now = phase(trainer, "train")
     num_params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     try:
         has_begun = now.resume()
         train = batcher.feed(_examples(task, "train"))
-        if pretrainer is not None and before is not None and not has_begun:
-            before.resume()
-            pretrainer.pretrain(train, objective.encoder(model), before.after_evaluation, before.after_step)
-            trainer.numbers.take_pretraining(pretrainer.numbers)
+        if pretrainer is not None:
+            if not has_begun:
+                before = phase(pretrainer, "pretrain")
+                before.resume()
+                pretrainer.pretrain(train, objective.encoder(model), before.after_evaluation, before.after_step)
+                trainer.numbers.take_pretraining(pretrainer.numbers)
+                del before
+            del pretrainer
+            gc.collect()  # it refers to itself; its model, optimiser and graphs are no part of what training takes
         trainer.train(train, batcher.feed(_examples(task, "validation")), now.after_evaluation, now.after_step)
         score = _score_on_test(task, trainer)
     except DivergedError as error:
@@ -185,9 +193,9 @@ def _train(
         if weights_path is not None:
             save_weights(weights_path, cell, config, model)
         result = TrainingResult(status="ok", score=score, kernels=tuple(kernels), num_params=num_params)
-    for ended in (now, before):
-        if ended is not None and ranks.is_first:
-            ended.forget()
+    for name in get_args(PhaseName):
+        if (saved := path(name)) is not None and ranks.is_first:
+            saved.unlink(missing_ok=True)
     return result
 
 
@@ -275,11 +283,6 @@ class _Phase:
             self.hooks.progress(
                 Progress(phase=self.name, step=step, num_steps=self.updater.num_steps, validation=validation)
             )
-
-    def forget(self) -> None:
-        """Remove the checkpoint."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
 
 
 def _identity(cell: Cell, task: AbstractTask, protocol: Protocol) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -139,14 +140,16 @@ def test_without_it_nothing_is_said_of_it():
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_training_begins_with_the_pretrained_weights(monkeypatch, pooling):
-    kept, begun = {}, {}
+    kept, begun, before = {}, {}, []
     pretrain, train = Pretrainer.pretrain, Trainer.train
 
     def note_pretrained(self, feed, encoder, *rest):
         pretrain(self, feed, encoder, *rest)
         kept.update({name: tensor.clone() for name, tensor in self.model.encoder_weights().items()})
+        before.extend(weakref.ref(part) for part in (self, self.model, self.optimizer))
 
     def note_begin(self, *rest):
+        assert [part() for part in before] == [None] * 3, "what pretrained takes memory from training"
         begun.update({name: tensor.clone() for name, tensor in self.model.encoder.state_dict().items()})
         train(self, *rest)
 

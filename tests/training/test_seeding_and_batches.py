@@ -214,13 +214,14 @@ def test_inputs_of_one_length_are_not_rounded_but_for_the_variant(multiple, pool
         assert batch.key_padding_mask.sum(1).tolist() == [14, 14]
 
 
-def test_a_batch_does_not_check_its_lengths_again(monkeypatch):
-    """On a GPU that would make the host wait for the device in every step."""
+def test_lengths_are_not_checked_again_on_a_device(monkeypatch):
+    """On a GPU that would make the host wait for the device, in every step if it were done for a batch."""
 
     def refuse(_: Split) -> None:
         raise AssertionError("a split was checked")
 
     batcher = Batcher(SPEC, resolve_protocol("cpu-small"), FULL, "cpu")
-    feed = batcher.feed(split_with([3, 20, 5, 40]))
+    split = split_with([3, 20, 5, 40])
     monkeypatch.setattr(Split, "__post_init__", refuse)
+    feed = batcher.feed(split)
     assert batcher.batch(feed, torch.tensor([2, 1])).tokens.sum(1).tolist() == [5, 20]
