@@ -57,8 +57,8 @@ def floor_words(name: str) -> str:
 def size_error(value: float, num_examples: int | None, metric: Metric) -> float | None:
     """Return the standard error of a score that comes from the size of the test set alone.
 
-    For a fraction of N examples it is sqrt(p (1 - p) / N); where an example has several scored items that is an upper
-    bound, since items of one example are not independent. None for metrics that are no fractions.
+    For a fraction of N examples it is sqrt(p (1 - p) / N), also where an example has several scored items: as if all of
+    one were right or wrong together, which is cautious. None for metrics that are no fractions.
     """
     if not num_examples or metric.is_lower_better or not 0.0 <= value <= 1.0:
         return None

@@ -42,7 +42,8 @@ class Difference:
         high: upper end.
         num_paired: common seeds.
         size_error: standard error that comes from the size of the test set, pairs of answers compared; None where
-            single answers were not kept.
+            single answers were not kept. Where an example has several scored items, they count as one answer: items
+            of one example are not independent.
     """
 
     mean: float
@@ -336,10 +337,13 @@ def pair(runs: Sequence[TrainingRun], others: Sequence[TrainingRun]) -> Differen
     error = None
     if all(first and len(first) == len(second) == len(marks[0][0]) for first, second in marks):
         gaps = np.mean([_digits(first) - _digits(second) for first, second in marks], axis=0)
-        error = float(gaps.std(ddof=1) / len(gaps) ** 0.5) if len(gaps) > 1 else None
-        if len(seeds) == 1:
+        count = min(len(gaps), own[seeds[0]].num_examples)
+        error = float(gaps.std(ddof=1) / count**0.5) if count > 1 else None
+        if len(seeds) == 1 and count == len(gaps):
             items = paired_difference(*marks[0])
             low, high = items.low, items.high
+        elif len(seeds) == 1 and error is not None:
+            low, high = mean - TWO_SIDED * error, mean + TWO_SIDED * error
     return Difference(mean=mean, low=low, high=high, num_paired=len(seeds), size_error=error)
 
 

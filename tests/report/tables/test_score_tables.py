@@ -97,17 +97,20 @@ def test_nothing_finished(tmp_path):
     assert accuracy_table(found).texts()[0][0] == "full"
 
 
+MORE = "1" * 140 + "0" * 60
+
+
 def test_a_difference_counts_only_beyond_seeds_and_test_set(tmp_path):
     same = "1" * 100 + "0" * 100
 
-    def run(variant, seed, value, correct):
-        return accuracy(variant, seed, value, score={"correct": correct})
+    def run(variant, seed, value, correct, num_examples=200):
+        return accuracy(variant, seed, value, score={"correct": correct, "num_examples": num_examples})
 
     records = [run("full", seed, 0.5, same) for seed in range(3)]
     # Constant over seeds, but on other examples altogether: 0.05 is within what 200 examples can do by chance.
     records += [run("bigbird", seed, 0.55, "0" * 90 + "1" * 110) for seed in range(3)]
     # The same 40 examples more, every time.
-    records += [run("linformer", seed, 0.7, "1" * 140 + "0" * 60) for seed in range(3)]
+    records += [run("linformer", seed, 0.7, MORE) for seed in range(3)]
     found, scores = group(tmp_path, records)
     assert scores["bigbird"].difference.low == scores["bigbird"].difference.high == pytest.approx(0.05)
     assert not scores["bigbird"].difference.is_settled
@@ -115,6 +118,12 @@ def test_a_difference_counts_only_beyond_seeds_and_test_set(tmp_path):
     said = " ".join(accuracy_findings(found))
     assert "linformer better by 20.0 points (3 seeds)" in said
     assert "; bigbird not told apart from it by 3 seeds." in said
+    # Items of one example are not independent: 200 of 10 examples are not 200 answers.
+    runs = [run(name, 0, value, marks, 10) for name, value, marks in (("full", 0.5, same), ("linformer", 0.7, MORE))]
+    _, scores = group(tmp_path / "items", runs)
+    difference = scores["linformer"].difference
+    assert difference.size_error == pytest.approx((0.2 * 0.8 * 200 / 199 / 10) ** 0.5)
+    assert (difference.low, difference.high) == pytest.approx((-0.049, 0.449), abs=1e-3)
 
 
 def test_fewer_than_three_seeds_settle_nothing(tmp_path):
