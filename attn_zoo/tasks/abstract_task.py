@@ -245,23 +245,6 @@ class AbstractTask(ABC):
         """Return a short name for each of the tokens `[L]`, as a figure labels positions; by default the id itself."""
         return [str(token) for token in tokens.tolist()]
 
-    def check(self, name: SplitName) -> None:
-        """Raise `ValueError` if the split does not keep what `spec` promises."""
-        split, spec = self.split(name), self.spec
-        if len(split) and not 0 <= int(split.tokens.min()) <= int(split.tokens.max()) < spec.vocab_size:
-            raise ValueError(f"{self.name}: token ids must be below vocab_size = {spec.vocab_size}")
-        if split.tokens.shape[1] > spec.max_seq_len:
-            raise ValueError(f"{self.name}: rows of {split.tokens.shape[1]} exceed max_seq_len = {spec.max_seq_len}")
-        positions = torch.arange(split.tokens.shape[1])
-        padding = positions >= split.lengths.long()[:, None]
-        if bool((split.tokens[padding] != spec.pad_id).any()):
-            raise ValueError(f"{self.name}: positions beyond the length must hold pad_id = {spec.pad_id}")
-        width = 0 if split.groups is None else split.groups.shape[1]
-        if width != len(spec.group_axes):
-            raise ValueError(f"{self.name}: groups must have a column for each of {spec.group_axes}; got {width}")
-        if not spec.has_padding and bool(padding.any()):
-            raise ValueError(f"{self.name}: has_padding is False but rows differ in length")
-
 
 def export_jsonl(split: Split, out: Path, *, group_axes: Sequence[str] = ()) -> list[Path]:
     """Write one JSON object per example: `tokens`, `length`, `label`, and where there are any `other_tokens`, `groups`.

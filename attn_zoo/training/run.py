@@ -28,9 +28,10 @@ from attn_zoo.kernels.trace import recording
 from attn_zoo.model import Denoiser, ModelConfig
 from attn_zoo.records import Cell, Score, Status
 from attn_zoo.registry import tasks
-from attn_zoo.tasks import AbstractTask, Split, SplitName, TaskSpec
+from attn_zoo.tasks import AbstractTask, TaskSpec
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.floors.lookup_rules import floors_of, references_of
+from attn_zoo.tasks.promises import checked_split
 from attn_zoo.training.batches import Batch, Batcher, Feed, send
 from attn_zoo.training.checkpoint import Numbers
 from attn_zoo.training.evaluation import breakdown
@@ -175,7 +176,7 @@ def _train(
     num_params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     try:
         has_begun = now.resume()
-        train = batcher.feed(_examples(task, "train"))
+        train = batcher.feed(checked_split(task, "train"))
         if pretrainer is not None:
             if not has_begun:
                 before = phase(pretrainer, "pretrain")
@@ -185,7 +186,7 @@ def _train(
                 del before
             del pretrainer
             gc.collect()  # it refers to itself; its model, optimiser and graphs are no part of what training takes
-        trainer.train(train, batcher.feed(_examples(task, "validation")), now.after_evaluation, now.after_step)
+        trainer.train(train, batcher.feed(checked_split(task, "validation")), now.after_evaluation, now.after_step)
         score = _score_on_test(task, trainer)
     except DivergedError as error:
         result = TrainingResult(status="diverged", reason=str(error), kernels=tuple(kernels), num_params=num_params)
@@ -199,20 +200,12 @@ def _train(
     return result
 
 
-def _examples(task: AbstractTask, name: SplitName) -> Split:
-    """Return a split; raise `ConfigError` if it is empty."""
-    split = task.split(name)
-    if not len(split):
-        raise ConfigError(f"{task.name} {task.level}", [(name, "expected examples; there are none")])
-    return split
-
-
 def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:
     """Score the selected weights on test, which nothing else reads; a loss that is not finite has diverged.
 
     Of several ranks the first gives the score.
     """
-    feed = trainer.batcher.feed(_examples(task, "test"))
+    feed = trainer.batcher.feed(checked_split(task, "test"))
     test = trainer.evaluate(feed, is_test=True)
     numbers, spec, protocol = trainer.numbers, task.spec, trainer.protocol
     if not math.isfinite(test.loss):

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from attn_zoo.errors import ConfigError
 from attn_zoo.tasks import AbstractTask, Split, TaskSpec
+from attn_zoo.tasks.promises import checked_split
 
 SPEC = TaskSpec(vocab_size=5, num_classes=2, max_seq_len=3, metric="accuracy", chance=0.5, kind="classification")
 
@@ -64,22 +66,64 @@ def test_one_of_two_second_tensors_is_refused():
         dataclasses.replace(split_of(), other_tokens=torch.tensor([[7], [8]]))
 
 
-def test_check_accepts_what_is_right():
-    task_with(split_of()).check("train")
+def changed_spec(**changes) -> TaskSpec:
+    return dataclasses.replace(SPEC, **changes)
+
+
+PAIR, TOKENS = changed_spec(kind="pair", other_max_seq_len=2), changed_spec(kind="token_classification")
+SEQ2SEQ = changed_spec(kind="seq2seq", num_classes=10, other_max_seq_len=2)
+
+
+def two(labels, other=((4, 0), (3, 3))) -> Split:
+    return dataclasses.replace(
+        split_of(labels=labels), other_tokens=torch.tensor(other), other_lengths=torch.tensor([1, 2])
+    )
+
+
+@pytest.mark.parametrize(
+    ("split", "spec"),
+    [
+        (split_of(), SPEC),
+        (two((0, 1)), PAIR),
+        (split_of(labels=((0, 1, -100), (-100, 1, 1))), TOKENS),
+        (two(((9, -100), (0, -100)), other=((9, 0), (3, 3))), SEQ2SEQ),
+    ],
+)
+def test_what_keeps_its_promises_is_returned(split, spec):
+    assert checked_split(task_with(split, spec), "train") is split
 
 
 @pytest.mark.parametrize(
     ("split", "spec", "message"),
     [
-        (split_of(tokens=((1, 2, 0), (5, 1, 1))), SPEC, "below vocab_size"),
-        (split_of(), dataclasses.replace(SPEC, max_seq_len=2), "exceed max_seq_len"),
-        (split_of(tokens=((1, 2, 3), (4, 1, 1))), SPEC, "pad_id"),
-        (split_of(), dataclasses.replace(SPEC, has_padding=False), "has_padding"),
+        (split_of(tokens=((1, 2, 0), (5, 1, 1))), SPEC, "tokens: expected ids from 0 to 4; got 0 to 5"),
+        (split_of(tokens=((1, -1, 0), (4, 1, 1))), SPEC, "tokens: expected ids from 0 to 4; got -1 to 4"),
+        (split_of(), changed_spec(max_seq_len=2), "tokens: expected rows of at most 2; got 3"),
+        (split_of(tokens=((1, 2, 3), (4, 1, 1))), SPEC, "tokens: expected pad_id = 0 beyond"),
+        (split_of(), changed_spec(has_padding=False), "tokens: has_padding is False, but rows differ in length"),
+        (split_of(), changed_spec(group_axes=("depth",)), "groups: expected a column for each of"),
+        (split_of(), PAIR, "a task of kind pair has also other_tokens"),
+        (two((0, 1)), SPEC, "a task of kind classification has no other_tokens"),
+        (two((0, 1), other=((5, 0), (3, 3))), PAIR, "other_tokens: expected ids from 0 to 4; got 0 to 5"),
+        (two((0, 1)), dataclasses.replace(PAIR, other_max_seq_len=1), "other_tokens: expected rows of at most 1"),
+        (two((0, 1), other=((4, 4), (3, 3))), PAIR, "other_tokens: expected pad_id"),
+        (split_of(labels=(0, 2)), SPEC, "labels: expected classes from 0 to 1; got 0 to 2"),
+        (split_of(labels=(0, -100)), SPEC, "labels: expected classes from 0 to 1; got -100 to 0"),
+        (split_of(labels=((0, 1, 1), (0, 1, 1))), SPEC, r"labels: expected \[2\] for a task of kind classification"),
+        (split_of(labels=(0, 1)), TOKENS, r"labels: expected \[2, 3\] for a task of kind token_classification"),
+        (split_of(labels=((0, 1, 1), (-100, 1, 1))), TOKENS, "labels: expected -100 beyond the length"),
+        (split_of(labels=((0, 2, -100), (0, 1, 1))), TOKENS, "labels: expected classes from 0 to 1; got 0 to 2"),
+        (two(((9, 9), (0, -100))), SEQ2SEQ, "labels: expected -100 beyond the length"),
     ],
 )
-def test_check_notices_broken_promises(split, spec, message):
-    with pytest.raises(ValueError, match=message):
-        task_with(split, spec).check("train")
+def test_a_broken_promise_is_named(split, spec, message):
+    with pytest.raises(ConfigError, match=f"some one: train: {message}"):
+        checked_split(task_with(split, spec), "train")
+
+
+def test_all_broken_promises_are_named_at_once():
+    with pytest.raises(ConfigError, match="2 problems"):
+        checked_split(task_with(split_of(tokens=((1, 2, 0), (5, 1, 1)), labels=(0, 2))), "train")
 
 
 def test_the_digest_changes_with_the_level():

@@ -15,6 +15,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.tasks import SplitName
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.byte_lm import TEXT, ByteLanguageModelling, ByteLevel
+from attn_zoo.tasks.promises import checked_split
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 CONTENT = bytes(np.random.default_rng(3).choice(np.frombuffer(b"abcdefg \n\xc3", np.uint8), 3_001))
@@ -41,7 +42,7 @@ def test_every_byte_is_predicted_exactly_once_from_the_one_before(folder, level)
     task = ByteLanguageModelling(level, data_dir=folder)
     predicted = []
     for name in SPLITS:
-        task.check(name)
+        checked_split(task, name)
         split = task.split(name)
         assert (split.lengths == task.spec.max_seq_len).all()
         for tokens, labels in zip(split.tokens.tolist(), split.labels.tolist(), strict=True):

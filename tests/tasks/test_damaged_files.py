@@ -16,6 +16,7 @@ from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
 from attn_zoo.tasks.expressions import Grammar
 from attn_zoo.tasks.listops import ListOpsLevel, generate_splits, write_tsv
+from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from tests.tasks.tables import NAMES, png, write_pictures, write_reviews
 from tests.tasks.test_image import CLASSES
@@ -108,7 +109,7 @@ def read_all(task: str, level: str, folder: Path) -> None:
     tasks[task].digest(level, data_dir=folder)
     for name in SPLITS:
         assert len(made.split(name)) > 0
-        made.check(name)
+        checked_split(made, name)
 
 
 def refusal(task: str, level: str, folder: Path) -> str | None:

@@ -16,6 +16,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
 from attn_zoo.tasks.image import PICTURES, Image, block_picture, grey_levels, halved
+from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from attn_zoo.training.protocol import resolve_protocol
 from tests.tasks.sources.local_server import serve
@@ -58,7 +59,7 @@ def test_it_is_registered_and_keeps_the_contract(folder):
     for level in Image.levels:
         task = tasks["image"](level, data_dir=folder)
         for name in SPLITS:
-            task.check(name)
+            checked_split(task, name)
         assert [len(task.split(name)) for name in SPLITS] == [27, 3, 12]
 
 

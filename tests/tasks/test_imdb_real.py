@@ -13,6 +13,7 @@ from attn_zoo.tasks import Split, SplitName
 from attn_zoo.tasks.byte_text import VOCAB_SIZE, text_of
 from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
 from attn_zoo.tasks.imdb_pairs import FILMS, ImdbPairs
+from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.text import REVIEWS, Text, read_reviews
 
 FOLDER = Path(os.environ.get("ATTN_ZOO_DATA") or "no-folder")
@@ -77,7 +78,7 @@ def test_validation_is_a_stratified_tenth_and_disjoint():
         assert 0.4 < float(changes) < 0.6  # shuffled
     assert not texts_of(train) & texts_of(validation)
     for name in SPLITS:
-        task.check(name)
+        checked_split(task, name)
 
 
 @needs_reviews
@@ -94,7 +95,7 @@ def test_pairs_of_films_hold_no_hint_but_the_pairing():
     task = ImdbPairs("short", data_dir=FOLDER)
     assert len(task.split("train")) > 40_000
     for name in SPLITS:
-        task.check(name)
+        checked_split(task, name)
         assert float(task.split(name).labels.float().mean()) == 0.5
     floors = task.floors()
     error = 0.5 / np.sqrt(len(task.split("test")))

@@ -20,6 +20,7 @@ from attn_zoo.tasks.expressions import OPERATORS, Grammar, draw_trees
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits, padded, read_tsv, show_tokens, write_tsv
+from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.sources.tensor_cache import cache_dir, cached_tensors
 from attn_zoo.training.protocol import resolve_protocol
 from tests.tasks.evaluators import by_stack, recursive
@@ -51,7 +52,7 @@ def test_it_is_registered_and_keeps_the_contract():
     assert issubclass(task_class, AbstractTask)
     task = task_class("short")
     for name in SPLITS:
-        task.check(name)
+        checked_split(task, name)
         assert len(task.split(name)) == task.config.count(name)
         assert task.split(name).tokens.dtype == torch.uint8
 
@@ -211,7 +212,7 @@ def test_published_files_are_read_from_data_dir(tmp_path, with_level):
         write_tsv(folder / file, rows, drawn[name].labels.tolist())
     task = ListOps("lra_release", data_dir=tmp_path / "data")
     for name in SPLITS:
-        task.check(name)
+        checked_split(task, name)
         assert strings(task.split(name)) == strings(drawn[name])
         assert torch.equal(task.split(name).labels, drawn[name].labels)
     before = ListOps.digest("lra_release", data_dir=folder)

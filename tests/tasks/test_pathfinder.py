@@ -16,6 +16,7 @@ from attn_zoo.tasks.abstract_task import Split
 from attn_zoo.tasks.contours.geometry import Scene
 from attn_zoo.tasks.contours.pictures import draw_pictures
 from attn_zoo.tasks.pathfinder import LEVELS, Pathfinder, PathfinderLevel, pathfinder_floors
+from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from tests.tasks.test_pathfinder_files import write_folder
 
@@ -79,7 +80,7 @@ def test_drawn_levels_keep_the_contract(few):
     for name in ("short", "32", "64"):
         task = Pathfinder(name)
         for split in SPLITS:
-            task.check(split)
+            checked_split(task, split)
             found = task.split(split)
             assert len(found) == few[name].count(split)
             assert (found.lengths == task.spec.max_seq_len).all()
@@ -112,7 +113,7 @@ def test_pictures_of_the_original_are_shared_out(few, original):
     assert sorted(numbers.tolist()) == list(range(50))
     assert numbers.tolist() != list(range(50))
     for name in SPLITS:
-        task.check(name)
+        checked_split(task, name)
         assert torch.equal(parts[name].labels, parts[name].tokens[:, 0] % 2)
 
 
@@ -140,7 +141,7 @@ def test_published_pictures_are_shared_out_without_empty_files(few, tmp_path, ca
     assert "1 empty files skipped" in capsys.readouterr().err
     labels = {picture.tobytes(): label for picture, label in zip(drawn.pixels, drawn.labels, strict=True)}
     for name in SPLITS:
-        task.check(name)
+        checked_split(task, name)
         for tokens, label in zip(task.split(name).tokens.numpy(), task.split(name).labels, strict=True):
             assert labels.pop(tokens.tobytes()) == label
     assert list(labels) == [drawn.pixels[4].tobytes()]

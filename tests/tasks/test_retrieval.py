@@ -11,6 +11,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import SplitName
 from attn_zoo.tasks.byte_text import text_of
+from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.retrieval import PAPERS, Retrieval, RetrievalLevel, read_pairs
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 from attn_zoo.training.protocol import resolve_protocol
@@ -56,7 +57,7 @@ def test_it_is_registered_and_keeps_the_contract(folder):
     for level in Retrieval.levels:
         task = tasks["retrieval"](level, data_dir=folder)
         for name, count in zip(SPLITS, (20, 6, 8), strict=True):
-            task.check(name)
+            checked_split(task, name)
             assert len(task.split(name)) == count
     assert (task.spec.kind, task.spec.other_max_seq_len, task.spec.max_seq_len) == ("pair", 4_000, 4_000)
 
@@ -87,7 +88,7 @@ def test_texts_may_be_empty_or_not_utf8(folder):
     path = folder / "tsv_data" / PAPERS.files["test"]
     path.write_bytes(b"1.0\ta\tb\t\t\xe9t\xe9\n")
     task = Retrieval("4000", data_dir=folder)
-    task.check("test")
+    checked_split(task, "test")
     assert texts_of(task.split("test"), 0) == (" ", "\ufffdt\ufffd")
 
 

@@ -185,6 +185,14 @@ def test_test_is_read_once_and_only_at_the_end(toy, monkeypatch):
 def test_a_split_without_examples_is_named(toy, monkeypatch, name):
     monkeypatch.setattr(toy, "sizes", {**toy.sizes, name: 0})
     with pytest.raises(ConfigError, match=f"toy plain: {name}: expected examples; there are none"):
+        run_training(cell(num_steps=1))
+
+
+def test_a_task_that_breaks_its_word_is_not_scored(toy, monkeypatch):
+    """Without a mask, what fills the rows would be read and pooled: a wrong score, and nothing would say so."""
+    spec = toy.spec.fget
+    monkeypatch.setattr(toy, "spec", property(lambda self: dataclasses.replace(spec(self), has_padding=False)))
+    with pytest.raises(ConfigError, match="toy plain: train: tokens: has_padding is False, but rows differ in length"):
         run_training(cell())
 
 

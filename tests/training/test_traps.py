@@ -184,6 +184,7 @@ def test_what_stands_in_padding_changes_nothing(toy, monkeypatch, level, variant
         )
 
     monkeypatch.setattr(toy, "split", with_garbage)
+    monkeypatch.setattr("attn_zoo.training.run.checked_split", with_garbage)  # which would not let it pass
     assert (toy(level).split("train").tokens == 0).sum() == 0
     dirty = scored(level, variant=variant)
     for one, two in zip(clean.curve, dirty.curve, strict=True):
