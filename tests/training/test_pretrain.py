@@ -140,7 +140,8 @@ def test_without_it_nothing_is_said_of_it():
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_training_begins_with_the_pretrained_weights(monkeypatch, pooling):
-    kept, begun, before = {}, {}, []
+    kept, begun = {}, {}
+    before: list[weakref.ref[object]] = []
     pretrain, train = Pretrainer.pretrain, Trainer.train
 
     def note_pretrained(self, feed, encoder, *rest):

@@ -47,15 +47,24 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from making the same file; the lock ends with the process, however it ends."""
+    """Keep other processes from making the same file; the lock ends with the process, however it ends.
+
+    A process that the maker started does not wait, for the maker may be waiting for it: one that draws runs a script
+    without a main guard from its beginning, and comes to the same data.
+    """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # where no lock can be had, each makes its own: slower, not wrong
             path.parent.mkdir(parents=True, exist_ok=True)
             name = path.with_name(f".{path.name}.lock")
-            lock = stack.enter_context(name.open("ab"))
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            stack.callback(name.unlink, missing_ok=True)  # who waits holds the file itself, and then finds the data
+            lock = stack.enter_context(name.open("a+b"))
+            lock.seek(0)
+            if lock.read() != b"%d" % os.getppid():
+                if fcntl is not None:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                stack.callback(name.unlink, missing_ok=True)  # who waits holds the file itself, and then finds the data
+                lock.truncate(0)
+                lock.write(b"%d" % os.getpid())
+                lock.flush()
         yield
 
 
