@@ -80,5 +80,5 @@ def _problems_of_labels(split: Split, spec: TaskSpec) -> Iterator[str]:
 def _holds_in_padding(values: Tensor, lengths: Tensor, fill: int) -> bool:
     """Tell whether rows `[N, L]` hold anything but `fill` beyond their lengths; some rows at a time, to save memory."""
     place = torch.arange(values.shape[1])
-    parts = zip(values.split(_ROWS_AT_ONCE), lengths.long().split(_ROWS_AT_ONCE), strict=True)
+    parts = zip(torch.split(values, _ROWS_AT_ONCE), torch.split(lengths.long(), _ROWS_AT_ONCE), strict=True)
     return any(bool(((rows != fill) & (place >= ends[:, None])).any()) for rows, ends in parts)

@@ -14,7 +14,7 @@ from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch, tmp_path) -> Path:
+def folder(monkeypatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path))
     return tmp_path
 
