@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,13 +81,12 @@ class FakeOtherTask(FakeTask):
     name: ClassVar[str] = "fake_other_task"
 
 
-def register(name: str, *, causal: bool = True, cross_attention: bool = True):
+def register(name: str, **capabilities: Any):
     """Register under `name` with harmless claims."""
+    able = dict.fromkeys(("bidirectional", "causal", "cross_attention", "key_padding_mask", "is_exact"), True)
     return register_attention(
         name,
-        capabilities=Capabilities(
-            bidirectional=True, causal=causal, cross_attention=cross_attention, key_padding_mask=True, is_exact=True
-        ),
+        capabilities=Capabilities(**{**able, **capabilities}),
         complexity=Complexity(
             time="B H L S D", memory="B H L S", time_exponent=2, memory_exponent=2, sequential_ops="1", max_path="1"
         ),
@@ -210,6 +209,11 @@ class RankKilled(Plain):
 @register("fake_train_one_way", causal=False, cross_attention=False)
 class OneWay(Plain):
     """Declares that it is bidirectional only."""
+
+
+@register("fake_train_by_threes", key_padding_mask=False, seq_len_multiple=3)
+class ByThrees(Plain):
+    """Takes lengths that are multiples of 3, and no padding."""
 
 
 @register("fake_train_no_cross", cross_attention=False)

@@ -247,13 +247,16 @@ def _known_of(task: str, level: str, data_dir: Path | None) -> _Known:
 
 def _refusal(cell: Cell, spec: TaskSpec) -> Refusal | None:
     """Return what the variants of a training, or training itself, refuse."""
+    from attn_zoo.training.batches import Batcher
     from attn_zoo.training.protocol import require, resolve_protocol
 
     assert cell.task is not None and cell.protocol is not None  # noqa: PT018  an accuracy cell has both
     settings = tasks[cell.task].settings.get(cell.protocol)
     protocol = resolve_protocol(cell.protocol, task_settings=settings, overrides=cell.overrides)
     try:
-        require(cell, spec, protocol, has_mask=spec.has_padding)
+        # A multiple of a length, or a CLS vector, may need padding that the task has not.
+        batcher = Batcher(spec, protocol, capabilities_of(cell.variant, cell.options), cell.device)
+        require(cell, spec, protocol, has_mask=batcher.has_mask)
     except UnsupportedError as error:
         return (error.capability, error.reason)
     return None

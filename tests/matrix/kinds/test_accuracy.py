@@ -89,6 +89,13 @@ def test_direction_is_the_tasks_own_unless_it_leaves_the_choice():
     ]
 
 
+def test_padding_that_only_the_variant_needs_is_refused_in_the_plan():
+    """A task of 8 tokens without padding is one of 9 with padding to a variant that works by threes."""
+    (item,) = training_plan(["fake_train_by_threes"]).cells
+    assert item.refusal is not None
+    assert item.refusal[0] == "key_padding_mask"
+
+
 def test_an_encoder_decoder_needs_a_causal_form_and_cross_attention():
     (item,) = training_plan(["fake_train_one_way"], level="copy").cells
     assert item.refusal == ("causal", "fake_train_one_way: no causal form")
