@@ -197,7 +197,9 @@ _PLACE = re.compile(r"[\w.]+\.py:\d+\)")
 
 def print_checks(results: Checks) -> None:
     """Print one line per check, and beneath the table what failed with its smallest example."""
-    print_table(f"Conformance of {results.variant}", ("check", "outcome", "why"), results.rows())
+    told = {result.check for result in results.failed}
+    rows = [(name, outcome, "see below" if name in told else why) for name, outcome, why in results.rows()]
+    print_table(f"Conformance of {results.variant}", ("check", "outcome", "why"), rows)
     out.print()
     faults: dict[str, list[CheckResult]] = {}
     for result in results.failed:  # whatever raises at one place is one fault, which most checks meet

@@ -152,6 +152,11 @@ gc.freeze()
     return f"ended the process at import, with exit code {answer.returncode}"
 
 
+def is_trial() -> bool:
+    """Tell whether this process only tries whether something can be imported."""
+    return _TRIAL in os.environ
+
+
 def tried_imports() -> dict[str, str]:
     """Return variables for the environment of child processes that ask for the variants too."""
     tried = {**json.loads(os.environ.get(_TRIED, "{}")), **_tried}
@@ -185,7 +190,7 @@ def discover(group: str, guard: Guard, timeout_s: float = IMPORT_TIMEOUT_S) -> l
     package = importlib.import_module(group)
     for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__) if not info.ispkg):
         importlib.import_module(f"{group}.{module}")  # our own: a failure here is a bug and must be loud
-    if _TRIAL in os.environ:  # a module on trial that asks for the variants must not be blamed for its neighbours
+    if is_trial():  # a module on trial that asks for the variants must not be blamed for its neighbours
         return failures
     for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
         failures += _load_entry_point(entry, guard, timeout_s)
@@ -218,7 +223,7 @@ def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT
             expendable, which then needs no trial.
 
     Raises:
-        ConfigError: the file is missing, or raises, exits or hangs when imported.
+        ConfigError: the file is missing, or raises, exits or hangs when imported; or the guard refuses it.
     """
     path = Path(path).resolve()
     if not path.is_file() or path.suffix != ".py":
@@ -240,8 +245,12 @@ def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, (KeyboardInterrupt, ConfigError)):
+        if isinstance(error, KeyboardInterrupt):
             raise
         lines = [frame.lineno for frame in extract_tb(error.__traceback__) if Path(frame.filename) == path]
         where = f" (line {lines[-1]})" if lines else ""
+        if isinstance(error, ConfigError):  # of the registry: what this file registers, or of something that it calls
+            if error.source != path.name:
+                raise
+            raise ConfigError(str(path), [(key, f"{text}{where}") for key, text in error.problems]) from error
         raise ConfigError(str(path), [("", f"cannot be imported: {_reason(error)}{where}")]) from error

@@ -129,6 +129,9 @@ class Capabilities:
     why: Mapping[str, str] = field(default_factory=lambda: _NO_REASONS)
 
     def __post_init__(self) -> None:
+        for name in self.why:
+            if name not in (known := list(self.__dataclass_fields__)):
+                raise UnknownNameError("capability in why", name, known)
         if self.decode != "none" and (self.causal == "masked" or self.has_carry):
             what = "routing that sees the future" if self.causal == "masked" else "a carry between layers"
             raise ValueError(f"decode: {what} cannot be decoded step by step; expected 'none', got {self.decode!r}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
 
-from attn_zoo.discovery import IMPORT_TIMEOUT_S, LoadFailure, discover, import_file, is_entry_point
+from attn_zoo.discovery import IMPORT_TIMEOUT_S, LoadFailure, discover, import_file, is_entry_point, is_trial
 from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO, Capabilities, Complexity, Form, Reference, Shape
 from attn_zoo.typed_code import has_changed, is_typed, write_typed
@@ -220,6 +220,18 @@ class Registry(Generic[_Entry]):
         del self._entries[name], self._providers[name]
         self._plain_files.pop(name, None)
 
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Forget what the block registered when it fails; what discovery found meanwhile stays."""
+        before, was_discovered = set(self._entries), self._is_discovered
+        try:
+            yield
+        except BaseException:
+            for name in set(self._entries) - before:
+                if was_discovered or name in self._plain_files:
+                    self._forget(name)
+            raise
+
     def add(self, name: str, entry: _Entry, provider: str, plain_file: str = "") -> None:
         """Register `entry`; a name that is taken is an error that names both providers.
 
@@ -233,6 +245,8 @@ class Registry(Generic[_Entry]):
             raise ConfigError(
                 provider, [("", f"{self.kind} name must be lower-case letters, digits and '_'; got {name!r}")]
             )
+        if plain_file and not is_trial():
+            self._load()  # so that a name that is taken is refused here, where it can be changed
         if name in self._entries and not (is_typed(plain_file) and is_typed(self._plain_files.get(name, ""))):
             raise ConfigError(
                 provider,
@@ -281,13 +295,8 @@ class Registry(Generic[_Entry]):
 @contextmanager
 def all_or_nothing() -> Iterator[None]:
     """Forget what the block registered when it fails: half a provider is none."""
-    before = variants.names, tasks.names
-    try:
+    with variants.all_or_nothing(), tasks.all_or_nothing():
         yield
-    except BaseException:
-        variants.keep_only(before[0])
-        tasks.keep_only(before[1])
-        raise
 
 
 variants: Registry[Variant] = Registry(
@@ -305,9 +314,19 @@ def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> N
             expendable, which then needs no trial.
 
     Raises:
-        ConfigError: the file is missing, or raises, exits or hangs when imported.
+        ConfigError: the file is missing, registers nothing, or raises, exits or hangs when imported.
     """
-    import_file(path, all_or_nothing, timeout_s)
+    import_file(path, partial(_something_or_nothing, Path(path).name), timeout_s)
+
+
+@contextmanager
+def _something_or_nothing(provider: str) -> Iterator[None]:
+    before = variants.names, tasks.names
+    with all_or_nothing():
+        yield
+        if (variants.names, tasks.names) == before:
+            how = "decorate a class with register_attention, register_mixer or register_task"
+            raise ConfigError(provider, [("", f"registers no variant and no task: {how}")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +417,7 @@ def _register(
                 origin.provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")]
             )
         variant = describe(cls)(name=name, provider=origin.provider, source=origin.source, no_source=origin.no_source)
-        if problems := _problems(cls, root, variant.capabilities):
+        if problems := _wrong_types(variant) or _problems(cls, root, variant.capabilities):
             raise ConfigError(origin.provider, problems)
         variants.add(name, variant, origin.provider, origin.source if origin.is_plain else "")
         cls.variant = variant  # type: ignore[attr-defined]
@@ -407,12 +426,37 @@ def _register(
     return decorate
 
 
-def _problems(cls: Any, root: Any, can: Capabilities) -> list[tuple[str, str]]:
-    """Return what could never be called: no direction, and methods without a keyword that the contract gives them."""
+def _wrong_types(variant: Variant) -> list[tuple[str, str]]:
+    """Return what is not of the type that it is read as, later and far from the file that said it."""
     problems = []
+    config: Any = variant.config
+    if not (isinstance(config, type) and issubclass(config, VariantConfig)):
+        problems.append(("config", f"expected a class derived from VariantConfig; got {config!r}"))
+    elif inspect.get_annotations(config) and "__dataclass_fields__" not in vars(config):
+        how = "@dataclass(frozen=True, kw_only=True, slots=True)"
+        problems.append((config.__name__, f"expected {how} before it, without which it has no options"))
+    for name, kind in (("capabilities", Capabilities), ("complexity", Complexity), ("reference", Reference)):
+        record: Any = getattr(variant, name)
+        if not isinstance(record, kind):
+            problems.append((name, f"expected {kind.__name__}(...); got {record!r}"))
+            continue
+        try:
+            make_config(kind, {item.name: getattr(record, item.name) for item in fields(record)}, name)
+        except ConfigError as error:
+            problems += [(f"{name}.{path}", text) for path, text in error.problems]
+    return problems
+
+
+def _problems(cls: Any, root: Any, can: Capabilities) -> list[tuple[str, str]]:
+    """Return what could never be called: no direction, no method, and methods without a keyword of the contract."""
+    problems = [
+        (cls.__name__, f"expected a method {name}, which {root.__name__} leaves to it; it has none")
+        for name in sorted(cls.__abstractmethods__)
+    ]
     if not (can.bidirectional or can.causal):
         problems.append(("capabilities", "expected bidirectional or causal, without which nothing can be built"))
-    wanted = [("reference", "routing", "as route is overridden")] if cls.route is not root.route else []
+    wanted = [("forward", "key_padding_mask", "as every call gives it"), ("reference", "key_padding_mask", "likewise")]
+    wanted += [("reference", "routing", "as route is overridden")] if cls.route is not root.route else []
     wanted += [(method, "carry", "as has_carry is declared") for method in ("forward", "reference") if can.has_carry]
     for method, keyword, why in wanted:
         function = getattr(cls, method)

@@ -52,6 +52,8 @@ def ${name}_flops(shape: Shape) -> int:
         cross_attention=True,
         key_padding_mask=True,
         attention_dropout=False,
+        is_permutation_invariant=True,  # the order of the keys does not matter; leave it out where it does
+        is_padding_invariant=True,  # nor does how much padding follows them
         why={"attention_dropout": "not written yet", "decode": "not written yet", "grouped_query": "not written yet"},
     ),
     complexity=Complexity(

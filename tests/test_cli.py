@@ -130,15 +130,19 @@ def test_a_new_variant_passes_its_checks_before_it_is_touched(call, tmp_path, mo
 
 
 @pytest.mark.usefixtures("forget")
-def test_a_leak_into_the_past_is_named(call, tmp_path, monkeypatch):
+def test_what_a_new_file_forgets_is_named(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call("new", "leaky")
-    path = tmp_path / "leaky.py"
-    path.write_text(path.read_text().replace("is_causal=self.build.is_causal,", "is_causal=False,"))
-    answer = call("check", "leaky", "--variant-file", str(path))
-    assert answer.code == 1
-    assert re.search(r"causality\s+FAILED", answer.out)
-    assert "smallest example" in answer.out
+    for name, right, wrong, check in (
+        ("leaky", "is_causal=self.build.is_causal,", "is_causal=False,", "causality"),
+        ("unpadded", "key_padding_mask=key_padding_mask,", "key_padding_mask=None,", "padding_length"),
+    ):
+        call("new", name)
+        path = tmp_path / f"{name}.py"
+        path.write_text(path.read_text().replace(right, wrong))
+        answer = call("check", name, "--variant-file", str(path), "--only", check)
+        assert answer.code == 1
+        assert re.search(rf"{check}\s+FAILED", answer.out)
+        assert "smallest example" in answer.out
 
 
 def test_what_raises_at_one_place_is_told_once(capsys):
@@ -149,7 +153,10 @@ def test_what_raises_at_one_place_is_told_once(capsys):
     results = Checks(failed)
     results.variant = "mine"
     print_checks(results)
-    told = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    table, _, below = capsys.readouterr().out.partition("\n\n")
+    assert table.count("see below") == len(failed)
+    assert "IndexError" not in table, "nor in the table"
+    told = below.splitlines()
     assert [line.partition(":")[0] for line in told[:-1]] == ["modes, causality", "dropout", "decode", "carry"]
 
 

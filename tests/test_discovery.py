@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import textwrap
 import time
@@ -215,8 +216,37 @@ def test_a_file_that_hangs_is_given_up(tmp_path):
 def test_a_taken_name_in_a_file_names_both(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(VARIANT.format(name="full"))
-    with pytest.raises(ConfigError, match=r"mine\.py: variant 'full' is already registered by attn_zoo"):
-        load_file(path)
+    message = r"mine\.py: variant 'full' is already registered by attn_zoo; choose another name \(line 5\)$"
+    with pytest.raises(ConfigError, match=message):
+        load_file(path, None)
+
+
+def test_a_file_that_is_loaded_before_anything_is_looked_up_takes_no_name_and_no_other(tmp_path):
+    """Its own registration discovers the others: it is refused, not they, and they stay when it fails."""
+    path = tmp_path / "mine.py"
+    path.write_text(VARIANT.format(name="full"))
+    program = f"""
+from attn_zoo import ConfigError, list_variants, load_file
+try:
+    load_file({str(path)!r}, None)
+except ConfigError as error:
+    print(error)
+print("linformer" in list_variants())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said, others = done.stdout.splitlines()
+    assert said.startswith(f"{path}: variant 'full' is already registered by attn_zoo")
+    assert others == "True"
+
+
+def test_a_file_that_registers_nothing_is_refused_and_can_be_mended(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("x = 1")
+    with pytest.raises(ConfigError, match=r"mine\.py: registers no variant and no task: decorate a class with"):
+        load_file(path, None)
+    path.write_text(TASK.format(name="mended"))
+    load_file(path, None)
+    assert "mended" in tasks
 
 
 def test_a_plain_file_that_raises_is_named_with_its_line(tmp_path):

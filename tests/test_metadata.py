@@ -105,3 +105,8 @@ def test_records_are_frozen():
 def test_a_shape_calls_its_query_length_seq_len():
     shape = Shape(batch_size=1, num_heads=2, num_kv_heads=2, query_len=3, key_len=4, head_dim=5)
     assert shape.seq_len == 3
+
+
+def test_a_reason_for_what_is_no_capability_would_never_be_said():
+    with pytest.raises(UnknownNameError, match="capability in why 'groupd_query'; did you mean 'grouped_query'"):
+        replace(EVERYTHING, why={"groupd_query": "not written yet"})

@@ -159,6 +159,44 @@ def test_methods_without_the_keywords_of_the_contract_are_refused():
     assert variants["routing"].attention is Routing
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": "x"}, "config: expected a class derived from VariantConfig; got 'x'"),
+        ({"capabilities": None}, r"capabilities: expected Capabilities\(\.\.\.\); got None"),
+        ({"capabilities": replace(CARD["capabilities"], causal="yes")}, r"capabilities\.causal.*got 'yes'"),
+        ({"complexity": replace(CARD["complexity"], time_exponent="2")}, r"complexity\.time_exponent: .*; got '2'"),
+        ({"complexity": replace(CARD["complexity"], flops=12)}, r"complexity\.flops: .*callable; got 12"),
+        ({"reference": replace(CARD["reference"], year="2026")}, r"reference\.year: .*integer; got '2026'"),
+    ],
+)
+def test_what_is_said_of_a_variant_has_its_type(change, message):
+    with pytest.raises(ConfigError, match=message):
+        register_attention("said_wrong", **{**CARD, **change})(Copying)
+    assert "said_wrong" not in variants
+
+
+def test_a_class_that_could_never_be_called_and_options_that_nobody_would_see_are_refused():
+    class Empty(AbstractAttention):
+        pass
+
+    class Blind(AbstractAttention):
+        def forward(self, query, key, value):
+            return query
+
+    class Undecorated(VariantConfig):
+        proj_len: int = 8
+
+    for cls, card, message in (
+        (Empty, CARD, "Empty: expected a method forward, which AbstractAttention leaves to it"),
+        (Blind, CARD, r"Blind\.forward: expected the keyword key_padding_mask, as every call gives it"),
+        (Copying, {**CARD, "config": Undecorated}, r"Undecorated: expected @dataclass\(frozen=True"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            register_attention("uncalled", **card)(cls)
+    assert "uncalled" not in variants
+
+
 def test_a_taken_variant_name_is_refused():
     with pytest.raises(ConfigError, match="'full' is already registered by attn_zoo"):
         register_attention("full", **CARD)(Copying)

@@ -56,6 +56,9 @@ class _Bound(nn.Module):
         if self.variant is not None:
             self.variant.capabilities_of(self.config).require(self.variant.name, request)
 
+    def _refuse_output(self, output: object) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}.forward: expected to return a tensor; got {type(output).__name__}")
+
     def _refuse_decode(self) -> NoReturn:
         """Raise `UnsupportedError`: for the variant's reason, or because the class has no state."""
         self._refuse(Request(is_causal=self.build.is_causal, is_cross=self.build.is_cross, needs_decode=True))
@@ -227,6 +230,8 @@ class AbstractAttention(_Bound, ABC):
             self._check(query, key, value, key_padding_mask)
             self._remember(signature)
         output: Tensor = super().__call__(query, key, value, key_padding_mask=key_padding_mask)
+        if not isinstance(output, Tensor):
+            self._refuse_output(output)
         return output
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
@@ -391,6 +396,8 @@ class AbstractMixer(_Bound, ABC):
             output = super().__call__(hidden, context=context, key_padding_mask=key_padding_mask)
             if isinstance(output, Mixed):
                 raise TypeError(f"{type(self).__name__}: returns Mixed without declaring has_carry")
+            if not isinstance(output, Tensor):
+                self._refuse_output(output)
             return Mixed(output)
         if carry is None:
             carry = self.init_carry(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)

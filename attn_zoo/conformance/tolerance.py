@@ -44,12 +44,15 @@ def allowing(factor: float) -> Iterator[None]:
 def strain(results: Sequence[Tensor], run: Callable[[float], Sequence[Tensor]]) -> float:
     """Return how many times more results move with their inputs than tolerances leave room for, 1 at least.
 
-    Results that jump, or are others at every call, are not smooth: of these 1 is returned, whatever moves them.
+    Results that jump, are others at every call or not finite, are not smooth: of these 1 is returned, whatever moves
+    them.
 
     Args:
         results: what `run` makes of inputs and parameters as they are.
         run: makes results in float64 from inputs and parameters that are all changed by this share of themselves.
     """
+    if not all(result.isfinite().all() for result in results):
+        return 1.0
     nudged = run(_STEP)
     slopes = [_slope(change, result) for change, result in zip(nudged, results, strict=True)]
     if max(slopes) <= 1.0:

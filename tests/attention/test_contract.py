@@ -191,6 +191,14 @@ def test_a_class_that_is_not_registered_checks_shapes_and_refuses_nothing():
     module._refuse(Request(is_causal=True))
 
 
+@pytest.mark.parametrize(("base", "output"), [(AbstractAttention, None), (AbstractMixer, (0, 1))])
+def test_what_is_no_tensor_is_not_returned(base, output):
+    cls = type("Wrong", (base,), {"forward": lambda self, *inputs, **named: output})
+    inputs = [heads()] * 3 if base is AbstractAttention else [torch.zeros(3, 4, 8)]
+    with pytest.raises(TypeError, match=f"Wrong.forward: expected to return a tensor; got {type(output).__name__}"):
+        cls(None, context())(*inputs)
+
+
 def test_abstract_classes_cannot_be_made():
     for abstract in (AbstractAttention, AbstractMixer):
         with pytest.raises(TypeError, match="abstract"):

@@ -155,6 +155,8 @@ def _expect_causal(module: Module, subject: Subject, build: BuildContext, length
         _expect_causal_gradient(module, single.repeated(len(cuts)), cuts, offset)
         return
     output = infer(module, replace(batch, tensors=tuple(tensors)))
+    if not output[0].isfinite().all():
+        raise Violation("the output is not finite for ordinary inputs", single.words())
     tolerance = rounding(output[0], single.num_terms)  # a row's place decides in which order its sums run
     for entry, position in enumerate(positions, start=1):
         seen, unchanged = (output[index, ..., : position - offset, :] for index in (entry, 0))

@@ -44,6 +44,17 @@ def test_a_fourier_transform_leaves_rounding_in_the_future(cls, outcome):
             gate(name, {}, BuildContext(embed_dim=32, num_heads=2, max_seq_len=64, is_causal=True), seq_len=64)
 
 
+class NotFinite(SoftmaxMixer):
+    def forward(self, hidden: Tensor, *, context: Any = None, key_padding_mask: Any = None) -> Tensor:
+        return hidden / 0.0
+
+
+def test_what_is_not_finite_is_no_leak():
+    with registered(Broken(cls=NotFinite, check="", capabilities=CAUSAL)) as name:
+        (result,) = run_checks(name, checks=["causality"])
+    assert result.message == "the output is not finite for ordinary inputs"
+
+
 class RaisesInBatchesOfThree(SoftmaxMixer):
     def forward(self, hidden: Tensor, *, context: Any = None, key_padding_mask: Any = None) -> Tensor:
         if len(hidden) == 3:
