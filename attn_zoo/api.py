@@ -265,6 +265,7 @@ def _measure(
     engine: Engine,
     *,
     retry: Iterable[str] | str,
+    time_limit_min: float | None,
     data_dir: str | Path | None,
     track: str | None,
     progress: bool,
@@ -278,6 +279,8 @@ def _measure(
     if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "").startswith("attn_zoo.matrix.cell."):
         text = "loading a variant's source starts a run: define the class outside of the function that calls run"
         raise ConfigError("run", [("", text)])
+    if time_limit_min is not None and not (isinstance(time_limit_min, int | float) and time_limit_min >= 0):
+        raise ConfigError("time_limit_min", [("", f"expected minutes, 0 or more; got {time_limit_min!r}")])
     for status in _listed(retry):
         if status not in STATUSES:
             raise UnknownNameError("status", status, STATUSES)
@@ -287,6 +290,7 @@ def _measure(
             Store(folder),
             engine=engine,
             retry_statuses=_listed(retry),
+            time_limit_min=time_limit_min,
             progress=make_progress() if progress else Progress(),
             data_dir=_path(data_dir),
             **options,
@@ -331,6 +335,8 @@ def plan(
     most = MAX_CELLS if allow_cells is None else allow_cells
     if isinstance(matrix, Mapping):
         read = parse_matrix(matrix, "matrix", allow_cells=most)
+    elif not isinstance(matrix, str | os.PathLike):
+        raise ConfigError("matrix", [("", f"expected a TOML file, a shipped name or a dict; got {matrix!r}")])
     else:
         read = load_matrix(matrix, allow_cells=most)
     planned = make_plan(
@@ -357,7 +363,10 @@ def _listed(given: Any) -> list[Any]:
 def _name_of(cls: type) -> str:
     variant = getattr(cls, "variant", None)
     if variant is None:
-        raise ConfigError(cls.__name__, [("", "expected a registered variant: decorate it with register_attention")])
+        raise ConfigError(
+            getattr(cls, "__name__", repr(cls)),
+            [("", "expected a registered variant: decorate it with register_attention")],
+        )
     return str(variant.name)
 
 
@@ -381,6 +390,7 @@ def _device(name: str, is_remote: bool = False) -> str:
         UnknownNameError: there is no device of this name.
         UnsupportedError: it is not here.
     """
+    name = str(name)  # of a torch.device too
     if name not in DEVICES:
         meant = _MEANT.get(name.casefold())
         hint = f"; did you mean {meant!r}?" if meant else suggestion(name, DEVICES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import tomllib
 from contextlib import redirect_stdout
@@ -17,7 +19,8 @@ from attn_zoo.cli_data import data
 from attn_zoo.cli_maps import maps
 from attn_zoo.cli_options import AsJson, DataDir, VariantFiles, load_files
 from attn_zoo.cli_results import results
-from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError
+from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError
+from attn_zoo.whole_files import DISK_FULL
 
 if TYPE_CHECKING:
     from attn_zoo.displays import Run
@@ -45,13 +48,22 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that knows Latin-1 only
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where it can still be said that it failed
     except AttnZooError as error:
         console.err.print(str(error), markup=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # `attn-zoo list | head`
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, not into a trace
+        console.err.print(f"standard output: cannot be written: {error.strerror}")
+        sys.exit(StoreError.exit_code)
     except KeyboardInterrupt:
         console.err.print("interrupted")
         sys.exit(130)
@@ -357,13 +369,13 @@ def new(
     if name == "matrix":
         path = new_matrix(matrix or "my-matrix", folder, like)
         console.say(f"wrote {path}")
-        console.say(f"next: attn-zoo plan {path}")
+        console.say(f"next: attn-zoo plan {shlex.quote(str(path))}")
         return
     if matrix is not None:
         raise ConfigError("new", [("", f"expected one name, or `new matrix {matrix}`; got {name!r} before it")])
     path = new_variant(name, folder)
     console.say(f"wrote {path}")
-    console.say(f"next: attn-zoo check {name} --variant-file {path}")
+    console.say(f"next: attn-zoo check {name} --variant-file {shlex.quote(str(path))}")
 
 
 @app.command(hidden=True)

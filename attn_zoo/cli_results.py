@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -147,12 +148,14 @@ def verify(source: Source, as_json: AsJson = False) -> None:
         by_check = {name: [fault for fault in faults if fault.check == name] for name in CHECKS}
         counts = {name: len(found) for name, found in by_check.items()}
         most = MOST_LINES // max(1, sum(map(bool, counts.values())))
-        shown = [fault for found in by_check.values() for fault in found[:most]]
+        reasons = {name: set(list(dict.fromkeys(fault.text for fault in by_check[name]))[:most]) for name in by_check}
+        shown = [fault for name, found in by_check.items() for fault in found if fault.text in reasons[name]]
+        hidden = len(faults) - len(shown)
         if shown:
-            console.print_reasons((fault.check, clean(fault.text), clean(fault.where)) for fault in shown)
+            hidden += console.print_reasons((fault.check, clean(fault.text), clean(fault.where)) for fault in shown)
             console.out.print()
-        if len(shown) < len(faults):
-            console.say(f"{len(shown)} of {len(faults):,} shown; --json has all")
+        if hidden:
+            console.say(f"{len(faults) - hidden} of {len(faults):,} shown; --json has all")
         console.say("; ".join(f"{name}: {f'{count} wrong' if count else 'passed'}" for name, count in counts.items()))
     raise typer.Exit(int(bool(faults)))
 
@@ -166,7 +169,7 @@ def share(
     from attn_zoo.report.units import human_bytes
 
     path = api.share(folder, out)
-    console.say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {path} opens it")
+    console.say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {shlex.quote(str(path))} opens it")
 
 
 @results.command()
@@ -177,7 +180,7 @@ def merge(
     out: Annotated[Path, typer.Option(help="Results folder to make.", show_default=False)],
 ) -> None:
     """Make one results folder of the shards of one plan; refuse unlike plans and cells that were measured twice."""
-    console.say(f"wrote {api.merge(sources, out)}; next: attn-zoo status {out}")
+    console.say(f"wrote {api.merge(sources, out)}; next: attn-zoo status {shlex.quote(str(out))}")
 
 
 @results.command()

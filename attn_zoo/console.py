@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -273,18 +274,29 @@ def print_summary(summary: Summary) -> None:
         kept = f"; {summary.num_repeats} of their repeats are kept" if summary.num_repeats else ""
         out.print(f"the same command goes on from here{kept}")
     elif summary.counts:
-        out.print(f"next: attn-zoo report {escape(str(summary.folder))}", soft_wrap=True)
+        out.print(f"next: attn-zoo report {escape(shlex.quote(str(summary.folder)))}", soft_wrap=True)
 
 
-def print_reasons(found: Iterable[tuple[str, str, str]]) -> None:
-    """Print (what, why, where) as one paragraph for each reason: beside every place it would wrap in a terminal."""
+MOST_ALIKE = 20
+"""Places that a terminal shows of one reason."""
+
+
+def print_reasons(found: Iterable[tuple[str, str, str]]) -> int:
+    """Print (what, why, where) as one paragraph for each reason: beside every place it would wrap in a terminal.
+
+    Returns:
+        How many places are not shown, as many have the same reason.
+    """
     places: dict[tuple[str, str], list[str]] = {}
     for what, why, where in found:
         places.setdefault((what, why), []).append(where)
     for (what, why), alike in places.items():
         out.print(f"\n[bold]{what}[/bold]: {escape(why)}")
-        for where in alike:
-            out.print(f"  {escape(where)}")
+        for where in alike[:MOST_ALIKE]:
+            out.print(f"  {escape(where)}", soft_wrap=True)
+        if len(alike) > MOST_ALIKE:
+            out.print(f"  and {len(alike) - MOST_ALIKE:,} more")
+    return sum(max(0, len(alike) - MOST_ALIKE) for alike in places.values())
 
 
 def print_standing(now: Standing, ceilings: Sequence[str], folder: Path) -> None:
@@ -308,4 +320,4 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path) -> None
     if now.doubt:
         out.print(escape(now.doubt))
     if any(record.status not in {"ok", "unsupported"} for record in now.done):
-        out.print(f"next: attn-zoo retry {escape(str(folder))}", soft_wrap=True)
+        out.print(f"next: attn-zoo retry {escape(shlex.quote(str(folder)))}", soft_wrap=True)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
+from threading import RLock
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -196,15 +197,17 @@ class Registry(Generic[_Entry]):
     _providers: dict[str, str] = field(default_factory=dict)
     _plain_files: dict[str, str] = field(default_factory=dict)
     _is_discovered: bool = False
+    _lock: RLock = field(default_factory=RLock)
 
     def _load(self) -> None:
-        if not self._is_discovered:
-            self._is_discovered = True  # set first: a module being discovered may look names up itself
-            try:
-                self.failures.extend(self.discover())
-            except BaseException:
-                self._is_discovered = False  # the next look-up must fail as loudly, not find an empty registry
-                raise
+        with self._lock:  # other threads wait for all of it
+            if not self._is_discovered:
+                self._is_discovered = True  # set first: a module being discovered may look names up itself
+                try:
+                    self.failures.extend(self.discover())
+                except BaseException:
+                    self._is_discovered = False  # the next look-up must fail as loudly, not find an empty registry
+                    raise
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 
@@ -127,5 +128,7 @@ def _write(path: Path, text: str) -> Path:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # half a file, of a full disk
         raise ConfigError("new", [("", f"cannot write {path}: {error.strerror}")]) from error
     return path

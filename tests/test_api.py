@@ -77,6 +77,14 @@ def test_a_class_that_is_not_registered_says_so():
         api.plan(matrix(), variants=Plain)
 
 
+def test_a_dict_may_say_in_pythons_words_what_a_file_says():
+    import torch
+
+    plain = api.plan(matrix(seq_len=[16, 17], passes=["fwd"]), device="cpu")
+    pythonic: Any = torch.device("cpu")
+    assert api.plan(matrix(seq_len=range(16, 18), passes=("fwd",)), device=pythonic).cells == plain.cells
+
+
 def test_matrices_run_by_name_and_by_path():
     assert {"quick", "scaling-cpu"} <= set(shipped_matrices())
     for name, path in shipped_matrices().items():
@@ -109,6 +117,9 @@ def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
         (lambda: attn_zoo.run("quick", shard="3"), ConfigError, "expected I/N"),
         (lambda: attn_zoo.run("quick", variants="ful"), UnknownNameError, "did you mean 'full'"),
         (lambda: attn_zoo.run("quick", only="nothing/*"), ConfigError, r"no cell matches nothing/\*"),
+        (lambda: attn_zoo.run("quick", variants=[3]), ConfigError, "3: expected a registered variant"),  # type: ignore[list-item]
+        (lambda: attn_zoo.run("quick", time_limit_min=-1), ConfigError, "expected minutes, 0 or more; got -1"),
+        (lambda: attn_zoo.run(None), ConfigError, "expected a TOML file, a shipped name or a dict; got None"),  # type: ignore[arg-type]
         (lambda: attn_zoo.check("linfromer"), UnknownNameError, "did you mean 'linformer'"),
         (lambda: attn_zoo.check("full", only="casuality"), UnknownNameError, "did you mean 'causality'"),
         (lambda: attn_zoo.check("full", device="gpu"), ConfigError, "did you mean 'cuda'"),

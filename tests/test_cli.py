@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -202,6 +203,14 @@ def test_new_refuses_what_exists(call, tmp_path, monkeypatch):
     assert "exists" in answer.err
     assert (tmp_path / "mine.py").read_text() == "keep me"
 
+    def fill(path, text, **options):
+        path.write_bytes(text.encode()[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    assert "cannot write half.py: No space left on device" in call("new", "half").err
+    assert not (tmp_path / "half.py").exists()
+
 
 @pytest.mark.parametrize(
     ("content", "expected"),
@@ -341,6 +350,15 @@ def test_a_terminal_that_knows_latin_1_only_is_served(command):
     done = subprocess.run(line, env=environment, capture_output=True, check=False)
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
     assert done.stdout.decode("latin-1")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", [["list", "tasks"], ["list", "tasks", "--json"]])
+def test_output_into_a_full_disk_is_one_message(command):
+    with Path("/dev/full").open("w") as full:
+        line = [sys.executable, "-m", "attn_zoo", *command]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (4, "standard output: cannot be written: No space left on device\n")
 
 
 def test_a_broken_matrix_is_reported_whole_and_nothing_is_written(call, tmp_path, monkeypatch):

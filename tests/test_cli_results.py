@@ -73,8 +73,9 @@ def test_of_very_many_cells_and_faults_a_terminal_shows_some_and_says_so(call, t
     assert checked.code == 1
     assert "cells/half.json" in checked.out, "no check crowds out another"
     assert checked.out.count("without a correctness") == 1, "one reason is said once"
-    assert checked.out.count("  v/scaling/fwd/") == 100
-    assert "101 of 251 shown; --json has all" in checked.out
+    assert checked.out.count("  v/scaling/fwd/") == 20
+    assert "  and 230 more\n" in checked.out
+    assert "21 of 251 shown; --json has all" in checked.out
     assert len(json.loads(call("verify", "many", "--json").out)) == 251
 
     compared = call("compare", "many", "slow", "--fail-above", "5%")
@@ -155,9 +156,11 @@ def test_shards_are_merged(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "one", [scaling("v", 512)])
     write_run(tmp_path / "two", [scaling("v", 1024)])
-    assert call("merge", "one", "two", "--out", "all").code == 0
-    assert len(list((tmp_path / "all" / "cells").iterdir())) == 2
-    again = call("merge", "one", "two", "--out", "all")
+    done = call("merge", "one", "two", "--out", "all of it")
+    assert done.code == 0
+    assert done.out.endswith("next: attn-zoo status 'all of it'\n"), "as a shell takes it"
+    assert len(list((tmp_path / "all of it" / "cells").iterdir())) == 2
+    again = call("merge", "one", "two", "--out", "all of it")
     assert (again.code, "exists already" in again.err) == (2, True)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from threading import Event, Thread
 from typing import Any, Literal
 
 import pytest
@@ -106,6 +108,23 @@ def test_a_failed_discovery_is_not_taken_for_an_empty_registry():
             len(registry)
 
 
+def test_a_thread_waits_for_what_another_discovers():
+    has_begun = Event()
+
+    def discover():
+        has_begun.set()
+        time.sleep(0.1)
+        registry.add("one", 1, "me")
+        return []
+
+    registry: Registry[int] = Registry("thing", "things list", discover)
+    other = Thread(target=lambda: len(registry))
+    other.start()
+    has_begun.wait()
+    assert registry["one"] == 1
+    other.join()
+
+
 # --- registration ---
 
 
@@ -181,7 +200,7 @@ def test_a_class_that_could_never_be_called_and_options_that_nobody_would_see_ar
         pass
 
     class Blind(AbstractAttention):
-        def forward(self, query, key, value):
+        def forward(self, query, key, value):  # type: ignore[override]
             return query
 
     class Undecorated(VariantConfig):

@@ -59,10 +59,11 @@ class BuildContext:
             "seed",
         )
         wrong = [name for name in sizes if type(getattr(self, name)) is not int]
-        if wrong:
-            raise ConfigError(
-                "BuildContext", [(name, f"expected an integer; got {getattr(self, name)!r}") for name in wrong]
-            )
+        is_no_bool = [name for name in ("is_causal", "is_cross") if type(getattr(self, name)) is not bool]
+        if wrong or is_no_bool:
+            expected = dict.fromkeys(wrong, "an integer") | dict.fromkeys(is_no_bool, "True or False")
+            problems = [(name, f"expected {what}; got {getattr(self, name)!r}") for name, what in expected.items()]
+            raise ConfigError("BuildContext", problems)
         problems = [
             (name, f"expected at least {least}; got {getattr(self, name)}")
             for least, names in (

@@ -37,6 +37,7 @@ def test_defaults_follow_from_the_sizes():
         ({"embed_dim": "32"}, "embed_dim: expected an integer; got '32'"),
         ({"num_heads": 4.0}, r"num_heads: expected an integer; got 4\.0"),
         ({"seed": True}, "seed: expected an integer; got True"),
+        ({"is_causal": "no"}, "is_causal: expected True or False; got 'no'"),
     ],
 )
 def test_impossible_sizes_are_refused(changes, message):

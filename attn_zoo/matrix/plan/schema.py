@@ -105,6 +105,7 @@ def load_matrix(path: Path | str, *, allow_cells: int = MAX_CELLS) -> Matrix:
 
 def parse_matrix(data: Mapping[str, Any], source: str, *, allow_cells: int = MAX_CELLS) -> Matrix:
     """Return the matrix that plain data describe; `source` starts the message. The rest is as in `load_matrix`."""
+    data = {key: _as_toml(value) for key, value in data.items()}
     defaults, problems = _defaults(data.get("defaults", {}))
     resolved: dict[str, Any] = {key: value for key, value in data.items() if key != "defaults"}
     resolved["source"] = source
@@ -133,6 +134,13 @@ def parse_matrix(data: Mapping[str, Any], source: str, *, allow_cells: int = MAX
     if problems or matrix is None:
         raise ConfigError(source, list(dict.fromkeys(problems)))
     return matrix
+
+
+def _as_toml(value: Any) -> Any:
+    """Return lists and dicts where Python has what amounts to them; all else as it is, for the models to refuse."""
+    if isinstance(value, Mapping):
+        return {key: _as_toml(each) for key, each in value.items()}
+    return [_as_toml(each) for each in value] if isinstance(value, list | tuple | range) else value
 
 
 def restore_matrix(stored: Mapping[str, Any]) -> Matrix:
