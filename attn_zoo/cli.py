@@ -24,6 +24,7 @@ from attn_zoo.whole_files import DISK_FULL
 
 if TYPE_CHECKING:
     from attn_zoo.displays import Run
+    from attn_zoo.registry import Registry
 
 app = typer.Typer(
     name="attn-zoo",
@@ -93,6 +94,8 @@ def list_command(
     as_json: AsJson = False,
 ) -> None:
     """List what there is by name: variants, tasks, matrices, protocols, checks."""
+    from attn_zoo.registry import tasks, variants
+
     load_files(files)
     if what != "variants":
         rows = _summaries(what)
@@ -100,16 +103,20 @@ def list_command(
             console.print_json([{"name": name, "summary": summary} for name, summary in rows])
         else:
             console.print_table("", (_LISTS[what], "what it is"), rows)
+            console.print_failures(_failures(tasks) if what == "tasks" else [])
         return
     from attn_zoo.attention import describe
-    from attn_zoo.registry import variants
 
     infos = [describe(name) for name in variants]
-    failures = [(failure.provider, failure.reason) for failure in variants.failures]
     if as_json:
-        console.print_json({"variants": [console.variant_data(info) for info in infos], "failures": failures})
+        found = [console.variant_data(info) for info in infos]
+        console.print_json({"variants": found, "failures": _failures(variants)})
     else:
-        console.print_variants(infos, failures)
+        console.print_variants(infos, _failures(variants))
+
+
+def _failures(registry: Registry[Any]) -> list[tuple[str, str]]:
+    return [(failure.provider, failure.reason) for failure in registry.failures]
 
 
 _LISTS = {"tasks": "task", "matrices": "matrix", "protocols": "protocol", "checks": "check"}

@@ -88,6 +88,13 @@ def _mark(answer: bool | str) -> str:
     return answer if isinstance(answer, str) else "yes" if answer else "-"
 
 
+def print_failures(failures: Sequence[tuple[str, str]]) -> None:
+    """Print which providers could not be loaded, and why; nothing where all were."""
+    if failures:
+        out.print()
+        print_table("Could not be loaded", ("provider", "reason"), failures)
+
+
 def print_variants(infos: Sequence[VariantInfo], failures: Sequence[tuple[str, str]]) -> None:
     """Print what is registered, and what could not be loaded with the reason."""
     rows = [
@@ -103,9 +110,7 @@ def print_variants(infos: Sequence[VariantInfo], failures: Sequence[tuple[str, s
         for info in infos
     ]
     print_table("", ("variant", "time", "causal", "cross", "padding", "decode", "what it is"), rows)
-    if failures:
-        out.print()
-        print_table("Could not be loaded", ("provider", "reason"), failures)
+    print_failures(failures)
 
 
 def print_variant(info: VariantInfo) -> None:

@@ -279,7 +279,10 @@ class Registry(Generic[_Entry]):
     def __getitem__(self, name: str) -> _Entry:
         self._load()
         if name not in self._entries:
-            raise UnknownNameError(self.kind, name, sorted(self._entries), f"{self.see} shows all {len(self._entries)}")
+            failed = ", ".join(sorted({failure.provider for failure in self.failures}))
+            why = f", and why {failed} could not be loaded" if failed else ""
+            see = f"{self.see} shows all {len(self._entries)}{why}"
+            raise UnknownNameError(self.kind, name, sorted(self._entries), see)
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:

@@ -167,7 +167,7 @@ ENVIRONMENT = Environment(host="simulated", platform="", cpu="", num_cores=16, m
 def some_timing(seconds: float) -> Timing:
     samples = tuple(1e3 * seconds / 60 * (1 + 0.001 * index) for index in range(60))
     middle = samples[30]
-    summary = {"median_ms": middle, "q1_ms": middle, "q3_ms": middle, "low_ms": middle, "high_ms": middle}
+    summary: dict[str, Any] = dict.fromkeys(("median_ms", "q1_ms", "q3_ms", "low_ms", "high_ms"), middle)
     return Timing(samples_ms=samples, **summary, first_ms=middle, num_warmup=3, inner_loops=1, timer="cuda_event")
 
 

@@ -121,7 +121,11 @@ def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
         (lambda: attn_zoo.run("quick", time_limit_min=-1), ConfigError, "expected minutes, 0 or more; got -1"),
         (lambda: attn_zoo.run(None), ConfigError, "expected a TOML file, a shipped name or a dict; got None"),  # type: ignore[arg-type]
         (lambda: attn_zoo.check("linfromer"), UnknownNameError, "did you mean 'linformer'"),
-        (lambda: attn_zoo.check("full", only="casuality"), UnknownNameError, "did you mean 'causality'"),
+        (
+            lambda: attn_zoo.check("full", only="casuality"),
+            UnknownNameError,
+            r"mean 'causality'\?  \(attn-zoo list checks shows",
+        ),
         (lambda: attn_zoo.check("full", device="gpu"), ConfigError, "did you mean 'cuda'"),
         (lambda: attn_zoo.load(), ConfigError, "expected at least one results folder"),
         (lambda: attn_zoo.load("nowhere"), StoreError, "nowhere: not a results folder: no such directory"),

@@ -18,8 +18,9 @@ import attn_zoo
 from attn_zoo import api, cli
 from attn_zoo.conformance import CheckResult
 from attn_zoo.console import print_checks
+from attn_zoo.discovery import LoadFailure
 from attn_zoo.displays import Checks
-from attn_zoo.registry import variants
+from attn_zoo.registry import tasks, variants
 from tests.report.synthetic import scaling, write_run
 from tests.test_discovery import VARIANT
 
@@ -40,8 +41,13 @@ def test_list_as_json_is_machine_readable(call):
     assert data["failures"] == []
 
 
-def test_list_tasks(call):
-    assert "listops" in call("list", "tasks").out
+def test_lists_of_tasks_and_variants_say_what_could_not_be_loaded(call, monkeypatch):
+    for what, registry, known in (("tasks", tasks, "listops"), ("variants", variants, "full")):
+        assert known in registry
+        monkeypatch.setattr(registry, "failures", [LoadFailure(provider="broken_package", reason="ValueError: no")])
+        out = call("list", what).out
+        assert known in out
+        assert re.search("broken_package +ValueError: no", out), what
 
 
 def test_the_version_is_that_of_the_package(call):

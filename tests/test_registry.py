@@ -83,6 +83,12 @@ def test_unknown_names_name_near_matches_and_the_command():
         registry.remove("other")
 
 
+def test_an_unknown_name_may_be_that_of_a_provider_that_could_not_be_loaded():
+    registry, _ = new_registry([LoadFailure(provider="broken (broken.one)", reason="ValueError: no")])
+    with pytest.raises(UnknownNameError, match=r"things list shows all 0, and why broken \(broken\.one\) could not be"):
+        _ = registry["mine"]
+
+
 def test_names_are_listed_sorted_and_discovered_once():
     registry, calls = new_registry([LoadFailure(provider="broken", reason="ValueError: no")])
     for name in ("b", "a"):

@@ -44,7 +44,7 @@ def find_checks(names: Iterable[str] | None) -> tuple[Check, ...]:
     wanted, known = list(names), [check.name for check in CHECKS]
     for name in wanted:
         if name not in known:
-            raise UnknownNameError("check", name, known, "attn_zoo.conformance.CHECKS has them all")
+            raise UnknownNameError("check", name, known, f"attn-zoo list checks shows all {len(known)}")
     return tuple(check for check in CHECKS if check.name in wanted)
 
 
