@@ -328,7 +328,7 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
             {"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": ceilings}
         )
     else:
-        console.print_standing(now, [ceilings_text(one) for one in store.ceilings()], folder)
+        console.print_standing(now, [ceilings_text(one) for one in store.ceilings()], folder, files or [])
 
 
 @app.command()

@@ -304,8 +304,11 @@ def print_reasons(found: Iterable[tuple[str, str, str]]) -> int:
     return sum(max(0, len(alike) - MOST_ALIKE) for alike in places.values())
 
 
-def print_standing(now: Standing, ceilings: Sequence[str], folder: Path) -> None:
-    """Print what a results folder has, what failed with which reason, what is left, and what its machines could do."""
+def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: Sequence[Path]) -> None:
+    """Print what a results folder has, what failed with which reason, what is left, and what its machines could do.
+
+    `files` were loaded for this, and are for what is done next.
+    """
     counts = Counter(record.status for record in now.done)
     print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
     failed = [(record.status, record.reason, record.cell.id) for record in now.done if record.status != "ok"]
@@ -325,4 +328,5 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path) -> None
     if now.doubt:
         out.print(escape(now.doubt))
     if any(record.status not in {"ok", "unsupported"} for record in now.done):
-        out.print(f"next: attn-zoo retry {escape(shlex.quote(str(folder)))}", soft_wrap=True)
+        given = [word for path in files for word in ("--variant-file", str(path))]
+        out.print(f"next: attn-zoo retry {escape(shlex.join([str(folder), *given]))}", soft_wrap=True)

@@ -132,7 +132,8 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:
         with _renamed(path) as temporary, temporary.open("wb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
     except OSError as error:
-        kind = FolderError if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR} else StoreError
+        is_place = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+        kind = FolderError if error.errno in is_place else StoreError
         raise kind(f"{path}: cannot be written: {error.strerror}") from None
 
 

@@ -17,7 +17,7 @@ import pytest
 import attn_zoo
 from attn_zoo import api, cli
 from attn_zoo.conformance import CheckResult
-from attn_zoo.console import print_checks
+from attn_zoo.console import print_checks, print_standing
 from attn_zoo.discovery import LoadFailure
 from attn_zoo.displays import Checks
 from attn_zoo.registry import tasks, variants
@@ -453,6 +453,13 @@ def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monke
         assert call("retry", "one", "--variant-file", str(source)).code == 0
     finally:
         variants.keep_only(before)
+
+
+def test_what_to_type_next_names_the_files_that_were_given(tmp_path, capsys):
+    """Without them the source that was measured is run again, not the one that was mended since."""
+    folder = write_run(tmp_path / "a run", [replace(scaling("full", 512), status="timeout", reason="slow")])
+    print_standing(api.status(folder), [], folder, [Path("my file.py")])
+    assert capsys.readouterr().out.endswith(f"next: attn-zoo retry '{folder}' --variant-file 'my file.py'\n")
 
 
 def test_the_status_of_a_folder_says_what_is_not_known(call, tmp_path):

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from attn_zoo.errors import FolderError
-from attn_zoo.whole_files import whole_file, whole_folder
+from attn_zoo.whole_files import whole_file, whole_folder, write_whole
 
 
 @pytest.mark.parametrize("step", ["tempfile.mkstemp", "os.fsync", "pathlib.Path.chmod", "pathlib.Path.replace"])
@@ -61,6 +61,15 @@ def test_a_place_that_cannot_be_written_is_one_sentence(manager, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(FolderError, match="cannot be written"), manager(tmp_path / "file" / "out"):
         pass
+
+
+@pytest.mark.parametrize("name", ["folder", "file/inside"])
+def test_something_else_in_the_way_is_a_mistake_in_the_call(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match="cannot be written"):
+        write_whole(tmp_path / name, "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
 def test_a_file_may_be_replaced_where_that_is_asked_for(tmp_path):
