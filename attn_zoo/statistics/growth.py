@@ -7,7 +7,7 @@ rising, and beside them the non-negative cost model that explains them. Neither 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Literal
@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.statistics.medians import TAILS, Samples, Sizes, log_medians
+from attn_zoo.statistics.medians import TAILS, Samples, Sizes, log_medians, paired_ratios
 
 NOISE_FLOOR = 2e-3
 """Relative error below which a fit counts as perfect: nothing we time repeats better than that."""
@@ -232,11 +232,13 @@ def crossover(
     *,
     sizes_x: Sizes | None = None,
     sizes_baseline: Sizes | None = None,
+    paired: Collection[int] = (),
 ) -> Crossover:
     """Find the length from which x costs less than the baseline, and keeps costing less up to the longest length.
 
     The log ratio of medians is interpolated linearly in log length. Curves that cross several times count by the last
-    crossing from more to less expensive. The interval comes from resampling both curves.
+    crossing from more to less expensive. The interval comes from resampling both curves; of a length at which both were
+    timed in turns, from resampling the ratios of their rounds, which a slow round does not change.
 
     Args:
         samples_x: samples by length.
@@ -244,9 +246,11 @@ def crossover(
         seed: of the resampling.
         sizes_x: samples of each process, by length; lengths of one process may be left out.
         sizes_baseline: likewise.
+        paired: lengths at which sample k of both, of the same process, is that of the same round.
 
     Raises:
-        ValueError: no length in common, or a sample is not positive and finite.
+        ValueError: no length in common, a sample is not positive and finite, or pairs of different numbers of
+            processes.
 
     >>> crossover({256: [4.0], 1024: [16.0]}, {256: [1.0], 1024: [64.0]}).length
     512.0
@@ -254,9 +258,13 @@ def crossover(
     common = sorted(set(samples_x) & set(samples_baseline))
     if not common:
         raise ValueError(f"expected a length in common; got {sorted(samples_x)} and {sorted(samples_baseline)}")
-    _, logs_x, resampled_x = log_medians({n: samples_x[n] for n in common}, seed, sizes_x)
-    baseline = {n: samples_baseline[n] for n in common}
-    _, logs_baseline, resampled_baseline = log_medians(baseline, seed + 1, sizes_baseline)
+    own, own_sizes = {n: samples_x[n] for n in common}, dict(sizes_x or {})
+    baseline, its_sizes = {n: samples_baseline[n] for n in common}, dict(sizes_baseline or {})
+    for n in {*common} & {*paired}:  # a ratio, beside a baseline of one
+        own[n], own_sizes[n] = paired_ratios(own[n], baseline[n], own_sizes.get(n, ()), its_sizes.pop(n, ()))
+        baseline[n] = (1.0,)
+    _, logs_x, resampled_x = log_medians(own, seed, own_sizes)
+    _, logs_baseline, resampled_baseline = log_medians(baseline, seed + 1, its_sizes)
     log_lengths = np.log(common)
     point = float(_last_crossings(log_lengths, (logs_x - logs_baseline)[:, None])[0])
     gaps = resampled_x - resampled_baseline

@@ -334,12 +334,37 @@ def time_ratio(
         draws = _draws(seed, _sizes(first), _sizes(second))
         low, high = _tails(_resampled_medians(first, draws[0]) / _resampled_medians(second, draws[1]), confidence)
         return Ratio(value=value, low=low, high=high, num_pairs=0)
+    ratios = _ratios_of_rounds(first, second)
+    low, high = _tails(_resampled_medians(ratios, *_draws(seed, _sizes(ratios))), confidence)
+    return Ratio(value=_middle(ratios), low=low, high=high, num_pairs=sum(_sizes(ratios)))
+
+
+def _ratios_of_rounds(first: Processes, second: Processes) -> list[NDArray[np.float64]]:
     if len(first) != len(second):
         raise ValueError(f"expected pairs of as many processes; got {len(first)} and {len(second)}")
     rounds = [min(a.size, b.size) for a, b in zip(first, second, strict=True)]
-    ratios = [a[:count] / b[:count] for a, b, count in zip(first, second, rounds, strict=True)]
-    low, high = _tails(_resampled_medians(ratios, *_draws(seed, _sizes(ratios))), confidence)
-    return Ratio(value=_middle(ratios), low=low, high=high, num_pairs=sum(rounds))
+    return [a[:count] / b[:count] for a, b, count in zip(first, second, rounds, strict=True)]
+
+
+def paired_ratios(
+    samples_a: Sequence[float], samples_b: Sequence[float], sizes_a: Sequence[int] = (), sizes_b: Sequence[int] = ()
+) -> tuple[list[float], tuple[int, ...]]:
+    """Return the ratios a / b of samples taken in turns, round by round, and how many are of each process.
+
+    Args:
+        samples_a: positive, in the order in which they were taken.
+        samples_b: likewise.
+        sizes_a: samples of each process; empty for one.
+        sizes_b: likewise.
+
+    Raises:
+        ValueError: see `time_ratio`.
+
+    >>> paired_ratios([2.0, 20.0, 3.0], [1.0, 10.0])
+    ([2.0, 2.0], (2,))
+    """
+    ratios = _ratios_of_rounds(_processes(samples_a, sizes_a, "samples_a"), _processes(samples_b, sizes_b, "samples_b"))
+    return [float(value) for part in ratios for value in part], _sizes(ratios)
 
 
 def process_spread(samples: Sequence[float], sizes: Sequence[int]) -> float | None:

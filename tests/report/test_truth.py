@@ -336,6 +336,94 @@ def test_a_slope_has_the_marks_of_the_lengths_it_was_fitted_to(tmp_path):
     assert "†: the GPU was throttled" in table.note
 
 
+def test_a_crossing_has_the_marks_of_the_lengths_that_it_lies_between(tmp_path):
+    """Exact attention gets dearer between 512 and 1k; what was throttled beyond does not move that."""
+    records = [scaling("full", n) for n in LENGTHS[:5]] + [scaling("linformer", n, 6.0) for n in LENGTHS[:5]]
+    unmarked = analyse([write_run(tmp_path / "well", records)])
+    (crossing,) = unmarked.panels[0].crossings
+    assert crossing.result is not None
+    assert crossing.result.low is not None
+    assert 512 < crossing.result.low < 1024
+    for index, mark in ((1, " †"), (4, "")):
+        doubtful = [flagged(one, "throttled") if place == index else one for place, one in enumerate(records)]
+        analysis = analyse([write_run(tmp_path / f"throttled{index}", doubtful)])
+        (crossing,) = analysis.panels[0].crossings
+        text = crossing_text(crossing, {"throttled"})
+        assert text == crossing_text(crossing) + mark
+        assert f"Cheaper than full: linformer {text}." in findings(analysis)
+        table = crossover_table(analysis)
+        assert text in table.texts()[0]
+        assert ("the GPU was throttled" in table.note) is bool(mark)
+        assert (table.rows[0]["marks"], table.rows[1]["quantity"], table.rows[1]["marks"]) == (mark[1:], "memory", "")
+        (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
+        assert f"cheaper: {text}" in words(time.figure)
+        assert "1 of a throttled GPU †" in words(time.figure)
+    cheap = [scaling("linformer", n, 0.01) for n in LENGTHS[:5]]
+    always = [*records[:4], flagged(records[4], "throttled"), *cheap]
+    (crossing,) = analyse([write_run(tmp_path / "always", always)]).panels[0].crossings
+    assert crossing_text(crossing, {"throttled"}) == "from 512 or less †", "all lengths decide that"
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        (
+            {"full": (1, 3, 9, 20), "linformer": (2, 2, 2, 2), "bigbird": (3, 3, 2, 3)},
+            "full up to 512 tokens, linformer from 1k (level with bigbird at 2k); ",
+        ),
+        (
+            {"full": (1, 1, 9, 20), "linformer": (2, 1, 2, 2), "bigbird": (3, 3, 2, 2)},
+            "full up to 1k tokens (level with linformer at 1k), bigbird or linformer (level) from 2k; at 4k bigbird ",
+        ),
+        (
+            {"full": (2, 2, 9, 20), "linformer": (2, 2, 2, 2), "bigbird": (2, 3, 2, 3)},
+            "linformer at 512 to 4k tokens (level with bigbird at 512 and 2k, with full at 512 and 1k); ",
+        ),
+        (
+            {"full": (1, 9, 9, 9), "linformer": (3, 1, 3, 1), "bigbird": (3, 3, 1, 3)},
+            "full up to 512 tokens, linformer from 1k, bigbird from 2k, linformer from 4k; ",
+        ),
+    ],
+)
+def test_the_headline_says_a_name_once_for_each_stretch_of_lengths(tmp_path, times, text):
+    records = [
+        scaling(variant, n, float(ms), spread=0.0)
+        for variant, own in times.items()
+        for n, ms in zip(LENGTHS, own, strict=False)
+    ]
+    assert f"the fastest is {text}" in headline(analyse([write_run(tmp_path / "run", records)]))
+
+
+def test_many_changes_of_the_fastest_are_said_in_a_few_words(tmp_path):
+    times = {"full": (1, 9, 9, 9, 9, 9), "linformer": (3, 1, 3, 1, 3, 1), "bigbird": (3, 3, 1, 3, 1, 3)}
+    records = [
+        scaling(variant, n, float(ms), spread=0.0)
+        for variant, own in times.items()
+        for n, ms in zip(LENGTHS, own, strict=False)
+    ]
+    said = headline(analyse([write_run(tmp_path / "run", records)]))
+    assert "full up to 512 tokens, linformer and bigbird by turns up to 8k, linformer from 16k; " in said
+
+
+def test_gaps_are_said_of_the_run_that_has_them(tmp_path):
+    """Two runs without a plan, of one name: what one measured at more lengths is no gap of the other."""
+    first = [scaling("full", n) for n in LENGTHS[:2]]
+    second = [scaling("bigbird", n) for n in LENGTHS[:4]] + [scaling("linformer", 512)]
+    folders = [write_run(tmp_path / place / "quick", own) for place, own in (("here", first), ("there", second))]
+    analysis = analyse(folders)
+    one, other = completeness(analysis).split("not known")[1:]
+    assert one == ". there/quick: 5 cells; how many were planned is "
+    assert other.startswith("; no record, where others of the panel have one: linformer forward at 1k")
+    assert "full" not in completeness(analysis)
+    assert analysis.title == "here/quick, there/quick"
+    left = scaling("full", 1024).cell
+    folders = [
+        write_run(tmp_path / place / "quick", own, planned=pack_cells([*(one.cell for one in own), left]))
+        for place, own in (("done", first), ("cut", [scaling("bigbird", 512)]))
+    ]
+    assert completeness(analyse(folders)) == "cut/quick: 1 of 2 cells; left."
+
+
 def test_by_how_much_is_said_at_the_longest_length_that_exact_attention_has(tmp_path):
     records = [scaling("full", n) for n in LENGTHS[:4]]
     records += [scaling("linformer", n, 1e-3 * n) for n in LENGTHS[:5]]

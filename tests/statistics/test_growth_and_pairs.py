@@ -324,6 +324,24 @@ def test_only_common_lengths_count():
         crossover({128: [1.0]}, {256: [1.0]})
 
 
+def test_a_crossover_of_pairs_forgets_what_slowed_both():
+    """x is a tenth dearer at 256 and cheaper at 1024 in every round, while rounds differ by a factor of nine."""
+    rounds = [1.0, 9.0, 3.0, 1.0, 8.0, 2.0]
+    baseline = {256: rounds, 1024: [*rounds, 7.0]}
+    x = {256: [1.1 * ms for ms in rounds], 1024: [ms / 1.1 for ms in rounds]}
+    sizes = {256: (3, 3), 1024: (3, 3)}
+    paired = crossover(x, baseline, paired=(256, 1024))
+    assert paired.length == pytest.approx(512.0)
+    assert (paired.low, paired.high, paired.support) == (pytest.approx(512.0), pytest.approx(512.0), 1.0)
+    assert crossover(x, {**baseline, 1024: rounds}, sizes_x=sizes, sizes_baseline=sizes, paired=x).length == (
+        pytest.approx(512.0)
+    )
+    alone = crossover(x, baseline)
+    assert (alone.low, alone.high) == (None, None)
+    with pytest.raises(ValueError, match="as many processes; got 2 and 1"):
+        crossover(x, {**baseline, 1024: rounds}, sizes_x=sizes, paired=x)
+
+
 @given(st.lists(sample_lists, min_size=4, max_size=4), st.lists(sample_lists, min_size=4, max_size=4))
 @settings(deadline=None, max_examples=50)
 def test_crossover_lies_in_range_and_ignores_the_unit(lists_x, lists_baseline):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
+from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.units import human_length
 from attn_zoo.statistics import (
     CostFit,
@@ -95,17 +96,21 @@ class Crossing:
         label: of the approximate series.
         against: of the exact one.
         quantity: what is compared.
-        is_fastest: the exact series is the fastest at each length.
+        is_main: `against` is what a speed-up is over: the exact series timed in turns with it, else the fastest one.
         result: where they cross.
         waiting: which of the two wait for the host where they cross, so that it is not the mechanisms that do.
+        is_in_turns: at every length both were timed in turns, and the ratios are those of their rounds.
+        doubts: what makes a time doubtful that this was made of, but for what `waiting` says already.
     """
 
     label: str
     against: str
     quantity: Quantity
-    is_fastest: bool
+    is_main: bool
     result: Crossover | None
     waiting: tuple[str, ...] = ()
+    is_in_turns: bool = False
+    doubts: tuple[str, ...] = ()
 
     @property
     def is_settled(self) -> bool:
@@ -212,43 +217,101 @@ def slope_words(exponent: Exponent) -> str:
     return value if low == high else f"{value} [{low}, {high}]"
 
 
-def crossings(every: Sequence[Series], fastest: Series | None, quantity: Quantity) -> list[Crossing]:
-    """Compare every approximate series with the fastest exact one, and with each exact one where there are several."""
+Pairs = Mapping[int, SpeedUp]
+"""Two points of each length that two curves have."""
+
+
+def same_lengths(series: Series, exact: Series) -> dict[int, SpeedUp]:
+    """Return the points of an exact curve and another one, by length."""
+    others = {point.seq_len: point for point in exact.points}
+    return {
+        point.seq_len: SpeedUp(exact.label, others[point.seq_len], point)
+        for point in series.points
+        if point.seq_len in others
+    }
+
+
+def crossings(
+    every: Sequence[Series],
+    fastest: Series | None,
+    quantity: Quantity,
+    pairs_of: Callable[[Series, Series], Pairs] = same_lengths,
+) -> list[Crossing]:
+    """Compare every approximate series with exact attention, and with each exact series where there are several.
+
+    Args:
+        every: the curves of a panel.
+        fastest: of the exact ones, at each length.
+        quantity: what is compared.
+        pairs_of: an approximate series and an exact one.
+    """
     exact = [series for series in every if series.is_exact and series.points]
-    baselines = [] if fastest is None else [(fastest, True)]
-    if fastest is not None and len(exact) > 1:
-        baselines += [(series, False) for series in exact if series.label != fastest.label]
-    compared = [one for one in every if one.points and not (one.is_exact or one.is_simulated)]
+    if fastest is None:
+        return []
     found = []
-    for series in compared:
-        for baseline, is_fastest in baselines:
-            result = _crossover(series, baseline, quantity)
-            if quantity == "device" and (result is None or len(result.lengths) < 2):
-                continue
-            waiting = _waiting(result, (series, baseline)) if quantity == "time" and result is not None else ()
-            found.append(
-                Crossing(
-                    label=series.label,
-                    against=baseline.label,
-                    quantity=quantity,
-                    is_fastest=is_fastest,
-                    result=result,
-                    waiting=waiting,
-                )
-            )
+    for series in (one for one in every if one.points and not (one.is_exact or one.is_simulated)):
+        main = _crossing(series.label, fastest.label, pairs_of(series, fastest), quantity, is_main=True)
+        others = [one for one in exact if one.label != main.against] if len(exact) > 1 else []
+        own = [_crossing(series.label, one.label, pairs_of(series, one), quantity, is_main=False) for one in others]
+        found += [
+            one
+            for one in (main, *own)
+            if quantity != "device" or (one.result is not None and len(one.result.lengths) > 1)
+        ]
     return found
 
 
-def _waiting(result: Crossover, pair: Sequence[Series]) -> tuple[str, ...]:
+def _crossing(label: str, exact: str, pairs: Pairs, quantity: Quantity, *, is_main: bool) -> Crossing:
+    own = samples_by_length([pair.point for pair in pairs.values()], quantity)
+    other = samples_by_length([pair.exact for pair in pairs.values()], quantity)
+    common = set(own) & set(other)
+    against = " / ".join(dict.fromkeys(pairs[length].against for length in sorted(common))) or exact
+    if not common:
+        return Crossing(label=label, against=against, quantity=quantity, is_main=is_main, result=None)
+    paired = {length for length in common if quantity == "time" and pairs[length].is_in_turns}
+    result = crossover(
+        own,
+        other,
+        sizes_x=processes_by_length([pair.point for pair in pairs.values()], quantity),
+        sizes_baseline=processes_by_length([pair.exact for pair in pairs.values()], quantity),
+        paired=paired,
+    )
+    waiting: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    if quantity in {"time", "device"}:
+        used = [pairs[length] for length in _deciding(result)]
+        doubts = joint_doubts(point for pair in used for point in (pair.exact, pair.point))
+        waiting = _waiting(label, result, pairs) if quantity == "time" else ()
+        if waiting or quantity == "device":
+            doubts = tuple(doubt for doubt in doubts if doubt != "host")
+    return Crossing(
+        label=label,
+        against=against,
+        quantity=quantity,
+        is_main=is_main,
+        result=result,
+        waiting=waiting,
+        is_in_turns=paired == common,
+        doubts=doubts,
+    )
+
+
+def _deciding(result: Crossover) -> tuple[int, ...]:
+    """Return the lengths that a crossing and its interval lie between; all of them where nothing crosses."""
+    if result.kind != "crosses":
+        return result.lengths
+    before = [length for length in result.lengths if length <= (result.low or 0)][-1:]
+    after = [length for length in result.lengths if length >= (result.high or math.inf)][:1]
+    low, high = (*before, 0)[0], (*after, math.inf)[0]
+    return tuple(length for length in result.lengths if low <= length <= high)
+
+
+def _waiting(label: str, result: Crossover, pairs: Pairs) -> tuple[str, ...]:
     """Return which of two series wait for the host at the lengths on either side of their crossing."""
     if result.length is None:
         return ()
     before = max(length for length in result.lengths if length <= result.length)
     after = min(length for length in result.lengths if length >= result.length)
-    return tuple(series.label for series in pair if {before, after} & series.waiting)
-
-
-def _crossover(series: Series, baseline: Series, quantity: Quantity) -> Crossover | None:
-    own, other = (samples_by_length(one.points, quantity) for one in (series, baseline))
-    sizes, other_sizes = (processes_by_length(one.points, quantity) for one in (series, baseline))
-    return crossover(own, other, sizes_x=sizes, sizes_baseline=other_sizes) if set(own) & set(other) else None
+    near = [pairs[length] for length in (before, after)]
+    both = ((label, [pair.point for pair in near]), (pairs[before].against, [pair.exact for pair in near]))
+    return tuple(name for name, points in both if any(point.is_waiting for point in points))

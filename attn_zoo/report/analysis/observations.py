@@ -14,6 +14,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.folder import Choose, Claim, Run
 from attn_zoo.records import Ceilings, Cell, Environment, Record, Status
 from attn_zoo.report.sources import read_source
+from attn_zoo.report.units import unique_name
 from attn_zoo.statistics import time_summary
 
 NOT_RUN: Status = "cancelled"
@@ -27,7 +28,7 @@ class Observation:
 
     Args:
         record: as stored.
-        run: name of the run it belongs to.
+        run: name of the run it belongs to; no two runs of one report share one.
         environment: digest of the machine it ran (or would have run) on.
         label: of the mechanism; no two mechanisms of one report share one.
     """
@@ -98,7 +99,7 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
     if not paths:
         raise ConfigError("report", [("", "expected at least one results folder; got none")])
     unique = list({path.resolve(): path for path in paths}.values())
-    runs = tuple(read_source(path, choose) for path in unique)
+    runs = _named_apart(unique, [read_source(path, choose) for path in unique])
     pairs = [(run, record) for run in runs for record in (*run.records, *run.begun)]
     known = {record.cell.key for _, record in pairs}
     pairs += [
@@ -130,6 +131,16 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
             warnings.append(f"{repeated} cells occur in more than one folder; {becomes}")
     left = tuple(one for one in every if one.record.status == NOT_RUN)
     return Results(observations=observations, left=left, runs=runs, warnings=tuple(warnings))
+
+
+def _named_apart(paths: Sequence[Path], runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return the runs, those of one name with their folder's folder before it: sentences tell runs apart by name."""
+    counts, taken = Counter(run.name for run in runs), set[str]()
+    names = [
+        run.name if counts[run.name] == 1 else f"{path.resolve().parent.name}/{run.name}"
+        for path, run in zip(paths, runs, strict=True)
+    ]
+    return tuple(replace(run, name=unique_name(name, taken)) for run, name in zip(runs, names, strict=True))
 
 
 def _with_current_summary(record: Record) -> Record:

@@ -32,7 +32,7 @@ class Panel:
         baseline: at each length the fastest exact series, or None where the run has none.
         pass_: what is timed, as recorded.
         ceilings: of the machine, or None where the run has not measured them.
-        turns: what was timed in turns with others: not pooled, because samples are of their rounds.
+        members: the observations, and planned cells that have none.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Panel:
     baseline: Series | None
     pass_: str
     ceilings: Ceilings | None
-    turns: tuple[Observation, ...]
+    members: tuple[Observation, ...]
 
     @cached_property
     def time(self) -> dict[str, Growth]:
@@ -57,8 +57,13 @@ class Panel:
 
     @cached_property
     def crossings(self) -> list[Crossing]:
-        """In time, against the fastest exact series (and each exact one)."""
-        return crossings(self.series, self.baseline, "time")
+        """In time, against the exact series timed in turns with it, else the fastest exact one (and each exact one)."""
+        return crossings(self.series, self.baseline, "time", self._pairs)
+
+    def _pairs(self, series: Series, exact: Series) -> dict[int, SpeedUp]:
+        over = None if exact is self.baseline else exact
+        found = {point.seq_len: self.speed_up(series.label, point.seq_len, over) for point in series.points}
+        return {length: one for length, one in found.items() if one is not None}
 
     @cached_property
     def device_crossings(self) -> list[Crossing]:
@@ -96,20 +101,32 @@ class Panel:
         return {point.seq_len: point for point in (self.baseline.points if self.baseline else ())}
 
     @cached_property
+    def turns(self) -> tuple[Observation, ...]:
+        """What was timed in turns with others: not pooled, because samples are of their rounds."""
+        return tuple(one for one in self.members if one.is_timed and one.record.bundle)
+
+    @cached_property
     def bundles(self) -> dict[tuple[int, str], Bundle]:
         """What was timed in turns, by length and name of the bundle."""
         waiting = {series.label: series.waiting for series in self.series}
         every = [(turn.label, Point(turn.record, turn.cell.seq_len in waiting[turn.label])) for turn in self.turns]
         return dict(sorted(grouped(every, lambda one: (one[1].seq_len, one[1].record.bundle)).items()))
 
-    def speed_up(self, label: str, length: int) -> SpeedUp | None:
-        """Return a variant beside exact attention; None for an exact one, and where either was not measured."""
+    def speed_up(self, label: str, length: int, over: Series | None = None) -> SpeedUp | None:
+        """Return a variant beside exact attention; None for an exact one, and where either was not measured.
+
+        Args:
+            label: of the variant.
+            length: tokens.
+            over: the exact series to compare with; None for one that was timed in turns with it, else the fastest.
+        """
         series = next(one for one in self.series if one.label == label)
-        point, exact = series.outcomes.get(length), self.exact.get(length)
+        point, baseline = series.outcomes.get(length), over or self.baseline
         if series.is_exact or not isinstance(point, Point):
             return None
-        labels = {one.label for one in self.series if one.is_exact and not one.is_simulated}
-        fastest = None if exact is None or self.baseline is None else (self.baseline.label, exact)
+        exact = baseline.outcomes.get(length) if baseline is not None else None
+        fastest = (baseline.label, exact) if baseline is not None and isinstance(exact, Point) else None
+        labels = {one.label for one in self.series if one.is_exact and not one.is_simulated and over in (None, one)}
         bundles = (members for (own, _), members in self.bundles.items() if own == length)
         return speed_up(label, point, fastest, bundles, labels)
 
@@ -121,14 +138,14 @@ class Panel:
         return {label: point.memory.peak_bytes for label, point in longest if point.memory.peak_bytes}
 
     def crossing(self, label: str, *, is_device: bool = False) -> Crossing | None:
-        """Return where `label` gets faster than the fastest exact series, if both were measured.
+        """Return where `label` gets faster than what its speed-up is over, if both were measured.
 
         Args:
             label: of the approximate series.
             is_device: on the GPU alone.
         """
         every = self.device_crossings if is_device else self.crossings
-        return next((one for one in every if one.is_fastest and one.label == label), None)
+        return next((one for one in every if one.is_main and one.label == label), None)
 
 
 def measured_size(panel: Panel) -> tuple[int, int]:
@@ -207,5 +224,5 @@ def _panel(
         baseline=fastest_exact(series),
         pass_=setting["pass"],
         ceilings=results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads"))),
-        turns=tuple(one for one in members if one.is_timed and one.record.bundle),
+        members=tuple(members),
     )

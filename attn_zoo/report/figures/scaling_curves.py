@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import GUIDE, INK, MARK, MUTED, Looks, plain
 from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.growth_tables import crossing_text
-from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio
-from attn_zoo.report.wording import MARKS, held_words
+from attn_zoo.report.tables.table import marked
+from attn_zoo.report.tables.time_tables import shown_doubts
+from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio, some
+from attn_zoo.report.wording import MARKS, held_words, marks_of
 
 GUIDE_GAP = 1.7
 """Factor between the data and the reference lines."""
@@ -70,16 +72,18 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
         (curve, one)
         for curve in curves
         for one in (*panel.crossings, *panel.device_crossings)
-        if one.is_fastest and one.label == curve.label and one.is_settled and one.result and one.result.length
+        if one.is_main and one.label == curve.label and one.is_settled and one.result and one.result.length
     ]
     is_any_device = any(one.quantity == "device" for _, one in settled)
     if settled:
-        words = f"crossover with {_baseline_name(panel)}" + (" (filled: of the GPU alone)" if is_any_device else "")
+        against = some(dict.fromkeys(plain(one.against) for _, one in settled), joint=" or ")
+        words = f"crossover with {against}" + (" (filled: of the GPU alone)" if is_any_device else "")
         legend.append(Line2D([], [], color=MUTED, marker="D", ms=6, mfc="white", mew=1.4, lw=0, label=words))
     if any(curve.series.waiting for curve in curves):
         shade = {"marker": "s", "ms": 8, "alpha": 0.18, "mew": 0, "lw": 0}
         legend.append(Line2D([], [], color=MUTED, label="shaded: calls wait for the host", **shade))  # type: ignore[arg-type]
     ends = [(length, value) for curve in curves for length, value in (*curve.own, *curve.calls) if value > 0]
+    shown = shown_doubts(panel.points)
 
     def draw(axes: Axes) -> None:
         _shade_waiting(axes, curves, panel.lengths)
@@ -94,9 +98,9 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
         show=human_ms,
         base=10,
         legend=legend,
-        details=lambda curve: (_growth_words(panel.time[curve.label]), *_wins(panel, curve)),
+        details=lambda curve: (_growth_words(panel.time[curve.label], shown), *_wins(panel, curve, shown)),
         draw=draw,
-        note=_doubtful(panel, curves),
+        note=_doubtful(panel, curves, shown),
         said=lambda curve: _exponent_words(panel.time[curve.label]),
     )
     return draw_chart(panel, looks, curves, chart)
@@ -118,7 +122,7 @@ def draw_memory(panel: Panel, looks: Looks) -> Page | None:
         show=human_bytes,
         base=2,
         legend=[_marker(f"most bytes in tensors at once, {held_words(panel.pass_)} included")],
-        details=lambda curve: (_growth_words(panel.memory[curve.label]),),
+        details=lambda curve: (_growth_words(panel.memory[curve.label], ()),),
         draw=lambda axes: _reference_slopes(axes, points),
         said=lambda curve: _exponent_words(panel.memory[curve.label]),
     )
@@ -159,7 +163,7 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
     curves = [curve for curve in curves_of(panel, looks, mark) if not is_baseline(curve)]
     if not curves:
         return None
-    baseline = _baseline_name(panel)
+    baseline, shown = _baseline_name(panel), shown_doubts(panel.points)
     chart = Chart(
         title=f"Speed-up over {baseline}",
         show=ratio,
@@ -167,8 +171,9 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
         legend=[_marker("ratio of medians; bars: from the 95 % intervals")],
         details=lambda curve: (
             f"{ratio(curve.best[-1][1])} at {human_length(curve.best[-1][0])}",
-            *_wins(panel, curve),
+            *_wins(panel, curve, shown),
         ),
+        note=_doubtful(panel, curves, shown),
         extra_labels=[EndLabel(baseline, (f"fastest exact kernel: {ratio(1)}",), INK, max(exact), 1.0)],
         extra_values=[1.0],
         draw=_draw_ones,
@@ -199,37 +204,40 @@ def _exponent_words(grown: Growth) -> str:
     return f", {grown.why}" if _is_known_within(grown) else f", exponent not settled: {grown.why}"
 
 
-def _growth_words(grown: Growth) -> str:
-    claimed = grown.claimed
+def _growth_words(grown: Growth, shown: Container[str]) -> str:
+    claimed, marks = grown.claimed, marks_of(grown.doubts, shown)
     if grown.exponent is not None and grown.is_settled:
-        return f"N^{grown.exponent.value:.2f}" + (f" (claimed {claimed:g})" if claimed is not None else "")
+        words = f"N^{grown.exponent.value:.2f}" + (f" (claimed {claimed:g})" if claimed is not None else "")
+        return marked(words, marks)
     if grown.exponent is not None and _is_known_within(grown):
-        return f"slope {slope_words(grown.exponent)}"
+        return marked(f"slope {slope_words(grown.exponent)}", marks)
     if len(grown.slopes) > 1:  # two lengths could settle none
         return "slope not settled"
     return f"claimed N^{claimed:g}" if claimed is not None and not grown.slopes else ""
 
 
-def _wins(panel: Panel, curve: Curve) -> list[str]:
+def _wins(panel: Panel, curve: Curve, shown: Container[str]) -> list[str]:
     """Return from where a curve is the cheaper one, of the GPU alone and as calls."""
-    alone = _crossing_words(panel.crossing(curve.label, is_device=True))
-    calls = _crossing_words(panel.crossing(curve.label))
+    alone = _crossing_words(panel, panel.crossing(curve.label, is_device=True), shown)
+    calls = _crossing_words(panel, panel.crossing(curve.label), shown)
     return [f"{alone} (GPU alone)", calls and f"{calls} (calls)"] if alone else [calls]
 
 
-def _crossing_words(crossing: Crossing | None) -> str:
+def _crossing_words(panel: Panel, crossing: Crossing | None, shown: Container[str]) -> str:
     result = crossing.result if crossing else None
     if crossing is None or result is None or len(result.lengths) == 1:
         return ""  # at one length nothing crosses
-    return f"cheaper: {crossing_text(crossing, waits='host')}"
+    is_usual = panel.baseline is not None and crossing.against == panel.baseline.label
+    than = "" if is_usual else f" than {plain(crossing.against)}"
+    return f"cheaper{than}: {crossing_text(crossing, shown, waits='host')}"
 
 
-def _doubtful(panel: Panel, curves: Sequence[Curve]) -> str:
+def _doubtful(panel: Panel, curves: Sequence[Curve], shown: Container[str]) -> str:
     """Return what makes times of the panel doubtful, and of how many, for the note; nothing where all is well."""
     doubts = {doubt for curve in curves for point in curve.series.points for doubt in point.doubts} - {"host"}
     said = [
-        f"{sum(doubt in point.doubts for point in panel.points)} {words}"
-        for doubt, (_, words, _) in MARKS.items()
+        marked(f"{sum(doubt in point.doubts for point in panel.points)} {words}", mark if doubt in shown else "")
+        for doubt, (mark, words, _) in MARKS.items()
         if doubt in doubts
     ]
     words = f"; of {len(panel.points)} times {', '.join(said)}" if said else ""

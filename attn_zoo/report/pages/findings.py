@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 
 from attn_zoo.folder import Run
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
 from attn_zoo.report.analysis.floor import floor_words
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelScore, pair
 from attn_zoo.report.analysis.task_means import Overview
@@ -18,7 +18,7 @@ from attn_zoo.report.analysis.winners import Winner
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import shown_doubts, weights_words
-from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, ratio_interval, some
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval, some
 from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, outcome
 
 EXPLANATION = (
@@ -76,20 +76,48 @@ def _winners(panel: Panel) -> str:
             return ("no two were measured at one length" if labels else "nothing to compare") + beside
         alone = "has no rival" if unjudged else "alone was measured"
         return f"{every[0].labels[0]} {alone}, at {_span(lengths)} tokens{beside}"
-    runs = [(labels, list(own)) for labels, own in groupby(judged, key=lambda one: frozenset(one.labels))]
-    last = human_length(judged[-1].seq_len)
-    if len(runs) == 1:
-        ends = [human_length(judged[0].seq_len), last] if len(judged) > 1 else [last]
-        said = [f"the fastest is {_level(judged[0].labels)} at {_span(ends)} tokens"]
+    reigns = _reigns(judged)
+    first, last = ([human_length(one.seq_len) for one in reigns[end]] for end in (0, -1))
+    if len(reigns) == 1:
+        said = [f"the fastest is {_reign(reigns[0], f'at {_span(first)} tokens')}"]
     else:
-        said = [f"the fastest is {_level(runs[0][1][0].labels)} up to {human_length(runs[0][1][-1].seq_len)} tokens"]
-        between, (_, ending) = runs[1:-1], runs[-1]
-        if len(between) > 1:
-            said.append(f"then {' or '.join(list(dict.fromkeys(own[0].labels[0] for _, own in between))[:FEW])}")
+        said = [f"the fastest is {_reign(reigns[0], f'up to {first[-1]} tokens')}"]
+        between = reigns[1:-1]
+        if len(between) > 2:
+            names = dict.fromkeys(label for own in between for label in _steady(own)[:1])
+            said.append(f"{some(names, joint=' and ')} by turns up to {human_length(between[-1][-1].seq_len)}")
         else:
-            said += [f"{_level(own[0].labels)} from {human_length(own[0].seq_len)}" for _, own in between]
-        said.append(f"{_level(ending[0].labels)} from {human_length(ending[0].seq_len)}")
-    return ", ".join(said) + _by_how_much(panel, judged) + beside + _waiting(panel)
+            said += [_reign(own, f"from {human_length(own[0].seq_len)}") for own in between]
+        said.append(_reign(reigns[-1], f"from {last[0]}"))
+    return ", ".join(said) + _by_how_much(panel, judged, _steady(reigns[-1])) + beside + _waiting(panel)
+
+
+def _reigns(judged: Sequence[Winner]) -> list[list[Winner]]:
+    """Cut the lengths into as few stretches as can be, with one variant among the fastest all over each of them."""
+    reigns: list[list[Winner]] = []
+    for one in judged:
+        if reigns and _steady([*reigns[-1], one]):
+            reigns[-1].append(one)
+        else:
+            reigns.append([one])
+    return reigns
+
+
+def _steady(own: Sequence[Winner]) -> list[str]:
+    """Return who is among the fastest at all of these lengths, the fastest at the longest first."""
+    return [label for label in own[-1].labels if all(label in one.labels for one in own)]
+
+
+def _reign(own: Sequence[Winner], where: str) -> str:
+    """Return who is the fastest of one stretch, and who is level with it at some of its lengths."""
+    steady = _steady(own)
+    rivals = dict.fromkeys(label for one in own for label in one.labels if label not in steady)
+    lengths = {rival: tuple(human_length(one.seq_len) for one in own if rival in one.labels) for rival in rivals}
+    level = [
+        f"with {some(names, joint=' and ')} at {some(at, joint=' and ')}"
+        for at, names in grouped(rivals, lengths.__getitem__).items()
+    ]
+    return f"{_level(steady)} {where}" + (f" (level {some(level)})" if level else "")
 
 
 def _waiting(panel: Panel) -> str:
@@ -106,7 +134,8 @@ def _waiting(panel: Panel) -> str:
     ]
     if not said:
         return ""
-    alone = [f"{one.label} {crossing_text(one)}" for one in panel.device_crossings if one.is_fastest]
+    shown = shown_doubts(panel.points)
+    alone = [f"{one.label} {crossing_text(one, shown)}" for one in panel.device_crossings if one.is_main]
     beside = (
         f"; on the GPU alone cheaper than {panel.baseline.label}: {some(alone)}" if panel.baseline and alone else ""
     )
@@ -121,7 +150,7 @@ def _level(labels: Sequence[str]) -> str:
     return labels[0] if len(labels) == 1 else f"{some(labels, joint=' or ')} (level)"
 
 
-def _by_how_much(panel: Panel, judged: Sequence[Winner]) -> str:
+def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -> str:
     """Return how many times as fast as exact attention the fastest is, at the longest length that both have."""
     common = next((one for one in reversed(judged) if one.seq_len in panel.exact), None)
     exact = {one.label for one in panel.series if one.is_exact}
@@ -135,7 +164,7 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner]) -> str:
     beside = [doubt_list(found.doubts, shown)]
     beside += ["not timed in turns with it"] if panel.turns and not found.is_in_turns else []
     why = f" ({', '.join(filter(None, beside))})" if any(beside) else ""
-    who = "" if label in judged[-1].labels else f"{label} "
+    who = "" if [label] == named else f"{label} "
     is_fastest = panel.baseline is not None and found.against == panel.baseline.label
     return f"; at {length} {who}{text} as fast as {'exact attention' if is_fastest else found.against}{why}"
 
@@ -151,13 +180,7 @@ def completeness(analysis: Analysis) -> str:
         if part := _part_of_matrix(run):
             said.append(f"{where}{part}")
         if run.planned is None:
-            gaps = some(
-                f"{series.label} {panel.title} at {human_length(length)}"
-                for panel in analysis.panels
-                for series in panel.series
-                for length in panel.lengths
-                if length not in series.outcomes
-            )
+            gaps = some(text for panel in analysis.panels for text in _gaps(panel, run))
             beside = f"; no record, where others of the panel have one: {gaps}" if gaps else ""
             said.append(f"{where}{len(run.records)} cells; how many were planned is not known{beside}.")
         elif run.left:
@@ -169,6 +192,16 @@ def completeness(analysis: Analysis) -> str:
             listed = f": {listed}" if listed else ""
             said.append(f"{where}{run.planned - len(run.left)} of {run.planned} cells; left{why}{listed}.")
     return " ".join(said)
+
+
+def _gaps(panel: Panel, run: Run) -> Iterator[str]:
+    """Yield the lengths that some curve of a run has and another one of the same run and panel lacks."""
+    own = [one for one in panel.members if one.run == run.name]
+    lengths = {one.cell.seq_len for one in own if one.cell.seq_len is not None}
+    for series in panel.series:
+        if any(one.label == series.label for one in own):
+            for length in sorted(lengths - series.outcomes.keys()):
+                yield f"{series.label} {panel.title} at {human_length(length)}"
 
 
 def _part_of_matrix(run: Run) -> str:
@@ -225,15 +258,19 @@ def _growth_line(panel: Panel) -> str:
 
 
 def _crossing_line(panel: Panel) -> str:
-    crossings = [one for one in panel.crossings if one.is_fastest and one.result and len(one.result.lengths) > 1]
-    if not crossings or panel.baseline is None:
-        return ""
-    alone = {one.label: crossing_text(one) for one in panel.device_crossings if one.is_fastest}
+    crossings = [one for one in panel.crossings if one.is_main and one.result and len(one.result.lengths) > 1]
+    shown = shown_doubts(panel.points)
+    alone = {one.label: crossing_text(one, shown) for one in panel.device_crossings if one.is_main}
     said = [
-        f"{one.label} {crossing_text(one)}" + (f", on the GPU alone {alone[one.label]}" if one.label in alone else "")
-        for one in crossings
+        f"than {against}: "
+        + some(
+            f"{one.label} {crossing_text(one, shown)}"
+            + (f", on the GPU alone {alone[one.label]}" if one.label in alone else "")
+            for one in own
+        )
+        for against, own in grouped(crossings, lambda one: one.against).items()
     ]
-    return f"Cheaper than {panel.baseline.label}: {some(said)}."
+    return f"Cheaper {'; '.join(said)}." if said else ""
 
 
 def _memory_line(panel: Panel) -> str:

@@ -277,7 +277,11 @@ def _cheaper(panel: Panel, series: Series, shown: frozenset[str]) -> str:
     if crossing is None:
         return MISSING
     alone = panel.crossing(series.label, is_device=True)
-    return crossing_text(crossing) + (f"; the GPU alone {crossing_text(alone)}" if alone else "")
+    is_usual = panel.baseline is not None and crossing.against == panel.baseline.label
+    than = "" if is_usual else f" (than {clean(crossing.against)})"
+    return f"{crossing_text(crossing, shown)}{than}" + (
+        f"; the GPU alone {crossing_text(alone, shown)}" if alone else ""
+    )
 
 
 def _memory(series: Series, link: Callable[[Point], str]) -> Entry:

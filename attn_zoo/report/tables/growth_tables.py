@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.fits import Crossing, Growth
+from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.tables.table import (
     BRACKETS,
     MARK_REMARKS,
@@ -16,6 +18,7 @@ from attn_zoo.report.tables.table import (
     Table,
     interval_column,
     interval_values,
+    marked,
     number_column,
     text_column,
 )
@@ -118,13 +121,18 @@ def _growth_row(growth: Growth, shown: frozenset[str]) -> dict[str, Any]:
 _QUANTITIES = {"time": "time", "device": "time of the GPU", "peak_bytes": "memory"}
 
 
-def crossing_text(crossing: Crossing, waits: str = "calls wait for the host") -> str:
+def crossing_text(crossing: Crossing, shown: Container[str] = (), *, waits: str = "calls wait for the host") -> str:
     """Return where it gets cheaper, in words that say no more than the intervals do; figures and sentences use these.
 
     Args:
         crossing: of one curve and the exact one.
+        shown: doubts that get a mark behind it.
         waits: what is said where calls wait for the host on either side.
     """
+    return marked(_crossing_words(crossing, waits), marks_of(crossing.doubts, shown))
+
+
+def _crossing_words(crossing: Crossing, waits: str) -> str:
     result = crossing.result
     if result is None:
         return "no length in common"
@@ -152,10 +160,11 @@ def round_length(tokens: float) -> str:
 
 
 _CHEAPER: Note = (
-    "The length from which a variant costs less than the fastest exact kernel of the same run and stays cheaper.",
+    "The length from which a variant costs less than exact attention of the same run and stays cheaper.",
     Remark("Interval: 95 %, from resampling both; bytes do not vary.", heading="interval"),
     Remark("From N or less: the interval ends at N and is open below.", sign="or less"),
     Remark("None up to N is a result.", sign="none up to"),
+    Remark("In turns: from the ratios of calls of one round.", sign="in turns"),
     Remark("Where calls wait for the host, their costs of launching cross, not the mechanisms.", sign="host)"),
 )
 _NO_BASELINE = (
@@ -167,7 +176,7 @@ _NOTHING_GROWS = "Nothing to fit: it takes two lengths."
 
 def crossover_table(analysis: Analysis) -> Table:
     """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
-    rows = []
+    rows, shown = [], shown_doubts(point for panel in analysis.panels for point in panel.points)
     for panel in analysis.panels:
         for crossing in (*panel.crossings, *panel.device_crossings, *panel.memory_crossings):
             result = crossing.result
@@ -180,7 +189,8 @@ def crossover_table(analysis: Analysis) -> Table:
                     "variant": crossing.label,
                     "quantity": _QUANTITIES[crossing.quantity],
                     "against": crossing.against,
-                    "against_is": "fastest exact" if crossing.is_fastest else "exact",
+                    "against_is": "fastest exact" if _is_fastest(crossing, panel) else "exact",
+                    "is_in_turns": crossing.is_in_turns,
                     "panel": panel.title,
                     "settings": panel.subtitle,
                     "outcome": result.kind if result else "no_common_length",
@@ -188,13 +198,14 @@ def crossover_table(analysis: Analysis) -> Table:
                     "support": getattr(result, "support", None),
                     "is_settled": crossing.is_settled,
                     "waiting": ", ".join(crossing.waiting),
-                    "words": crossing_text(crossing),
+                    "words": crossing_text(crossing, shown),
+                    "marks": marks_of(crossing.doubts, shown),
                 }
             )
     return Table(
         name="crossovers",
         title="Cheaper than exact attention",
-        notes=(*_CHEAPER, Remark(_interval_words(analysis), heading="interval"), analysis.caveats)
+        notes=(*_CHEAPER, Remark(_interval_words(analysis), heading="interval"), *MARK_REMARKS, analysis.caveats)
         if rows
         else (_NO_BASELINE,),
         columns=(
@@ -210,11 +221,19 @@ def crossover_table(analysis: Analysis) -> Table:
                 priority=0,
             ),
             Column(heading="interval", show=_crossing_interval, align="left", priority=3),
-            text_column("than", "against", priority=4),
+            Column(heading="than", show=_than, align="left", priority=4),
         ),
         rows=tuple(rows),
         fields_if_empty=("variant", "quantity", "against", "outcome", "crossing"),
     )
+
+
+def _is_fastest(crossing: Crossing, panel: Panel) -> bool:
+    return panel.baseline is not None and crossing.against == panel.baseline.label
+
+
+def _than(row: Row) -> str:
+    return f"{row['against']}, in turns" if row["is_in_turns"] else str(row["against"])
 
 
 def _crossing_rank(row: Row) -> float | None:

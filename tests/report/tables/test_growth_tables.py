@@ -89,7 +89,7 @@ def test_the_baseline_is_the_fastest_exact_kernel_at_each_length(tmp_path):
     assert baseline.label == "plain / fused"
     for point in baseline.points:
         assert point.median_ms == pytest.approx(min(5 + 1e-6 * point.seq_len**2, 1e-5 * point.seq_len**2), rel=0.02)
-    assert [(found.against, found.is_fastest) for found in one.crossings] == [
+    assert [(found.against, found.is_main) for found in one.crossings] == [
         ("plain / fused", True),
         ("fused", False),
         ("plain", False),

@@ -10,9 +10,12 @@ import pytest
 
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.pages.findings import headline
+from attn_zoo.report.figures.all_figures import make_pictures
+from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.tables.front_table import front_table
+from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table
 from attn_zoo.report.tables.time_tables import turns_table
+from tests.report.figures.legible import words
 from tests.report.synthetic import scaling, write_run
 
 ROUNDS = (1.0, 4.0, 1.0, 1.0, 5.0, 1.0)  # how slow the machine was in each round
@@ -22,7 +25,7 @@ def member(
     variant: str, times_ms: float, bundle: str, *, num_rounds: int = len(ROUNDS), label: str = "", **cell: Any
 ) -> Record:
     """Return a record whose samples are slow in the slow rounds; two processes with half of the rounds each."""
-    record = scaling(variant, 2048, label=label, together=bundle, **cell)
+    record = scaling(variant, cell.pop("seq_len", 2048), label=label, together=bundle, **cell)
     assert record.timing is not None
     samples = tuple(times_ms * slow for slow in ROUNDS[:num_rounds])
     sizes = (num_rounds // 2, num_rounds - num_rounds // 2)
@@ -88,6 +91,33 @@ def test_a_factor_over_exact_attention_is_that_of_the_same_rounds(tmp_path: Path
     table = front_table(together)
     assert table is not None
     assert "apart" not in table.note
+
+
+def test_a_crossing_is_that_of_the_same_rounds(tmp_path: Path):
+    """Rounds differ by a factor of five, their ratios not at all: only pairs can tell that 12 is less than 13."""
+    records = [member("full", 13.0, "b1"), member("bigbird", 12.0, "b1"), member("full", 12.5, "b2", label="other")]
+    longer = [member("full", 30.0, "b3", seq_len=4096), member("bigbird", 20.0, "b3", seq_len=4096)]
+    longer.append(member("full", 29.0, "b4", label="other", seq_len=4096))
+    analysis = analyse([write_run(tmp_path / "run", [*records, *longer])])
+    main, apart = analysis.panels[0].crossings
+    assert (main.against, main.is_main, main.is_in_turns, crossing_text(main)) == (
+        "full",
+        True,
+        True,
+        "from 2k or less",
+    )
+    assert (apart.against, apart.is_main, apart.is_in_turns, apart.is_settled) == ("other", False, False, False)
+    assert "Cheaper than full: bigbird from 2k or less." in findings(analysis)
+    table = crossover_table(analysis)
+    rows = {row["against"]: row for row in table.rows if row["quantity"] == "time"}
+    assert [(name, row["against_is"], row["is_in_turns"]) for name, row in rows.items()] == [
+        ("full", "exact", True),
+        ("other", "fastest exact", False),
+    ]
+    assert table.texts()[0][-1] == "full, in turns"
+    assert "the ratios of calls of one round" in table.note
+    (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
+    assert "cheaper than full: from 2k or less" in words(time.figure)
 
 
 def test_a_ratio_in_turns_carries_the_marks_of_the_fastest(tmp_path: Path):
