@@ -169,11 +169,9 @@ def draw_mark(axes: Axes, value: float) -> None:
     axes.axhline(value, color=MUTED, lw=1.0, ls=MARK, zorder=1)
 
 
-def name_mark(axes: Axes, value: float, words: str, *, is_above: bool, at: float = 0.0) -> Annotation:
-    """Write the name of a horizontal line above or below it; `at` is a share of its length, 1 is the right end."""
-    ha, across = {0.0: ("left", 4), 1.0: ("right", -2)}.get(at, ("center", 0))
-    offset, va = ((across, 2), "bottom") if is_above else ((across, -2), "top")
-    return annotate(axes, words, (at, value), offset, is_share=True, ha=ha, va=va, zorder=1.5, bbox=ON_WHITE)
+def name_mark(axes: Axes, value: float, words: str) -> Annotation:
+    """Write the name of a horizontal line above its left end."""
+    return annotate(axes, words, (0.0, value), (4, 2), is_share=True, ha="left", va="bottom", zorder=1.5, bbox=ON_WHITE)
 
 
 def annotate(

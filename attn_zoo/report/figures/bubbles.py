@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -13,11 +13,11 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.axes import draw_intervals, draw_mark, log_axis, score_axis
-from attn_zoo.report.figures.labels import Box, PointName, draw_mark_name, draw_point_names, mark_boxes
+from attn_zoo.report.figures.labels import Box, PointName, draw_point_names
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_bytes, human_number
+from attn_zoo.report.units import human_bytes, human_number, some
 
 HEIGHT = 4.3
 LARGEST, SMALLEST = 24.0, 4.0
@@ -99,7 +99,10 @@ def _draw(
         return None
     values = [end for bubble in bubbles for end in (bubble.value, *(bubble.ends or ()))]
     near, far = near_marks(values, marks, metric)
-    said = [*said, *(f"off the scale: {name} {metric.show(value)}" for name, value in far.items())]
+    # A name beside its line would lie on bubbles or bars of some run.
+    lines = some((f"{name.replace('_', ' ')} {metric.show(value)}" for name, value in near.items()), len(near))
+    said = [*said, *([f"level lines: {lines}"] if near else [])]
+    said += [f"off the scale: {name} {metric.show(value)}" for name, value in far.items()]
     has_peaks = any(bubble.peak_bytes for bubble in bubbles)
     unknown = [bubble.name for bubble in bubbles if not bubble.peak_bytes]
     if unknown:
@@ -117,8 +120,7 @@ def _draw(
         PointName(plain(bubble.name, 30), bubble.look.colour, bubble.speed, bubble.value, bubble.radius(most))
         for bubble in bubbles
     ]
-    bars = _interval_boxes(axes, bubbles)
-    taken = bars + _draw_floors(axes, near, mark_boxes(axes, names) + bars, metric)
+    taken = _interval_boxes(axes, bubbles) + _draw_floors(axes, near.values())
     for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
         _draw_bubble(axes, bubble, bubble.radius(most), _alt(bubble, metric), metric.bounds)
     inside = axes.get_window_extent()
@@ -150,15 +152,13 @@ def _speed(value: float) -> str:
     return f"{human_number(value / 1e3)}k" if value >= 1e3 else human_number(value)
 
 
-def _draw_floors(axes: Axes, marks: Mapping[str, float], drawn: Sequence[Box], metric: Metric) -> list[Box]:
-    """Draw a named dashed line for each mark; return boxes to keep other names off."""
-    inside = axes.get_window_extent()
-    heights = {name: float(axes.transData.transform((1.0, value))[1]) for name, value in marks.items()}
-    boxes = [(inside.x0, height - 2, inside.x1, height + 2) for height in heights.values()]
-    for name, value in sorted(marks.items(), key=lambda mark: mark[1]):
+def _draw_floors(axes: Axes, values: Iterable[float]) -> list[Box]:
+    """Draw a dashed line at each value; return boxes to keep names off."""
+    inside, boxes = axes.get_window_extent(), []
+    for value in values:
         draw_mark(axes, value)
-        words = f"{plain(name.replace('_', ' '), 26)} {metric.show(value)}"
-        boxes.append(draw_mark_name(axes, value, words, [*drawn, *boxes]))
+        height = float(axes.transData.transform((1.0, value))[1])
+        boxes.append((inside.x0, height - 2, inside.x1, height + 2))
     return boxes
 
 

@@ -268,7 +268,7 @@ def _whose(mark: Mark) -> str:
 
 
 def _end_label(curve: Curve, details: Sequence[str]) -> EndLabel:
-    name = plain(curve.label, 20) + (" (simulated)" if curve.series.is_simulated else "")
+    name = plain(curve.label) + (" (simulated)" if curve.series.is_simulated else "")
     lines = tuple(line for detail in details for line in wrap_detail(detail, DETAIL_ROOM))
     return EndLabel(name, lines, curve.look.colour, *curve.best[-1], curve.label)
 
@@ -276,7 +276,7 @@ def _end_label(curve: Curve, details: Sequence[str]) -> EndLabel:
 def _failed_words(series: Series) -> tuple[str, str]:
     """Return a name, and what happened instead of a measurement."""
     brief = dict.fromkeys(outcome(failure.record.status).brief for failure in series.failures)
-    return plain(series.label, 20), shorten(", ".join(brief), 34)
+    return plain(series.label), shorten(", ".join(brief), 34)
 
 
 def _draw_strip(axes: Axes, failed: Sequence[Series], looks: Looks, below: Axes) -> None:

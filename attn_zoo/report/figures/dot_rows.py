@@ -48,7 +48,7 @@ class DotRow:
 def row_axes(page: Page, rows: Sequence[DotRow], *, below: float = 0.0) -> Axes:
     """Return axes with one row each, from the top, and so many inches below the last."""
     left = max(text_size(plain(row.name, _NAME_LETTERS), _NAME_SIZE, "bold")[0] for row in rows) + 0.34
-    right = max(text_size(row.words, _WORDS_SIZE)[0] for row in rows) + 0.36
+    right = max(text_size(row.words, _WORDS_SIZE)[0] for row in rows) + 0.44
     (axes,) = page.panels(height=ROW * len(rows) + below, left=left, right=right)
     axes.set_ylim(len(rows) - 0.5 + below / ROW, -0.5)
     axes.set_yticks(range(len(rows)), ["" for _ in rows])
@@ -68,7 +68,7 @@ def draw_rows(axes: Axes, rows: Sequence[DotRow], possible: tuple[float, float])
         own, colour = Tag(of=row.label), row.look.colour
         name = {"fontsize": _NAME_SIZE, "fontweight": "bold", "color": colour}
         annotate(axes, plain(row.name, _NAME_LETTERS), (0, place), (-10, 0), is_share=True, ha="right", **name)
-        annotate(axes, row.words, (1, place), (8, 0), is_share=True, fontsize=_WORDS_SIZE, color=INK)
+        annotate(axes, row.words, (1, place), (13, 0), is_share=True, fontsize=_WORDS_SIZE, color=INK)
         for value in row.singles:
             axes.plot(
                 [value], [place + 0.24], marker=row.look.marker, ms=4.5, color=colour, alpha=0.55, mew=0, clip_on=False

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
-from attn_zoo.report.figures.axes import name_mark
 from attn_zoo.report.figures.page import text_size
 from attn_zoo.report.figures.style import DOTTED, MUTED
 from attn_zoo.report.figures.svg import Tag
@@ -29,6 +28,8 @@ _AROUND = 0.36
 _NEAR = 0.08
 """Share of the width of a panel: points that are as near to its right edge are at the last place."""
 POINT_NAME_SIZE = 9
+_AIR = 7.0
+"""Pixels between the name of a point and what else is drawn, where there is room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,29 +237,6 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
         figure.text(across / figure.bbox.width, up / figure.bbox.height, name.name, ha="center", va="center", **style)
 
 
-def draw_mark_name(axes: Axes, value: float, words: str, taken: Sequence[Box], *, prefers_right: bool = False) -> Box:
-    """Write the name of a horizontal line where it covers least, and return its box.
-
-    Limits and scales of the axes must be final.
-
-    Args:
-        axes: that hold the line.
-        value: of the line.
-        words: its name.
-        taken: what the name should not cover.
-        prefers_right: of places that cover as much, take the right end and not the left.
-    """
-    places = (1.0, 0.0, 0.3, 0.5, 0.7) if prefers_right else (0.0, 1.0, 0.3, 0.5, 0.7)
-    names = [name_mark(axes, value, words, is_above=is_above, at=at) for at in places for is_above in (True, False)]
-    boxes = [box_of(text.get_window_extent()) for text in names]
-    areas = np.array([(right - left) * (high - low) for left, low, right, high in boxes])
-    outside = areas - covered(boxes, [box_of(axes.get_window_extent())])
-    best = int(np.argmin((covered(boxes, taken) + 8 * outside).round(6)))
-    for text in (*names[:best], *names[best + 1 :]):
-        text.remove()
-    return boxes[best]
-
-
 def _middle(box: Box) -> tuple[float, float]:
     return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
 
@@ -286,7 +264,10 @@ def _place(
             boxes.append((left, low, left + size[0], low + size[1]))
             distances.append(gap)
     outside = size[0] * size[1] - covered(boxes, [frame])
+    # What is as near to another mark as to its own would be taken for that one's name.
+    wide = [(left - _AIR, low - _AIR, right + _AIR, high + _AIR) for left, low, right, high in boxes]
     costs = 4 * covered(boxes, words) + covered(boxes, marks) + 8 * outside + 0.02 * np.array(distances)
+    costs += 0.5 * covered(wide, words)
     return boxes[int(np.argmin(costs.round(6)))]  # the first of those that differ in rounding only
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,7 +13,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from attn_zoo.report.analysis.learning import Axis, What, mean_curve, seed_curves
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_mark, score_axis
-from attn_zoo.report.figures.labels import along, draw_mark_name
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain
 from attn_zoo.report.figures.svg import Tag
@@ -38,6 +36,10 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
     note = f"{group.how}; bold: mean over seeds, thin: each seed"
     if any(score.start for score in scores):
         note += "; dashed: self-pretrained, which begins where its self-pretraining ends"
+    if group.best_mark:  # trivial models are scored on the test set only, the curves on validation
+        name, value = group.best_mark
+        on_test = " on test" if name in group.floors else ""
+        note += f"; level line: {name.replace('_', ' ')}, {group.metric.show(value)}{on_test}"
     if group.is_shared and "seconds" in axes_of:
         note += "; times are of runs that shared their device"
     lost = [f"{score.name} {len(score.failures)}" for score in group.scores if score.failures]
@@ -53,7 +55,8 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
         first.set_ylabel("training loss")
     for panel, axis in zip(panels, axes_of, strict=True):
         _draw_curves(panel, scores, looks, "validation", axis, group.metric.show)
-        _draw_best_floor(panel, group)
+        if group.best_mark:  # so that a curve that never leaves it is seen
+            draw_mark(panel, group.best_mark[1])
         score_axis(panel.yaxis, group.metric, f"validation {group.metric.words}")
     return page.describe(_alt(score, group) for score in scores)
 
@@ -93,22 +96,6 @@ def _place(value: float, axis: Axis) -> str:
     if axis == "flops":
         return human_flops(value).replace("FLOP", "") if value else "0"
     return f"{human_number(value / 1000)}k" if value >= 10_000 else f"{value:g}"
-
-
-def _draw_best_floor(panel: Axes, group: AccuracyGroup) -> None:
-    """Draw the best floor as a dashed line, so that a curve that never leaves it is seen.
-
-    Trivial models are scored on the test set only, the curves on validation: its name says so.
-    """
-    if group.best_mark:
-        name, value = group.best_mark
-        words = plain(name.replace("_", " "), 24) + (" (test)" if name in group.floors else "")
-        lines = panel.get_lines()
-        draw_mark(panel, value)
-        panel.set_ylim(panel.get_ylim())  # from here on the limits are final
-        curves = [panel.transData.transform(line.get_xydata()) for line in lines]
-        taken = [box for curve in curves for start, end in pairwise(curve) for box in along(start, end, 2)]
-        draw_mark_name(panel, value, words, taken, prefers_right=True)
 
 
 def _alt(score: LabelScore, group: AccuracyGroup) -> str:

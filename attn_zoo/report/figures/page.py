@@ -44,7 +44,7 @@ class Page:
     Draw on the panels once all rows are there: each new row moves those above it in pixels.
 
     Args:
-        title: one line or two; smaller where it would not fit.
+        title: on as many lines as it needs; smaller where a word would not fit.
         note: below it, wrapped; a line break starts a new line.
         width: inches.
     """
@@ -57,10 +57,12 @@ class Page:
         """Inches from the top edge to the end of what stands already."""
         self._places: list[tuple[Axes, float, float, float, float]] = []
         self._linear: list[Axes] = []
-        room, text = 0.98 * (width - 2 * _MARGIN), plain(title, 120)
-        excess = text_size(text, TITLE_SIZE, "bold")[0] / room
-        lines = wrap(text, math.ceil(0.56 * len(text))) if excess > _TIGHT else [text]
-        excess = max((text_size(line, TITLE_SIZE, "bold")[0] / room for line in lines), default=0.0)
+        room, text = 0.98 * (width - 2 * _MARGIN), plain(title, 240)
+        lines, excess = [text], text_size(text, TITLE_SIZE, "bold")[0] / room
+        if excess > _TIGHT:
+            count = math.ceil(0.5 + 0.8 * excess)  # lines of unequal words are not full
+            lines = wrap(text, math.ceil(1.12 * len(text) / count))
+            excess = max(text_size(line, TITLE_SIZE, "bold")[0] / room for line in lines)
         for place, line in enumerate(lines):
             self.text(
                 _MARGIN, 0.3 + place * _TITLE_LINE, line, fontsize=TITLE_SIZE / max(1.0, excess), fontweight="bold"

@@ -54,7 +54,7 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     note = f"{panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
     if len(lengths) > 1:
         ends = f"{human_length(lengths[0])} to {human_length(lengths[-1])}"
-        note += f"; marks grow with the length, {ends}; percent: share of the roof at the longest"
+        note += f"; marks grow with the length, {ends}; percent: share of the roof at the longest of each"
     if any(row.doubt for row in every):
         note += "; hollow: above the measured roof"
     if any(row.device_ms for row in every):

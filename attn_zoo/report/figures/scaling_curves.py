@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis.fits import Crossing, Growth, slope_words
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.series import Point
+from attn_zoo.report.analysis.series import Point, joint_doubts
 from attn_zoo.report.figures.axes import annotate_along, draw_intervals
 from attn_zoo.report.figures.curve_chart import Chart, Curve, Mark, curves_of, draw_chart
 from attn_zoo.report.figures.labels import EndLabel
@@ -133,7 +133,7 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
     """Return the factor over the fastest exact kernel at each length; None without a baseline or another curve."""
     if panel.baseline is None:
         return None
-    exact = panel.exact
+    exact, shown = panel.exact, shown_doubts(panel.points)
 
     def mark(point: Point) -> Mark | None:
         other = exact.get(point.seq_len)
@@ -156,6 +156,11 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
             tip=_tip(point, words),
         )
 
+    def marks(curve: Curve) -> str:
+        length, _ = curve.best[-1]
+        pair = (*(point for point in curve.series.points if point.seq_len == length), exact[length])
+        return marks_of(joint_doubts(pair), shown - {"host"})  # hollow marks say that
+
     def is_baseline(curve: Curve) -> bool:
         ones = sum(abs(value - 1) < 1e-12 for _, value in curve.best)
         return curve.series.is_exact and len(exact) == len(curve.marks) == ones
@@ -163,14 +168,14 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
     curves = [curve for curve in curves_of(panel, looks, mark) if not is_baseline(curve)]
     if not curves:
         return None
-    baseline, shown = _baseline_name(panel), shown_doubts(panel.points)
+    baseline = _baseline_name(panel)
     chart = Chart(
         title=f"Speed-up over {baseline}",
         show=ratio,
         base=2,
         legend=[_marker("ratio of medians; bars: from the 95 % intervals")],
         details=lambda curve: (
-            f"{ratio(curve.best[-1][1])} at {human_length(curve.best[-1][0])}",
+            marked(f"{ratio(curve.best[-1][1])} at {human_length(curve.best[-1][0])}", marks(curve)),
             *_wins(panel, curve, shown),
         ),
         note=_doubtful(panel, curves, shown),
@@ -234,9 +239,9 @@ def _crossing_words(panel: Panel, crossing: Crossing | None, shown: Container[st
 
 def _doubtful(panel: Panel, curves: Sequence[Curve], shown: Container[str]) -> str:
     """Return what makes times of the panel doubtful, and of how many, for the note; nothing where all is well."""
-    doubts = {doubt for curve in curves for point in curve.series.points for doubt in point.doubts} - {"host"}
+    doubts = {doubt for point in panel.points for doubt in point.doubts} - {"host"}
     said = [
-        marked(f"{sum(doubt in point.doubts for point in panel.points)} {words}", mark if doubt in shown else "")
+        f"{sum(doubt in point.doubts for point in panel.points)} {words}" + (f"\u00a0{mark}" if doubt in shown else "")
         for doubt, (mark, words, _) in MARKS.items()
         if doubt in doubts
     ]

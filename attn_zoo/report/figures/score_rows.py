@@ -29,7 +29,7 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
     if not values:
         return None
     near, far = near_marks(values, group.marks, metric)
-    marks = [(plain(name.replace("_", " "), 22), value) for name, value in near.items()]
+    marks = [(plain(name.replace("_", " "), 28), value) for name, value in near.items()]
     note = (
         f"{group.how}\nlarge: mean over seeds with its 95 % t-interval; small: each seed; dashed: chance and trivial "
         "models"

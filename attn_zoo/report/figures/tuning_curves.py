@@ -64,7 +64,7 @@ def draw_tuning(group: AccuracyGroup, looks: Looks) -> Page | None:
             axes.plot(failed, edges, marker="x", ms=6, mew=1.8, lw=0, color=looks[key[0]].colour, zorder=4)
         trials = [trial for curve in lost.values() for trial in curve.values() if trial.validation is None]
         reasons = sorted({outcome(run.record.status).word for trial in trials for run in trial.runs})
-        name_mark(axes, edge, f"no score: {', '.join(reasons)}", is_above=True)
+        name_mark(axes, edge, f"no score: {', '.join(reasons)}")
     set_ticks(axes.xaxis, rates, lambda value: f"{value:g}")
     axes.set_xlabel("learning rate (base_lr)")
     score_axis(axes.yaxis, metric, f"validation {metric.axis}")

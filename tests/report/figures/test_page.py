@@ -7,7 +7,7 @@ import pytest
 from matplotlib.lines import Line2D
 
 import attn_zoo
-from attn_zoo.report.figures.labels import covered, draw_mark_name
+from attn_zoo.report.figures.labels import covered
 from attn_zoo.report.figures.page import WIDTH, Page
 from attn_zoo.report.figures.style import styled
 from tests.report.figures.legible import assert_legible
@@ -51,26 +51,6 @@ def test_covered_sums_the_shared_areas():
     boxes = [(0.0, 0.0, 2.0, 2.0), (5.0, 5.0, 6.0, 6.0)]
     assert covered(boxes, [(1.0, 1.0, 3.0, 3.0), (0.0, 0.0, 1.0, 2.0)]).tolist() == [3.0, 0.0]
     assert covered(boxes, []).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "wanted"), [(0.0, 0.0, "right"), (0.6, 1.0, "left"), (0.0, 0.4, "right"), (0.25, 1.0, "left")]
-)
-def test_the_name_of_a_mark_keeps_off_curves(low, high, wanted):
-    with styled():
-        page = Page("a title", "a note")
-        (axes,) = page.panels(height=2.0)
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1)
-        box = axes.get_window_extent()
-        across = box.x0 + low * box.width, box.x0 + high * box.width
-        taken = [] if low == high else [(across[0], box.y0, across[1], box.y1)]
-        name = draw_mark_name(axes, 0.5, "a floor", taken, prefers_right=True)
-        (text,) = axes.texts
-        assert covered([name], taken).tolist() == [0.0]
-        assert text.get_horizontalalignment() == wanted
-        top = draw_mark_name(axes, 1.0, "at the top", [])
-        assert top[3] <= box.y1 + 1, "inside the axes"
 
 
 def test_only_the_page_makes_figures_and_places_axes():
