@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Literal
 
 from attn_zoo.records import Record
-from attn_zoo.report.units import human_bytes, human_flops, human_ms, human_s
+from attn_zoo.report.units import human_bytes, human_flops, human_joules, human_ms, human_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ CALLS: tuple[Measurement, ...] = (
     Measurement("extra_bytes", "memory", "extra memory", human_bytes, 5, ("scaling",)),
     Measurement("saved_bytes", "memory", "saved", human_bytes, 2, ("scaling", "steps")),
     Measurement("first_ms", "timing", "first step", human_ms, 4, ("steps",)),
+    Measurement("energy_joules", "record", "energy", human_joules, 3, ("scaling", "steps")),
 )
 """Of one call or training step, beside its time."""
 

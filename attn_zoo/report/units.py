@@ -78,6 +78,7 @@ human_ms = Units(((1e-6, "ns"), (1e-3, "µs"), (1.0, "ms"), (1e3, "s"), (6e4, "m
 """Durations given in milliseconds."""
 human_s = Units(tuple((size / 1e3, name) for size, name in human_ms.steps))
 human_bytes = Units(((1.0, "B"), (2.0**10, "KiB"), (2.0**20, "MiB"), (2.0**30, "GiB"), (2.0**40, "TiB")))
+human_joules = Units(((1e-6, "µJ"), (1e-3, "mJ"), (1.0, "J"), (1e3, "kJ")))
 human_flops = Units(
     tuple((10.0**power, f"{letter}FLOP") for power, letter in zip((6, 9, 12, 15, 18), "MGTPE", strict=True))
 )

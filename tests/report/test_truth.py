@@ -198,6 +198,21 @@ def test_device_time_is_what_is_fitted_compared_and_held_against_the_roof(tmp_pa
     )
 
 
+@pytest.mark.parametrize(("host_ms", "is_said"), [(0.9, True), (0.8, False), (None, False)])
+def test_energy_is_said_to_count_a_gpu_that_waits(tmp_path, host_ms, is_said):
+    """The call takes hardly more than the GPU alone, and the host longer than that to enqueue the next one."""
+    record = on_gpu("full", 4096, 0.85, graph=True)
+    assert record.timing is not None
+    record = replace(record, energy_joules=0.0123, timing=replace(record.timing, host_ms=host_ms))
+    table = measurement_table(analyse([write_run(tmp_path / "run", [record])]))
+    headings = [column.heading for column in table.columns]
+    assert table.texts()[0][headings.index("energy")] == "12.3 mJ"
+    assert "Energy: of one call of many as a user makes them" in table.note
+    assert ("Of full at 4k the host was the limit: the GPU waited" in table.note) is is_said
+    without = measurement_table(analyse([write_run(tmp_path / "without", [replace(record, energy_joules=None)])]))
+    assert "energy" not in without.note.casefold()
+
+
 @pytest.mark.parametrize("graph", [False, True], ids=["older", "new"])
 def test_of_one_length_nobody_knows_whether_calls_wait_unless_the_gpu_alone_was_timed(tmp_path, graph):
     records = [on_gpu(variant, 1024, 0.1, graph=graph) for variant in ("full", "linformer")]

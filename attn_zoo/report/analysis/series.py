@@ -75,6 +75,13 @@ class Point:
         return self.timing.graph_ms
 
     @property
+    def is_host_bound(self) -> bool:
+        """Whether a GPU waits between two such calls: the host takes longer to enqueue one than the GPU to run it."""
+        if self.timing.host_ms is None or self.device_ms is None:
+            return self.is_waiting
+        return self.timing.host_ms > self.device_ms
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Throughput of a training step, padding excluded; None for a single call."""
         return token_rates(self.record).get("tokens_per_s")

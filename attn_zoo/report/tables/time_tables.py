@@ -36,6 +36,7 @@ from attn_zoo.report.units import (
     human_rate,
     ratio,
     ratio_interval,
+    some,
 )
 from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, marks_of
 
@@ -182,7 +183,8 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
         "seq_len": point.seq_len,
         "is_simulated": series.is_simulated,
     }
-    extra = ("num_processes", "num_params", "flops", "kernel", "flags", "marks", "is_waiting", "is_compiled")
+    extra = ("num_processes", "num_params", "flops", "kernel", "flags", "marks", "is_waiting", "is_host_bound")
+    extra += ("is_compiled",)
     if isinstance(point, Failure):
         names = (*_TIMES, *_RATES, *(each.name for each in CALLS), *extra)
         record = point.record
@@ -202,6 +204,7 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
         "flags": point.flags,
         "marks": marks_of(point.doubts, shown),
         "is_waiting": point.is_waiting,
+        "is_host_bound": point.is_host_bound,
         "is_compiled": point.record.cell.overrides.get("compile") is True,
     }
 
@@ -214,6 +217,19 @@ def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) ->
     """Return a column for each of `CALLS` that a table shows and at least one row knows."""
     shown = [each for each in CALLS if table in each.tables and any(row[each.name] is not None for row in rows)]
     return [number_column(each.heading, each.name, each.show, priority=each.priority) for each in shown]
+
+
+def _energy_words(rows: Sequence[Row]) -> Note:
+    """Say of which calls the energy is, and where the GPU waited meanwhile."""
+    known = [row for row in rows if row["energy_joules"] is not None and row["is_host_bound"]]
+    bound = dict.fromkeys(f"{row['variant']} at {human_length(row['seq_len'])}" for row in known)
+    said = "Energy: of one call of many as a user makes them, one after another."
+    if bound:
+        said += (
+            f" Of {some(bound)} the host was the limit: the GPU waited between them, and what it drew meanwhile is "
+            "counted."
+        )
+    return [Remark(said, heading="energy")]
 
 
 def measurement_table(analysis: Analysis) -> Table:
@@ -240,6 +256,7 @@ def measurement_table(analysis: Analysis) -> Table:
                 f"Extra memory: peak without inputs, output and gradients of the inputs{steps}.", heading="extra memory"
             ),
             Remark("Saved: kept for backward.", heading="saved"),
+            *_energy_words(rows),
             Remark(
                 "Speed-up: median time of the fastest exact kernel at the same length over this one.",
                 heading="speed-up",
@@ -305,6 +322,7 @@ def step_table(analysis: Analysis) -> Table | None:
             *MARK_REMARKS,
             Remark(f"Peak memory: {held_words('step')} included.", heading="peak memory"),
             Remark("Saved: what autograd keeps from forward to backward, weights and data included.", heading="saved"),
+            *_energy_words(rows),
             Remark("First step: compilation included, of which a cache may have spared a part.", heading="first step"),
             subtitles,
         ),
