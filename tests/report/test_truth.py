@@ -309,7 +309,7 @@ def test_doubtful_times_are_marked_where_they_stand(tmp_path):
     tables = {table.name: table for table in make_tables(analysis)}
     assert any("†" in text for text in tables["scaling"].texts()[0])
     assert any(
-        "1 of a throttled GPU †; 1 of a busy machine ‡; 6 of one process ¹" in text for text in findings(analysis)
+        "1 of a throttled GPU †; 1 of a busy machine ‡; 6 of one process." in text for text in findings(analysis)
     )
     front = front_table(analysis)
     assert front is not None

@@ -306,7 +306,12 @@ _FLOORS = {"not beaten": "best floor not beaten", "not settled": "best floor not
 def _doubt_line(analysis: Analysis) -> str:
     points = [point for panel in analysis.panels for point in panel.points]
     counts = Counter(doubt for point in points for doubt in point.doubts)
-    said = [f"{counts[doubt]} {words} {mark}" for doubt, (mark, words, _) in MARKS.items() if counts[doubt]]
+    shown = {doubt for panel in analysis.panels for doubt in shown_doubts(panel.points)}
+    said = [
+        marked(f"{counts[doubt]} {words}", mark if doubt in shown else "")
+        for doubt, (mark, words, _) in MARKS.items()
+        if counts[doubt]
+    ]
     return f"Of {len(points)} times: {'; '.join(said)}." if said else ""
 
 

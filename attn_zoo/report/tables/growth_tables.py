@@ -202,6 +202,7 @@ def crossover_table(analysis: Analysis) -> Table:
                     "marks": marks_of(crossing.doubts, shown),
                 }
             )
+    is_several = any(not one.is_main for panel in analysis.panels for one in panel.crossings)  # rows alike but for it
     return Table(
         name="crossovers",
         title="Cheaper than exact attention",
@@ -221,7 +222,7 @@ def crossover_table(analysis: Analysis) -> Table:
                 priority=0,
             ),
             Column(heading="interval", show=_crossing_interval, align="left", priority=3),
-            Column(heading="than", show=_than, align="left", priority=4),
+            Column(heading="than", show=_than, brief=_brief_than, align="left", priority=0 if is_several else 4),
         ),
         rows=tuple(rows),
         fields_if_empty=("variant", "quantity", "against", "outcome", "crossing"),
@@ -234,6 +235,10 @@ def _is_fastest(crossing: Crossing, panel: Panel) -> bool:
 
 def _than(row: Row) -> str:
     return f"{row['against']}, in turns" if row["is_in_turns"] else str(row["against"])
+
+
+def _brief_than(text: str) -> str:
+    return text.removesuffix(", in turns")
 
 
 def _crossing_rank(row: Row) -> float | None:

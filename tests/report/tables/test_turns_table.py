@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import analyse
@@ -14,6 +16,7 @@ from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table
+from attn_zoo.report.tables.table import to_terminal
 from attn_zoo.report.tables.time_tables import turns_table
 from tests.report.figures.legible import words
 from tests.report.synthetic import scaling, write_run
@@ -116,6 +119,9 @@ def test_a_crossing_is_that_of_the_same_rounds(tmp_path: Path):
     ]
     assert table.texts()[0][-1] == "full, in turns"
     assert "the ratios of calls of one round" in table.note
+    out = io.StringIO()
+    to_terminal(table, Console(file=out, width=46, color_system=None))
+    assert [line.split()[-1] for line in out.getvalue().splitlines() if " time " in line] == ["full", "other"]
     (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
     assert "cheaper than full: from 2k or less" in words(time.figure)
 
