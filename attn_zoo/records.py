@@ -292,8 +292,8 @@ class Score(Json):
         curve: evaluations in order: step, train_loss, validation_loss, validation value.
         correct: per scored test item, 1 or 0, as a string of digits: paired comparisons need it. Empty where items are
             too many to keep.
-        breakdown: the test score for each combination of the task's `group_axes`: their values by name, then `value`
-            and `num_items`.
+        breakdown: the test score for each combination of the task's `group_axes`: their values by name, then `value`,
+            `num_items`, and `floor`, the best of the floors on these items, where the task says; none in older records.
         settings: the whole protocol as it was in force, task settings and overrides applied.
         peak_bytes: most memory in use while training: the allocator's peak on GPU, the process's high water on CPU; of
             several processes that train together, of the one with most.

@@ -220,6 +220,13 @@ class AbstractTask(ABC):
     def floors(self) -> dict[str, float]:
         """Return what trivial models, fitted on train, score on test, by name; computed, never quoted."""
 
+    def floors_on(self, test: Split) -> dict[str, float]:  # noqa: ARG002 - for tasks that can say
+        """Return what the models of `floors`, fitted on train, score on some examples of test, by name.
+
+        Nothing where a task cannot say: then scores for parts of the test set have no floor beside them.
+        """
+        return {}
+
     def references(self) -> dict[str, float]:
         """Return what further models score on test that no result has to beat but every reader should know, by name.
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, Split, TaskSpec
 from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority_floor
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, PartT, Rows, grid
@@ -72,9 +72,9 @@ class AbstractCopyingTask(AbstractGeneratedTask[PartT]):
     def spec(self) -> TaskSpec:
         return self.drawn_spec(_FIRST_SYMBOL + self.config.num_symbols, self.config.num_symbols)
 
-    def floors(self) -> dict[str, float]:
+    def floors_on(self, test: Split) -> dict[str, float]:
         """Return rules that know which symbols there are but not their order, and the best constant per position."""
-        train, test = self.split("train"), self.split("test")
+        train = self.split("train")
         options = test.tokens.numpy().astype(np.int64) - _FIRST_SYMBOL
         floors = context_floors(options, test.labels.numpy(), train.labels.numpy(), self.config.num_symbols)
         position = position_majority_floor(train.labels.numpy(), test.labels.numpy())

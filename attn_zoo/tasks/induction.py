@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, Split, TaskSpec
 from attn_zoo.tasks.floors.lookup_rules import context_floors
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
@@ -106,9 +106,9 @@ class Induction(AbstractGeneratedTask[InductionPart]):
         labels[:, last] = symbols[row, place + 1]
         return Rows(tokens, labels)
 
-    def floors(self) -> dict[str, float]:
+    def floors_on(self, test: Split) -> dict[str, float]:
         """Return rules that name a symbol of the row without looking for the marker."""
-        train, test = self.split("train"), self.split("test")
+        train = self.split("train")
         options = test.tokens.numpy().astype(np.int64) - _FIRST_SYMBOL
         return context_floors(options, test.labels.numpy(), train.labels.numpy(), self.config.num_symbols)
 

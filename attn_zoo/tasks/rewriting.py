@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, TaskSpec
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, Split, TaskSpec
 from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority_floor
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
@@ -111,12 +111,12 @@ class Rewriting(AbstractGeneratedTask[Part]):
         start, end = np.full((count, 1), _START), np.full((count, 1), _END)
         return Rows(tokens, np.concatenate([target, end], 1), np.concatenate([start, target], 1))
 
-    def floors(self) -> dict[str, float]:
+    def floors_on(self, test: Split) -> dict[str, float]:
         """Return rules that know the symbols of the source but not their order, and the best constant per position.
 
         The rules of the first kind also know where the end is.
         """
-        train, test = self.split("train"), self.split("test")
+        train = self.split("train")
         labels = test.labels.numpy()
         tokens = test.tokens.numpy().astype(np.int64)
         is_symbol = (tokens >= _FIRST_SYMBOL) & (tokens < _FIRST_SYMBOL + self.config.num_symbols)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -114,10 +115,25 @@ def evaluate(
     return Evaluation(float(all_losses.mean()), value, all_losses, all_correct, all_counts)
 
 
+NO_FLOORS: Mapping[int, Mapping[str, float]] = MappingProxyType({})
+
+
 def breakdown(
-    scored: Evaluation, groups: Tensor | None, axes: tuple[str, ...], metric: Metric
+    scored: Evaluation,
+    groups: Tensor | None,
+    axes: tuple[str, ...],
+    metric: Metric,
+    floors: Mapping[int, Mapping[str, float]] = NO_FLOORS,
 ) -> tuple[dict[str, float], ...]:
-    """Return the metric for each combination of the values of `groups` `[N, A]`, in order of the values."""
+    """Return the metric for each combination of the values of `groups` `[N, A]`, in order of the values.
+
+    Args:
+        scored: of all examples.
+        groups: properties of each.
+        axes: their names.
+        metric: of the task.
+        floors: of each combination, by its place in that order; the best goes beside the score.
+    """
     if groups is None:
         return ()
     values, group_of = torch.unique(groups.double(), dim=0, return_inverse=True)
@@ -129,5 +145,8 @@ def breakdown(
             value = _value(metric, scored.losses[inside], scored.correct[inside])
             # float32 holds decimal fractions such as 0.1 to seven digits; what is shown are those.
             places = {axis: float(f"{place:.7g}") for axis, place in zip(axes, combination, strict=True)}
-            rows.append({**places, "value": value, "num_items": float(inside.sum())})
+            row = {**places, "value": value, "num_items": float(inside.sum())}
+            if known := floors.get(index, {}).values():
+                row["floor"] = min(known) if metric in LOWER_IS_BETTER else max(known)
+            rows.append(row)
     return tuple(rows)

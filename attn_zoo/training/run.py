@@ -30,7 +30,7 @@ from attn_zoo.records import Cell, Score, Status
 from attn_zoo.registry import tasks
 from attn_zoo.tasks import AbstractTask, TaskSpec
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
-from attn_zoo.tasks.floors.lookup_rules import floors_of, references_of
+from attn_zoo.tasks.floors.lookup_rules import floors_of, floors_of_groups, references_of
 from attn_zoo.tasks.promises import checked_split
 from attn_zoo.training.batches import Batch, Batcher, Feed, send
 from attn_zoo.training.checkpoint import Numbers
@@ -233,7 +233,7 @@ def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:
         tokens_per_s=numbers.tokens_per_s,
         curve=tuple(numbers.curve),
         correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()) if has_correct else "",
-        breakdown=breakdown(test, feed.groups, spec.group_axes, spec.metric),
+        breakdown=breakdown(test, feed.groups, spec.group_axes, spec.metric, floors_of_groups(task)),
         settings=json.loads(json.dumps(asdict(protocol))),
         peak_bytes=numbers.peak_bytes,
         padding_frac=1.0 - numbers.num_tokens / numbers.num_positions,

@@ -74,6 +74,7 @@ def test_groups_sum_up_to_the_score(toy):
     for row in score.breakdown:
         inside = (split.groups[:, 0] == row["parity"]) & torch.isclose(split.groups[:, 1], torch.tensor(row["tenth"]))
         assert row["num_items"] == int((split.labels[inside] != IGNORED_LABEL).sum())
+        assert row["floor"] == pytest.approx(int(inside.sum()) / len(split))
     total = sum(row["num_items"] for row in score.breakdown)
     assert sum(row["value"] * row["num_items"] for row in score.breakdown) / total == pytest.approx(score.value)
     assert score_of("pair").breakdown == ()
@@ -83,7 +84,11 @@ def test_a_group_without_items_is_left_out():
     found = Evaluation(1.0, 0.5, torch.tensor([1.0, 3.0]), torch.tensor([True, False]), torch.tensor([2, 0]))
     groups = torch.tensor([[1.0], [2.0]])
     assert breakdown(found, groups, ("depth",), "accuracy") == ({"depth": 1.0, "value": 0.5, "num_items": 2.0},)
-    (row,) = breakdown(found, groups, ("depth",), "bits_per_byte")
+    floors = {0: {"a": 0.25, "b": 0.75}, 1: {"a": 1.0}}
+    (row,) = breakdown(found, groups, ("depth",), "accuracy", floors)
+    assert row["floor"] == 0.75
+    (row,) = breakdown(found, groups, ("depth",), "bits_per_byte", floors)
+    assert row["floor"] == 0.25, "fewer bits are better"
     assert row["value"] == pytest.approx(2.0 / math.log(2))
 
 

@@ -89,6 +89,9 @@ class ToyTask(AbstractTask):
             "seq2seq": lambda: _copy(plain),
         }[self.config.kind]()
 
+    def floors_on(self, test: Split) -> dict[str, float]:
+        return {"share": len(test) / len(self.split("test"))}
+
     def floors(self) -> dict[str, float]:
         return {"constant": 0.4}
 

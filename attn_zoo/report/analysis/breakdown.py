@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval
 
-_NOT_AXES = frozenset({"value", "num_items"})
+NOT_AXES = frozenset({"value", "num_items", "floor"})
+"""Keys of an entry of a breakdown that are no property of the examples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def axes_of(group: AccuracyGroup) -> tuple[str, ...]:
     entries = [entry for score in group.scores for run in score.runs if run.score for entry in run.score.breakdown]
     if not entries:
         return ()
-    names = set.intersection(*(set(entry) - _NOT_AXES for entry in entries))
+    names = set.intersection(*(set(entry) - NOT_AXES for entry in entries))
     return tuple(sorted(names, key=lambda name: (-max(entry[name] for entry in entries), name)))
 
 
@@ -50,15 +51,7 @@ def parts(score: LabelScore, axes: Sequence[str]) -> list[Part]:
     for run in score.runs:
         if run.score is None:
             continue
-        own: dict[tuple[float, ...], list[tuple[float, float]]] = {}
-        for entry in run.score.breakdown:
-            place = tuple(entry[name] for name in axes)
-            own.setdefault(place, []).append((entry["value"], entry.get("num_items", 1.0)))
-        for place, scored in own.items():
-            items = sum(count for _, count in scored)
-            value = (
-                sum(value * count for value, count in scored) / items if items else fmean(value for value, _ in scored)
-            )
+        for place, value in _by_place(run.score.breakdown, axes, "value").items():
             by_place.setdefault(place, []).append(value)
     made = []
     for place, values in sorted(by_place.items()):
@@ -66,6 +59,25 @@ def parts(score: LabelScore, axes: Sequence[str]) -> list[Part]:
         assert mean is not None
         made.append(Part(place, mean, low, high))
     return made
+
+
+def _by_place(entries: Iterable[Mapping[str, float]], axes: Sequence[str], what: str) -> dict[tuple[float, ...], float]:
+    own: dict[tuple[float, ...], list[tuple[float, float]]] = {}
+    for entry in entries:
+        own.setdefault(tuple(entry[name] for name in axes), []).append((entry[what], entry.get("num_items", 1.0)))
+    found = {}
+    for place, scored in own.items():
+        items = sum(count for _, count in scored)
+        total = sum(value * count for value, count in scored)
+        found[place] = total / items if items else fmean(value for value, _ in scored)
+    return found
+
+
+def floors_by_place(group: AccuracyGroup, axes: Sequence[str]) -> dict[tuple[float, ...], float]:
+    """Return the best floor of each place on `axes`, ascending; nothing where no record has them, as older ones."""
+    scores = (run.score for score in group.scores for run in score.runs if run.score and run.score.breakdown)
+    known = (score.breakdown for score in scores if all("floor" in entry for entry in score.breakdown))
+    return dict(sorted(_by_place(next(known, ()), axes, "floor").items()))
 
 
 def values_of(group: AccuracyGroup, axes: Sequence[str], index: int) -> list[float]:

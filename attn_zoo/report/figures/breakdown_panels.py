@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from numpy.typing import NDArray
 
-from attn_zoo.report.analysis.breakdown import Part, axes_of, parts, values_of
+from attn_zoo.report.analysis.breakdown import Part, axes_of, floors_by_place, parts, values_of
 from attn_zoo.report.analysis.floor import FAR
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
@@ -19,7 +19,7 @@ from attn_zoo.report.figures.axes import draw_curve, draw_intervals, draw_mark, 
 from attn_zoo.report.figures.heat import BAR_ROOM, Shades, draw_colour_bar, draw_squares
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
-from attn_zoo.report.figures.style import BLACK, DASHED, SOLID, WHITE, Looks, plain
+from attn_zoo.report.figures.style import BLACK, DASHED, MARK, MUTED, SOLID, WHITE, Looks, plain
 from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.units import human_length, human_number
 
@@ -28,6 +28,8 @@ LOGARITHMIC_FROM = 8
 _ENDINGS = (("seq_len", "sequence length", "tokens"), ("_len", " length", "tokens"), ("_percent", "", "%"))
 """Of names of properties, with what they say and their units."""
 Grid = NDArray[np.float64]
+Floors = Mapping[tuple[float, ...], float]
+"""Scores by place."""
 COLOURS = "viridis"
 LETTER = 0.1
 """Inches that a letter of a panel's title may take."""
@@ -46,11 +48,14 @@ def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
         return None
     title = f"{group.metric.title} by {' and '.join(_words(name) for name in axes)}: {group.title}"
     note = group.how + (f"; mean over {', '.join(map(_words, every[2:]))}" if len(every) > 2 else "")
-    if group.best_mark and group.best_mark[0] in group.floors:  # no record has floors of parts of the test set
+    floors = floors_by_place(group, axes)
+    if floors:
+        note += "; best floor: the best trivial model of each"
+    elif group.best_mark and group.best_mark[0] in group.floors:
         name, value = group.best_mark
         note += f"; best floor, of all examples together: {plain(name.replace('_', ' '))} {group.metric.show(value)}"
     draw = _draw_curves if len(axes) == 1 else _draw_maps
-    page = draw(group, scores, axes, looks, title, note)
+    page = draw(group, scores, floors, axes, looks, title, note)
     words = (f"{score.name}: {_alt(parts(score, axes), axes, group.metric)}" for score in scores)
     return page.describe(words)
 
@@ -93,25 +98,38 @@ def _alt(scored: Sequence[Part], axes: Sequence[str], metric: Metric) -> str:
 
 
 def _draw_curves(
-    group: AccuracyGroup, scores: Sequence[LabelScore], axes: Sequence[str], looks: Looks, title: str, note: str
+    group: AccuracyGroup,
+    scores: Sequence[LabelScore],
+    floors: Floors,
+    axes: Sequence[str],
+    looks: Looks,
+    title: str,
+    note: str,
 ) -> Page:
     metric, chance = group.metric, group.chance
     curves = [(score, parts(score, axes)) for score in scores]
     note += "; mean over seeds with its 95 % t-interval"
     is_near = False
     if chance is not None:
-        drawn = [part.mean for _, curve in curves for part in curve]
+        drawn = [*(part.mean for _, curve in curves for part in curve), *floors.values()]
         is_near = min(abs(value - chance) for value in drawn) <= FAR * ((max(drawn) - min(drawn)) or 0.1)
-        note += f"; {'dashed' if is_near else 'off the scale'}: chance {metric.show(chance)}"
+        note += f"; {'level line' if is_near else 'off the scale'}: chance {metric.show(chance)}"
     labels = []
     for score, curve in curves:
         ((x,), y) = curve[-1].place, curve[-1].mean
         detail = f"{metric.show(y)} at {_number(x)}"
         labels.append(EndLabel(plain(score.name, 30), (detail,), looks[score.label].colour, x, y, score.name))
+    if floors:
+        ((x,), y) = list(floors.items())[-1]
+        detail = f"{metric.show(y)} at {_number(x)}"
+        labels.append(EndLabel("best floor", (detail,), MUTED, x, y))
     page = Page(title, note)
     (panel,) = page.panels(height=labels_height(labels, 3.2), right=0.2 + label_room(labels))
     if chance is not None and is_near:
         draw_mark(panel, chance)
+    if floors:
+        lows = [(x, y) for (x,), y in floors.items()]
+        panel.plot(*zip(*lows, strict=True), color=MUTED, lw=1.2, ls=MARK, marker="_", ms=9, zorder=1.5)
     for score, curve in curves:
         look = looks[score.label]
         points = [(part.place[0], part.mean) for part in curve]
@@ -146,12 +164,23 @@ def _property_axis(axes: Axes, values: Sequence[float], words: str) -> None:
 
 
 def _draw_maps(
-    group: AccuracyGroup, scores: Sequence[LabelScore], axes: Sequence[str], looks: Looks, title: str, note: str
+    group: AccuracyGroup,
+    scores: Sequence[LabelScore],
+    floors: Floors,
+    axes: Sequence[str],
+    looks: Looks,
+    title: str,
+    note: str,
 ) -> Page:
     metric = group.metric
     across, up = values_of(group, axes, 0), values_of(group, axes, 1)
-    columns = min(len(scores), 2 if len(across) > 6 else 3)
-    grids = [_grid(parts(score, axes), across, up) for score in scores]
+    maps = [
+        (score.name, score.mean, looks[score.label].colour, {part.place: part.mean for part in parts(score, axes)})
+        for score in scores
+    ]
+    maps += [("best floor", None, MUTED, floors)] if floors else []
+    columns = min(len(maps), 2 if len(across) > 6 else 3)
+    grids = [_grid(places, across, up) for *_, places in maps]
     note += "; mean over seeds, one colour scale for all"
     note += ", empty: no result" if any(np.isnan(grid).any() for grid in grids) else ""
     shades = _shades(np.concatenate([grid.ravel() for grid in grids]), group)
@@ -159,35 +188,35 @@ def _draw_maps(
     note += "" if chance is None else f"; dashed on the scale: chance {metric.show(chance)}"
     page = Page(title, note)
     height = min(3.0, max(1.2, 0.24 * len(up)))
-    panels = page.panels(len(scores), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=MAP_GAP, above=0.4)
+    panels = page.panels(len(maps), columns=columns, height=height, left=0.78, right=BAR_ROOM, gap=MAP_GAP, above=0.4)
     bar = draw_colour_bar(page, panels[columns - 1], shades, metric.tick)
     if chance is not None:
         bar.axhline(chance, color=WHITE, lw=1.6)
         bar.axhline(chance, color=BLACK, lw=0.8, ls=DASHED)
-    for index, (panel, score, grid) in enumerate(zip(panels, scores, grids, strict=True)):
+    for index, (panel, (label, mean, colour, _), grid) in enumerate(zip(panels, maps, grids, strict=True)):
         draw_squares(panel, grid, shades, is_upwards=True)
         _label_squares(panel, grid, across, up, shades, metric)
         letters = max(8, (panel.get_window_extent().width / page.figure.dpi + MAP_GAP) / LETTER)
-        name = plain(score.name, int(letters / LEAST_TITLE))
+        name = plain(label, int(letters / LEAST_TITLE))
         share = max(LEAST_TITLE, min(1.0, letters / len(name)))  # rather small than cut
-        name += f"\n{metric.show(score.mean)}" if score.mean is not None else ""
-        heading = panel.set_title(name, fontweight="bold", color=looks[score.label].colour, loc="left")
+        name += f"\n{metric.show(mean)}" if mean is not None else ""
+        heading = panel.set_title(name, fontweight="bold", color=colour, loc="left")
         heading.set_fontsize(share * float(heading.get_fontsize()))
         if index % columns:
             panel.set_yticklabels([])
             panel.tick_params(axis="y", length=0)
         else:
             panel.set_ylabel(_axis_words(axes[1]))
-        if index + columns >= len(scores):
+        if index + columns >= len(maps):
             panel.set_xlabel(_axis_words(axes[0]).replace(" (", "\n("))  # a map is narrow
     return page
 
 
-def _grid(scored: Sequence[Part], across: Sequence[float], up: Sequence[float]) -> Grid:
+def _grid(scored: Floors, across: Sequence[float], up: Sequence[float]) -> Grid:
     """Return `[rows, columns]` of means, NaN where there is no result."""
     grid = np.full((len(up), len(across)), np.nan)
-    for part in scored:
-        grid[up.index(part.place[1]), across.index(part.place[0])] = part.mean
+    for (x, y), value in scored.items():
+        grid[up.index(y), across.index(x)] = value
     return grid
 
 

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.breakdown import NOT_AXES
 from attn_zoo.report.analysis.floor import CHANCE
 from attn_zoo.report.analysis.learning import AXES, Axis, best_within, budgets, seed_curves
 from attn_zoo.report.analysis.metric import MINUS, Metric
@@ -441,5 +442,5 @@ def _score_rows(group: AccuracyGroup, trial: Trial, run: TrainingRun) -> list[Ro
 
 
 def _part(entry: Mapping[str, float]) -> dict[str, Any]:
-    axes = [f"{name}={value:g}" for name, value in entry.items() if name not in {"value", "num_items"}]
+    axes = [f"{name}={value:g}" for name, value in entry.items() if name not in NOT_AXES]
     return {"part": ", ".join(axes) or "{}", "value": entry.get("value"), "num_items": entry.get("num_items")}

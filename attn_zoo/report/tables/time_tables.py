@@ -183,8 +183,10 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
         "seq_len": point.seq_len,
         "is_simulated": series.is_simulated,
     }
-    extra = ("num_processes", "num_params", "flops", "kernel", "flags", "marks", "is_waiting", "is_host_bound")
-    extra += ("is_compiled",)
+    extra = (
+        *("num_processes", "num_params", "flops", "kernel", "flags", "marks"),
+        *("is_waiting", "is_host_bound", "is_compiled"),
+    )
     if isinstance(point, Failure):
         names = (*_TIMES, *_RATES, *(each.name for each in CALLS), *extra)
         record = point.record

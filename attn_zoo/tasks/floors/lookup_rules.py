@@ -38,6 +38,32 @@ def references_of(task: AbstractTask) -> dict[str, float]:
     return _once(task, "references", task.references)
 
 
+def floors_of_groups(task: AbstractTask) -> dict[int, dict[str, float]]:
+    """Return `task.floors_on` the examples of each group of test, by its place in the order of the groups' values.
+
+    Likewise computed once; nothing for a task without groups, or one that cannot say.
+    """
+
+    def compute() -> dict[str, float]:
+        test = task.split("test")
+        if test.groups is None:
+            return {}
+        values, group_of = torch.unique(test.groups.double(), dim=0, return_inverse=True)
+        parts = ((index, test.select((group_of == index).nonzero()[:, 0])) for index in range(len(values)))
+        return {
+            f"{index}/{name}": value
+            for index, part in parts
+            if bool((part.labels != IGNORED_LABEL).any())
+            for name, value in task.floors_on(part).items()
+        }
+
+    found: dict[int, dict[str, float]] = {}
+    for key, value in _once(task, "group-floors", compute).items():
+        index, _, name = key.partition("/")
+        found.setdefault(int(index), {})[name] = value
+    return found
+
+
 def _once(task: AbstractTask, what: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
     digest = task.digest(task.level, data_dir=task.data_dir)
 

@@ -100,6 +100,13 @@ class AbstractGeneratedTask(AbstractCachedTask, Generic[PartT]):
     def draw(self, draws: Draws, part: PartT, count: int) -> Rows:
         """Return `count` examples of a part; which ones must depend on nothing but the arguments and the level."""
 
+    @abstractmethod
+    def floors_on(self, test: Split) -> dict[str, float]:
+        """Return what trivial models, fitted on train, score on `test`, by name."""
+
+    def floors(self) -> dict[str, float]:
+        return self.floors_on(self.split("test"))
+
     def drawn_spec(self, vocab_size: int, num_classes: int, **changes: Any) -> TaskSpec:
         """Return the spec of a task with a label per position, scored by accuracy, all classes equally likely."""
         lengths = {part.seq_len for part in self.config.parts}

@@ -167,6 +167,26 @@ def test_floors_of_the_test_set_are_said_to_be_so_beside_validation_curves(tmp_p
         assert_legible(picture.figure)
 
 
+def test_breakdowns_draw_the_floor_of_each_level_where_records_have_it(tmp_path):
+    rules = {2.0: 0.5, 16.0: 0.0625}
+    cells = tuple({"num_pairs": n, "value": 0.5, "num_items": 9.0, "floor": floor} for n, floor in rules.items())
+    page = by_kind(pictures(tmp_path / "curve", [training("full", 0, 0.5, breakdown=cells)]))["breakdown"]
+    assert "best floor" in words(page.figure)
+    assert "of all examples together" not in words(page.figure).replace("\n", " ")
+    lines = [line.get_xydata().tolist() for line in page.figure.axes[0].get_lines()]
+    assert [list(each) for each in rules.items()] in lines
+    assert_legible(page.figure)
+    squares = tuple({"depth": 1.0, **cell} for cell in cells) + tuple({"depth": 2.0, **cell} for cell in cells)
+    page = by_kind(pictures(tmp_path / "map", [training("full", 0, 0.5, breakdown=squares)]))["breakdown"]
+    titles = [axes.get_title(loc="left") for axes in page.figure.axes]
+    assert [title.partition("\n")[0] for title in titles if title] == ["full", "best floor"]
+    assert_legible(page.figure)
+    older = tuple({name: value for name, value in cell.items() if name != "floor"} for cell in cells)
+    page = by_kind(pictures(tmp_path / "older", [training("full", 0, 0.5, breakdown=older)]))["breakdown"]
+    assert "of all examples together" in " ".join(words(page.figure).split())
+    assert "full" in words(page.figure)
+
+
 def test_times_of_a_shared_device_are_said_to_be_such_in_no_unit(tmp_path):
     score = {"curve": curve(0.1, 0.5), "train_s": 900.0}
     shared = [accuracy("full", 0, 0.5, score=score, num_jobs=2)]

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from attn_zoo.tasks import Example, TaskSpec
-from attn_zoo.tasks.abstract_task import IGNORED_LABEL
-from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority_floor
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Split
+from attn_zoo.tasks.floors.lookup_rules import context_floors, floors_of_groups, position_majority_floor
 from attn_zoo.tasks.generated import generated_task as generated_module
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows
+from attn_zoo.tasks.mqar import MultiQueryRecall
+from attn_zoo.tasks.needle import Needle
 from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.sources.tensor_cache import cache_dir
 
@@ -54,8 +56,8 @@ class Bits(AbstractGeneratedTask[BitPart]):
         labels[:, -1] = (tokens - 1).sum(1) % 2
         return Rows(tokens, labels)
 
-    def floors(self) -> dict[str, float]:
-        return {}
+    def floors_on(self, test: Split) -> dict[str, float]:
+        return {"ones": float((test.labels[test.labels != IGNORED_LABEL] == 1).float().mean())}
 
     def show(self, example: Example) -> str:
         return str(example.tokens.tolist())
@@ -129,6 +131,31 @@ def test_digest_follows_the_parts(monkeypatch):
     before = Bits.digest("tight")
     monkeypatch.setattr(Bits, "levels", MappingProxyType({"tight": GeneratedLevel(parts=(bits(4, 6),))}))
     assert Bits.digest("tight") != before
+
+
+def test_floors_of_groups_are_those_of_their_examples():
+    """Examples of a group follow each other, so its floor can be had from a slice."""
+    labels = Bits("mixed").split("test").labels
+    asked = labels[labels != IGNORED_LABEL].float()
+    assert floors_of_groups(Bits("mixed")) == {
+        0: {"ones": pytest.approx(float(asked[:10].mean()))},
+        1: {"ones": pytest.approx(float(asked[10:].mean()))},
+    }
+    assert floors_of_groups(Bits("tight")) == {}
+
+
+@pytest.mark.parametrize("kind", [MultiQueryRecall, Needle])
+def test_floors_of_groups_sum_up_to_those_of_the_test_set(kind):
+    task = kind("short")
+    test = task.split("test")
+    assert test.groups is not None
+    _, group_of = torch.unique(test.groups.double(), dim=0, return_inverse=True)
+    found = floors_of_groups(task)
+    num_items = [int((test.labels[group_of == index] != IGNORED_LABEL).sum()) for index in found]
+    assert len(found) == int(group_of.max()) + 1
+    for rule, value in task.floors().items():
+        total = sum(count * own[rule] for count, own in zip(num_items, found.values(), strict=True))
+        assert total / sum(num_items) == pytest.approx(value)
 
 
 def test_context_floors_by_hand():
