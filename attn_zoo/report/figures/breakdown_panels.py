@@ -174,7 +174,7 @@ def _draw_maps(
 ) -> Page:
     metric = group.metric
     across, up = values_of(group, axes, 0), values_of(group, axes, 1)
-    maps = [
+    maps: list[tuple[str, float | None, str, Floors]] = [
         (score.name, score.mean, looks[score.label].colour, {part.place: part.mean for part in parts(score, axes)})
         for score in scores
     ]
