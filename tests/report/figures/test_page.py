@@ -7,8 +7,16 @@ import pytest
 from matplotlib.lines import Line2D
 
 import attn_zoo
-from attn_zoo.report.figures.labels import covered
-from attn_zoo.report.figures.page import WIDTH, Page
+from attn_zoo.report.figures.labels import (
+    POINT_NAME_SIZE,
+    PointName,
+    box_of,
+    covered,
+    draw_point_names,
+    mark_boxes,
+    square,
+)
+from attn_zoo.report.figures.page import TITLE_SIZE, WIDTH, Page, text_size
 from attn_zoo.report.figures.style import styled
 from tests.report.figures.legible import assert_legible
 
@@ -45,6 +53,38 @@ def test_titles_notes_and_legends_fit_the_page(title):
         page.panels(2, columns=2, height=1.0)
         page.legend([Line2D([], [], label="below")])
         assert_legible(page.figure)
+
+
+def test_a_long_title_takes_the_lines_it_needs():
+    """Of the padded panels of peers, whose titles were cut in the middle."""
+    title = (
+        "Speed-up over torch SDPA against sequence length: forward, no graph kept, attention only, a quarter of every "
+        "second sequence padded"
+    )
+    with styled():
+        page = Page(title, "a note")
+        page.panels(height=1.0)
+        assert_legible(page.figure)
+        *lines, note = (text.get_text() for text in page.figure.texts)
+        assert (" ".join(lines), note) == (title, "a note")
+        assert all(text.get_fontsize() > 0.85 * TITLE_SIZE for text in page.figure.texts[: len(lines)])
+
+
+def test_the_name_of_a_point_keeps_off_other_marks():
+    """A mark right beside the nearest free place would take the name for its own."""
+    with styled():
+        page = Page("a title", "a note")
+        (axes,) = page.panels(height=3.0)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1)
+        (own,) = mark_boxes(axes, [PointName("mine", "black", 0.5, 0.5, 3.0)])
+        width = 100 * text_size("mine", POINT_NAME_SIZE, "bold")[0]
+        other = square(own[2] + width + 12, (own[1] + own[3]) / 2, 3.0)  # to the right of the first place
+        draw_point_names(axes, [PointName("mine", "black", 0.5, 0.5, 3.0)], box_of(axes.get_window_extent()), [other])
+        (name,) = (text for text in page.figure.texts if text.get_text() == "mine")
+        box = name.get_window_extent()
+        away = max(other[0] - box.x1, box.x0 - other[2], other[1] - box.y1, box.y0 - other[3])
+        assert away > 6
 
 
 def test_covered_sums_the_shared_areas():

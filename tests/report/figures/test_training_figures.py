@@ -49,6 +49,21 @@ def test_bubbles_in_one_place_keep_their_names_apart(tmp_path):
     assert all(f"variant_{index}" in words(picture.figure) for index in range(9))
 
 
+def test_floors_are_named_where_no_bar_crosses_them(tmp_path):
+    """The bar of one runs from below the floor to above it, wherever its name would stand beside the line."""
+    values = {"full": (0.36, 0.35, 0.36), "bigbird": (0.35, 0.35, 0.36), "linformer": (0.25, 0.31, 0.40)}
+    speeds = {"full": 7e4, "bigbird": 3e4, "linformer": 5e4}
+    floors = {"symbol_histogram": 0.355}
+    records = [
+        training(name, seed, value, floors=floors, tokens_per_s=speeds[name])
+        for name, own in values.items()
+        for seed, value in enumerate(own)
+    ]
+    picture = by_kind(pictures(tmp_path, records))["bubbles"]
+    assert "level lines: symbol histogram 35.5 %, chance 10.0 %" in " ".join(words(picture.figure).split())
+    assert not any("histogram" in text.get_text() for axes in picture.figure.axes for text in axes.texts)
+
+
 def test_the_area_of_a_bubble_is_its_memory(tmp_path):
     records = [training("full", 0, 0.5, peak_bytes=400 * 2**20), training("bigbird", 0, 0.4, peak_bytes=100 * 2**20)]
     picture = by_kind(pictures(tmp_path, records))["bubbles"]
