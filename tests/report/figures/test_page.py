@@ -67,7 +67,7 @@ def test_a_long_title_takes_the_lines_it_needs():
         assert_legible(page.figure)
         *lines, note = (text.get_text() for text in page.figure.texts)
         assert (" ".join(lines), note) == (title, "a note")
-        assert all(text.get_fontsize() > 0.85 * TITLE_SIZE for text in page.figure.texts[: len(lines)])
+        assert all(float(text.get_fontsize()) > 0.85 * TITLE_SIZE for text in page.figure.texts[: len(lines)])
 
 
 def test_the_name_of_a_point_keeps_off_other_marks():
