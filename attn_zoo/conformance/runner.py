@@ -178,7 +178,7 @@ def run_one(check: Check, subject: Subject) -> CheckResult:
 def _strain(subject: Subject) -> float:
     """Return the largest `strain` of outputs and gradients over the contexts and lengths of a subject."""
     worst = 1.0
-    with suppress(Exception), torch.random.fork_rng(devices=[]), restored():  # of what cannot be called, 1
+    with suppress(Exception, SystemExit), torch.random.fork_rng(devices=[]), restored():  # of what cannot be called, 1
         for build in subject.contexts():
             for length in subject.lengths:
                 module = subject.make(replace(build, dropout_p=0.0), seq_len=length, dtype=torch.float64)
@@ -224,7 +224,7 @@ def _run_once(check: Check, subject: Subject) -> CheckResult:
     except ConfigError as error:  # sizes or options that do not fit each other, which a cell would be told too
         outcome: Outcome = "refused" if subject.may_refuse else "failed"
         return result(outcome=outcome, message=str(error), example=_words(subject))
-    except Exception as error:  # a variant may raise anything, and that is the finding; no memory says nothing of it
+    except (Exception, SystemExit) as error:  # a variant may raise anything: the finding; no memory says nothing of it
         outcome = "error" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "failed"
         return result(outcome=outcome, message=_describe(error), example=_words(subject, error))
     return result(outcome=finding.outcome, message=finding.message)

@@ -23,6 +23,11 @@ class RaisesAtLengthThree(Softmax):
         return super().attend(query, key, value, mask)
 
 
+class EndsTheProcess(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        raise SystemExit(3)
+
+
 class RefusesWhatItDeclares(Softmax):
     def __init__(self, config: Any, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -83,6 +88,13 @@ def test_an_exception_is_a_failure_with_type_message_and_place() -> None:
     assert result.message.startswith("KeyError: ")
     assert "three" in result.message
     assert "test_runner.py:" in result.message
+
+
+def test_a_call_of_sys_exit_is_a_failure_too() -> None:
+    with registered(Broken(cls=EndsTheProcess, check="")) as name:
+        result = only(name, "shape_and_dtype")
+    assert result.outcome == "failed"
+    assert result.message.startswith("SystemExit: 3 (test_runner.py:")
 
 
 def test_running_out_of_memory_is_an_error_not_a_failure() -> None:
