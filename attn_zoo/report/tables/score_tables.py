@@ -140,10 +140,14 @@ def accuracy_table(group: AccuracyGroup) -> Table:
     )
 
 
+def _is_pretrained(group: AccuracyGroup) -> bool:
+    return any(score.start for score in group.scores)
+
+
 def cost_table(group: AccuracyGroup) -> Table:
     """Return what each score cost: parameters, FLOPs, time, memory, padding."""
     rows = [_row(score) for score in group.ranked]
-    pretrained = any(score.start for score in group.scores)
+    pretrained = _is_pretrained(group)
     notes: list[str | Remark] = ["Means over seeds; of memory the most."]
     if group.baseline:
         words = f"Parameters: what is more than 10 % away from {group.baseline} says so."
@@ -218,7 +222,8 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
         "equal-cost",
         "Validation at equal cost",
         notes=(
-            "Best validation score within what every variant has spent, mean over seeds; self-pretraining counts too.",
+            "Best validation score within what every variant has spent, mean over seeds.",
+            "Steps are those after self-pretraining; other costs count it." if _is_pretrained(group) else "",
             f"{spent} of an evaluation are those of the whole run times its share of the steps." if spent else "",
         ),
         columns=(text_column("variant", priority=0), *columns),

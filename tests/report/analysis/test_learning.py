@@ -45,12 +45,15 @@ def test_self_pretraining_counts_as_spent(tmp_path):
     before = {"pretrain": "masked", "pretrain_s": 5.0, "pretrain_flops": 70.0}
     records = [accuracy("full", 0, 0.3, score=numbers)]
     records.append(accuracy("full", 0, 0.3, score=numbers | before, overrides={"pretrain": "masked"}))
-    _, scores = group(tmp_path, records)
+    found, scores = group(tmp_path, records)
     after = scores["full (self-pretrained)"]
     assert [place for place, _ in mean_curve(scores["full"], "validation", "seconds")] == [10.0, 20.0]
     assert [place for place, _ in mean_curve(after, "validation", "seconds")] == [15.0, 25.0]
     assert [place for place, _ in mean_curve(after, "validation", "flops")] == [170.0, 270.0]
     assert [place for place, _ in mean_curve(after, "validation", "steps")] == [100.0, 200.0]
+    table = equal_cost_table(found)
+    assert table is not None
+    assert "Steps are those after self-pretraining; other costs count it." in table.notes
 
 
 def test_equal_cost_compares_at_what_everyone_has_spent(tmp_path):
