@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 FAILURES: dict[str, tuple[str, ...]] = {
     "out of memory on the device: oom_device, longer lengths are skipped, the next cell is ok": (
-        "matrix/drive/test_failures.py::test_each_failure_has_its_name_and_reason",
+        "matrix/drive/test_failures.py::test_every_failure_has_its_name_and_disturbs_no_other_cell",
         "matrix/drive/test_failures.py::test_longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out",
         "matrix/cell/test_run_order.py::test_out_of_memory_on_the_gpu_is_a_result",
     ),
@@ -18,8 +18,7 @@ FAILURES: dict[str, tuple[str, ...]] = {
         "matrix/drive/test_failures.py::test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory",
     ),
     "segmentation fault, abort, exit: crashed, with the signal and the stack": (
-        "matrix/drive/test_failures.py::test_each_failure_has_its_name_and_reason",
-        "matrix/drive/test_failures.py::test_crashes_keep_the_stack_of_the_variant",
+        "matrix/drive/test_failures.py::test_every_failure_has_its_name_and_disturbs_no_other_cell",
         "matrix/cell/test_bundle.py::test_a_member_that_ends_the_process_takes_the_blame_and_the_others_begin_anew",
         "matrix/drive/engines/test_local.py::test_every_training_ends_in_its_own_status_and_disturbs_no_other",
     ),
@@ -27,12 +26,11 @@ FAILURES: dict[str, tuple[str, ...]] = {
         "matrix/cell/test_bundle.py::test_a_device_that_an_error_left_unusable_ends_the_process",
     ),
     "hang that ignores signals and leaves processes behind: timeout, and nothing is left": (
-        "matrix/drive/test_failures.py::test_each_failure_has_its_name_and_reason",
-        "matrix/drive/test_failures.py::test_nothing_is_left_running",
+        "matrix/drive/test_failures.py::test_every_failure_has_its_name_and_disturbs_no_other_cell",
         "matrix/cell/test_bundle.py::test_a_member_that_hangs_is_timed_out_alone_and_its_longer_lengths_are_not_tried",
     ),
     "loss that is not finite: diverged, with the step": (
-        "matrix/drive/test_failures.py::test_each_failure_has_its_name_and_reason",
+        "matrix/drive/test_failures.py::test_every_failure_has_its_name_and_disturbs_no_other_cell",
         "training/test_run.py::test_divergence_names_the_step",
         "training/test_run.py::test_a_finite_loss_with_an_infinite_gradient_diverges",
         "matrix/drive/engines/test_local.py::test_every_training_ends_in_its_own_status_and_disturbs_no_other",
@@ -82,13 +80,13 @@ FAILURES: dict[str, tuple[str, ...]] = {
     "plug-in that raises, exits, crashes, hangs or registers twice: listed with its reason, the others work": (
         "test_discovery.py::test_a_bad_package_is_listed_with_its_reason_and_the_others_work",
         "test_discovery.py::test_a_package_that_hangs_does_so_once_for_all_processes",
-        "matrix/drive/test_failures.py::test_a_package_that_hangs_at_import_is_not_tried_again_by_workers",
+        "matrix/drive/test_failures.py::test_every_failure_has_its_name_and_disturbs_no_other_cell",
         "test_discovery.py::test_what_a_package_prints_is_not_what_was_asked_for",
     ),
     "variant that breaks the contract: the broken promise is named, and nothing is timed": (
         "conformance/test_broken.py::*",
         "conformance/test_gate.py::test_stops_broken_variants_by_name",
-        "matrix/drive/test_failures.py::test_each_failure_has_its_name_and_reason",
+        "matrix/drive/test_failures.py::test_every_failure_has_its_name_and_disturbs_no_other_cell",
         "matrix/cell/test_bundle.py::test_a_member_that_changes_the_process_fails_and_its_neighbours_do_not_notice",
     ),
     "malicious archive: refused while it streams": (
