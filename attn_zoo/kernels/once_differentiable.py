@@ -32,16 +32,30 @@ class _Final(torch.autograd.Function):
         )
 
 
+class _Unpacked:
+    """A context whose saved tensors were read: hooks need not hand them out twice, and checkpointing refuses to."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
 def once_differentiable(backward: Backward) -> Backward:
-    """Refuse a second derivative; where no graph of the gradients is made, that costs nothing."""
+    """Refuse a second derivative; where no graph of the gradients is made, that costs nothing.
+
+    Among the tensors that are saved must be the inputs themselves: through them the graph leads on.
+    """
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
+        unpacked = _Unpacked(ctx)
         with torch.no_grad():
-            results = backward(ctx, *grads)
-        found: tuple[Any, ...] = _Final.apply(len(results), *results, *ctx.saved_tensors, *grads)
+            results = backward(unpacked, *grads)
+        found: tuple[Any, ...] = _Final.apply(len(results), *results, *unpacked.saved_tensors, *grads)
         return found
 
     return wrapper

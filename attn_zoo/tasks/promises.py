@@ -14,7 +14,8 @@ from torch import Tensor
 from attn_zoo.errors import ConfigError
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask, Split, SplitName, TaskSpec
 
-_ROWS_AT_ONCE = 4_096
+_VALUES_AT_ONCE = 1 << 22
+"""Of the compact types of a split: wider ones of all of it would be the most memory that a training takes."""
 
 
 def checked_split(task: AbstractTask, name: SplitName) -> Split:
@@ -61,7 +62,7 @@ def _problems_of_tokens(
 
 
 def _problems_of_labels(split: Split, spec: TaskSpec) -> Iterator[str]:
-    labels, tokens, lengths = split.labels.long(), split.tokens, split.lengths
+    labels, tokens, lengths = split.labels, split.tokens, split.lengths
     if spec.kind == "seq2seq" and split.other_tokens is not None and split.other_lengths is not None:
         tokens, lengths = split.other_tokens, split.other_lengths
     is_of_positions = spec.kind not in ("classification", "pair")
@@ -71,14 +72,22 @@ def _problems_of_labels(split: Split, spec: TaskSpec) -> Iterator[str]:
         return
     if is_of_positions and _holds_in_padding(labels, lengths, IGNORED_LABEL):
         yield f"labels: expected {IGNORED_LABEL} beyond the length of each row"
-    scored = labels[labels != IGNORED_LABEL] if is_of_positions else labels
-    if len(scored) and not 0 <= int(scored.min()) <= int(scored.max()) < spec.num_classes:
-        got = f"{int(scored.min())} to {int(scored.max())}"
-        yield f"labels: expected classes from 0 to {spec.num_classes - 1}; got {got}"
+    every = (part.long() for part in _parts(labels))
+    scored = (part[part != IGNORED_LABEL] if is_of_positions else part for part in every)
+    ends = [int(end) for part in scored if len(part) for end in part.aminmax()]
+    if ends and not 0 <= min(ends) <= max(ends) < spec.num_classes:
+        yield f"labels: expected classes from 0 to {spec.num_classes - 1}; got {min(ends)} to {max(ends)}"
 
 
 def _holds_in_padding(values: Tensor, lengths: Tensor, fill: int) -> bool:
-    """Tell whether rows `[N, L]` hold anything but `fill` beyond their lengths; some rows at a time, to save memory."""
-    place = torch.arange(values.shape[1])
-    parts = zip(torch.split(values, _ROWS_AT_ONCE), torch.split(lengths.long(), _ROWS_AT_ONCE), strict=True)
-    return any(bool(((rows != fill) & (place >= ends[:, None])).any()) for rows, ends in parts)
+    """Tell whether rows `[N, L]` hold anything but `fill` beyond their lengths."""
+    if int(lengths.min()) >= values.shape[1]:
+        return False
+    place, parts = torch.arange(values.shape[1]), _parts(values)
+    ends = torch.split(lengths.long()[:, None], len(parts[0]))
+    return any(bool(((rows.long() != fill) & (place >= end)).any()) for rows, end in zip(parts, ends, strict=True))
+
+
+def _parts(values: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor as rows of which a wider copy is small."""
+    return torch.split(values, max(1, _VALUES_AT_ONCE * len(values) // max(1, values.numel())))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import attn_zoo
 from attn_zoo.attention import BuildContext, build_attention, build_mixer
@@ -46,6 +47,16 @@ def test_refuses_whichever_way_it_is_asked() -> None:
             loss.backward()
     Cube.apply(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.tensor([3.0, 12.0]))
+
+
+def test_saved_tensors_are_unpacked_once() -> None:
+    """Checkpointing hands them out once only, also where a graph of the gradients is made."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    output = checkpoint(Cube.apply, x, use_reentrant=False)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    torch.testing.assert_close(gradient, torch.tensor([3.0, 12.0]))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(gradient.sum(), x)
 
 
 @pytest.mark.parametrize(("name", "dropout_p"), CASES)

@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.tasks import AbstractTask, Split, TaskSpec
+from attn_zoo.tasks import AbstractTask, Split, TaskSpec, promises
 from attn_zoo.tasks.promises import checked_split
 
 SPEC = TaskSpec(vocab_size=5, num_classes=2, max_seq_len=3, metric="accuracy", chance=0.5, kind="classification")
@@ -124,6 +126,35 @@ def test_a_broken_promise_is_named(split, spec, message):
 def test_all_broken_promises_are_named_at_once():
     with pytest.raises(ConfigError, match="2 problems"):
         checked_split(task_with(split_of(tokens=((1, 2, 0), (5, 1, 1)), labels=(0, 2))), "train")
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the bytes of every tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.made += [each.nbytes for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        return result
+
+
+def test_no_wide_copy_of_a_split_is_made(monkeypatch):
+    monkeypatch.setattr(promises, "_VALUES_AT_ONCE", 64)
+    tokens, labels = torch.ones(300, 20, dtype=torch.uint8), torch.ones(300, 20, dtype=torch.int16)
+    lengths = torch.full((300,), 20, dtype=torch.uint8)
+    tokens[-1, -1], labels[-1, -1], lengths[-1] = 0, -100, 19
+    task = task_with(
+        Split(tokens=tokens, lengths=lengths, labels=labels), changed_spec(kind="token_classification", max_seq_len=20)
+    )
+    with Sizes() as sizes:
+        checked_split(task, "train")
+    assert max(sizes.made) <= 300 * 8  # the lengths
+    labels[299, 0] = 2
+    with pytest.raises(ConfigError, match="classes from 0 to 1; got 1 to 2"):
+        checked_split(task, "train")
 
 
 def test_the_digest_changes_with_the_level():

@@ -103,15 +103,14 @@ def attend_in_parts(
 
 
 class _ByOperator(torch.autograd.Function):
-    """All stretches by one operator. Keeps what its gradient needs, of the stretches and the copies."""
+    """All stretches by one operator. Keeps its inputs, which it splits again, and the results."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, operator: Operator, dropout_p: float, parts: int
     ) -> Tensor:
-        inputs = split(query, key, value, parts)
-        results = operator.forward(*inputs, dropout_p, False, True)
-        ctx.save_for_backward(*inputs, *results)
+        results = operator.forward(*split(query, key, value, parts), dropout_p, False, True)
+        ctx.save_for_backward(query, key, value, *results)
         ctx.operator, ctx.dropout_p, ctx.parts = operator, dropout_p, parts
         return _joined(results[0], parts).detach()  # not a view, to which nobody could add in place
 
@@ -120,7 +119,7 @@ class _ByOperator(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         parts = ctx.parts
         query, key, value, *results = ctx.saved_tensors
-        inputs = _stretches(grad, parts), query, key, value
+        inputs = _stretches(grad, parts), *split(query, key, value, parts)
         of_query, of_key, of_value = ctx.operator.backward(*inputs, ctx.dropout_p, *results)
         return _joined(of_query, parts), _added(of_key, parts), _added(of_value, parts), None, None, None
 

@@ -125,6 +125,12 @@ def test_one_node_refuses_what_its_kernel_does():
     (grad,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+    # Of a sum, so that nothing but the inputs themselves leads on.
+    grads = torch.autograd.grad(output.sum(), (query, key, value), create_graph=True)
+    penalty = torch.stack([each.square().sum() for each in (*grads, query, key, value)]).sum()
+    for leaf in (query, key, value):
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            torch.autograd.grad(penalty, leaf, retain_graph=True)
     output.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
