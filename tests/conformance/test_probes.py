@@ -109,6 +109,20 @@ class LeavesItsLastBlockWhenLong(Softmax):
         return output * is_written[:, None]
 
 
+class ServesSomeQueries(Softmax):
+    """A fixed number of queries attends, wherever they are; the outputs of all others are zero."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        size = query.norm(dim=-1)
+        least = size.topk(min(256, query.shape[-2]), -1).values[..., -1:]
+        return super().attend(query, key, value, mask) * (size >= least)[..., None]
+
+
+def test_a_fixed_number_of_queries_is_no_fault():
+    with registered(Broken(cls=ServesSomeQueries, check="", capabilities={"key_padding_mask": True})) as name:
+        assert "own_reach" in checked(name, 4096)
+
+
 @pytest.mark.parametrize(("beyond", "seq_len"), [(150, 256), (800, 1024), (1500, 2048)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sight_that_shortens_is_stopped_without_a_reference_or_a_promise(beyond, seq_len, is_causal):
