@@ -115,7 +115,7 @@ class ServesSomeQueries(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         size = query.norm(dim=-1)
         least = size.topk(min(256, query.shape[-2]), -1).values[..., -1:]
-        return super().attend(query, key, value, mask) * (size >= least)[..., None]
+        return super().attend(query, key, value, mask).masked_fill((size < least)[..., None], 0.0)
 
 
 def test_a_fixed_number_of_queries_is_no_fault():
