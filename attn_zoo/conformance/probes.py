@@ -305,7 +305,8 @@ def _with_other_padding(inputs: Inputs) -> Inputs:
         return inputs
     for index in inputs.key_side:
         old = tensors[index]
-        tensors[index] = torch.where(padded_rows(old, mask), -3.0 * old.roll(1, -2), old)
+        new = old.roll(1, -2).mul_(-3.0)  # the only copy: a cell may just fit into memory
+        tensors[index] = torch.where(padded_rows(old, mask), new, old, out=new)
     return replace(inputs, tensors=tuple(tensors))
 
 
