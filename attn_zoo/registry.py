@@ -197,7 +197,7 @@ class Registry(Generic[_Entry]):
     _providers: dict[str, str] = field(default_factory=dict)
     _plain_files: dict[str, str] = field(default_factory=dict)
     _is_discovered: bool = False
-    _lock: RLock = field(default_factory=RLock)
+    _lock: ClassVar[RLock] = RLock()  # one for all: what one registry discovers may ask another
 
     def _load(self) -> None:
         with self._lock:  # other threads wait for all of it

@@ -131,6 +131,27 @@ def test_a_thread_waits_for_what_another_discovers():
     other.join()
 
 
+def test_threads_that_discover_registries_which_ask_each_other_do_not_wait_for_ever():
+    have_begun = Event(), Event()
+
+    def asks(own: int) -> Registry[int]:
+        def discover() -> list[LoadFailure]:
+            have_begun[own].set()
+            have_begun[1 - own].wait(0.2)
+            len(registries[1 - own])
+            return []
+
+        return Registry("thing", "things list", discover)
+
+    registries = [asks(0), asks(1)]
+    threads = [Thread(target=len, args=(registry,), daemon=True) for registry in registries]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 # --- registration ---
 
 
