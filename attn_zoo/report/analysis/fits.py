@@ -96,7 +96,7 @@ class Crossing:
         label: of the approximate series.
         against: of the exact one.
         quantity: what is compared.
-        is_main: `against` is what a speed-up is over: the exact series timed in turns with it, else the fastest one.
+        is_main: `against` is the exact series timed in turns with it at every length, else the fastest one.
         result: where they cross.
         waiting: which of the two wait for the host where they cross, so that it is not the mechanisms that do.
         is_in_turns: at every length both were timed in turns, and the ratios are those of their rounds.

@@ -57,12 +57,29 @@ class Panel:
 
     @cached_property
     def crossings(self) -> list[Crossing]:
-        """In time, against the exact series timed in turns with it, else the fastest exact one (and each exact one)."""
+        """In time, against the exact series timed in turns with it all along, else the fastest (and each exact one)."""
         return crossings(self.series, self.baseline, "time", self._pairs)
 
     def _pairs(self, series: Series, exact: Series) -> dict[int, SpeedUp]:
-        over = None if exact is self.baseline else exact
-        found = {point.seq_len: self.speed_up(series.label, point.seq_len, over) for point in series.points}
+        """Return two curves beside each other, timed in turns where they were.
+
+        Beside the fastest one what was timed in turns counts only if all of it was, with one exact variant: else the
+        curves would cross where it is another one that is compared with.
+        """
+        if exact is not self.baseline:
+            return self._beside(series, dict.fromkeys(self.lengths, exact))
+        found = self._beside(series, {})
+        if not any(one.is_in_turns for one in found.values()):
+            return found
+        if all(one.is_in_turns for one in found.values()) and len({one.against for one in found.values()}) == 1:
+            return found
+        others = (one for one in self.series if one.is_exact and not one.is_simulated)
+        fastest = {point.seq_len: one for one in others for point in one.points if point is self.exact[point.seq_len]}
+        return self._beside(series, fastest)
+
+    def _beside(self, series: Series, over: Mapping[int, Series]) -> dict[int, SpeedUp]:
+        lengths = [point.seq_len for point in series.points]
+        found = {length: self.speed_up(series.label, length, over.get(length)) for length in lengths}
         return {length: one for length, one in found.items() if one is not None}
 
     @cached_property

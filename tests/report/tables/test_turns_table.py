@@ -126,6 +126,32 @@ def test_a_crossing_is_that_of_the_same_rounds(tmp_path: Path):
     assert "cheaper than full: from 2k or less" in words(time.figure)
 
 
+def alone(variant: str, seq_len: int, times_ms: float, label: str = "") -> Record:
+    """Return a record of what was not timed in turns."""
+    record = scaling(variant, seq_len, label=label)
+    assert record.timing is not None
+    samples = tuple(times_ms * slow for slow in (1.0, 1.01, 0.99, 1.0, 1.02))
+    return replace(record, timing=replace(record.timing, samples_ms=samples, median_ms=times_ms, process_sizes=()))
+
+
+def test_a_crossing_is_with_the_fastest_where_another_is_beside_it_at_some_lengths_only(tmp_path: Path):
+    """Three times as slow as the fastest, nearly three times as fast as what it was timed in turns with."""
+    records = []
+    for seq_len, factor in ((512, 3.0), (1024, 3.0), (2048, 3.0), (4096, 3.0), (8192, 0.9)):
+        size = (seq_len / 512) ** 2
+        records.append(alone("full", seq_len, size, "fast"))
+        if seq_len in (2048, 4096):
+            records += [member("full", 8.0 * size, "b1", seq_len=seq_len, label="slow")]
+            records += [member("linformer", factor * size, "b1", seq_len=seq_len)]
+        else:
+            records += [alone("full", seq_len, 8.0 * size, "slow"), alone("linformer", seq_len, factor * size)]
+    main, *apart = analyse([write_run(tmp_path / "run", records)]).panels[0].crossings
+    assert (main.against, main.is_main, main.is_in_turns) == ("fast", True, False)
+    assert main.result is not None
+    assert main.result.length == pytest.approx(7700, rel=0.01)
+    assert [one.against for one in apart] == ["slow"]
+
+
 def test_a_ratio_in_turns_carries_the_marks_of_the_fastest(tmp_path: Path):
     records = [member("full", 30.0, "b1"), member("linformer", 10.0, "b1"), member("bigbird", 12.0, "b2")]
     assert records[1].timing is not None
