@@ -140,6 +140,23 @@ def test_what_a_path_with_dropout_computes_is_compared(cls: type[Softmax], dtype
         assert raised.value.check in {"matches_reference", "gradients_reach_every_parameter", "modes"}
 
 
+class DropsByDrawsOfItsOwn(SoundDropout):
+    """Of bfloat16 numbers one in 256 is zero, and is dropped at any probability."""
+
+    def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+        weights, dropout_p = Softmax.weights(self, scores, keep), self.build.dropout_p
+        if not (self.training and dropout_p):
+            return weights
+        return weights * (torch.rand_like(weights) >= dropout_p) / (1 - dropout_p)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dropout_that_is_written_out_is_not_blamed_for_draws_of_zero(dtype: str) -> None:
+    twisted = type("DropsByDrawsOfItsOwn", (DropsByDrawsOfItsOwn,), {"reference": written_out})
+    with registered(Broken(cls=twisted, check="", capabilities={**HALF_TOO, "attention_dropout": True})) as name:
+        gate(name, {}, replace(build(), dropout_p=0.1), dtype=dtype, seq_len=256, is_training=True)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", attn_zoo.list_variants(attention_dropout=True))
 def test_sound_dropout_passes(name: str, dtype: str) -> None:
