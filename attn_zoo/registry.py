@@ -438,7 +438,9 @@ def _wrong_types(variant: Variant) -> list[tuple[str, str]]:
     config: Any = variant.config
     if not (isinstance(config, type) and issubclass(config, VariantConfig)):
         problems.append(("config", f"expected a class derived from VariantConfig; got {config!r}"))
-    elif inspect.get_annotations(config) and "__dataclass_fields__" not in vars(config):
+    elif any("ClassVar" not in str(each) for each in inspect.get_annotations(config).values()) and (
+        "__dataclass_fields__" not in vars(config)
+    ):
         how = "@dataclass(frozen=True, kw_only=True, slots=True)"
         problems.append((config.__name__, f"expected {how} before it, without which it has no options"))
     for name, kind in (("capabilities", Capabilities), ("complexity", Complexity), ("reference", Reference)):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from threading import Event, Thread
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -241,6 +241,14 @@ def test_a_class_that_could_never_be_called_and_options_that_nobody_would_see_ar
         with pytest.raises(ConfigError, match=message):
             register_attention("uncalled", **card)(cls)
     assert "uncalled" not in variants
+
+
+def test_a_config_with_constants_only_needs_no_decorator():
+    class Constants(VariantConfig):
+        largest: ClassVar[int] = 8
+
+    register_attention("constant", **{**CARD, "config": Constants})(Copying)
+    assert variants["constant"].config is Constants
 
 
 def test_a_taken_variant_name_is_refused():

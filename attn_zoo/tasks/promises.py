@@ -56,7 +56,7 @@ def _problems_of_tokens(
     if width > max_len:
         yield f"{name}: expected rows of at most {max_len}; got {width}"
     if not spec.has_padding and int(lengths.min()) < width:
-        yield f"{name}: has_padding is False, but rows differ in length"
+        yield f"{name}: has_padding is False, but rows end before the last position"
     elif _holds_in_padding(tokens, lengths, spec.pad_id):
         yield f"{name}: expected pad_id = {spec.pad_id} beyond the length of each row"
 

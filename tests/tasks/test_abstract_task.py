@@ -102,7 +102,7 @@ def test_what_keeps_its_promises_is_returned(split, spec):
         (split_of(tokens=((1, -1, 0), (4, 1, 1))), SPEC, "tokens: expected ids from 0 to 4; got -1 to 4"),
         (split_of(), changed_spec(max_seq_len=2), "tokens: expected rows of at most 2; got 3"),
         (split_of(tokens=((1, 2, 3), (4, 1, 1))), SPEC, "tokens: expected pad_id = 0 beyond"),
-        (split_of(), changed_spec(has_padding=False), "tokens: has_padding is False, but rows differ in length"),
+        (split_of(), changed_spec(has_padding=False), "tokens: has_padding is False, but rows end before the last"),
         (split_of(), changed_spec(group_axes=("depth",)), "groups: expected a column for each of"),
         (split_of(), PAIR, "a task of kind pair has also other_tokens"),
         (two((0, 1)), SPEC, "a task of kind classification has no other_tokens"),

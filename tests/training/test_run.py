@@ -192,7 +192,7 @@ def test_a_task_that_breaks_its_word_is_not_scored(toy, monkeypatch):
     """Without a mask, what fills the rows would be read and pooled: a wrong score, and nothing would say so."""
     spec = toy.spec.fget
     monkeypatch.setattr(toy, "spec", property(lambda self: dataclasses.replace(spec(self), has_padding=False)))
-    with pytest.raises(ConfigError, match="toy plain: train: tokens: has_padding is False, but rows differ in length"):
+    with pytest.raises(ConfigError, match="train: tokens: has_padding is False, but rows end before"):
         run_training(cell())
 
 
