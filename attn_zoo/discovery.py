@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 from tempfile import TemporaryFile
 from traceback import extract_tb
+from typing import Any
 
 import attn_zoo
 from attn_zoo.errors import ConfigError
@@ -213,6 +215,16 @@ def _offered_modules(path: tuple[str, ...]) -> frozenset[str]:
     )
 
 
+class _SourceLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a file each time: kept bytecode is told apart by size and second of change, which two edits may share.
+
+    What is measured must be what its digest is of. Nor is a `__pycache__` left beside a user's file.
+    """
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError(f"{path}: without the time of its change it has no bytecode")
+
+
 def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
     """Import a plain Python file under a name of its own. A second time does nothing.
 
@@ -235,7 +247,7 @@ def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT
     hang = timeout_s and _probe(str(path), "import runpy; runpy.run_path(sys.argv[1])", timeout_s)
     if hang:
         raise ConfigError(str(path), [("", hang)])
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceLoader(name, str(path)))
     assert spec is not None
     assert spec.loader is not None  # a .py file always has one
     module = importlib.util.module_from_spec(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -166,6 +167,19 @@ def test_a_file_registers_its_variant_once(tmp_path):
     load_file(str(path))
     assert variants["from_file"].provider == "mine.py"
     assert variants["from_file"].source == str(path)
+
+
+def test_an_edit_within_the_same_second_counts_and_no_bytecode_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "task.py"
+    for name in ("first", "other"):
+        path.write_text(TASK.format(name=f"zoo_{name}"))
+        os.utime(path, (1e9, 1e9))
+        load_file(path)
+        assert f"zoo_{name}" in tasks
+        for module in [module for module in sys.modules if module.startswith("attn_zoo_file_")]:
+            del sys.modules[module]  # as in a process of its own
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_files_of_one_name_do_not_shadow_each_other(tmp_path):

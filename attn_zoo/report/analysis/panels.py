@@ -112,6 +112,10 @@ class Panel:
         """All lengths, measured or failed, ascending."""
         return sorted({length for series in self.series for length in series.outcomes})
 
+    def is_baseline(self, label: str) -> bool:
+        """Whether the fastest exact series has this label, so that words need not name what is compared with."""
+        return self.baseline is not None and label == self.baseline.label
+
     @cached_property
     def exact(self) -> dict[int, Point]:
         """The fastest exact point of each length."""

@@ -232,8 +232,7 @@ def _crossing_words(panel: Panel, crossing: Crossing | None, shown: Container[st
     result = crossing.result if crossing else None
     if crossing is None or result is None or len(result.lengths) == 1:
         return ""  # at one length nothing crosses
-    is_usual = panel.baseline is not None and crossing.against == panel.baseline.label
-    than = "" if is_usual else f" than {plain(crossing.against)}"
+    than = "" if panel.is_baseline(crossing.against) else f" than {plain(crossing.against)}"
     return f"cheaper{than}: {crossing_text(crossing, shown, waits='host')}"
 
 

@@ -165,8 +165,8 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -
     beside += ["not timed in turns with it"] if panel.turns and not found.is_in_turns else []
     why = f" ({', '.join(filter(None, beside))})" if any(beside) else ""
     who = "" if [label] == named else f"{label} "
-    is_fastest = panel.baseline is not None and found.against == panel.baseline.label
-    return f"; at {length} {who}{text} as fast as {'exact attention' if is_fastest else found.against}{why}"
+    than = "exact attention" if panel.is_baseline(found.against) else found.against
+    return f"; at {length} {who}{text} as fast as {than}{why}"
 
 
 def completeness(analysis: Analysis) -> str:

@@ -277,8 +277,7 @@ def _cheaper(panel: Panel, series: Series, shown: frozenset[str]) -> str:
     if crossing is None:
         return MISSING
     alone = panel.crossing(series.label, is_device=True)
-    is_usual = panel.baseline is not None and crossing.against == panel.baseline.label
-    than = "" if is_usual else f" (than {clean(crossing.against)})"
+    than = "" if panel.is_baseline(crossing.against) else f" (than {clean(crossing.against)})"
     return f"{crossing_text(crossing, shown)}{than}" + (
         f"; the GPU alone {crossing_text(alone, shown)}" if alone else ""
     )

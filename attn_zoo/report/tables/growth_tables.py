@@ -7,7 +7,6 @@ from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.fits import Crossing, Growth
-from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.tables.table import (
     BRACKETS,
     MARK_REMARKS,
@@ -189,7 +188,7 @@ def crossover_table(analysis: Analysis) -> Table:
                     "variant": crossing.label,
                     "quantity": _QUANTITIES[crossing.quantity],
                     "against": crossing.against,
-                    "against_is": "fastest exact" if _is_fastest(crossing, panel) else "exact",
+                    "against_is": "fastest exact" if panel.is_baseline(crossing.against) else "exact",
                     "is_in_turns": crossing.is_in_turns,
                     "panel": panel.title,
                     "settings": panel.subtitle,
@@ -227,10 +226,6 @@ def crossover_table(analysis: Analysis) -> Table:
         rows=tuple(rows),
         fields_if_empty=("variant", "quantity", "against", "outcome", "crossing"),
     )
-
-
-def _is_fastest(crossing: Crossing, panel: Panel) -> bool:
-    return panel.baseline is not None and crossing.against == panel.baseline.label
 
 
 def _than(row: Row) -> str:
