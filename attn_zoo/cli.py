@@ -34,12 +34,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default what the matrix says.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda; by default what the matrix says, or else a GPU where there is one.")
+]
 MatrixFile = Annotated[
     str, typer.Argument(help="TOML file, or the name of a shipped matrix: attn-zoo list matrices.", show_default=False)
 ]
 Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
-TimeLimit = Annotated[float | None, typer.Option(metavar="MIN", min=0.0, help="Stop cleanly after so long.")]
+TimeLimit = Annotated[
+    float | None, typer.Option(metavar="MIN", min=0.0, help="Minutes after which no further cell starts.")
+]
+VariantName = Annotated[str, typer.Argument(help="Of the variant: attn-zoo list.", show_default=False)]
 MixedEnv = Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")]
 
 
@@ -148,7 +153,7 @@ def _summaries(what: str) -> list[tuple[str, str]]:
 
 @app.command()
 def show(
-    name: str,
+    name: VariantName,
     files: VariantFiles = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure how cost, sequential operations and path length grow (seconds).")
@@ -176,7 +181,7 @@ def show(
 
 @app.command()
 def check(
-    name: str,
+    name: VariantName,
     files: VariantFiles = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     only: Annotated[list[str] | None, typer.Option("--only", help="Run this check only; may be repeated.")] = None,
@@ -216,7 +221,7 @@ def _options(pairs: list[str] | None) -> dict[str, Any]:
 OnlyCells = Annotated[list[str] | None, typer.Option("--only", help="Keep cells whose id matches, such as 'full/*'.")]
 Add = Annotated[list[str] | None, typer.Option("--add", help="Add this variant to every group; may be repeated.")]
 Jobs = Annotated[
-    int, typer.Option("--jobs", "-j", help="Trainings at once, on Ray on each GPU or node; timings run alone.")
+    int, typer.Option("--jobs", "-j", help="Trainings at once, with Ray per GPU or node; timings always run alone.")
 ]
 AllowCells = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Take a matrix of more than 20 000 cells, up to N.")
@@ -225,7 +230,10 @@ EngineOption = Annotated[str, typer.Option("--engine", help="local or ray")]
 Address = Annotated[str, typer.Option(help="Of the Ray cluster: HOST:PORT of its head node; local starts one here.")]
 Track = Annotated[
     str | None,
-    typer.Option(metavar="TRACKER:PLACE", help="Send curves of trainings to tensorboard, wandb or trackio too."),
+    typer.Option(
+        metavar="TRACKER[:PLACE]",
+        help="Send curves of trainings to tensorboard, wandb or trackio too; PLACE is a folder or project.",
+    ),
 ]
 ShardOption = Annotated[str | None, typer.Option("--shard", metavar="I/N", help="Run the I-th of N parts only.")]
 
@@ -242,7 +250,7 @@ def plan(
     allow_cells: AllowCells = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the cells of a matrix: what will run, what is refused and why, and rough estimates. Runs nothing."""
+    """Show the cells of a matrix: what will run, what is refused and why, roughly what it takes. Runs nothing."""
     load_files(files)
     planned = api.plan(
         matrix,
@@ -281,7 +289,7 @@ def run(
     allow_cells: AllowCells = None,
     track: Track = None,
 ) -> None:
-    """Run a matrix; run it again to go on where it stopped. Ctrl-C is safe."""
+    """Measure what a matrix says. The same command goes on where it stopped; Ctrl-C is safe."""
     load_files(files)
     _finish(
         api.run(
@@ -335,7 +343,7 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
 def retry(
     folder: Folder,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Status to run again; default: every failure.")
+        list[str] | None, typer.Option("--only", help="Status to run again; by default every failure; may be repeated.")
     ] = None,
     files: VariantFiles = None,
     time_limit: TimeLimit = None,
@@ -365,8 +373,8 @@ def retry(
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Of the variant; or the word matrix.", show_default=False)],
-    matrix: Annotated[str | None, typer.Argument(metavar="[MATRIX]", help="After matrix: its name.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the variant; or the word matrix.", show_default=False)],
+    matrix: Annotated[str | None, typer.Argument(metavar="[MATRIX]", help="After the word matrix: its name.")] = None,
     like: Annotated[str, typer.Option(help="Shipped matrix that a new one starts as a copy of.")] = "quick",
     folder: Annotated[Path, typer.Option(help="Where to write the file.")] = Path(),
 ) -> None:
@@ -400,7 +408,7 @@ def docs(root: Path = Path()) -> None:
 def doctor(
     as_json: AsJson = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for kernels that are compiled, up to minutes each.")
+        bool, typer.Option("--wait", help="Wait for kernels that must be compiled, up to minutes each.")
     ] = False,
 ) -> None:
     """Say what works on this machine and, where something does not, why. Every kernel is tried, for 15 s in all."""

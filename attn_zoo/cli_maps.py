@@ -48,7 +48,9 @@ def attention(
     text: Annotated[str | None, typer.Option(help="A text of your own instead of an example.")] = None,
     layer: Annotated[list[int] | None, typer.Option(help="Show this layer only, from 1; may be repeated.")] = None,
     head: Annotated[list[int] | None, typer.Option(help="Show this head only, from 1; may be repeated.")] = None,
-    pool: Annotated[str, typer.Option(help="What a square of a long input shows: max or mean.")] = "max",
+    pool: Annotated[
+        str, typer.Option(help="What a square that stands for several positions shows: max or mean.")
+    ] = "max",
     other: Annotated[bool, typer.Option("--other", help="Of a pair of inputs, the second one.")] = False,
     data_dir: DataDir = None,
     files: VariantFiles = None,

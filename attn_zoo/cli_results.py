@@ -28,7 +28,9 @@ def report(
     readme: Annotated[bool, typer.Option(help="Also write README.md into the folder.")] = False,
     index: Annotated[
         bool,
-        typer.Option("--index", help="Instead write index.html and README.md over the results folders in a folder."),
+        typer.Option(
+            "--index", help="Instead write a front page (index.html, README.md) into a folder of results folders."
+        ),
     ] = False,
 ) -> None:
     """Write tables, figures and one self-contained report.html; print the tables."""
@@ -66,12 +68,14 @@ Source = Annotated[
 def compare(
     before: Source,
     after: Source,
-    fail: Annotated[bool, typer.Option(help="Exit with code 3 if a cell became slower or a score worse.")] = False,
+    fail: Annotated[
+        bool, typer.Option(help="Exit with code 3 if a cell is called slower or a score worse, however little.")
+    ] = False,
     fail_above: Annotated[
         str | None,
         typer.Option(
             metavar="5%",
-            help="Exit with code 3 if time, memory or a score is worse by more, whatever the noise; or a cell failed.",
+            help="Exit with code 3 if time, memory or a score is worse by more beyond doubt, or a cell failed.",
         ),
     ] = None,
     allow: Annotated[
@@ -136,7 +140,10 @@ def export(
 
 
 @results.command()
-def verify(source: Source, as_json: AsJson = False) -> None:
+def verify(
+    source: Annotated[str, typer.Argument(help="Results folder, packed run or REV:FOLDER in git.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
     """Check results as a reviewer would: whole, possible, gated, on equal terms; exit code 1 if something is wrong."""
     from attn_zoo.report.units import MOST_LINES, clean
     from attn_zoo.report.verify import CHECKS

@@ -147,17 +147,20 @@ def test_python_examples_in_the_readme_run(tmp_path, monkeypatch):
         exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 
-def test_command_lines_in_the_documents_name_commands_that_exist():
-    commands = set(_commands(get_command(app)))
-    for document in WRITTEN:
-        for line in re.findall(r"\battn-zoo ((?:[a-z]+ ?){1,2})", document.read_text(encoding="utf-8")):
-            words = line.split()
-            assert {words[0], " ".join(words)} & commands, f"{document.name}: attn-zoo {line}"
+def test_command_lines_in_the_documents_name_commands_and_options_that_exist():
+    commands = dict(_commands(get_command(app)))
+    for document in [*WRITTEN, *sorted((ROOT / "benchmarks").glob("*.toml"))]:
+        for line in re.findall(r"\battn-zoo ([a-z][^\n`#|&]*)", document.read_text(encoding="utf-8")):
+            pair = " ".join(line.split()[:2])
+            command = commands.get(pair) or commands.get(pair.partition(" ")[0])
+            assert command is not None, f"{document.name}: attn-zoo {line}"
+            known = {name for option in command.params for name in option.opts}
+            assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", line)) <= known, f"{document.name}: attn-zoo {line}"
 
 
-def _commands(group: Any, prefix: str = "") -> Iterator[str]:
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
-        yield prefix + name
+        yield prefix + name, command
         if hasattr(command, "commands"):
             yield from _commands(command, f"{prefix}{name} ")
 
