@@ -141,8 +141,8 @@ def run(
 ) -> Run:
     """Measure a matrix into a results folder; of a folder that has some of it already, what is left.
 
-    Every cell runs in a process of its own kind, after its correctness gate. Ctrl-C ends after the running cell; what
-    was measured is kept, and the same call goes on from there.
+    Cells run in other processes, each after its correctness gate. Ctrl-C is safe: what was measured is kept, and the
+    same call goes on from there.
 
     Args:
         matrix: a TOML file, the name of a shipped one (`attn-zoo list matrices`), or a dict of what a file would say.
@@ -387,7 +387,7 @@ def _device(name: str, is_remote: bool = False) -> str:
     """Return the name of a device that is there.
 
     Raises:
-        UnknownNameError: there is no device of this name.
+        ConfigError: there is no device of this name.
         UnsupportedError: it is not here.
     """
     name = str(name)  # of a torch.device too

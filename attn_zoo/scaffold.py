@@ -66,7 +66,13 @@ def ${name}_flops(shape: Shape) -> int:
         max_path="1",
         flops=${name}_flops,
     ),
-    reference=Reference(title="Title", authors="Author et al.", year=2026, url="https://arxiv.org/abs/0000.00000"),
+    reference=Reference(
+        title="Title",
+        authors="Author et al.",
+        year=2026,
+        url="https://arxiv.org/abs/0000.00000",
+        deviations=(),  # how this differs from the paper, a sentence each; none claims that it does not
+    ),
 )
 class ${cls}Attention(AbstractAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -64,7 +64,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     del config, files
     if "/" in page.file.src_uri:
         return markdown  # made here
-    markdown = re.sub(r"<!-- filled in by docs/hooks.py: (\w+) -->", lambda match: FILLED[match[1]](), markdown)
+    markdown = re.sub(
+        r"<!-- filled in by docs/hooks.py: (\w+) -->\n\*.*\*\n", lambda match: FILLED[match[1]]() + "\n", markdown
+    )
     markdown = re.sub(r"\]\((?:\.\./|docs/)", "](", markdown)
     return re.sub(r"(\]\(results/)((?:[^)/]+/)*)README\.md", _result, markdown)
 
