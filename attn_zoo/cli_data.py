@@ -206,7 +206,7 @@ def fetch_command(
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="Fetch again, over files that are there.")] = False,
 ) -> None:
-    """Fetch the data of a task, check them, and write a manifest. No other command uses the network."""
+    """Fetch the data of a task, check them, and write a manifest. No other command downloads anything."""
     from attn_zoo.tasks.sources.fetch import fetch
 
     sources = _sources(task, level)
@@ -264,7 +264,7 @@ def verify_command(
     record: Annotated[bool, typer.Option("--record", help="Write a manifest where there is none.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare data files with their manifests; exit code 1 if one is missing, cut short or changed."""
+    """Compare data files with their manifests; exit code 1 if a recorded one is missing, cut short or changed."""
     if level is not None and task is None:
         raise ConfigError("--level", [("", "expected a task before it")])
     sources = _sources(task, level)
