@@ -258,7 +258,7 @@ def print_plan(plan: Plan) -> None:
     assumed = "".join(f", at an assumed {rate:g} GFLOP/s in float32 on {device}" for device, rate in rates)
     out.print(
         f"{len(plan.cells)} cells on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; {repeats}"
-        f"measuring about {_amount(plan.estimate_s, _SECONDS)} (rough{assumed}), training not counted",
+        f"measuring takes {_amount(plan.estimate_s, _SECONDS)} (roughly{assumed}), training not counted",
         soft_wrap=True,
     )
 
