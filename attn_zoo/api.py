@@ -231,6 +231,8 @@ def run_again(
 ) -> Run:
     """Run the cells of a results folder again that failed; the old records move to its folder `replaced`.
 
+    What runs into the folder were to make and did not is made too; not what they left out of a matrix.
+
     `statuses` are those of the records to run again, by default every one that is no answer; other arguments are as in
     `run`.
 
@@ -408,24 +410,27 @@ def _path(given: str | Path | None) -> Path | None:
 
 
 def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool = False) -> Plan:
-    """Return the plan of every matrix that was run into a folder, as today's sources make it."""
+    """Return what the runs into a folder were to make, shards and other parts of a matrix too, by today's sources."""
+    from attn_zoo.folder import cell_files, read_info
     from attn_zoo.matrix.plan.expand import make_plan
     from attn_zoo.matrix.plan.schema import restore_matrix
     from attn_zoo.matrix.store.kept_sources import load_kept
-    from attn_zoo.matrix.store.store import Store
+    from attn_zoo.matrix.store.store import asked_before
 
-    matrices = Store(folder).info(has_plan=False).matrices
+    info = read_info(folder)
     foreign = load_kept(folder)
     try:
         plans = [
             make_plan(restore_matrix(matrix), data_dir=_path(data_dir), is_remote=is_remote, has_estimates=False)
-            for matrix in matrices
+            for matrix in info.matrices
         ]
     except ConfigError as error:
         hints = [("", f"{path} was not measured by you: read it, then load it (--variant-file)") for path in foreign]
         raise ConfigError(error.source, [*error.problems, *hints]) from None
-    cells = {item.cell.key: item for one in plans for item in one.cells}
-    return replace(plans[-1], cells=tuple(cells.values()))
+    cells = list({item.cell.key: item for one in plans for item in one.cells}.values())
+    if info.planned is not None:
+        cells = asked_before(cells, info.planned, {path.stem for path in cell_files(folder)})
+    return replace(plans[-1], cells=tuple(cells))
 
 
 def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:

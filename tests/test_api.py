@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ import attn_zoo
 from attn_zoo import api
 from attn_zoo.errors import ConfigError, StoreError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.plan.schema import shipped_matrices
+from attn_zoo.matrix.store.store import Store
+from attn_zoo.records import Record
 from attn_zoo.registry import variants
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +69,27 @@ def test_variants_are_added_by_name_or_by_class():
     for given in every:
         names = {item.cell.variant for item in api.plan(matrix(), variants=given).cells}
         assert names == {"full", "linformer", "local_window"}, given
+
+
+def test_of_a_part_of_a_matrix_no_more_is_left_or_run_again(tmp_path, monkeypatch):
+    """Of a shard, for others run the rest; and of what `only` left out."""
+    folder, ran = tmp_path / "run", []
+    part = api.plan(matrix(), shard="1/2", only="full/*")
+    assert 1 < len(part.cells) < len(api.plan(matrix()).cells)
+    first, *others = (item.cell for item in part.cells)
+    for cells in ([replace(first, variant_digest="old"), *others], [first]):  # its source was changed between two runs
+        with Store(folder).writing(part.matrix.model_dump(mode="json"), None, shard=(1, 2), planned=cells):
+            pass
+    Store(folder).write(Record(cell=first, status="timeout", reason="slow"))
+    now = api.status(folder)
+    assert [record.cell for record in now.done] == [first]
+    assert [item.cell for item in now.left] == others
+    monkeypatch.setattr(api, "_measure", lambda planned, *_, **__: ran.append(planned))
+    api.run_again(folder)
+    assert [item.cell for item in ran[0].cells] == [first, *others]
+    with Store(folder).writing(part.matrix.model_dump(mode="json"), None, planned=[replace(first, batch_size=9)]):
+        pass
+    assert len(api.status(folder).left) == len(api.plan(matrix()).cells) - 1, "no part of what the matrix says today"
 
 
 def test_a_class_that_is_not_registered_says_so():

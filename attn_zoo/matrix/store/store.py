@@ -35,6 +35,7 @@ from attn_zoo.folder import (
     record_text,
     scan_cells,
 )
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.index import Index
 from attn_zoo.matrix.store.lock import hold_lock, move_aside
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
@@ -138,12 +139,46 @@ class Repeats:
         return sorted(self._folder.glob(f"{key}-*.json"))
 
 
+def _asked(cell: Cell) -> tuple[str, int | None]:
+    """Return what is equal for cells that ask the same of other sources or data; ids are not: they leave sizes out."""
+    return cell.all_but("seq_len", "together", *_SOURCES), cell.seq_len
+
+
+def _sources(cell: Cell) -> tuple[object, ...]:
+    return tuple(getattr(cell, name) for name in _SOURCES)
+
+
+_SOURCES = ("variant_digest", "data_digest", "protocol_version")
+
+
 def _followed(earlier: Sequence[Cell], planned: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Return the cells of earlier runs, then those of this one; where both have one of a name, the new one stands."""
+    """Return the cells of earlier runs, then those of this one; where sources or data changed, the new one stands."""
     keys = {cell.key for cell in planned}
-    others = [cell for cell in earlier if cell.key not in keys]
-    ids = {cell.id for cell in planned} if others else set()
-    return (*(cell for cell in others if cell.id not in ids), *planned)
+    if not (others := [cell for cell in earlier if cell.key not in keys]):
+        return tuple(planned)
+    today = {_asked(cell): _sources(cell) for cell in planned}
+    changed = [cell for cell in others if today.get(_asked(cell), _sources(cell)) != _sources(cell)]
+    gone = {cell.key for cell in changed}
+    turns = {(cell.together, cell.seq_len) for cell in changed if cell.together}  # nobody times these any more
+    kept = (cell for cell in others if cell.key not in gone and (cell.together, cell.seq_len) not in turns)
+    return (*kept, *planned)
+
+
+def asked_before(items: Iterable[PlannedCell], planned: Iterable[Cell], done: Collection[str]) -> list[PlannedCell]:
+    """Return what earlier runs were to make, of all that their matrices say today: they may have been parts of these.
+
+    Args:
+        items: of the whole matrices.
+        planned: cells of earlier runs, perhaps of other sources or data.
+        done: keys of cells that have a record.
+    """
+    items, planned = list(items), list(planned)
+    today = {item.cell.key for item in items}
+    keys = {cell.key for cell in planned}.union(done)
+    changed = {_asked(cell) for cell in planned if cell.key not in today}
+    if not changed.issubset({_asked(item.cell) for item in items} if changed else ()):
+        return items  # another version of this package planned them: which part of today's they were is not known
+    return [item for item in items if item.cell.key in keys or (changed and _asked(item.cell) in changed)]
 
 
 class Store:

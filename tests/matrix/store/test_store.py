@@ -337,6 +337,29 @@ def test_plans_are_noted_together_and_a_changed_source_takes_the_place_of_the_ol
     }
 
 
+def test_parts_of_a_matrix_whose_cells_have_one_name_are_all_noted(tmp_path):
+    """A name leaves out how many heads there are, and in which turns a cell is timed."""
+    cells = [replace(record(16).cell, num_heads=heads, together=turns) for heads in (1, 2) for turns in ("a", "b")]
+    assert len({cell.id for cell in cells}) == 1
+    store = Store(tmp_path / "run")
+    for index, cell in enumerate(cells, 1):
+        with store.writing(MATRIX, environment(), planned=[cell], shard=(index, len(cells))):
+            pass
+    assert store.info().planned == tuple(cells)
+
+
+def test_what_was_timed_in_turns_with_a_source_that_changed_is_planned_no_more(tmp_path):
+    def turns(digest: str) -> list[Cell]:
+        own = replace(record(16).cell, together=f"with {digest}")
+        return [own, replace(own, variant="linformer", variant_digest=digest)]
+
+    store, new = Store(tmp_path / "run"), turns("new")
+    for planned in (turns("old"), new):
+        with store.writing(MATRIX, environment(), planned=planned):
+            pass
+    assert store.info().planned == tuple(new)
+
+
 def test_why_a_run_ended_is_noted_until_the_next_one(store):
     with store.writing(MATRIX, environment()):
         store.note_end("time limit")
