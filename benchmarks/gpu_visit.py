@@ -4,15 +4,15 @@
     python benchmarks/gpu_visit.py --minutes 9 --pack out --from out  # on a machine that has lost the work folder
 
 Stages run in order, the most valuable first, each for its share of the visit; what time is left then goes to those that
-are not complete. Every matrix goes on where it stopped. After each stage its records are packed into one file that is
-small enough to carry, so a visit that is cut off loses at most a stage.
+are not complete. Every matrix goes on where it stopped; on an unlike machine what is left is measured beside, its
+environment noted. After each stage its records are packed into one file that is small enough to carry, so a visit that
+is cut off loses at most a stage. The files of one call are of all stages, whichever of them it ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import importlib.util
 import json
 import os
@@ -29,6 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_MINUTES = 0.5  # a stage is not begun for less
+START_MINUTES = 0.25  # until a run counts its time: it loads torch first
 TELL_S = 20  # to say what failed, for tests whose time is over
 MOST_PACKED_BYTES = 16 * 2**20
 LEFT_OUT = {"logs", "weights", "replaced", "figures", "tables", "checkpoints"}
@@ -68,6 +69,16 @@ class Stage:
         """Name of its results folder."""
         return self.matrix + self.again
 
+    @property
+    def file(self) -> Path:
+        """Its matrix."""
+        return ROOT / "benchmarks" / f"{self.matrix}.toml"
+
+    @property
+    def peers(self) -> list[Path]:
+        """Files of variants that it needs."""
+        return sorted((ROOT / "benchmarks" / "peers").glob("*.py")) if self.matrix.startswith("peers") else []
+
 
 STAGES: tuple[Stage, ...] = (
     Stage(
@@ -88,11 +99,11 @@ STAGES: tuple[Stage, ...] = (
             "-rfE",
         ),
     ),
-    Stage(name="host-time", minutes=0.5, more=("benchmarks/host_time.py", "--profile", *HOST_BOUND)),
+    Stage(name="host-time", minutes=1, more=("benchmarks/host_time.py", "--profile", *HOST_BOUND)),
     Stage(name="scaling, long", minutes=3.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in LONG)),
     Stage(name="scaling, short", minutes=2.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in SHORT)),
     Stage(name="scaling", minutes=1, matrix="scaling-gpu"),
-    Stage(name="peers", minutes=7, matrix="peers-gpu"),
+    Stage(name="peers", minutes=6.5, matrix="peers-gpu"),
     Stage(name="energy", minutes=1, matrix="energy-gpu"),
     Stage(name="accuracy", minutes=6, matrix="lra-small", more=("--jobs", "8")),
     Stage(name="peers again", minutes=0, matrix="peers-gpu", again="-again"),  # where time is left
@@ -103,11 +114,11 @@ def command(stage: Stage, work: Path, minutes: float, device: str) -> list[str]:
     """Return the command line of a stage."""
     if not stage.matrix:
         return [sys.executable, *stage.more]
-    peers = sorted((ROOT / "benchmarks" / "peers").glob("*.py")) if stage.matrix.startswith("peers") else []
+    limit = f"{minutes - START_MINUTES:.2f}"
     return [
-        *(sys.executable, "-m", "attn_zoo", "run", str(ROOT / "benchmarks" / f"{stage.matrix}.toml")),
-        *("--device", device, "--out", str(work / stage.results), "--time-limit", f"{minutes:.2f}"),
-        *(part for path in peers for part in ("--variant-file", str(path))),
+        *(sys.executable, "-m", "attn_zoo", "run", str(stage.file)),
+        *("--device", device, "--out", str(work / stage.results), "--time-limit", limit, "--allow-mixed-env"),
+        *(part for path in stage.peers for part in ("--variant-file", str(path))),
         *stage.more,
     ]
 
@@ -148,50 +159,62 @@ def run_stage(stage: Stage, work: Path, minutes: float, device: str) -> str:
     print("   " + "\n   ".join(said[-3:]), flush=True)
     if code in (0, 1) and not stage.matrix:  # 1: a test failed, which is a result
         return ""
-    if code in (0, 1) and (left := num_left(stage, work)) is not None:
+    if code in (0, 1) and (left := num_left(stage, work, device)) is not None:
         return left
     return f"exit code {code}: {said[-1] if said else 'nothing said'}"
 
 
-def num_left(stage: Stage, work: Path) -> str | None:
+def num_left(stage: Stage, work: Path, device: str) -> str | None:
     """Return how many cells of a stage have no record, in words; empty for none, None if it broke before it began."""
     from attn_zoo import api
+    from attn_zoo.registry import load_file
 
     if not (work / stage.results / "run.json").is_file():
         return None
-    globs = [part.partition("=")[2] for part in stage.more if part.startswith("--only=")] or ["*"]
-    left = [item.cell.id for item in api.status(work / stage.results).left]
-    count = sum(any(fnmatch.fnmatch(name, glob) for glob in globs) for name in left)
+    for path in stage.peers:
+        load_file(path, None)  # the run has tried it
+    globs = [part.partition("=")[2] for part in stage.more if part.startswith("--only=")]
+    data_dir = os.environ.get("ATTN_ZOO_DATA")  # as the run does: what is in it decides which cells there are
+    plan = api.plan(stage.file, only=globs, device=device, data_dir=data_dir, has_estimates=False)
+    done = {path.stem for path in (work / stage.results / "cells").glob("*.json")}
+    count = sum(item.cell.key not in done for item in plan.cells)
     return f"{count} cells" if count else ""
 
 
+def packed(stage: Stage, folder: Path) -> Path:
+    """Return the file that what a stage has is packed into."""
+    return folder / f"{stage.results or stage.name}.tar.gz"
+
+
 def pack(stage: Stage, work: Path, folder: Path) -> None:
-    """Write what a stage has into one file of `folder`."""
+    """Write what a stage has into one file of `folder`; whoever is killed meanwhile leaves the one that was there."""
+    from attn_zoo.whole_files import whole_file
+
     sources = [work / stage.results] if stage.matrix else sorted(work.glob("*.log"))
-    target = folder / f"{stage.results or stage.name}.tar.gz"
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def write(more: Sequence[Path]) -> int:
-        with tarfile.open(target, "w:gz") as archive:
-            for source in sources:
-                if source.exists():
-                    archive.add(source, source.name, filter=_is_kept)
-            for path in more:
-                archive.add(path, path.relative_to(work))
-            archive.add(work / "visit.json", "visit.json")
-        return target.stat().st_size
-
+    target = packed(stage, folder)
     checkpoints = [path for source in sources for path in source.glob("checkpoints/*/*") if path.is_file()]
-    if (size := write(())) > MOST_PACKED_BYTES:
-        print(f"   {target.name} has {size / 2**20:.0f} MiB, which may be too much to carry", flush=True)
-    fitting = []
-    for path in sorted(checkpoints, key=lambda path: path.stat().st_size):  # they hardly compress
-        size += path.stat().st_size
-        fitting += [path] if size < MOST_PACKED_BYTES else []
-    if fitting:
-        write(fitting)
+    fitting: list[Path] = []
+    with whole_file(target, replace=True) as temporary:
+        size = _write_pack(temporary, sources, work)
+        if size > MOST_PACKED_BYTES:
+            print(f"   {target.name} has {size / 2**20:.0f} MiB, which may be too much to carry", flush=True)
+        for path in sorted(checkpoints, key=lambda path: path.stat().st_size):  # they hardly compress
+            size += path.stat().st_size
+            fitting += [path] if size < MOST_PACKED_BYTES else []
+        if fitting:
+            _write_pack(temporary, sources, work, fitting)
     if behind := len(checkpoints) - len(fitting):
         print(f"   {behind} checkpoints of trainings are too large to carry: elsewhere these begin anew", flush=True)
+
+
+def _write_pack(path: Path, sources: Sequence[Path], work: Path, more: Sequence[Path] = ()) -> int:
+    with tarfile.open(path, "w:gz") as archive:
+        for source in sources:
+            if source.exists():
+                archive.add(source, source.name, filter=_is_kept)
+        for each in (*more, work / "visit.json"):
+            archive.add(each, each.relative_to(work))
+    return path.stat().st_size
 
 
 def _is_kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -229,13 +252,18 @@ def visit(
     state: dict[str, dict[str, Any]] = {stage.name: {"minutes": 0.0, "left": "not begun"} for stage in stages}
     if saved.exists():
         state |= json.loads(saved.read_text(encoding="utf-8"))
+        for stage in stages:  # of earlier calls, whose files may lie elsewhere
+            if state[stage.name]["minutes"] and not packed(stage, folder).exists():
+                pack(stage, work, folder)
     for is_shared in (True, False):
         for stage in stages:
             mine = state[stage.name]
             rest = minutes - (now() - begin) / 60
             share = min(rest, stage.minutes - mine["minutes"]) if is_shared else rest
             is_broken = not is_shared and mine["left"].startswith("exit code")
-            if not mine["left"] or is_broken or share < LEAST_MINUTES:
+            # What begins anew would not come further than it did.
+            is_hopeless = not stage.matrix and share <= mine["minutes"]
+            if not mine["left"] or is_broken or is_hopeless or share < LEAST_MINUTES:
                 continue
             start = now()
             mine["left"] = run_stage(stage, work, share, device)
@@ -251,7 +279,7 @@ def not_installed(names: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Return 0, or 2 where a package is missing."""
+    """Return 0, or 2 where a package is missing, or the files of an earlier call."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=8.5, help="of this call (default 8.5)")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "gpu-visit", help="results folders")
@@ -267,6 +295,10 @@ def main() -> int:
         return 2
     if missing := not_installed(("datasets", "transformers", "linformer")):
         print(f"not installed: {missing}; cells that need them are refused", flush=True)
+    if given.earlier is not None and not list(given.earlier.glob("*.tar.gz")):
+        print(f"{given.earlier}: expected what an earlier call packed, *.tar.gz; there is none", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs ends too
     given.work.mkdir(parents=True, exist_ok=True)
     if given.earlier is not None and not (given.work / "visit.json").exists():
         unpack(given.earlier, given.work)

@@ -6,6 +6,7 @@ import fnmatch
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from attn_zoo import api
+from tests.processes import wait_for
 
 PATH = Path(__file__).parent.parent / "benchmarks" / "gpu_visit.py"
 
@@ -63,7 +67,7 @@ def test_shares_come_first_and_the_rest_goes_to_what_is_not_complete(script, tmp
 
     monkeypatch.setattr(script, "run_stage", run_stage)
     monkeypatch.setattr(script, "pack", lambda *_: None)
-    stages = [script.Stage(name=name, minutes=2) for name in "abc"]
+    stages = [script.Stage(name=name, minutes=2, matrix=name) for name in "abc"]
     state = script.visit(5, tmp_path, tmp_path, "cpu", stages, now=lambda: clock[0])
     assert log == [("a", 2), ("b", 2), ("c", 1)]
     assert state["a"]["left"] == "3 cells"
@@ -71,6 +75,25 @@ def test_shares_come_first_and_the_rest_goes_to_what_is_not_complete(script, tmp
     state = script.visit(9, tmp_path, tmp_path, "cpu", stages, now=lambda: clock[0])
     assert log == [("c", 1), ("a", 8)], "what had its share waits until the others had theirs"
     assert [state[name]["left"] for name in "abc"] == ["", "", "8 cells"]
+
+
+def test_what_begins_anew_each_time_gets_more_than_it_had_or_nothing(script, tmp_path, monkeypatch):
+    """Else tests that were cut off would take all the time that is left, and be cut off earlier."""
+    clock, log = [0.0], []
+
+    def run_stage(stage, work, minutes, device):
+        log.append((stage.name, round(minutes, 2)))
+        clock[0] += 60 * minutes
+        return "did not end in its time"
+
+    monkeypatch.setattr(script, "run_stage", run_stage)
+    monkeypatch.setattr(script, "pack", lambda *_: None)
+    stages = [script.Stage(name="tests", minutes=3), script.Stage(name="peers", minutes=1, matrix="peers-gpu")]
+    script.visit(6, tmp_path, tmp_path, "cpu", stages, now=lambda: clock[0])
+    assert log == [("tests", 3), ("peers", 1), ("peers", 2)]
+    log.clear()
+    script.visit(5, tmp_path, tmp_path, "cpu", stages, now=lambda: clock[0])
+    assert log == [("tests", 5)]
 
 
 def test_what_takes_minutes_and_says_least_comes_last(script):
@@ -102,6 +125,56 @@ def test_the_state_of_the_latest_pack_stays_whenever_its_file_was_copied(script,
     script.unpack(out, new)
     assert sorted(path.name for path in new.iterdir()) == ["a", "b", "visit.json"]
     assert (new / "b" / "run.json").read_text() == "b"
+
+
+def test_the_files_of_one_call_are_of_all_stages(script, tmp_path, monkeypatch):
+    """What comes back from a machine may be the files of the last call only."""
+    monkeypatch.setattr(script, "run_stage", lambda stage, work, *_: (work / stage.matrix).mkdir() or "")
+    stages = [script.Stage(name=name, minutes=1, matrix=name) for name in "ab"]
+    for number, known in ((1, stages[:1]), (2, stages)):
+        script.visit(2, tmp_path / "work", tmp_path / f"out{number}", "cpu", known)
+    assert sorted(path.name for path in (tmp_path / "out2").iterdir()) == ["a.tar.gz", "b.tar.gz"]
+
+
+def test_a_visit_that_is_cut_off_while_it_packs_leaves_the_file_before(script, tmp_path, monkeypatch):
+    (tmp_path / "visit.json").write_text("{}")
+    (tmp_path / "lra").mkdir()
+    stage = script.Stage(name="accuracy", minutes=1, matrix="lra")
+    script.pack(stage, tmp_path, tmp_path / "out")
+    before = (tmp_path / "out" / "lra.tar.gz").read_bytes()
+
+    def add(archive, *_, **__):
+        archive.fileobj.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tarfile.TarFile, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        script.pack(stage, tmp_path, tmp_path / "out")
+    assert (tmp_path / "out" / "lra.tar.gz").read_bytes() == before
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+def test_files_to_go_on_from_must_be_there(script, tmp_path, monkeypatch, capsys):
+    """A path that is mistyped would begin all anew."""
+    arguments = ["gpu_visit.py", "--pack", str(tmp_path), "--work", str(tmp_path / "work"), "--from", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(script, "visit", lambda *_: pytest.fail("it began"))
+    assert script.main() == 2
+    assert "there is none" in capsys.readouterr().err
+
+
+def test_what_is_left_is_told_with_the_data_that_were_run_with(script, tmp_path, monkeypatch):
+    """Cells of tasks that read files have other keys without them, and would be left for ever."""
+    asked = {}
+    plan = api.plan({"name": "tiny", "scaling": [{"variants": ["full"], "seq_len": [16, 32], "num_heads": 1}]})
+    monkeypatch.setenv("ATTN_ZOO_DATA", "data")
+    monkeypatch.setattr(api, "plan", lambda *_, **given: asked.update(given) or plan)
+    (tmp_path / "lra" / "cells").mkdir(parents=True)
+    (tmp_path / "lra" / "run.json").touch()
+    (tmp_path / "lra" / "cells" / f"{plan.cells[0].cell.key}.json").touch()
+    stage = script.Stage(name="accuracy", minutes=1, matrix="lra")
+    assert script.num_left(stage, tmp_path, "cpu") == "1 cells"
+    assert (asked["data_dir"], asked["device"]) == ("data", "cpu")
 
 
 def test_checkpoints_are_packed_as_far_as_they_can_be_carried(script, tmp_path, monkeypatch, capsys):
@@ -163,6 +236,32 @@ def test_no_process_of_the_tests_is_left_for_the_next_stage(script, tmp_path, mo
     assert not _runs(int(note.read_text()))
 
 
+def test_a_call_that_is_ended_ends_what_it_runs(tmp_path):
+    """As by a batch system: whatever went on would be timed beside the next call."""
+    note = tmp_path / "pid"
+    code = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid()) + ' '); time.sleep(300)"
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("gpu_visit", {str(PATH)!r})
+script = sys.modules["gpu_visit"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+stage = script.Stage(name="tests", minutes=1, more=("-c", {code!r}))
+visit = script.visit
+script.visit = lambda *given: visit(*given, [stage])
+sys.exit(script.main())
+"""
+    call = subprocess.Popen(
+        [sys.executable, "-c", program, "--pack", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    )
+    try:
+        wait_for(lambda: note.exists() and note.read_text().endswith(" "))
+        call.terminate()
+        assert call.wait(60) == 128 + signal.SIGTERM
+        assert not _runs(int(note.read_text()))
+    finally:
+        call.kill()
+
+
 def test_a_stage_that_breaks_before_it_has_a_folder_does_not_end_the_visit(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", "raise OSError('no card')"])
     stage = script.Stage(name="scaling", minutes=1, matrix="scaling-gpu")
@@ -207,6 +306,7 @@ def test_a_machine_that_lost_everything_goes_on_from_the_files(script, tmp_path,
     script.unpack(tmp_path / "out", work)
     assert json.loads((work / "visit.json").read_text()) == state
     before = sorted(path.name for path in (work / "tiny" / "cells").iterdir())
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # of the environment: an unlike machine
     more = script.Stage(name="more", minutes=3, matrix="tiny", more=only)
     assert script.visit(2, work, tmp_path / "out", "cpu", [more])["more"]["left"] == ""
     after = sorted(path.name for path in (work / "tiny" / "cells").iterdir())
