@@ -27,10 +27,15 @@ Log = Callable[[Values, int], object]
 Close = Callable[[], object]
 
 
+def _name(cell: Cell) -> str:
+    """Return what no other cell is called: ids leave out what a protocol decides, and two curves would be one."""
+    return f"{cell.id}-{cell.key[:8]}"
+
+
 def _tensorboard(place: str, cell: Cell) -> tuple[Log, Close]:
     from torch.utils.tensorboard import SummaryWriter  # raises ImportError where tensorboard is not installed
 
-    writer: Any = SummaryWriter(str(Path(place or FOLDERS["tensorboard"]) / cell.id))
+    writer: Any = SummaryWriter(str(Path(place or FOLDERS["tensorboard"]) / _name(cell)))
 
     def log(values: Values, step: int) -> None:
         for name, value in values.items():
@@ -42,7 +47,7 @@ def _tensorboard(place: str, cell: Cell) -> tuple[Log, Close]:
 
 def _online(name: str, place: str, cell: Cell, **more: Any) -> tuple[Log, Close]:
     module: Any = importlib.import_module(name)
-    run = module.init(project=place or "attn-zoo", name=cell.id, config=cell.to_dict(), resume="allow", **more)
+    run = module.init(project=place or "attn-zoo", name=_name(cell), config=cell.to_dict(), resume="allow", **more)
     return (lambda values, step: run.log(dict(values), step=step)), run.finish
 
 

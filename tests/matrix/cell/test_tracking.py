@@ -53,12 +53,25 @@ def test_each_evaluation_is_sent_once(monkeypatch, name):
     kinds = [kind for kind, _ in tracker.calls]
     assert kinds == ["init", *["log"] * len(record.score.curve), "finish"]
     about = tracker.calls[0][1]
-    assert (about["project"], about["name"], about["config"]["variant"]) == ("my project", cell.id, "fake_train_ok")
+    assert (about["project"], about["config"]["variant"]) == ("my project", "fake_train_ok")
+    assert about["name"].startswith(f"{cell.id}-")
     sent = [what for kind, what in tracker.calls if kind == "log"]
     assert sent == [
         (int(entry["step"]), {f"train/{key}": value for key, value in entry.items() if key != "step"})
         for entry in record.score.curve
     ]
+
+
+def test_two_trainings_of_one_id_have_a_curve_each(monkeypatch):
+    """`overrides` are not in it; trackio goes on with the run of a name, TensorBoard draws a folder as one."""
+    cells = [cell_of(), cell_of(weight_decay=0.5)]
+    assert cells[0].id == cells[1].id
+    monkeypatch.setitem(sys.modules, "trackio", tracker := Tracker("trackio"))
+    monkeypatch.setenv(VARIABLE, "trackio")
+    for cell in cells:
+        with tracked(cell):
+            pass
+    assert len({about["name"] for kind, about in tracker.calls if kind == "init"}) == 2
 
 
 def test_pretraining_has_a_curve_of_its_own(monkeypatch):
@@ -93,7 +106,7 @@ def test_tensorboard_writes_scalars_into_a_folder_for_each_cell(monkeypatch, tmp
     monkeypatch.setenv(VARIABLE, f"tensorboard:{tmp_path}")
     cell = cell_of()
     assert run_cell(cell).status == "ok"
-    assert written[0] == str(tmp_path / cell.id)
+    assert written[0].startswith(f"{tmp_path / cell.id}-")
     assert {name for name, *_ in written[1:-1]} == {"train/train_loss", "train/validation_loss", "train/validation"}
     assert written[-1] == "closed"
 
