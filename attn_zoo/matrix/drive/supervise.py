@@ -226,8 +226,9 @@ def _classify(ended: Ended, timeout_s: float, attempt: int) -> tuple[Status, str
     if ended.fault:
         return "error", f"the process was ended: {ended.fault}"
     if ended.why == "timeout":
-        limit = f"its limit of {timeout_s:g} s" if ended.was_ready else f"{START_TIMEOUT_S:g} s of starting up"
-        return "timeout", f"stopped after {limit}"
+        if not ended.was_ready:  # which says nothing about longer lengths
+            return "crashed", f"the process was not ready within {START_TIMEOUT_S:g} s of its start"
+        return "timeout", f"stopped after its limit of {timeout_s:g} s"
     if ended.exit_code == -signal.SIGKILL and ended.was_memory:
         return "oom_host", "killed by the operating system while using most of the memory"
     where = "" if ended.was_ready else " before it could run a cell"

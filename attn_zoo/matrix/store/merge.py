@@ -16,7 +16,7 @@ from attn_zoo.packed_run import opened
 from attn_zoo.records import Environment, Record
 from attn_zoo.whole_files import whole_folder
 
-_KEPT = ("logs", "weights", "sources")
+_KEPT = ("logs", "weights", "sources", "checkpoints")
 
 
 def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
@@ -24,7 +24,8 @@ def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
 
     All must have run the same matrices from the same sources. A record that several have is kept once; where two differ
     the cell was measured twice, and nothing here chooses. Machines stay apart, as everywhere, by their environments.
-    Repeats of a cell that no shard has completed are kept likewise: a run into the merged folder goes on from them.
+    Repeats of a cell that no shard has completed are kept likewise, and so are checkpoints of trainings, which packed
+    runs have not: a run into the merged folder goes on from them.
 
     Args:
         sources: results folders or packed runs, one for each shard.

@@ -207,6 +207,15 @@ def test_every_failure_has_its_name_and_disturbs_no_other_cell(outcome):
         check(outcome)
 
 
+def test_a_process_that_does_not_start_in_time_says_nothing_of_longer_lengths(tmp_path, monkeypatch):
+    """It is the machine's doing, such as a disk that is slow at first."""
+    monkeypatch.setattr("attn_zoo.matrix.drive.engines.process.START_TIMEOUT_S", 0.0)
+    store = Store(tmp_path / "run")
+    run(tiny_plan(["fake_ok"], seq_len=[16, 32]), store)
+    reasons = {(record.status, record.reason) for record in store.records()}
+    assert reasons == {("crashed", "the process was not ready within 120 s of its start")}
+
+
 def test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("attn_zoo.matrix.drive.engines.process.resident_bytes", lambda _: 2**60)
     store = Store(tmp_path / "run")

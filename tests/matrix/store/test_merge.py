@@ -71,6 +71,16 @@ def test_repeats_that_were_begun_are_taken_over_each_once(tmp_path):
         merge([first, second], tmp_path / "other")
 
 
+def test_trainings_that_were_begun_go_on(tmp_path):
+    shards = [shard(tmp_path / "1", [512]), shard(tmp_path / "2", [1024])]
+    for folder in shards:
+        saved = Store(folder).checkpoints / f"key{folder.name}" / "train.safetensors"
+        saved.parent.mkdir(parents=True)
+        saved.write_text(folder.name)
+    merged = Store(merge(shards, tmp_path / "all"))
+    assert [path.read_text() for path in sorted(merged.checkpoints.glob("*/train.safetensors"))] == ["1", "2"]
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
