@@ -183,8 +183,6 @@ def run(
         allow_cells=allow_cells,
         has_estimates=False,
     )
-    if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
-        raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
     return _measure(
         planned,
         Path(out) if out else Path("runs") / planned.matrix.name,
@@ -286,6 +284,8 @@ def _measure(
     for status in _listed(retry):
         if status not in STATUSES:
             raise UnknownNameError("status", status, STATUSES)
+    if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
+        raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
     with _tracking(track):
         summary = run_plan.run(
             planned,

@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib.figure
 import pandas as pd
 import pytest
+import torch
 
 import attn_zoo
 from attn_zoo import api
@@ -90,6 +91,18 @@ def test_of_a_part_of_a_matrix_no_more_is_left_or_run_again(tmp_path, monkeypatc
     with Store(folder).writing(part.matrix.model_dump(mode="json"), None, planned=[replace(first, batch_size=9)]):
         pass
     assert len(api.status(folder).left) == len(api.plan(matrix()).cells) - 1, "no part of what the matrix says today"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_failures_of_a_gpu_are_not_run_again_without_one(tmp_path):
+    """They would become refusals."""
+    plan = api.plan(matrix(device="cuda", seq_len=[16]))
+    store = Store(tmp_path / "run")
+    with store.writing(plan.matrix.model_dump(mode="json"), None, planned=[item.cell for item in plan.cells]):
+        store.write(Record(cell=plan.cells[0].cell, status="timeout", reason="slow"))
+    with pytest.raises(UnsupportedError, match="tiny is for a GPU, and there is no CUDA device here"):
+        api.run_again(store.folder, allow_mixed_env=True, progress=False)
+    assert [record.status for record in store.records()] == ["timeout"]
 
 
 def test_a_class_that_is_not_registered_says_so():

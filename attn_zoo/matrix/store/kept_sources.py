@@ -22,7 +22,7 @@ def _mark(content: bytes) -> Path:
 
 
 def keep_sources(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
-    """Copy plain files, given with the names of their variants and tasks, into a results folder.
+    """Copy plain files, given with names of variants and tasks, into a results folder: the latest of each name.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -30,7 +30,11 @@ def keep_sources(folder: Path, files: Mapping[str, Iterable[str]]) -> None:
     for path, names in files.items():
         content = Path(path).read_bytes()
         for name in names:
-            write_whole(folder / "sources" / name / Path(path).name, content)
+            kept = folder / "sources" / name / Path(path).name
+            write_whole(kept, content)
+            with suppress(OSError):
+                for other in set(kept.parent.glob("*.py")) - {kept}:
+                    other.unlink()
         with suppress(OSError):  # without a cache folder the file must be named next time
             _mark(content).parent.mkdir(parents=True, exist_ok=True)
             _mark(content).touch()

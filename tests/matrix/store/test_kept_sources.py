@@ -58,5 +58,14 @@ def test_without_a_place_for_marks_the_source_is_kept_all_the_same(tmp_path, mon
     assert load_kept(tmp_path / "run") == [tmp_path / "run" / "sources" / "kept" / "kept.py"]
 
 
+def test_of_two_files_that_bring_one_name_the_latest_is_kept(folder, tmp_path):
+    """Or the first by name would be loaded, and what it measured run again."""
+    path = new_variant("kept", tmp_path)
+    renamed = path.rename(tmp_path / "kept_anew.py")
+    keep_sources(folder, {str(renamed): ["kept"]})
+    load_kept(folder)
+    assert Path(variants["kept"].source).name == "kept_anew.py"
+
+
 def test_a_folder_without_sources_has_nothing_to_load(tmp_path):
     assert load_kept(tmp_path) == []
