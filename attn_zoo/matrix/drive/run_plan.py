@@ -386,6 +386,9 @@ def run(
         total = sum(item.separate_repeats for item in plan.cells)
         missing = sum(item.separate_repeats - len(repeats.get(item.cell.key, ())) for item in left)
         progress.begin(total, total - missing, len(plan.cells))
+        if num_fewer := sum(_has_fewer(item, records.get(item.cell.key)) for item in plan.cells):
+            kept = "cells that keep a record of fewer processes than `repeats` says now"
+            progress.say(f"{kept}: {num_fewer}; --retry ok measures these and all others anew")
         if num_compiled := sum(bool(item.cell.overrides.get("compile")) for item in left if item.refusal is None):
             progress.say(f"cells that are compiled first, in silence and up to a minute each: {num_compiled}")
         try:
@@ -413,6 +416,13 @@ def run(
         stopped=session.stopped,
         folder=store.folder,
     )
+
+
+def _has_fewer(item: PlannedCell, record: Record | None) -> bool:
+    """Tell whether a cell was timed in fewer processes than it would be now; that is in no key."""
+    if record is None or record.status != "ok" or record.timing is None:  # of a large folder, times are not read
+        return False
+    return max(len(record.timing.process_sizes), 1) < item.separate_repeats
 
 
 def _known_ceilings(store: Store) -> frozenset[tuple[str, str, str, int | None]]:

@@ -103,6 +103,21 @@ def test_refused_cells_become_records_without_a_worker(tmp_path):
     assert refused.environment == environment().digest
 
 
+def test_more_repeats_measure_nothing_anew_which_is_said(tmp_path):
+    store, stream = Store(tmp_path / "run"), io.StringIO()
+    for repeats in (1, 3):
+        plan = tiny_plan(["fake_ok"], seq_len=[16, 32], repeats=repeats)
+        engine = FakeEngine()
+        run(plan, store, engine=engine, progress=PlainProgress(stream))
+    assert engine.started == []
+    text = "cells that keep a record of fewer processes than `repeats` says now: 2; --retry ok measures"
+    assert stream.getvalue().count(text) == 1
+    run(plan, store, engine=FakeEngine(), retry_statuses=["ok"], progress=PlainProgress(stream))
+    run(plan, store, engine=engine, progress=PlainProgress(stream))
+    assert engine.started == []
+    assert stream.getvalue().count(text) == 1
+
+
 def test_retry_runs_only_the_named_statuses_again(tmp_path):
     plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run")
     summary = run(plan, store, engine=FakeEngine(statuses={32: "timeout", 64: "crashed"}))
