@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,7 +69,8 @@ def main() -> None:
         if error.errno not in DISK_FULL:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, not into a trace
-        console.err.print(f"standard output: cannot be written: {error.strerror}")
+        where = error.filename or f"standard output or a file in {gettempdir()}"  # neither has a name
+        console.err.print(f"{where}: cannot be written: {error.strerror}", markup=False, soft_wrap=True)
         sys.exit(StoreError.exit_code)
     except KeyboardInterrupt:
         console.err.print("interrupted")

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -364,7 +365,24 @@ def test_output_into_a_full_disk_is_one_message(command):
     with Path("/dev/full").open("w") as full:
         line = [sys.executable, "-m", "attn_zoo", *command]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (4, "standard output: cannot be written: No space left on device\n")
+    assert done.returncode == 4
+    assert re.fullmatch(r"standard output or a file in \S+: cannot be written: No space left on device\n", done.stderr)
+
+
+def test_a_full_disk_for_temporary_files_is_not_blamed_on_the_output_alone(tmp_path):
+    (tmp_path / "tiny.toml").write_text(TINY)
+    done = subprocess.run(
+        [sys.executable, "-m", "attn_zoo", "plan", "tiny.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(RESULTS.parent)},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY)),
+    )
+    assert (done.returncode, done.stderr) == (
+        4,
+        f"standard output or a file in {tmp_path}: cannot be written: File too large\n",
+    )
 
 
 def test_a_broken_matrix_is_reported_whole_and_nothing_is_written(call, tmp_path, monkeypatch):
