@@ -492,7 +492,8 @@ def scan_cells(
         except StoreError as error:
             if is_strict and isinstance(error, FolderError):
                 raise
-            problems[path.name] = str(error)
+            if path.exists() or path.is_symlink():  # else another shard moved it aside meanwhile
+                problems[path.name] = str(error)
     return Scan(records=records, problems=problems)
 
 

@@ -391,5 +391,7 @@ class Store:
             stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
             (self._cells / name).rename(target / f"{stamp}-{name}")
             write_whole(target / f"{stamp}-{name}.reason", reason + "\n")
+        except FileNotFoundError:
+            return  # another shard was first
         except OSError as error:
             raise StoreError(f"{target}: cannot be written: {error.strerror}") from None

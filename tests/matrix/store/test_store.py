@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attn_zoo.errors import FolderError, StoreError
-from attn_zoo.folder import read_record, record_text
+from attn_zoo.folder import Scan, cell_files, read_record, record_text
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import SCHEMA_VERSION, Cell, Record
 from attn_zoo.whole_files import write_whole
@@ -366,6 +366,21 @@ def test_why_a_run_ended_is_noted_until_the_next_one(store):
     assert store.info().stopped == "time limit"
     with store.writing(MATRIX, environment()):
         assert store.info().stopped == ""
+
+
+def test_a_record_that_another_shard_runs_again_is_no_damaged_file(store, monkeypatch):
+    """Each shard of an array reads all records; this one is gone when it comes to be read."""
+    files = [*cell_files(store.folder), store.folder / "cells" / f"{record(64).cell.key}.json"]
+    monkeypatch.setattr("attn_zoo.folder.cell_files", lambda _: files)
+    scan = store.scan()
+    assert (len(scan.records), scan.problems) == (2, {})
+
+
+def test_a_damaged_file_that_another_shard_set_aside_first_ends_no_run(store, monkeypatch):
+    monkeypatch.setattr(Store, "scan", lambda *_: Scan(records={}, problems={"bad.json": "not readable"}))
+    with store.writing(MATRIX, environment(), shard=(1, 2)):
+        pass
+    assert list((store.folder / "quarantine").iterdir()) == []
 
 
 def test_a_folder_that_began_without_a_plan_stays_without(store):
