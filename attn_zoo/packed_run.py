@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -58,7 +58,8 @@ def share(folder: str | Path, path: str | Path | None = None) -> Path:
             if _READ.fullmatch(name):
                 info = zipfile.ZipInfo(name)  # with a date of its own: 1980
                 info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-                archive.writestr(info, entry.read_bytes())
+                with suppress(FileNotFoundError):  # a repeat of a run that goes on, which became a record meanwhile
+                    archive.writestr(info, entry.read_bytes())
     return path
 
 

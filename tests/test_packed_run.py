@@ -13,6 +13,7 @@ from attn_zoo import packed_run
 from attn_zoo.errors import ConfigError, FolderError
 from attn_zoo.folder import read_run
 from attn_zoo.packed_run import opened, share
+from attn_zoo.whole_files import whole_file
 from tests.report.synthetic import accuracy, roof, scaling, write_run
 
 
@@ -41,6 +42,17 @@ def test_the_same_records_give_the_same_bytes(folder, tmp_path):
     for path in other.rglob("*"):
         path.touch()
     assert share(other, tmp_path / "a.zip").read_bytes() == first
+
+
+def test_a_run_that_goes_on_is_packed(folder, tmp_path, monkeypatch):
+    def meanwhile(*given, **more):
+        for path in (folder / "parts").iterdir():
+            path.unlink()
+        return whole_file(*given, **more)
+
+    monkeypatch.setattr(packed_run, "whole_file", meanwhile)
+    with opened(share(folder, tmp_path / "run.zip")) as inside:
+        assert len(read_run(inside).records) == 3
 
 
 def test_links_are_not_packed(folder, tmp_path):
