@@ -415,7 +415,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool =
     from attn_zoo.matrix.plan.expand import make_plan
     from attn_zoo.matrix.plan.schema import restore_matrix
     from attn_zoo.matrix.store.kept_sources import load_kept
-    from attn_zoo.matrix.store.store import asked_before
+    from attn_zoo.matrix.store.store import asked_before, with_known_data
 
     info = read_info(folder)
     foreign = load_kept(folder)
@@ -429,6 +429,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool =
         raise ConfigError(error.source, [*error.problems, *hints]) from None
     cells = list({item.cell.key: item for one in plans for item in one.cells}.values())
     if info.planned is not None:
+        cells = with_known_data(cells, info.planned)
         cells = asked_before(cells, info.planned, {path.stem for path in cell_files(folder)})
     return replace(plans[-1], cells=tuple(cells))
 

@@ -27,7 +27,7 @@ from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.plan.expand import Plan, estimated, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.kept_sources import keep_sources
-from attn_zoo.matrix.store.store import Store
+from attn_zoo.matrix.store.store import Store, with_known_data
 from attn_zoo.records import ANSWERS, Ceilings, Cell, Environment, Record
 from attn_zoo.registry import variants
 from attn_zoo.statistics import pool_records
@@ -345,6 +345,10 @@ def run(
     for name in {item.cell.variant: None for item in plan.cells if variants[item.cell.variant].no_source}:
         text = f"worker processes load a variant from its source, and of this one {variants[name].no_source}"
         raise ConfigError(name, [("", f"{text}; write it to {name}.py and load that (attn_zoo.load_file)")])
+    if store.exists and _without_data(plan):
+        plan = replace(plan, cells=tuple(with_known_data(plan.cells, store.info().planned or ())))
+    # Neither run nor refused for good: somewhere the data are.
+    away = {item.cell.key for item in _without_data(plan) if item.cell.data_digest}
     engine = engine or LocalEngine()
     progress = progress or Progress()
     environment = None if engine.is_remote else capture_environment()  # this machine need be like no node
@@ -363,7 +367,7 @@ def run(
         records = dict(scan.records)
         planned = {item.cell.key for item in plan.cells}
         for key, record in scan.records.items():
-            if key in planned and record.status in retry_statuses:
+            if key in planned - away and record.status in retry_statuses:
                 store.retire(key)
                 del records[key]
         left = estimated(standing(plan.cells, list(records.values())).left)
@@ -389,6 +393,9 @@ def run(
         if num_fewer := sum(_has_fewer(item, records.get(item.cell.key)) for item in plan.cells):
             kept = "cells that keep a record of fewer processes than `repeats` says now"
             progress.say(f"{kept}: {num_fewer}; --retry ok measures these and all others anew")
+        if num_away := sum(key not in records or records[key].status in retry_statuses for key in away):
+            where = "say where they are (--data-dir or ATTN_ZOO_DATA)"
+            progress.say(f"cells that wait for data that are not here: {num_away}; {where}")
         if num_compiled := sum(bool(item.cell.overrides.get("compile")) for item in left if item.refusal is None):
             progress.say(f"cells that are compiled first, in silence and up to a minute each: {num_compiled}")
         try:
@@ -396,7 +403,7 @@ def run(
                 if not engine.is_remote:
                     measure_missing(left, store, digest, progress.say, session.is_over)
                 for item in left:
-                    if item.refusal is not None:
+                    if item.refusal is not None and item.cell.key not in away:
                         started = datetime.now(UTC).isoformat(timespec="seconds")
                         record = Record(cell=item.cell, status="unsupported", reason=item.refusal[1], started=started)
                         session.finished(replace(record, environment=digest))
@@ -416,6 +423,10 @@ def run(
         stopped=session.stopped,
         folder=store.folder,
     )
+
+
+def _without_data(plan: Plan) -> list[PlannedCell]:
+    return [item for item in plan.cells if item.refusal is not None and item.refusal[0] == "data"]
 
 
 def _has_fewer(item: PlannedCell, record: Record | None) -> bool:

@@ -164,6 +164,23 @@ def _followed(earlier: Sequence[Cell], planned: Sequence[Cell]) -> tuple[Cell, .
     return (*kept, *planned)
 
 
+def with_known_data(items: Iterable[PlannedCell], planned: Iterable[Cell]) -> list[PlannedCell]:
+    """Return the items; those whose data are not here with the digest that earlier runs found, for they are the same.
+
+    Args:
+        items: perhaps of tasks that read files.
+        planned: cells of earlier runs.
+    """
+    known = {_asked(cell): cell.data_digest for cell in planned if cell.data_digest}
+
+    def with_data(item: PlannedCell) -> PlannedCell:
+        if item.refusal is None or item.refusal[0] != "data" or not (digest := known.get(_asked(item.cell))):
+            return item
+        return replace(item, cell=replace(item.cell, data_digest=digest))
+
+    return [with_data(item) for item in items] if known else list(items)
+
+
 def asked_before(items: Iterable[PlannedCell], planned: Iterable[Cell], done: Collection[str]) -> list[PlannedCell]:
     """Return what earlier runs were to make, of all that their matrices say today: they may have been parts of these.
 

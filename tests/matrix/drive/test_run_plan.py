@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from attn_zoo import api
 from attn_zoo.errors import StoreError
 from attn_zoo.folder import read_run
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, Progress, make_progress, span
 from attn_zoo.matrix.drive.run_plan import Session, run, standing
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Memory, Record, Score, Timing
 from tests.matrix.conftest import environment, make_matrix, tiny_plan
@@ -101,6 +103,26 @@ def test_refused_cells_become_records_without_a_worker(tmp_path):
     refused = next(item for item in Store(tmp_path / "run").records() if item.status == "unsupported")
     assert refused.reason == "no causal form"
     assert refused.environment == environment().digest
+
+
+def test_what_ran_with_data_that_are_not_here_is_neither_stale_nor_refused(tmp_path):
+    """Whoever forgets to say where they are."""
+    group = {"variants": ["full"], "task": "text", "level": "1000", "seeds": [0, 1, 2]}
+    plan = make_plan(parse_matrix({"name": "test", "accuracy": [group]}, "test.toml"))
+    assert {item.refusal and item.refusal[0] for item in plan.cells} == {"data"}
+    cells = [replace(item.cell, data_digest="of the files") for item in plan.cells]
+    store, stream = Store(tmp_path / "run"), io.StringIO()
+    with store.writing(plan.matrix.model_dump(mode="json"), environment(), planned=cells):
+        store.write(Record(cell=cells[0], status="ok"))
+        store.write(Record(cell=cells[1], status="crashed", reason="signal"))
+    now = api.status(store.folder)
+    assert (len(now.done), len(now.left), now.stale) == (2, 1, ())
+    engine = FakeEngine()
+    summary = run(plan, store, engine=engine, retry_statuses=["crashed"], progress=PlainProgress(stream))
+    assert (summary.counts, summary.new, summary.exit_code) == ({"ok": 1, "crashed": 1}, 0, 1)
+    assert engine.lanes == []
+    assert "cells that wait for data that are not here: 2; say where they are (--data-dir" in stream.getvalue()
+    assert {cell.key for cell in store.info().planned or ()} == {cell.key for cell in cells}
 
 
 def test_more_repeats_measure_nothing_anew_which_is_said(tmp_path):
