@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 _COMPILER = "torch._dynamo"
 _TRANSPARENT_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d"})
+_PRODUCTS = re.compile(
+    r"attention|encoder_layer|linalg_(?!vector_norm|cross|check_errors)|cholesky|triangular_solve|trilinear"
+    r"|[cp]dist|euclidean_dist|mm_?(\.|$)"
+)
+"""What torch calls its own operations that multiply matrices, solve or decompose: without a formula they are unknown."""
 
 
 def _cpu_flash_flops(
@@ -62,8 +68,16 @@ def _convolution_backward_flops(
     return 2 * weight.numel() * len(grad) * math.prod(places.shape[2:]) * sum(x is not None for x in out_val[:2])
 
 
+def _vector_flops(*tensors: Any, **_: Any) -> int:
+    """Count the product of a vector with the largest of the arguments: a matrix, or a vector too."""
+    return 2 * max(item.numel() for item in tensors if isinstance(item, Tensor))
+
+
 _aten = torch.ops.aten
 _EXTRA_FORMULAS = {
+    **dict.fromkeys((_aten.mv, _aten.addmv, _aten.addmv_, _aten.dot, _aten.vdot), _vector_flops),
+    **dict.fromkeys((_aten.addmm_, _aten._addmm_activation), flop_registry[_aten.addmm]),
+    **dict.fromkeys((_aten.baddbmm_, _aten.addbmm, _aten.addbmm_), flop_registry[_aten.baddbmm]),
     _aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_cpu_flash_flops),  # type: ignore[no-untyped-call]
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_cpu_flash_backward_flops),  # type: ignore[no-untyped-call]
     _aten.convolution_backward: _convolution_backward_flops,
@@ -134,7 +148,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
-        if func.namespace not in _TRANSPARENT_NAMESPACES or "attention" in func.name():
+        if func.namespace not in _TRANSPARENT_NAMESPACES or _PRODUCTS.search(func.name()):
             raise _OpaqueOperation(func.name())
         return func(*args, **kwargs)
 
@@ -184,7 +198,7 @@ def count_operations(run: Callable[[], object]) -> Operations | None:
 
     Returns:
         The counts, or None where an operation ran that the counter cannot see into: FlexAttention, a kernel of another
-        package, a Triton kernel. It stops at the first of those.
+        package, a Triton kernel, a decomposition of a matrix. It stops at the first of those.
     """
     had_compiler = _COMPILER in sys.modules
     counter = _new_counter()

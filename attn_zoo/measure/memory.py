@@ -33,12 +33,12 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _own_bytes(tensors: Iterable[Tensor], known: Iterable[int]) -> int:
-    """Return the bytes of the elements of `tensors`, each storage once, without those in `known`."""
+    """Return the bytes of the elements of `tensors`, of a storage no more than it has, without those in `known`."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = min(storage.nbytes(), tensor.numel() * tensor.element_size())
+        if (place := storage.data_ptr()) not in known:  # several gradients may be parts of one storage
+            sizes[place] = min(storage.nbytes(), sizes.get(place, 0) + tensor.numel() * tensor.element_size())
     return sum(sizes.values())
 
 

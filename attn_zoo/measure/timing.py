@@ -86,7 +86,8 @@ class Sampling:
     a sample holds as many calls as fill `min_sample_ms`; on GPU it is one call between two events after the cache was
     emptied, and a short call is made untimed before some are timed. The garbage collector is off while a sample runs.
 
-    A call that alone exceeds the budget is called three times in all: the first, and two samples.
+    A call that alone exceeds the budget is called three times in all: the first, and two samples. In turns with others
+    it is called four times: what was before the first round is no sample.
 
     Flags, in `Timing.flags`:
 
@@ -197,6 +198,11 @@ class Sampling:
         self._expected_s = max(self.spent_s / len(self._samples), 1e-9)
         gc.collect()
 
+    def forget_warm_up(self) -> None:
+        """Let a slow call that warm-up kept as a sample be warm-up, and take another sample in its place."""
+        self._num_warmup += len(self._samples)
+        self._samples.clear()
+
     def discard(self) -> None:
         """Throw the samples away, because something else disturbed them: the next ones take their place."""
         self._num_discarded += len(self._samples)
@@ -267,6 +273,9 @@ def sample_in_turns(
         around: makes a context for the samples of one member; what it raises is that member's.
     """
     order, living = random.Random(seed), list(range(len(members)))
+    if len(members) > 1:
+        for member in members:
+            member.forget_warm_up()
     with quiet_collector():
         while living := [index for index in living if not members[index].is_done]:
             for index in order.sample(living, len(living)):

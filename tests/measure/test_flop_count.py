@@ -25,6 +25,37 @@ def test_products_count_two_per_multiply_add():
     assert count_flops(lambda: a.exp().sum()) == 0
 
 
+def test_products_with_vectors_and_in_place_count_too():
+    a, b, vector = torch.randn(3, 5), torch.randn(5, 7), torch.randn(5)
+    wide, tall = torch.randn(2, 3, 5), torch.randn(2, 5, 7)
+    assert count_flops(lambda: a @ vector) == 2 * 3 * 5
+    assert count_flops(lambda: wide @ vector) == 2 * 2 * 3 * 5
+    assert count_flops(lambda: torch.addmv(torch.zeros(3), a, vector)) == 2 * 3 * 5
+    assert count_flops(lambda: vector @ vector) == 2 * 5
+    assert count_flops(lambda: torch.zeros(3, 7).addmm_(a, b)) == 2 * 3 * 5 * 7
+    assert count_flops(lambda: torch.zeros(2, 3, 7).baddbmm_(wide, tall)) == 2 * 2 * 3 * 5 * 7
+    assert count_flops(lambda: torch.addbmm(torch.zeros(3, 7), wide, tall)) == 2 * 2 * 3 * 5 * 7
+
+
+@pytest.mark.parametrize(
+    "solve",
+    [
+        torch.linalg.inv,
+        torch.linalg.pinv,
+        torch.linalg.qr,
+        torch.matrix_exp,
+        torch.cholesky_inverse,
+        lambda x: torch.linalg.solve(x, x),
+        lambda x: torch.cdist(x, x),
+        lambda x: torch._int_mm(x.to(torch.int8), x.to(torch.int8)),
+        lambda x: F.bilinear(x, x, torch.randn(3, 32, 32)),
+    ],
+)
+def test_what_no_formula_knows_is_unknown_and_not_nothing(solve):
+    assert count_flops(lambda: solve(torch.eye(32))) is None
+    assert count_flops(lambda: torch.linalg.vector_norm(torch.eye(32))) == 0
+
+
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_counts_its_two_products_whatever_the_kernel(backend, is_causal):

@@ -175,6 +175,21 @@ def test_views_and_shared_storages_count_once(x: Tensor) -> None:
     assert (sliced.output_bytes, sliced.extra_bytes) == (UNIT, UNIT)  # half of what is held is no output
 
 
+def test_gradients_that_are_parts_of_one_storage_are_all_gradients() -> None:
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *parts: Tensor) -> Tensor:
+            return torch.stack(parts).sum(0)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad.expand(3, *grad.shape).clone().unbind()
+
+    leaves = [torch.randn(N, N, requires_grad=True) for _ in range(3)]
+    measured = memory_of_pass(lambda: Sum.apply(*leaves), leaves, "bwd", has_process=False)
+    assert (measured.output_bytes, measured.extra_bytes) == (UNIT, 0)
+
+
 def test_what_is_made_once_and_kept_does_not_count(x: Tensor) -> None:
     cache: list[Tensor] = []
 

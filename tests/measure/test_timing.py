@@ -251,6 +251,16 @@ def test_every_round_has_every_member_once_until_its_budget_is_spent():
     assert order[10:] == [0] * 15, "the slower one has spent its budget and left"
 
 
+def test_a_member_beyond_its_budget_has_the_samples_of_the_first_rounds_too():
+    clock, starts = FakeClock(), dict[int, list[float]]({0: [], 1: []})
+    made = members(clock, 5.0, 200.0)
+    sample_in_turns(made, at=lambda index: starts[index].append(1e-6 * clock.wall_ns), failed=unexpected)
+    assert len(starts[1]) == len(made[1].timing().samples_ms) == 2, "one sample in each of its rounds"
+    assert made[1].timing().num_warmup == 2
+    sample_in_turns([alone := members(FakeClock(), 200.0)[0]], at=lambda _: None, failed=unexpected)
+    assert (alone.timing().num_warmup, len(alone.timing().samples_ms)) == (1, 2)
+
+
 def test_the_order_is_drawn_anew_in_each_round_and_the_same_for_the_same_seed():
     def order(seed: int) -> list[int]:
         seen: list[int] = []
