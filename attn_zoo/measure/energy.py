@@ -141,9 +141,9 @@ def clocks(device: torch.device | str) -> Clocks | None:
 
 
 def num_other_processes(device: torch.device | str) -> int | None:
-    """Return how many other processes compute on `device`, or None where NVML cannot be read.
+    """Return how many processes compute on `device` beside this one and the one that started it; None without NVML.
 
-    In a container NVML may know this process by another number; then one of those listed is taken to be this one.
+    In a container NVML may know processes by other numbers; then two of those listed are taken to be these.
     """
     connection = _connect(device)
     if connection is None:
@@ -153,8 +153,10 @@ def num_other_processes(device: torch.device | str) -> int | None:
     if running is None:
         return None
     numbers = {process.pid for process in running}
-    is_ours_hidden = os.getpid() not in numbers and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return max(0, len(numbers - {os.getpid()}) - is_ours_hidden)
+    if os.getpid() in numbers:
+        return len(numbers - {os.getpid(), os.getppid()})
+    is_ours_hidden: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return max(0, len(numbers) - 1 - is_ours_hidden)
 
 
 def _counter_mj(nvml: Any, handle: Any) -> int | None:

@@ -21,7 +21,7 @@ _PRODUCTS = re.compile(
     r"attention|encoder_layer|linalg_(?!vector_norm|cross|check_errors)|cholesky|triangular_solve|trilinear"
     r"|[cp]dist|euclidean_dist|mm_?(\.|$)"
 )
-"""What torch calls its own operations that multiply matrices, solve or decompose: without a formula they are unknown."""
+"""Operations of torch that multiply matrices, solve or decompose: one without a formula is unknown, not nothing."""
 
 
 def _cpu_flash_flops(

@@ -139,9 +139,13 @@ def test_without_the_package_or_on_cpu_there_is_nothing(nvml, monkeypatch):
 
 def test_other_processes_are_counted_in_and_out_of_containers(nvml):
     assert num_other_processes("cuda") == 0
+    nvml.pids = [os.getpid(), os.getppid()]  # which may use the GPU or not
+    assert num_other_processes("cuda") == 0
     nvml.pids = [os.getpid(), 7_777_777]
     assert num_other_processes("cuda") == 1
-    nvml.pids = [7_777_777, 8_888_888]  # a container: this process goes by a number it does not know
+    nvml.pids = [7_777_777, 8_888_888]  # a container: these two go by numbers that they do not know
+    assert num_other_processes("cuda") == 0
+    nvml.pids = [7_777_777, 8_888_888, 9_999_999]
     assert num_other_processes("cuda") == 1
     nvml.pids = []
     assert num_other_processes("cuda") == 0

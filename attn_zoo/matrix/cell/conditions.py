@@ -29,11 +29,6 @@ def _busy_s() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
-def _num_others(device: str) -> int:
-    """Return how many processes use the device beside this one and the one that supervises it."""
-    return max((num_other_processes(device) or 0) - 1, 0)
-
-
 @dataclass
 class Conditions:
     """Watches the block it surrounds. Costs a few reads before and after, nothing in between.
@@ -62,7 +57,7 @@ class Conditions:
 
     def __enter__(self) -> Self:
         for _ in range(20):
-            self._others = _num_others(self.device)
+            self._others = num_other_processes(self.device) or 0
             if self._others == 0:
                 break
             time.sleep(SETTLING_S / 20)
@@ -88,6 +83,6 @@ class Conditions:
             # Up is a GPU that woke from idling, which warm-up is for; down is not.
             if after.sm_mhz < SLOW_CLOCK_FRAC * before.sm_mhz:
                 flags.append("clock_changed")
-        if max(self._others, _num_others(self.device)) > 0:
+        if max(self._others, num_other_processes(self.device) or 0) > 0:
             flags.append("other_gpu_process")
         return flags

@@ -159,11 +159,11 @@ class Trial:
         with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
             self._timing = with_host_time(timing, work.make_call, cell.device)
             work.release()
-        with self.phase("memory"):
-            self._memory = work.memory()
-        if self.has_energy:
+        if self.has_energy:  # before memory, for which a training step gives up the CUDA graphs that were timed
             with self.phase("energy"):
                 self._energy = _energy(work, cell.device)
+        with self.phase("memory"):
+            self._memory = work.memory()
         if self.has_count and is_quick:
             with self.phase("count"):
                 self._counted = work.counted_flops()

@@ -104,7 +104,7 @@ def test_a_process_on_the_gpu_that_left_meanwhile_is_seen(monkeypatch):
     monkeypatch.setattr(conditions_module, "SETTLING_S", 0.0)
     count: dict[str, int] = {}
     monkeypatch.setattr(conditions_module, "num_other_processes", lambda _: count["now"])
-    for before, after, flags in ((2, 0, ("other_gpu_process",)), (0, 2, ("other_gpu_process",)), (1, 1, ())):
+    for before, after, flags in ((1, 0, ("other_gpu_process",)), (0, 1, ("other_gpu_process",)), (0, 0, ())):
         count["now"] = before
         with Conditions("cuda") as found:
             count["now"] = after

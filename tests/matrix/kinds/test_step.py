@@ -13,6 +13,7 @@ from torch._dynamo import config
 from attn_zoo import AbstractMixer, VariantConfig, register_mixer
 from attn_zoo.errors import ConfigError
 from attn_zoo.kernels.trace import note_path
+from attn_zoo.matrix.cell import trial
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.plan.expand import Plan, make_plan
@@ -218,6 +219,16 @@ def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike):
     [cell] = cells(["full"])
     assert run_cell(cell, budget_s=0.02).status == "ok"
     assert counts["before"] == max(1, num_unlike)
+
+
+def test_energy_is_of_the_steps_that_were_timed(monkeypatch):
+    """To weigh a step, its CUDA graphs are given up for good: what runs afterwards is another step."""
+    done = []
+    monkeypatch.setattr(trial, "energy_of_call", lambda call, device: done.append("energy"))
+    monkeypatch.setattr(updates.Updater, "launch_singly", lambda self: done.append("singly"))
+    [cell] = cells(["full"])
+    assert run_cell(cell, budget_s=0.02, has_energy=True).status == "ok"
+    assert done == ["energy", "singly"]
 
 
 def test_updates_are_unlike_until_one_is_captured():
