@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,21 +41,24 @@ def _peak(half: float, tf32: float, single: float, bytes_per_s: float) -> Peak:
     return Peak(flops_per_s=MappingProxyType(rates), bytes_per_s=bytes_per_s)
 
 
-# The first name that occurs in the device's name counts, so the narrower ones come first.
+# The first name that occurs in the device's name, in whole words, counts, so the narrower ones come first.
 _PEAKS: tuple[tuple[str, Peak], ...] = (
+    ("H200 NVL", _peak(835e12, 417e12, 60e12, 4.8e12)),
     ("H200", _peak(989.5e12, 494.7e12, 67e12, 4.8e12)),
     ("H100 PCIe", _peak(756e12, 378e12, 51e12, 2.0e12)),
     ("H100 NVL", _peak(835e12, 417e12, 60e12, 3.9e12)),
     ("H100", _peak(989.5e12, 494.7e12, 67e12, 3.35e12)),
     ("A100-PCIE-40GB", _peak(312e12, 156e12, 19.5e12, 1.555e12)),
     ("A100-SXM4-40GB", _peak(312e12, 156e12, 19.5e12, 1.555e12)),
+    ("A100 80GB PCIe", _peak(312e12, 156e12, 19.5e12, 1.935e12)),
     ("A100", _peak(312e12, 156e12, 19.5e12, 2.039e12)),
 )
 
 
 def peak_of(device_name: str | None) -> Peak | None:
     """Return the data-sheet peak of a GPU by the name its driver gives, or None for one we have no sheet of."""
-    return next((peak for name, peak in _PEAKS if device_name is not None and name in device_name), None)
+    given = device_name or ""
+    return next((peak for name, peak in _PEAKS if re.search(rf"\b{name}\b", given)), None)
 
 
 def _best_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:

@@ -37,6 +37,9 @@ def test_known_devices_have_a_peak_and_others_none():
     assert pcie is not None
     assert pcie.flops_per_s["bfloat16"] < h100.flops_per_s["bfloat16"]
     assert peak_of("NVIDIA A100-SXM4-80GB") is not None
+    for other, sxm in (("NVIDIA H200 NVL", "NVIDIA H200"), ("NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-80GB")):
+        assert peak_of(other) not in (None, peak_of(sxm))
+    assert peak_of("NVIDIA GH200 480GB") is None, "not the sheet of another GPU whose name is part of its own"
     assert peak_of("NVIDIA GeForce RTX 2070") is None
     assert peak_of(None) is None
 
