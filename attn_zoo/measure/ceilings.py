@@ -18,8 +18,8 @@ _MATMUL_DIM = {"cpu": 2048, "cuda": 8192}
 _SMALLEST_DIM = 256
 _COPY_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
 
-GUARDED_BYTES = 256 * 2**20
-"""Smaller transfers may stay in a cache, and are not held against the bandwidth of the memory."""
+GUARDED_BYTES = 2**30
+"""Of smaller transfers a cache may hold a part that matters: they are not held against the bandwidth of the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,8 +51,8 @@ def test_the_guard_accuses_only_the_impossible():
     assert message == "1100 TFLOP/s is above the peak of NVIDIA H200 (990 in bfloat16)"
     assert exceeds_physical(name, "float32", 1e-3, flops=600e9) is not None
     assert exceeds_physical(name, "float8", 1e-3, flops=1e15) is None  # no figure, no verdict
-    assert exceeds_physical(name, "bfloat16", 1e-4, num_bytes=4.7e8) is None
-    assert exceeds_physical(name, "bfloat16", 1e-4, num_bytes=5.0e8) == (
+    assert exceeds_physical(name, "bfloat16", 1e-3, num_bytes=4.7e9) is None
+    assert exceeds_physical(name, "bfloat16", 1e-3, num_bytes=5.0e9) == (
         "5.0 TB/s is above the memory bandwidth of NVIDIA H200 (4.80)"
     )
     assert exceeds_physical(name, "bfloat16", 1e-6, num_bytes=6.0e6) is None  # may come from a cache

@@ -216,9 +216,10 @@ def _refuse_impossible(cell: Cell, claims: Claims, median_ms: float) -> None:
     if claims.flops is None or cell.device != "cuda" or median_ms <= 0:
         return
     ratio = LINEAR_BACKWARD_RATIO if claims.backward_ratio is None else claims.backward_ratio
-    flops = claims.flops * cell.least_pairs_frac * PASSES[cell.pass_ or "fwd"].num_forwards(ratio)
-    name = torch.cuda.get_device_name()
-    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops):
+    pass_, share, name = PASSES[cell.pass_ or "fwd"], cell.least_pairs_frac, torch.cuda.get_device_name()
+    flops = claims.flops * share * pass_.num_forwards(ratio)
+    num_bytes = (claims.min_bytes or 0) * share * pass_.num_forwards(1.0)  # a backward moves more than a forward
+    if problem := exceeds_physical(name, cell.dtype, median_ms / 1e3, flops=flops, num_bytes=num_bytes):
         raise AttnZooError(f"rejected: {problem}")
 
 

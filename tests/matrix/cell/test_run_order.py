@@ -268,6 +268,11 @@ def test_a_time_that_the_hardware_cannot_reach_is_rejected(monkeypatch):
     _refuse_impossible(padded, claims, 3.0)
     with pytest.raises(AttnZooError, match="rejected"):
         _refuse_impossible(padded, claims, 2.0)
+    moving = Claims(flops=1, min_bytes=48 * 10**8)  # 1 ms at 4.8 TB/s, which is the data sheet's
+    _refuse_impossible(on_gpu, moving, 1.1)
+    for one, too_fast_ms in ((on_gpu, 0.9), (backward, 1.9), (padded, 0.5)):
+        with pytest.raises(AttnZooError, match=r"rejected: .* is above the memory bandwidth of NVIDIA H200"):
+            _refuse_impossible(one, moving, too_fast_ms)
 
 
 def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_only(monkeypatch):
