@@ -139,7 +139,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _OpaqueOperation(str(func))  # FlexAttention would compute all scores here, and count as dense
         if (formula := self._formulas.get(func._overloadpacket)) is not None:
             output = func(*args, **kwargs)
-            self.total += int(formula(*args, **kwargs, out_val=output))
+            try:
+                self.total += int(formula(*args, **kwargs, out_val=output))
+            except Exception as error:  # torch's formulas do not know all that its operations take
+                raise _OpaqueOperation(func.name()) from error
             return output
         if func._overloadpacket in _SUMS:
             self.additions += args[0].numel()
@@ -198,7 +201,7 @@ def count_operations(run: Callable[[], object]) -> Operations | None:
 
     Returns:
         The counts, or None where an operation ran that the counter cannot see into: FlexAttention, a kernel of another
-        package, a Triton kernel, a decomposition of a matrix. It stops at the first of those.
+        package, a Triton kernel, a decomposition of a matrix, arguments that a formula refuses. It stops at the first.
     """
     had_compiler = _COMPILER in sys.modules
     counter = _new_counter()

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.flop_counter import shape_wrapper
 
+from attn_zoo.measure import flop_count
 from attn_zoo.measure.flop_count import Operations, count_flops, count_operations
 
 
@@ -131,6 +133,17 @@ def test_a_triton_kernel_launched_by_hand_is_opaque(monkeypatch):
     assert count_flops(launch) is None
     assert calls == []
     assert count_flops(lambda: None) == 0
+
+
+def test_what_a_formula_refuses_is_unknown_and_no_error_of_the_callable(monkeypatch):
+    def for_equal_heads(query_shape: Any, key_shape: Any, *_: Any, **__: Any) -> int:
+        assert query_shape == key_shape  # as torch asked of attention before it counted grouped queries
+        return 1
+
+    aten, x = torch.ops.aten, torch.ones(2, 3)
+    monkeypatch.setitem(flop_count._EXTRA_FORMULAS, aten.mm, shape_wrapper(for_equal_heads))
+    assert count_flops(lambda: torch.ones(3, 3) @ torch.ones(3, 3)) == 1
+    assert count_flops(lambda: x @ x.T) is None
 
 
 def test_errors_of_the_callable_come_through():
