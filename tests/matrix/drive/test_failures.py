@@ -209,7 +209,9 @@ def test_every_failure_has_its_name_and_disturbs_no_other_cell(outcome):
 
 def test_a_process_that_does_not_start_in_time_says_nothing_of_longer_lengths(tmp_path, monkeypatch):
     """It is the machine's doing, such as a disk that is slow at first."""
-    monkeypatch.setattr("attn_zoo.matrix.drive.engines.process.START_TIMEOUT_S", 0.0)
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")  # of each Python that starts
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("attn_zoo.matrix.drive.engines.process.START_TIMEOUT_S", 0.5)
     store = Store(tmp_path / "run")
     run(tiny_plan(["fake_ok"], seq_len=[16, 32]), store)
     reasons = {(record.status, record.reason) for record in store.records()}
