@@ -367,7 +367,7 @@ def run(
         records = dict(scan.records)
         planned = {item.cell.key for item in plan.cells}
         for key, record in scan.records.items():
-            if key in planned - away and record.status in retry_statuses:
+            if record.status in retry_statuses and key in planned and key not in away:
                 store.retire(key)
                 del records[key]
         left = estimated(standing(plan.cells, list(records.values())).left)
