@@ -436,7 +436,7 @@ class Cell(Json, _Keyed):
         variant: registered name.
         label: what plots call it; the variant's name unless the matrix gives option sets names of their own.
         options: the variant's options as given.
-        variant_digest: of the variant's source file and of what the measured code imports.
+        variant_digest: of the variant's source file, of what the measured code imports, and of `Record.packages`.
         dtype: name of the floating-point type.
         device: `"cpu"` or `"cuda"`.
         batch_size: B.
@@ -705,6 +705,7 @@ class Record(Json):
         energy_joules: per call, where NVML is readable.
         clocks_mhz: GPU clock before and after.
         num_params: of the module under test.
+        packages: versions of what the variant's own files import, beyond what the environment records.
         timing, memory, score: measurements.
         trace: end of the traceback, for failures.
         schema: see `SCHEMA_VERSION`.
@@ -734,6 +735,7 @@ class Record(Json):
     energy_joules: float | None = None
     clocks_mhz: tuple[float, ...] = ()
     num_params: Count | None = None
+    packages: dict[str, str] = field(default_factory=dict)
     num_jobs: int = 1
     timing: Timing | None = None
     memory: Memory | None = None

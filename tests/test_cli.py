@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from attn_zoo.conformance import CheckResult
 from attn_zoo.console import print_checks, print_standing
 from attn_zoo.discovery import LoadFailure
 from attn_zoo.displays import Checks
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.registry import tasks, variants
 from tests.report.synthetic import scaling, write_run
 from tests.test_discovery import VARIANT
@@ -444,10 +446,13 @@ def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monke
     before = tuple(variants)
     try:
         call("new", "my_kept")
+        Path("my_kept.py").write_text(Path("my_kept.py").read_text() + "\nimport typer\n")
         both = TINY.replace('["full", "linformer"]', '["full"]').replace("[false, true]", "false")
         Path("tiny.toml").write_text(both.replace("[16, 32]", "[16]"))
         done = call("run", "tiny.toml", "--variant-file", "my_kept.py", "--add", "my_kept", "--out", "one")
         assert done.code == 0, done.err
+        packages = {record.cell.variant: record.packages for record in Store(Path("one")).records()}
+        assert packages == {"full": {}, "my_kept": {"typer": metadata.version("typer")}}
 
         def forget() -> None:
             variants.keep_only(before)

@@ -9,9 +9,10 @@ from typing import Any
 from attn_zoo.errors import AttnZooError, ConfigError
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import limit_memory
+from attn_zoo.matrix.plan.source_digest import imported_packages
 from attn_zoo.matrix.plan.work_order import WorkOrder
-from attn_zoo.records import Record, Status
-from attn_zoo.registry import load_file
+from attn_zoo.records import Cell, Record, Status
+from attn_zoo.registry import load_file, variants
 
 
 def run_order(
@@ -31,7 +32,13 @@ def _empty_records(order: WorkOrder, status: Status = "ok", reason: str = "") ->
         "bundle": order.bundle,
         "attempt": order.attempt,
     }
-    return [Record(cell=cell, **common) for cell in order.cells]
+    return [Record(cell=cell, packages=_packages(cell), **common) for cell in order.cells]
+
+
+def _packages(cell: Cell) -> dict[str, str]:
+    if cell.variant not in variants:  # its file could not be loaded, which the record says
+        return {}
+    return imported_packages(variants[cell.variant], kind_of(cell).rooms)
 
 
 def answer(order: WorkOrder, tell: Callable[[int], object]) -> list[Record]:
@@ -42,7 +49,8 @@ def answer(order: WorkOrder, tell: Callable[[int], object]) -> list[Record]:
             load_file(path, None)  # this process is the isolation: no need to try the import in another one first
         for cell in order.cells:
             if kind_of(cell).source_digest(cell) != cell.variant_digest:
-                raise ConfigError(cell.variant, [("", "its source was changed while the matrix ran; run again")])
+                problem = "its source, or a package that it imports, was changed while the matrix ran; run again"
+                raise ConfigError(cell.variant, [("", problem)])
     except AttnZooError as error:
         return _empty_records(order, status="error", reason=str(error))
     return run_order(order, tell, room)

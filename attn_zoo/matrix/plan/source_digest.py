@@ -2,18 +2,22 @@
 
 Imports are followed through the text of the files, also those inside functions, but only in rooms whose code runs
 while something is measured. How it is measured is in the protocol versions, and what reads results decides nothing.
+Of other projects' packages the versions count, where a variant that is not ours imports them.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import attn_zoo
+from attn_zoo.measure.environment import PACKAGES
 from attn_zoo.registry import Variant
 
 CALL_ROOMS = ("attention", "kernels", "variants")
@@ -101,15 +105,42 @@ def source_files(source: Path, rooms: Sequence[str], *, is_plain: bool = False) 
 
 
 @cache
+def _distributions() -> dict[str, list[str]]:
+    """Return what is installed by the names under which it is imported; that takes a third of a second."""
+    return dict(metadata.packages_distributions())
+
+
+@cache
+def _packages(source: Path, rooms: tuple[str, ...], is_plain: bool) -> dict[str, str]:
+    root = Path(attn_zoo.__path__[0])
+    own = [path for path in source_files(source, rooms, is_plain=is_plain).values() if not path.is_relative_to(root)]
+    names = {name.partition(".")[0] for path in own for level, name in _imports(path) if level == 0}
+    names -= {_PACKAGE, *PACKAGES, *sys.stdlib_module_names}
+    found = {package for name in names for package in _distributions().get(name, ())} if names else set()
+    return {package: metadata.version(package) for package in sorted(found - {*PACKAGES})}
+
+
+def imported_packages(variant: Variant, rooms: tuple[str, ...] = CALL_ROOMS) -> dict[str, str]:
+    """Return versions of the packages that a variant's own files import, by name.
+
+    Those that every environment records are there, and empty is what our own variants import besides.
+    """
+    source = Path(variant.source)
+    return _packages(source, rooms, variant.provider == source.name) if source.is_file() else {}
+
+
+@cache
 def _digest(source: Path, rooms: tuple[str, ...], is_plain: bool) -> str:
     digest = hashlib.sha256()
     for name, path in sorted(source_files(source, rooms, is_plain=is_plain).items()):
         digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    for name, version in _packages(source, rooms, is_plain).items():
+        digest.update(f"{name}=={version}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def source_digest(variant: Variant, rooms: tuple[str, ...] = CALL_ROOMS) -> str:
-    """Return 16 hexadecimal digits that change when one of the variant's `source_files` does.
+    """Return 16 hexadecimal digits that change when one of the variant's `source_files` or `imported_packages` does.
 
     Computed once per process: what is imported does not change under a running process either.
     """

@@ -84,6 +84,7 @@ def build_page(
             {"name": run.name, "count": len(run.records), "tasks": ", ".join(_tasks(run)), "matrix": _matrix(run)}
             for run in analysis.results.runs
         ],
+        imported=imported_packages(analysis),
         versions=_versions(analysis),
     )
 
@@ -136,6 +137,12 @@ def _versions(analysis: Analysis) -> str:
     for kind, own in sorted(grouped(records, lambda record: record.cell.kind).items()):
         found[f"{kind} protocol"] = {record.cell.protocol_version for record in own}
     return ", ".join(f"{what} {' and '.join(map(str, sorted(each)))}" for what, each in found.items() if each)
+
+
+def imported_packages(analysis: Analysis) -> str:
+    """Return what variants import beyond what every environment names, with the versions that were measured."""
+    found = {item for one in analysis.results.observations for item in one.record.packages.items()}
+    return ", ".join(f"{package} {version}" for package, version in sorted(found))
 
 
 def _finished(value: Any) -> Any:

@@ -17,7 +17,7 @@ from attn_zoo.report.figures.all_figures import Picture, draw_pictures, front_pi
 from attn_zoo.report.figures.page import NO_FIGURE
 from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
-from attn_zoo.report.pages.html import build_page, environment_rows
+from attn_zoo.report.pages.html import build_page, environment_rows, imported_packages
 from attn_zoo.report.tables.all_tables import MOST_ROWS, shown_tables, summary_tables, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
@@ -128,6 +128,8 @@ def _readme(analysis: Analysis, picture: Picture | None) -> str:
         rows = dict(environment_rows(environment))
         said = [rows[name] for name in ("GPU", "CPU", "versions") if name in rows]
         lines += [f"Measured on {escape_markdown('; '.join(said))}.", ""]
+    if imported := imported_packages(analysis):
+        lines += [f"Variants import {escape_markdown(imported)}.", ""]
     where = "[report.html](report.html) has every answer, `figures/` and `tables/` the rest, `cells/` the records."
     num_cells = len(observations) + sum(run.num_unread for run in analysis.results.runs)
     lines += [f"{num_cells} cells{when}. {where} Generated from the records; do not edit.", ""]

@@ -19,7 +19,13 @@ from attn_zoo.matrix.kinds.timed import TimedKind
 from attn_zoo.matrix.plan import source_digest as module
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
-from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, TRAINING_ROOMS, source_digest, source_files
+from attn_zoo.matrix.plan.source_digest import (
+    CALL_ROOMS,
+    TRAINING_ROOMS,
+    imported_packages,
+    source_digest,
+    source_files,
+)
 from attn_zoo.registry import variants
 from attn_zoo.training import run_training
 from tests.matrix.conftest import make_matrix, tiny_plan, training_plan
@@ -39,7 +45,8 @@ def package(tmp_path, monkeypatch) -> Path:
 def digests(source: Path, provider: str = "attn_zoo") -> list[str]:
     """Return the digests of a call and of a training, as another process would find them."""
     module._imports.cache_clear()
-    module._digest.cache_clear()
+    for kept in (module._digest, module._packages, module._distributions):
+        kept.cache_clear()
     variant = replace(variants["full"], source=str(source), provider=provider)
     return [source_digest(variant, rooms) for rooms in (CALL_ROOMS, TRAINING_ROOMS)]
 
@@ -87,6 +94,27 @@ def test_a_plain_file_counts_with_what_lies_beside_it_and_with_what_calls_it(pac
     assert not set(digests(source, "plug_in.py")) & set(beside), (
         "it imports nothing of ours, and is called all the same"
     )
+
+
+def test_of_packages_that_a_file_imports_the_versions_count(tmp_path, monkeypatch):
+    source = tmp_path / "mine" / "plug_in.py"
+    source.parent.mkdir()
+    source.write_text("import os, torch, attn_zoo\ndef call():\n    from strange.deep import fast\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    variant = replace(variants["full"], source=str(source), provider=source.name)
+    before = digests(source, source.name)
+    assert imported_packages(variant) == {}, "not installed, or recorded with every environment"
+    installed = tmp_path / "site" / "Strange_Project.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "top_level.txt").write_text("strange\n")
+    found = []
+    for version in ("1.0", "1.1"):
+        (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: Strange-Project\nVersion: {version}\n")
+        found.append(digests(source, source.name))
+        assert imported_packages(variant) == {"Strange-Project": version}
+    assert not set(found[0]) & set(found[1])
+    assert not set(found[0]) & set(before)
+    assert imported_packages(variants["full"]) == {}
 
 
 def test_a_module_of_another_package_counts_with_that_package(tmp_path):

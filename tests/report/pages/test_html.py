@@ -59,13 +59,14 @@ def test_versions_tasks_and_environments_are_those_of_the_records(tmp_path):
     records = [replace(scaling("full", 512, protocol_version=3), environment="0123456789ab")]
     records += [
         replace(scaling("full", 1024), environment="0123456789ab"),
-        accuracy("full", 0, 0.3, protocol_version=2),
+        replace(accuracy("full", 0, 0.3, protocol_version=2), packages={"strange": "1.0"}),
     ]
     matrices = [{"name": "quick", "description": "Lists, texts."}]
     run = write_run(tmp_path / "run", records, environments={"0123456789ab": old.to_dict()}, matrices=matrices)
     text = build_page(analysed := analyse([run]), tables_by_question(analysed), [])
     assert f"record schema 1, accuracy protocol 2, scaling protocol 3 and {PROTOCOL_VERSION}</p>" in text
     assert "<h3>Environment 0123456789ab</h3>" in text
+    assert "<p>Variants import strange 1.0.</p>" in text
     assert old.digest not in text
     assert "<li>quick: 3 cells of listops. Its matrix: Lists, texts.</li>" in text
     assert old.host not in text, "a hash of a name that many machines share tells none of them apart"

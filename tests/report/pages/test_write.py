@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -80,9 +81,20 @@ def test_a_place_that_cannot_be_written_is_one_message(tmp_path):
 
 
 def test_readme_shows_machine_findings_figures_and_tables(tmp_path):
-    run = write_run(tmp_path / "run", [scaling("full", n) for n in (512, 1024)] + [scaling("<b>", 512)])
+    run = write_run(
+        tmp_path / "run",
+        [scaling("full", n) for n in (512, 1024)] + [replace(scaling("<b>", 512), packages={"strange": "1.0"})],
+    )
     text = write_results_readme(run).read_text(encoding="utf-8")
-    for words in ("# quick", "3 cells", "Example CPU", "torch 2.13.0", "| variant | 512 | 1k |", "the fastest is"):
+    for words in (
+        "# quick",
+        "3 cells",
+        "Example CPU",
+        "torch 2.13.0",
+        "| variant | 512 | 1k |",
+        "the fastest is",
+        "import strange 1.0",
+    ):
         assert words in text
     assert "<b>" not in text
     figures = re.findall(r"\]\((figures/[^)]+\.svg)\)", text)
