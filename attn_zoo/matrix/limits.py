@@ -1,4 +1,4 @@
-"""What a process may use: memory, a limit on it that fails cleanly, traces of the out-of-memory killer; cores.
+"""What a process may use: memory, a limit on it that fails cleanly, traces of the out-of-memory killer.
 
 For Linux; elsewhere fewer things are known, and None says so.
 """
@@ -47,11 +47,6 @@ def available_bytes() -> int:
 def num_oom_kills() -> int | None:
     """Return how often the kernel killed for memory in this container so far, or None where it does not say."""
     return _cgroup_number("memory.events", "memory.oom_control", key="oom_kill")
-
-
-def num_cores() -> int:
-    """Return the processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resident_bytes(pid: int) -> int:

@@ -6,6 +6,7 @@ No path, user or host name leaves this file; the host name is hashed so that equ
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import subprocess
@@ -52,7 +53,7 @@ MEASURING_VARIABLES = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
-"""What processes that measure on a CPU are started with, unless the user's environment says otherwise."""
+"""What processes that measure on a CPU are started with; see `measuring_variables`."""
 
 _VARIABLES = frozenset(
     {
@@ -67,8 +68,49 @@ _VARIABLES = frozenset(
     }
 )
 _PREFIXES = ("MKL_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "MALLOC_", "NVIDIA_TF32_")
+_CGROUPS = Path("/sys/fs/cgroup")
 _MAX_VALUE_LEN = 100
 _GIT_TIMEOUT_S = 5.0
+
+
+def _bound_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _container_share() -> float:
+    """Return how many processors' time this container may have, infinity where nothing limits it."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # versions 2 and 1
+        try:
+            words = " ".join((_CGROUPS / name).read_text() for name in names).split()
+        except OSError:
+            continue
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):  # else "max", or -1
+            return int(words[0]) / int(words[1])
+    return math.inf
+
+
+def num_cores() -> int:
+    """Return the processors that this process may use: those it is bound to, as far as its container's share goes.
+
+    With more threads than that, the kernel stops them all for a part of every tenth of a second.
+    """
+    return max(1, int(min(_bound_cores(), _container_share())))
+
+
+def measuring_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of processes that measure: what `environ` leaves open is chosen here.
+
+    OpenMP counts the processors that a process is bound to and does not know a container's share.
+    """
+    is_shared = num_cores() < _bound_cores()
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_cores())) if is_shared else {}
+    return {**MEASURING_VARIABLES, **threads, **environ}
+
+
+def _threads() -> int:
+    """Return the threads of torch in a process that measures, which this one may not be."""
+    has_own = "OMP_NUM_THREADS" in os.environ
+    return torch.get_num_threads() if has_own else min(torch.get_num_threads(), num_cores())
 
 
 def _cpu_name() -> str:
@@ -166,14 +208,14 @@ def capture_environment() -> Environment:
         host=hashed_host(),
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu_name(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=num_cores(),
         memory_bytes=psutil.virtual_memory().total,
-        threads=torch.get_num_threads(),
+        threads=_threads(),
         gpu=None if gpu is None else gpu.name,
         gpu_memory_bytes=None if gpu is None else gpu.total_memory,
         driver=None if gpu is None else _driver(),
         versions=_versions(),
         commit=commit,
         is_dirty=is_dirty,
-        variables=_variables({**MEASURING_VARIABLES, **os.environ}),
+        variables=_variables(measuring_variables(os.environ)),
     )

@@ -71,6 +71,39 @@ def test_variables_come_from_an_allow_list_without_paths():
     }
 
 
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 64),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.max": "400000 100000"}, 4),
+        ({"cpu.max": "350000 100000"}, 3),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "9900000 100000"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "200000"}, 64),
+    ],
+)
+def test_threads_are_no_more_than_the_share_of_a_container(tmp_path, monkeypatch, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(environment, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(environment, "_bound_cores", lambda: 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert environment.num_cores() == cores
+    started_with = environment.measuring_variables({"HOME": "here"})
+    assert started_with.get("OMP_NUM_THREADS") == started_with.get("MKL_NUM_THREADS")
+    assert started_with.get("OMP_NUM_THREADS") == (str(cores) if cores < 64 else None)
+    assert environment.measuring_variables({"OMP_NUM_THREADS": "9"})["OMP_NUM_THREADS"] == "9", "whoever says so knows"
+    captured = capture_environment()
+    assert (captured.num_cores, captured.threads) == (cores, min(cores, 32))
+    monkeypatch.setenv("OMP_NUM_THREADS", "32")
+    assert capture_environment().threads == 32
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     def git(*command: str) -> None:

@@ -24,8 +24,9 @@ from uuid import uuid4
 from attn_zoo.conformance.verdicts import known, learn
 from attn_zoo.matrix.cell.log import be_patient
 from attn_zoo.matrix.cell.run_order import answer
-from attn_zoo.matrix.limits import die_with_parent, num_cores
+from attn_zoo.matrix.limits import die_with_parent
 from attn_zoo.matrix.plan.work_order import WorkOrder
+from attn_zoo.measure.environment import num_cores
 from attn_zoo.records import Record
 
 _AGREED = ("ok", "diverged")

@@ -19,9 +19,10 @@ from uuid import uuid4
 from attn_zoo.matrix.drive.engines.descendants import Keeper
 from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
 from attn_zoo.matrix.kinds.all_kinds import kind_of
-from attn_zoo.matrix.limits import available_bytes, num_cores
+from attn_zoo.matrix.limits import available_bytes
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.work_order import WorkOrder
+from attn_zoo.measure.environment import num_cores
 from attn_zoo.records import Record
 
 MAX_STARTING = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, call_shape, config_of, forward_flops
-from attn_zoo.matrix.limits import num_cores
+from attn_zoo.measure.environment import num_cores
 from attn_zoo.records import PASSES, Cell
 from attn_zoo.registry import variants
 

@@ -13,11 +13,11 @@ from typing import Any
 from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Entry, Group, Member
-from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.probe import probe
 from attn_zoo.matrix.plan.schema import Matrix
 from attn_zoo.matrix.plan.source_digest import source_digest
+from attn_zoo.measure.environment import num_cores
 from attn_zoo.registry import tasks, variants
 
 Shard = tuple[int, int]

@@ -12,8 +12,8 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.drive.supervise import Control, Lane, beside, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
-from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.measure.environment import num_cores
 from attn_zoo.records import Record
 
 _TICK_S = 0.2

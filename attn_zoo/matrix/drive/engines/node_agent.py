@@ -22,8 +22,8 @@ from attn_zoo.matrix.drive.engines.descendants import Keeper
 from attn_zoo.matrix.drive.machine_ceilings import measure_subjects, subjects_of
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
-from attn_zoo.matrix.limits import num_cores
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.measure.environment import num_cores
 from attn_zoo.records import Record
 
 MAX_LOG_BYTES = 2**20

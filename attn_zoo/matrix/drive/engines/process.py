@@ -23,7 +23,7 @@ from attn_zoo.matrix.cell.log import keep_short, open_log
 from attn_zoo.matrix.drive.engines.descendants import VARIABLE, end_marked
 from attn_zoo.matrix.limits import available_bytes, num_oom_kills, resident_bytes
 from attn_zoo.matrix.plan.work_order import WorkOrder
-from attn_zoo.measure.environment import MEASURING_VARIABLES
+from attn_zoo.measure.environment import measuring_variables
 from attn_zoo.records import Record
 
 START_TIMEOUT_S = 120.0
@@ -55,8 +55,8 @@ class Ended:
 
 
 def spawn_environment(threads: int | None) -> dict[str, str]:
-    """Return the environment of processes that measure; None threads leaves OpenMP's and MKL's default."""
-    environment = importable({**MEASURING_VARIABLES, **os.environ, **tried_imports()})
+    """Return the environment of processes that measure; None threads leaves `measuring_variables`' choice."""
+    environment = importable({**measuring_variables(os.environ), **tried_imports()})
     environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
     if threads is not None:
         environment.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)))
