@@ -134,7 +134,8 @@ def _summaries(what: str) -> list[tuple[str, str]]:
     if what == "tasks":
         from attn_zoo.registry import tasks
 
-        return [(name, (tasks[name].__doc__ or "").strip().partition("\n")[0]) for name in tasks]
+        documents = {name: sys.modules[tasks[name].__module__].__doc__ or tasks[name].__doc__ or "" for name in tasks}
+        return [(name, text.strip().partition("\n")[0]) for name, text in documents.items()]
     if what == "matrices":
         from attn_zoo.matrix.plan.schema import shipped_matrices
 

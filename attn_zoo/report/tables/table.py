@@ -339,7 +339,7 @@ def to_terminal(table: Table, console: Console) -> None:
     headings = [table.columns[index].heading for index in kept]
     below = clean(say(table.notes, headings, [[row[index] for index in kept] for row in texts]))
     if hidden := [column.heading for index, column in enumerate(table.columns) if index not in kept]:
-        below += f" Left out here, in the files: {', '.join(hidden)}."
+        below += f" Columns left out here, in the files: {', '.join(hidden)}."
     if below:
         console.print(f"[dim]{escape(below.strip())}[/dim]", highlight=False)
 

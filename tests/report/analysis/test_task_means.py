@@ -65,7 +65,7 @@ def test_the_front_says_which_tasks_a_mean_is_over_and_which_have_no_column(tmp_
     out = io.StringIO()
     to_terminal(front, Console(file=out, width=60, color_system=None))
     shown = " ".join(out.getvalue().split())
-    assert "Left out here, in the files: mean." in shown, "before what it is made of"
+    assert "Columns left out here, in the files: mean." in shown, "before what it is made of"
     assert "22.0 % (floor?)" in shown
     assert "Mean: over" not in shown
 

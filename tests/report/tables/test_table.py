@@ -61,7 +61,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_row_wraps(nasty_tables, width
         text = printed(table, width)
         assert max(len(line) for line in text.splitlines()) <= width
         assert "\x1b" not in text
-        body = text.split(table.note[:10] if table.note else "Left out here")[0]
+        body = text.split(table.note[:10] if table.note else "Columns left out here")[0]
         assert len(body.splitlines()) == 3 + len(table.rows)
 
 
@@ -162,7 +162,7 @@ def test_the_note_says_what_is_shown_and_nothing_else():
     )
     assert table.note in wide
     assert "[4, 6] †" in wide
-    assert f"Median time. {throttled} Of a machine. Left out here, in the files: saved." in narrow
+    assert f"Median time. {throttled} Of a machine. Columns left out here, in the files: saved." in narrow
     assert "[" not in narrow
     assert "†" not in timed().note
     assert table.note in to_markdown(table).replace("\\", "")
