@@ -2,8 +2,8 @@
 
 Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, equations 4 to 9.
     out_i = phi(q_i) (sum_j phi(k_j) v_j^T) / (phi(q_i) sum_j phi(k_j)),   phi(x) = elu(x) + 1
-The causal form sums j <= i, in chunks of C positions (`kernels.chunked_sums`); a value of 1 beside every
-value makes its sums those of the denominator as well. Symbols: the paper's N is our L, its M and D our head_dim D.
+The causal form sums j <= i, in chunks of C positions (`kernels.feature_sums`). Symbols: the paper's N is our L, its M
+and D our head_dim D.
 Cost: time O(B H (L + S) D^2), causal O(B H L (C + D) D); memory O(B H L D); decode state O(B G D^2).
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, elu, pad
+from torch.nn.functional import dropout, elu
 
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import blank_padding, keep_mask
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.kernels.chunked_sums import chunked_sums, chunked_sums_flops
+from attn_zoo.kernels import feature_sums
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
@@ -49,13 +49,10 @@ def feature_map(heads: Tensor) -> Tensor:
 
 
 def linear_attention_flops(shape: Shape) -> int:
-    """Count the matrix products; the normaliser is what a value of 1 sums to, so values are one wider than D."""
-    pairs, dim = shape.batch_size * shape.num_heads, shape.head_dim
-    if not shape.is_causal:
-        return pairs * (2 * shape.key_len * dim**2 + 2 * shape.query_len * dim * (dim + 1))
-    seeing = min(shape.query_len, shape.key_len)
-    past = 2 * (shape.key_len - seeing) * dim * (dim + 1)
-    return pairs * (chunked_sums_flops(seeing, CHUNK_LEN, dim, dim + 1) + past)
+    """Count the matrix products; the normaliser is what a value of 1 sums to."""
+    chunk_len = CHUNK_LEN if shape.is_causal else None
+    one = feature_sums.attend_flops(shape.head_dim, shape.head_dim, shape.query_len, shape.key_len, chunk_len)
+    return shape.batch_size * shape.num_heads * one
 
 
 def linear_attention_state_bytes(shape: Shape, itemsize: int) -> int:
@@ -126,14 +123,10 @@ class LinearAttention(AbstractAttention):
         return feature_map(query.to(wide)), key, value
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        dtype = query.dtype
-        query, key, value = self._features(query, key, value, key_padding_mask)
-        if self.build.is_causal:
-            note_path("linear.chunked")
-            return self._normalised(_causal_sums(query, key, value)[0]).to(dtype)
-        note_path("linear.sum")
-        total = query @ key.sum(-2)[..., None]  # [B, H, L, 1]
-        return ((query @ (key.mT @ value)) / (total + self.config.eps)).to(dtype)
+        note_path("linear.chunked" if self.build.is_causal else "linear.sum")
+        features = self._features(query, key, value, key_padding_mask)
+        chunk_len = CHUNK_LEN if self.build.is_causal else None
+        return feature_sums.attend(*features, eps=self.config.eps, chunk_len=chunk_len).to(query.dtype)
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Compute equation 4 with its weights written out, dense, in the dtype of the inputs, without dropout."""
@@ -161,47 +154,17 @@ class LinearAttention(AbstractAttention):
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, Tensor]:
         """Add one position to the sums and read them: equations 18 to 20 of the paper, O(B H D^2)."""
-        if query.shape[2] != 1:
-            raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
-        wide = state.dtype
-        state = state + feature_map(key.to(wide)).mT @ _with_ones(value.to(wide))
-        sums = feature_map(query.to(wide)) @ expand_kv_heads(state, self.build.num_heads)
-        return self._normalised(sums).to(query.dtype), state
+        output, state = feature_sums.step(*self._wide(query, key, value, state), state, eps=self.config.eps)
+        return output.to(query.dtype), state
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
         """Read new positions in chunks, as `forward` does, from the sums of those before."""
         if state is None:
             state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
-        wide, num_heads = state.dtype, self.build.num_heads
-        key, value, start = (expand_kv_heads(x, num_heads) for x in (feature_map(key.to(wide)), value.to(wide), state))
-        sums, last = _causal_sums(feature_map(query.to(wide)), key, value, start)
-        return self._normalised(sums).to(query.dtype), last[:, :: num_heads // self.build.num_kv_heads]
+        wide = self._wide(query, key, value, state)
+        output, state = feature_sums.prefill(*wide, state, eps=self.config.eps, chunk_len=CHUNK_LEN)
+        return output.to(query.dtype), state
 
-    def _normalised(self, sums: Tensor) -> Tensor:
-        """Return weighted values over the sum of their weights, which is the last column."""
-        return sums[..., :-1] / (sums[..., -1:] + self.config.eps)
-
-
-def _with_ones(value: Tensor) -> Tensor:
-    """Return values `[B, G, S, D + 1]` that end in 1."""
-    return pad(value, (0, 1), value=1.0)
-
-
-def _causal_sums(query: Tensor, key: Tensor, value: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return what causal queries read, `[B, H, L, D + 1]`, and the sums after the last key `[B, H, D, D + 1]`.
-
-    Args:
-        query: phi(Q) `[B, H, L, D]`, aligned bottom right with the keys.
-        key: phi(K) `[B, H, S, D]`, zero where padded.
-        value: `[B, H, S, D]`.
-        start: sums over positions before all of these.
-    """
-    past = key.shape[2] - query.shape[2]
-    if past < 0:  # the first queries stand before every key
-        sums, last = _causal_sums(query[:, :, -past:], key, value, start)
-        return pad(sums, (0, 0, -past, 0)), last
-    value = _with_ones(value)
-    if past:  # keys that every query sees
-        seen = key[:, :, :past].mT @ value[:, :, :past]
-        start = seen if start is None else start + seen
-    return chunked_sums(query, key[:, :, past:], value[:, :, past:], chunk_len=CHUNK_LEN, start=start)
+    def _wide(self, query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return phi(Q), phi(K) and the values in the dtype of the state."""
+        return feature_map(query.to(state.dtype)), feature_map(key.to(state.dtype)), value.to(state.dtype)

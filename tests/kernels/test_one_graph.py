@@ -37,6 +37,8 @@ def forget():
         ("local_window", True, "none"),
         ("linear_attention", False, "none"),
         ("linear_attention", True, "none"),
+        ("performer", True, "none"),
+        ("nystrom", False, "none"),
     ],
 )
 def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is_training, is_padded, dropout_p):
@@ -62,7 +64,7 @@ def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is
         torch.testing.assert_close(traced, plain)
 
 
-@pytest.mark.parametrize("name", ["full", "linformer", "bigbird", "local_window"])
+@pytest.mark.parametrize("name", ["full", "linformer", "bigbird", "local_window", "nystrom"])
 def test_lengths_may_vary(name):
     """As batches of a training do: one graph then serves several lengths."""
     build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=LENGTH)
