@@ -493,7 +493,7 @@ def test_what_to_type_next_names_the_files_that_were_given(tmp_path, capsys):
 
 def test_the_status_of_a_folder_says_what_is_not_known(call, tmp_path):
     """One of variants that are not registered here; then as it was before folders said what was planned."""
-    folder = RESULTS / "xeon-amx-2cores" / "peers-cpu"
+    folder = RESULTS / "epyc-zen4-2cores" / "peers-cpu"
     older = shutil.copytree(folder, tmp_path / "older")
     run = json.loads((folder / "run.json").read_text())
     (older / "run.json").write_text(json.dumps({name: run[name] for name in run if name not in ("planned", "stopped")}))
