@@ -153,6 +153,7 @@ def draw_rows(count: int, dim: int, seed: int) -> Tensor:
         code="https://github.com/google-research/google-research/tree/master/performer",
         deviations=(
             "The rows w are drawn once, for each layer, by the seed; the authors can redraw them while training.",
+            "Nothing is added to features of the softmax kernel; the authors add 0.0001, which evens the weights out.",
             "Features of keys are not divided by the largest of all, which a causal position may not know.",
             "Dropout on attention weights drops keys for all queries of a head alike, as single weights never exist.",
             "Features and sums are kept in float32 at least, whatever the dtype of queries, keys and values.",
