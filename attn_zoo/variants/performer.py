@@ -176,24 +176,26 @@ class Performer(AbstractAttention):
         rows = draw_rows(config.num_features, build.head_dim, build.seed + 1009 * build.layer_index)
         self.register_buffer("rows", rows.to(torch.get_default_dtype()))  # stored with the weights, which fit no others
 
-    def _project(self, heads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x = heads / D^(1/4) and w x, `[B, H or G, tokens, D]` and `[..., m]`."""
-        scaled = heads * self.build.head_dim**-0.25
-        return scaled, scaled @ self.rows.to(scaled.dtype).mT
+    def _project(self, heads: Tensor) -> Tensor:
+        """Return w x of x = heads / D^(1/4), `[B, H or G, tokens, m]`."""
+        scale: float = self.build.head_dim**-0.25
+        return heads @ (self.rows.to(heads.dtype) * scale).mT
 
     def _query_features(self, query: Tensor) -> Tensor:
         """Return phi(Q) `[B, H, L, m]`, of the softmax kernel up to a factor of the row, which the quotient cancels."""
-        _, projected = self._project(query)
+        projected = self._project(query)
         if self.config.kernel == "relu":
             return projected.relu() + RELU_FLOOR
         return (projected - projected.detach().amax(-1, keepdim=True)).exp()
 
     def _key_features(self, key: Tensor) -> Tensor:
         """Return phi(K) `[B, G, S, m]`."""
-        scaled, projected = self._project(key)
+        projected = self._project(key)
         if self.config.kernel == "relu":
             return projected.relu() + RELU_FLOOR
-        return (projected - scaled.square().sum(-1, keepdim=True) / 2).clamp(max=LARGEST_EXPONENT).exp()
+        scale: float = self.build.head_dim**-0.5
+        half_square = key.square().sum(-1, keepdim=True) * (scale / 2)  # |x|^2 / 2
+        return (projected - half_square).clamp(max=LARGEST_EXPONENT).exp()
 
     def _features(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
