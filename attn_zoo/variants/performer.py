@@ -49,7 +49,7 @@ class PerformerConfig(VariantConfig):
             grows as exp(|q + k|^2 / (2 sqrt(D))) (lemma 2): for unit normal queries and keys with D = 16 it takes
             65 536 rows to halve the error of the output.
         kernel: `"softmax"`, the estimate of softmax attention; `"relu"`, the generalised attention that did best in the
-            paper's experiments on proteins and stands for Performer in later tables of Long Range Arena.
+            paper's experiments on proteins, and is Performer in Nyströmformer's table of Long Range Arena.
     """
 
     num_features: int = 256

@@ -64,7 +64,7 @@ DARK: Mapping[str, str] = {
 FONTS = "DejaVu Sans, Verdana, sans-serif"
 """Of the words in an SVG: the font that they are laid out in, one of the same widths, any that is narrower."""
 
-_SALT = 316505
+_SALT = 18934733
 """Found by search: it gives mechanisms that are often drawn together colours of their own."""
 
 Line = str | tuple[int, tuple[float, ...]]
