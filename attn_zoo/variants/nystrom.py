@@ -221,15 +221,17 @@ class NystromAttention(AbstractAttention):
 
 
 def pseudoinverse(matrix: Tensor, iterations: int) -> Tensor:
-    """Iterate towards the Moore-Penrose inverse of matrices `[..., m, m]` (Razavi et al. 2014); of zeros it is zero.
+    """Iterate towards the Moore-Penrose inverse of weights `[..., m, m]` (Razavi et al. 2014); of zeros it is zero.
 
     Each step takes an error I - A Z to about its third power; singular values that are too small for the number of
     steps are left out, as a truncated inverse would.
     """
+    flat = matrix.flatten(0, -3)
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    norms = matrix.abs().sum(-2).amax(-1) * matrix.abs().sum(-1).amax(-1)  # the largest column and row
-    inverse = matrix.mT / norms.clamp(min=torch.finfo(matrix.dtype).tiny)[..., None, None]
+    norms = flat.sum(-2).amax(-1) * flat.sum(-1).amax(-1)  # the largest column and row: no weight is negative
+    inverse = flat.mT / norms.clamp(min=torch.finfo(flat.dtype).tiny)[:, None, None]
     for _ in range(iterations):
-        product = matrix @ inverse
-        inverse = inverse @ (13 * one - product @ (15 * one - product @ (7 * one - product))) / 4
-    return inverse
+        product = flat @ inverse
+        inner = torch.baddbmm(15 * one, product, 7 * one - product, alpha=-1)
+        inverse = inverse @ torch.baddbmm(13 / 4 * one, product, inner, alpha=-1 / 4)
+    return inverse.view_as(matrix)
