@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -502,11 +503,11 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
     Raises:
         ConfigError: one problem per wrong option, with near matches for unknown ones.
     """
-    known = [item.name for item in fields(config)]  # type: ignore[arg-type]
+    known = [item.name for item in option_fields(config)]
     # TOML has no tuples, and configs are frozen.
     given = {name: _frozen(value) for name, value in options.items()}
     try:
-        checked = _model_of(config).model_validate(given)  # type: ignore[arg-type]
+        checked = _checked(_model_of(config), given)  # type: ignore[arg-type]
         return config(**{name: getattr(checked, name) for name in given})
     except ValidationError as error:
         problems = []
@@ -533,11 +534,34 @@ def capabilities_of(name: str, options: Mapping[str, Any]) -> Capabilities:
     return variant.capabilities_of(make_config(variant.config, options, name))
 
 
+def option_fields(config: Any) -> list[Field[Any]]:
+    """Return the fields of a config, or of its class, that can be given; those it works out itself are no options."""
+    return [item for item in fields(config) if item.init]
+
+
+def _checked(model: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:
+    """Return the options with their types.
+
+    TOML has no enumerations, sets or dataclasses either: by the rules of JSON, as strict, a text, an array or a table
+    stands for one.
+    """
+    try:
+        return model.model_validate(given)
+    except ValidationError:
+        try:
+            text = json.dumps(given)
+        except (TypeError, ValueError):  # something that no file can say
+            text = ""
+        if not text:
+            raise
+    return model.model_validate_json(text)
+
+
 @cache
 def _model_of(config: type) -> type[BaseModel]:
     """Return a model of the same fields that checks types: strict dataclasses refuse plain options."""
     hints = get_type_hints(config)
-    shape: dict[str, Any] = {item.name: (hints[item.name], _default(item)) for item in fields(config)}
+    shape: dict[str, Any] = {item.name: (hints[item.name], _default(item)) for item in option_fields(config)}
     return create_model(config.__name__, __config__=ConfigDict(extra="forbid", strict=True), **shape)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from threading import Event, Thread
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from attn_zoo.errors import UnknownNameError
 from attn_zoo.registry import (
     Registry,
     make_config,
+    option_fields,
     register_attention,
     register_mixer,
     register_task,
@@ -294,6 +296,42 @@ def test_lists_become_tuples_because_toml_has_none():
     assert hash(config) == hash(Config(ranks=(1, 2), pairs=((1, 2), (3, 4))))
 
 
+class Kind(Enum):
+    SOFT = "soft"
+    HARD = "hard"
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RichConfig(VariantConfig):
+    kind: Kind = Kind.SOFT
+    tags: frozenset[str] = frozenset()
+    inner: Inner = Inner()
+    size: int = 8
+    half: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "half", self.size // 2)
+
+
+def test_what_toml_cannot_say_is_made_of_what_it_can():
+    made = make_config(RichConfig, {"kind": "hard", "tags": ["a"], "inner": {"depth": 3}, "size": 4}, "x")
+    assert made == RichConfig(kind=Kind.HARD, tags=frozenset({"a"}), inner=Inner(3), size=4)
+    assert made == make_config(RichConfig, {item.name: getattr(made, item.name) for item in option_fields(made)}, "x")
+    for options, message in (
+        ({"kind": "HARD"}, r"kind: .*'soft' or 'hard'; got 'HARD'"),
+        ({"inner": {"deep": 3}}, r"inner\.deep: .*got 3"),
+        ({"inner": {"depth": 3.0}}, r"inner\.depth: .*integer; got 3\.0"),
+        ({"half": 3}, r"unknown option 'half'.*options are kind, tags, inner, size\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_config(RichConfig, options, "x")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -304,7 +342,7 @@ def test_lists_become_tuples_because_toml_has_none():
         ({"is_scaled": 1}, r"is_scaled: .*boolean.*got 1"),
         ({"sharing": "head"}, r"sharing: .*'none' or 'headwise'.*got 'head'"),
         ({"ranks": [1, "2"]}, r"ranks\.1: .*integer.*got '2'"),
-        ({"ranks": 3}, r"ranks: .*tuple.*got 3"),
+        ({"ranks": 3}, r"ranks: .*array.*got 3"),
         ({"proj_len": 0}, r"^me: proj_len: expected at least 1; got 0$"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, get_type_hints
 
 from attn_zoo.attention.context import BuildContext
@@ -12,7 +12,7 @@ from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
 from attn_zoo.attention.multihead import MultiHeadMixer
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
 from attn_zoo.metadata import Capabilities, Complexity, Reference
-from attn_zoo.registry import Variant, make_config, variants
+from attn_zoo.registry import Variant, make_config, option_fields, variants
 from attn_zoo.typed_code import is_typed
 
 
@@ -140,10 +140,10 @@ def describe(name: str) -> VariantInfo:
         Option(
             item.name,
             inspect.formatannotation(hints[item.name]).replace("typing.", ""),
-            item.default if item.default is not MISSING else None,
+            _default(item),
             explained.get(item.name, ""),
         )
-        for item in fields(variant.config)
+        for item in option_fields(variant.config)
     )
     return VariantInfo(
         name=name,
@@ -155,6 +155,12 @@ def describe(name: str) -> VariantInfo:
         provider=variant.provider,
         source=variant.source,
     )
+
+
+def _default(item: Field[Any]) -> Any:
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return None if item.default is MISSING else item.default
 
 
 def documented_arguments(documentation: str) -> dict[str, str]:

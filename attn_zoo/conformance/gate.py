@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +21,7 @@ from attn_zoo.conformance.subject import MaskKind, Subject
 from attn_zoo.conformance.verdicts import Verdict, find, keep, subject_key
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Form
-from attn_zoo.registry import config_digest, make_config, variants
+from attn_zoo.registry import config_digest, make_config, option_fields, variants
 
 GATE_CHECKS = (
     "shape_and_dtype",
@@ -207,7 +207,8 @@ def gate_model(model: nn.Module, *, dtype: str, device: str, has_padding: bool) 
     for mixer in model.modules():
         if not isinstance(mixer, AbstractMixer) or mixer.variant is None:
             continue
-        name, options, seq_len = mixer.variant.name, asdict(mixer.config), mixer.build.max_seq_len
+        name, seq_len = mixer.variant.name, mixer.build.max_seq_len
+        options = {item.name: getattr(mixer.config, item.name) for item in option_fields(mixer.config)}
         mask: MaskKind = "end" if has_padding else "none"
         held |= dict.fromkeys(
             gate(

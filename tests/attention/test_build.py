@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from attn_zoo import (
 )
 from attn_zoo.attention import MultiHeadMixer
 from attn_zoo.metadata import Capabilities
-from attn_zoo.registry import variants
+from attn_zoo.registry import VariantConfig, variants
 
 BUILD = BuildContext(embed_dim=8, num_heads=2, max_seq_len=16)
 
@@ -117,6 +117,28 @@ def test_descriptions_say_everything_without_building():
     assert info.source.endswith("full.py")
     with pytest.raises(UnknownNameError, match="did you mean 'full'"):
         describe("fulll")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(VariantConfig):
+    table: tuple[int, ...] = field(default_factory=lambda: (1, 2))
+    half: int = field(init=False, default=0)
+
+
+def test_options_are_described_with_the_defaults_that_they_get():
+    info = describe("full")
+    before = tuple(variants)
+    facts: dict[str, Any] = {"complexity": info.complexity, "reference": info.reference}
+
+    @register_attention("with_options", config=Config, capabilities=info.capabilities, **facts)
+    class WithOptions(AbstractAttention):
+        def forward(self, query, key, value, *, key_padding_mask=None):
+            return value
+
+    try:
+        assert [(one.name, one.default) for one in describe("with_options").options] == [("table", (1, 2))]
+    finally:
+        variants.keep_only(before)
 
 
 @pytest.mark.parametrize("name", list_variants())

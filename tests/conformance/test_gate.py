@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -15,7 +15,7 @@ from attn_zoo.conformance import GATE_CHECKS, gate, gate_model
 from attn_zoo.conformance.gate import SPAN_LEN
 from attn_zoo.errors import ConfigError, GateError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Form
-from attn_zoo.registry import variants
+from attn_zoo.registry import VariantConfig, variants
 from tests.conformance.broken import Broken, Softmax, registered, written_out
 from tests.conformance.broken_claims import WrongScaleInFloat32
 from tests.conformance.broken_dependence import (
@@ -29,6 +29,22 @@ from tests.conformance.broken_dependence import (
     SoundDropout,
 )
 from tests.conformance.broken_modes import MODES, WithReference
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RichConfig(VariantConfig):
+    size: int = 4
+    inner: Inner = Inner()
+    half: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "half", self.size // 2)
+
 
 HALF = {"dtypes": ("float32", "bfloat16")}
 HALF_TOO = {"dtypes": ("float64", "float32", "bfloat16")}
@@ -314,6 +330,12 @@ def test_every_layer_of_a_model_is_checked_in_training_mode() -> None:
         gate_model(model()[:1], dtype="float32", device="cpu", has_padding=False)
         with pytest.raises(GateError, match="matches_reference"):
             gate_model(model(), dtype="float32", device="cpu", has_padding=False)
+
+
+def test_a_model_is_gated_whatever_types_its_options_have() -> None:
+    with registered(Broken(cls=Softmax, check="", config=RichConfig)) as name:
+        held = gate_model(attn_zoo.build_mixer(name, build(), size=6), dtype="float32", device="cpu", has_padding=False)
+        assert "shape_and_dtype" in held
 
 
 def test_a_mixer_around_exact_heads_is_compared_with_exact_attention() -> None:
