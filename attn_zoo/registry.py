@@ -490,6 +490,7 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
 
 
 _Config = TypeVar("_Config")
+_OWN = "option_"
 
 
 def make_config(config: type[_Config], options: Mapping[str, Any], source: str) -> _Config:
@@ -508,7 +509,7 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
     given = {name: _frozen(value) for name, value in options.items()}
     try:
         checked = _checked(_model_of(config), given)  # type: ignore[arg-type]
-        return config(**{name: getattr(checked, name) for name in given})
+        return config(**{name: getattr(checked, _OWN + name) for name in given})
     except ValidationError as error:
         problems = []
         for detail in error.errors(include_url=False):
@@ -547,32 +548,34 @@ def _checked(model: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:
     """
     try:
         return model.model_validate(given)
-    except ValidationError:
+    except ValidationError as refusal:
         try:
-            text = json.dumps(given)
-        except (TypeError, ValueError):  # something that no file can say
-            text = ""
-        if not text:
-            raise
-    return model.model_validate_json(text)
+            return model.model_validate_json(json.dumps(given))
+        except TypeError:  # something that no file can say
+            raise refusal from None
+        except ValidationError as error:
+            # Of a type that Python alone can give, the first one says more.
+            raise refusal if any(one["type"] == "needs_python_object" for one in error.errors()) else error from None
 
 
 @cache
 def _model_of(config: type) -> type[BaseModel]:
     """Return a model of the same fields that checks types: strict dataclasses refuse plain options."""
     hints = get_type_hints(config)
-    shape: dict[str, Any] = {item.name: (hints[item.name], _default(item)) for item in option_fields(config)}
-    return create_model(config.__name__, __config__=ConfigDict(extra="forbid", strict=True), **shape)
+    # Under names of our own, as a model has methods, and takes what begins with "_" for private.
+    shape: dict[str, Any] = {_OWN + item.name: (hints[item.name], _field(item)) for item in option_fields(config)}
+    rules = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+    return create_model(config.__name__, __config__=rules, **shape)
 
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def _default(item: Field[Any]) -> Any:
-    if item.default is not MISSING:
-        return item.default
-    return PydanticField(default_factory=item.default_factory) if item.default_factory is not MISSING else ...
+def _field(item: Field[Any]) -> Any:
+    if item.default_factory is not MISSING:
+        return PydanticField(default_factory=item.default_factory, alias=item.name)
+    return PydanticField(default=... if item.default is MISSING else item.default, alias=item.name)
 
 
 def config_digest(config: object) -> str:

@@ -10,6 +10,7 @@ from threading import Event, Thread
 from typing import Any, ClassVar, Literal
 
 import pytest
+import torch
 
 from attn_zoo import AbstractAttention, AbstractMixer, Capabilities, Complexity, ConfigError, Reference, VariantConfig
 from attn_zoo.discovery import LoadFailure
@@ -311,22 +312,25 @@ class RichConfig(VariantConfig):
     kind: Kind = Kind.SOFT
     tags: frozenset[str] = frozenset()
     inner: Inner = Inner()
-    size: int = 8
+    dtype: torch.dtype = torch.float32
+    copy: int = 8
+    _size: int = 8
     half: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "half", self.size // 2)
+        object.__setattr__(self, "half", self._size // 2)
 
 
 def test_what_toml_cannot_say_is_made_of_what_it_can():
-    made = make_config(RichConfig, {"kind": "hard", "tags": ["a"], "inner": {"depth": 3}, "size": 4}, "x")
-    assert made == RichConfig(kind=Kind.HARD, tags=frozenset({"a"}), inner=Inner(3), size=4)
+    made = make_config(RichConfig, {"kind": "hard", "tags": ["a"], "inner": {"depth": 3}, "_size": 4, "copy": 2}, "x")
+    assert made == RichConfig(kind=Kind.HARD, tags=frozenset({"a"}), inner=Inner(3), _size=4, copy=2)
     assert made == make_config(RichConfig, {item.name: getattr(made, item.name) for item in option_fields(made)}, "x")
     for options, message in (
         ({"kind": "HARD"}, r"kind: .*'soft' or 'hard'; got 'HARD'"),
         ({"inner": {"deep": 3}}, r"inner\.deep: .*got 3"),
         ({"inner": {"depth": 3.0}}, r"inner\.depth: .*integer; got 3\.0"),
-        ({"half": 3}, r"unknown option 'half'.*options are kind, tags, inner, size\)"),
+        ({"half": 3}, r"unknown option 'half'.*options are kind, tags, inner, dtype, copy, _size\)"),
+        ({"dtype": "float32"}, r"dtype: .*instance of dtype; got 'float32'"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_config(RichConfig, options, "x")
