@@ -265,11 +265,12 @@ class Registry(Generic[_Entry]):
         """Return the plain file that another process must load to know `name`, or an empty string.
 
         Raises:
-            ConfigError: it was typed, and something it needs was typed anew since.
+            ConfigError: it was typed, and it or something it needs was changed or typed anew since.
         """
         file = self._plain_files.get(name, "")
         if has_changed(file):
-            raise ConfigError(name, [("", "something it needs was typed anew since: run the cell that registers it")])
+            changed = "it, or something it needs, was changed or typed anew since"
+            raise ConfigError(name, [("", f"{changed}: run the cell that registers it, after all of that")])
         return file
 
     def remove(self, name: str) -> None:

@@ -14,7 +14,7 @@ import linecache
 import symtable
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,12 +35,15 @@ class _Statement:
         node: its tree.
         binds: names that it gives a value.
         needs: names that others must bind.
+        continues: names whose value before it counts too: it gives them another one under a condition only, or changes
+            what they stand for (`table["a"] = 1`, `names.append("a")`).
     """
 
     cell: str
     node: ast.stmt
     binds: frozenset[str]
     needs: frozenset[str]
+    continues: frozenset[str]
 
     @property
     def decorators(self) -> list[ast.expr]:
@@ -52,6 +55,8 @@ class _Statement:
 
     @property
     def text(self) -> str:
+        if not self.decorators:  # others may stand on its line, and count by themselves
+            return ast.get_source_segment(self.cell, self.node) or ""
         return "\n".join(self.cell.splitlines()[self.first_line - 1 : self.node.end_lineno])
 
     @property
@@ -73,11 +78,7 @@ def _statements(cell: str) -> Iterator[_Statement]:
     except (SyntaxError, ValueError):
         return
     for node in body:
-        table = symtable.symtable(ast.unparse(node), "cell", "exec")
-        binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            module = sys.modules.get(node.module or "")
-            binds |= {key for key in dir(module) if key[0] != "_"}
+        table, binds = _table_of(node), _bound_by(node)
         needs = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
         inner = list(table.get_children())
         for scope in inner:  # grows as it goes
@@ -88,9 +89,56 @@ def _statements(cell: str) -> Iterator[_Statement]:
         for annotation in annotations:
             if isinstance(annotation, ast.AST):
                 needs |= {part.id for part in ast.walk(annotation) if isinstance(part, ast.Name)}
+        continues = (binds - _surely_bound([node])) | _changed(node)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             needs -= binds  # itself
-        yield _Statement(cell, node, frozenset(binds), frozenset(needs - _BUILT_IN))
+        elif isinstance(node, ast.Match) or hasattr(node, "body"):  # what it reads it may have bound itself, as a loop its variable
+            continues |= needs & binds
+            needs -= binds
+        yield _Statement(cell, node, frozenset(binds), frozenset(needs - _BUILT_IN), frozenset(continues))
+
+
+def _table_of(node: ast.stmt) -> symtable.SymbolTable:
+    return symtable.symtable(ast.unparse(node), "cell", "exec")
+
+
+def _bound_by(node: ast.stmt) -> set[str]:
+    """Return the names that a statement gives a value, in some case at least."""
+    names = {one.get_name() for one in _table_of(node).get_symbols() if one.is_assigned() or one.is_imported()}
+    if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+        names |= {key for key in dir(sys.modules.get(node.module or "")) if key[0] != "_"}
+    return names
+
+
+def _surely_bound(body: Sequence[ast.stmt]) -> set[str]:
+    """Return the names that statements give a value which does not depend on the one before, whatever happens."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.If):
+            names |= _surely_bound(node.body) & _surely_bound(node.orelse)
+        elif isinstance(node, ast.Try | ast.TryStar):
+            ways = [[*node.body, *node.orelse], *(handler.body for handler in node.handlers)]
+            names |= set.intersection(*map(_surely_bound, ways)) | _surely_bound(node.finalbody)
+        elif isinstance(node, ast.With):
+            names |= _surely_bound(node.body)
+        elif not isinstance(node, ast.AugAssign | ast.For | ast.While | ast.Match):
+            names |= _bound_by(node)
+    return names
+
+
+def _changed(node: ast.AST) -> set[str]:
+    """Return the names whose objects a statement changes: it sets a part of them, or calls a method for its effect."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return set()  # it does so when it is called
+    part: ast.AST | None = None
+    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        part = node
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        part = node.value.func
+    while isinstance(part, ast.Attribute | ast.Subscript):
+        part = part.value
+    inner = (_changed(child) for child in ast.iter_child_nodes(node))
+    return set().union({part.id} if isinstance(part, ast.Name) else (), *inner)
 
 
 def _prompt_cells() -> list[str]:
@@ -145,16 +193,26 @@ def _sliced(filename: str, root: str) -> str:
     if not same:
         raise ConfigError("source", [("", "the text that defines it is not known")])
     *earlier, last = same
+    imported = {name for one in statements if isinstance(one.node, ast.Import | ast.ImportFrom) for name in one.binds}
+
+    def gives(i: int, name: str) -> bool:
+        """Whether a statement gives a name its value, or a part of it."""
+        # What is set in a module is a setting of the process. What is called later may be of what was measured.
+        is_change = name in statements[i].continues - imported
+        return name in statements[i].binds or (is_change and (i < last or not isinstance(statements[i].node, ast.Expr)))
+
     kept: set[int] = set()
-    waiting = [last]
+    itself, later = statements[last].binds, range(last + 1, len(statements))
+    end = next((i for i in later if itself & (statements[i].binds - statements[i].continues)), len(statements))
+    waiting = [last, *(i for i in range(last + 1, end) if any(gives(i, name) for name in itself))]
     while waiting:
         index = waiting.pop()
         if index in kept:
             continue
         kept.add(index)
-        for name in statements[index].needs:
-            binding = [i for i, one in enumerate(statements) if name in one.binds and i not in (index, *earlier)]
-            if not binding:
+        for name in statements[index].needs | statements[index].continues:
+            binding = [i for i in range(len(statements)) if i not in (index, *earlier) and gives(i, name)]
+            if not binding and name in statements[index].needs:
                 raise ConfigError("source", [("", f"it needs {name!r}, which nothing that was typed binds")])
             # What a class body needs was bound before it; what a function needs may have been bound anew since.
             waiting += [i for i in binding if i < index][-1:] + binding[-1:]
@@ -195,8 +253,8 @@ def write_typed(owner: type, frame: FrameType, name: str) -> str:
             frame = caller
         caller = caller.f_back
     filename, line = frame.f_code.co_filename, frame.f_lineno
-    around = (one for one in _statements(_text_of(filename)) if one.first_line <= line <= (one.node.end_lineno or 0))
-    root = next((one.text for one in around), "")
+    around = [one for one in _statements(_text_of(filename)) if one.first_line <= line <= (one.node.end_lineno or 0)]
+    root = around[-1].text if around else ""
     text = _sliced(filename, root)
     path = Path(_folder().name) / hashlib.sha256(text.encode()).hexdigest()[:12] / f"{name}.py"
     path.parent.mkdir(exist_ok=True)
@@ -211,5 +269,5 @@ def is_typed(source: str) -> bool:
 
 
 def has_changed(source: str) -> bool:
-    """Tell whether something that a typed class needs was typed anew since the class was."""
+    """Tell whether a typed class, or something that it needs, was changed or typed anew since the class was."""
     return source in _written and _sliced(*_written[source]) != Path(source).read_text(encoding="utf-8")

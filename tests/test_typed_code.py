@@ -140,7 +140,7 @@ def test_a_helper_typed_anew_is_said_before_anything_is_measured(prompt):
     prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE)
     assert plan_of("typed_mine").variant_files == (variants["typed_mine"].source,)
     prompt("FACTOR = 2.0")
-    with pytest.raises(ConfigError, match="typed_mine: something it needs was typed anew since: run the cell"):
+    with pytest.raises(ConfigError, match=r"typed_mine: it, or something it needs, was .* since: run the cell"):
         plan_of("typed_mine")
     prompt(MINE)
     assert "FACTOR = 2.0" in source()
@@ -158,6 +158,65 @@ def test_a_variant_that_builds_on_another_registers_itself_only(prompt):
     for path in both:
         load_file(path, None)
     assert {"typed_mine", "typed_other"} <= set(variants)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["FACTOR = 4.0", "FACTOR *= 0.5"],
+        ["FACTOR = 1.0", "if torch.__version__:\n    FACTOR = 2.0"],
+        ["FACTOR = 1.0", "try:\n    FACTOR = 2.0\nexcept ImportError:\n    pass"],
+        ["FACTOR = 1.0", "for _ in range(1):\n    FACTOR = 2.0"],
+        ["FACTOR = 0.0; FACTOR += 1.0", "FACTOR += 0.5; FACTOR += 0.5; unused = FACTOR"],
+        ["TABLE = {}", "TABLE['a'] = 2.0"],
+        ["TABLE = {'b': {}}", "TABLE['b']['c'] = 2.0", "TABLE['a'] = TABLE['b']['c']"],
+        ["TABLE = {}", "TABLE.update(a=2.0)"],
+        ["TABLE = {}", "for key in 'ab':\n    TABLE[key] = 1.0", "with torch.no_grad():\n    TABLE['a'] += 1.0"],
+        ["class Options:\n    a = 1.0", "Options.a = 2.0"],
+        ["class Options:\n    a = 1.0\n    b = 1.0", "del Options.b", "setattr(Options, 'c', 1.0)", "Options.a = 2.0"],
+    ],
+    ids=lambda cells: cells[-1],
+)
+def test_what_is_changed_after_it_was_bound_travels_with_its_change(prompt, cells):
+    value = {"T": "TABLE['a']", "c": "Options.a"}.get(cells[0][0], "FACTOR")
+    scored = SCORED.replace("FACTOR", value)
+    prompt(IMPORTS, "torch.backends.cudnn.benchmark = False", *cells, CARD, scored, MINE)
+    text, namespace = source(), dict[str, Any]()
+    exec(text.partition("@register_attention")[0], namespace)
+    assert eval(value, namespace) == 2.0
+    assert "benchmark" not in text, "a setting of the process"
+
+
+def test_a_class_that_is_changed_after_it_was_registered_is_not_measured_as_it_was(prompt):
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE)
+    plan_of("typed_mine")
+    prompt("Mine.reference = lambda self, query, key, value, *, key_padding_mask=None: value")
+    with pytest.raises(ConfigError, match="typed_mine: it, or something it needs, was changed"):
+        plan_of("typed_mine")
+    prompt(MINE)
+    assert "Mine.reference" not in source()
+    prompt(MINE.replace("typed_mine", "typed_other").replace("value\n", "key\n"), "Mine.extra = 1.0")
+    plan_of("typed_mine")  # of two classes of one name, the other one is changed
+    registers = MINE.replace('@register_attention("typed_mine", **CARD)\n', "")
+    prompt(registers, "Mine.extra = 2.0", 'register_attention("typed_mine", **CARD)(Mine)')
+    assert "Mine.extra = 2.0" in source()
+    plan_of("typed_mine")
+
+
+def test_what_is_called_after_a_class_was_registered_is_not_its_source(prompt):
+    prompt(IMPORTS, "FACTOR = 1.0\nlog = []", CARD, SCORED + " + len(log)", MINE, "log.append(1.0)")
+    plan_of("typed_mine")
+    assert "append" not in source()
+
+
+def test_what_is_bound_whatever_happens_needs_no_value_before(prompt):
+    prompt(
+        IMPORTS, "FACTOR = 3.0", "if torch.__version__:\n    FACTOR = 1.0\nelse:\n    FACTOR = 2.0", CARD, SCORED, MINE
+    )
+    first = source()
+    assert "FACTOR = 3.0" not in first
+    prompt("try:\n    import torch\n    FACTOR = 1.0\nexcept ImportError:\n    FACTOR = 2.0", SCORED, MINE)
+    assert "else:" not in source()
 
 
 def test_annotations_and_future_statements_travel(prompt):
