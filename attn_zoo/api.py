@@ -283,7 +283,7 @@ def _measure(
         raise ConfigError("time_limit_min", [("", f"expected minutes, 0 or more; got {time_limit_min!r}")])
     for status in _listed(retry):
         if status not in STATUSES:
-            raise UnknownNameError("status", status, STATUSES)
+            raise UnknownNameError("status", status, STATUSES, f"there are {', '.join(STATUSES)}")
     if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
         raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
     with _tracking(track):
@@ -306,7 +306,7 @@ def _engine(name: str, address: str, jobs: int) -> Engine:
 
         return RayEngine(address, jobs)
     if name != "local":
-        raise UnknownNameError("engine", name, ["local", "ray"])
+        raise UnknownNameError("engine", name, ["local", "ray"], "there are local, ray")
     from attn_zoo.matrix.drive.engines.local import LocalEngine
 
     return LocalEngine(jobs)

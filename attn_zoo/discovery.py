@@ -77,9 +77,17 @@ def _guarded(provider: str, load: Callable[[], object], guard: Guard) -> list[Lo
 
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which this package can be imported, from the source tree too."""
+    """Return an environment in which this package can be imported, from the source tree too.
+
+    The current folder is searched only where it is here: a `random.py` in it would be taken for Python's own.
+    """
     root = str(Path(attn_zoo.__path__[0]).parent)
-    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))}
+    safe = {"PYTHONSAFEPATH": "1"}
+    with suppress(OSError):  # the folder may be gone
+        if Path.cwd() in [Path(each).resolve() for each in sys.path]:
+            safe = {}
+    path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    return {**environment, **safe, "PYTHONPATH": path}
 
 
 def ask_python(
@@ -144,7 +152,7 @@ print({_END_OF_TRIAL!r}, flush=True)
 gc.freeze()
 """
     try:
-        answer = ask_python(["-c", trial, argument], {**os.environ, _TRIAL: "1"}, timeout_s)
+        answer = ask_python(["-c", trial, argument], importable({**os.environ, _TRIAL: "1"}), timeout_s)
     except subprocess.TimeoutExpired:
         return f"did not finish importing within {timeout_s:g} s"
     if _END_OF_TRIAL.encode() in answer.stdout:

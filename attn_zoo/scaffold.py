@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import keyword
 import re
+import sys
+import sysconfig
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from string import Template
 
@@ -94,7 +97,7 @@ def new_variant(name: str, folder: Path) -> Path:
     """Write `NAME.py` with a working variant to start from, and return it.
 
     Raises:
-        ConfigError: the name cannot be used, or the file exists.
+        ConfigError: the name cannot be used, as it is taken or that of a module, or the file exists.
     """
     from attn_zoo.registry import variants
 
@@ -102,6 +105,9 @@ def new_variant(name: str, folder: Path) -> Path:
         raise ConfigError("new", [("", f"expected a name of lower-case letters, digits and '_'; got {name!r}")])
     if name in variants:
         raise ConfigError("new", [("", f"variant {name!r} is already registered by {variants[name].provider}")])
+    if name in sys.stdlib_module_names or PathFinder.find_spec(name, [sysconfig.get_path("purelib")]):
+        hides = f"{name}.py would hide the module {name!r} from Python where it starts beside it"
+        raise ConfigError("new", [("", f"{hides}; choose another name, such as '{name}_attention'")])
     words = name.split("_")
     cls = "".join(word.capitalize() for word in words)
     text = _TEMPLATE.substitute(name=name, cls=cls, title=" ".join(words).capitalize(), file=f"{name}.py")

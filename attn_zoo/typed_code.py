@@ -92,7 +92,9 @@ def _statements(cell: str) -> Iterator[_Statement]:
         continues = (binds - _surely_bound([node])) | _changed(node)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             needs -= binds  # itself
-        elif isinstance(node, ast.Match) or hasattr(node, "body"):  # what it reads it may have bound itself, as a loop its variable
+        elif isinstance(node, ast.Match) or hasattr(
+            node, "body"
+        ):  # what it reads it may have bound itself, as a loop its variable
             continues |= needs & binds
             needs -= binds
         yield _Statement(cell, node, frozenset(binds), frozenset(needs - _BUILT_IN), frozenset(continues))

@@ -202,7 +202,7 @@ def test_new_says_what_it_expected(call, tmp_path, monkeypatch, arguments, messa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["Full", "with-dash", "class", "1st", "ful l", ""])
+@pytest.mark.parametrize("name", ["Full", "with-dash", "class", "1st", "ful l", "", "random", "torch"])
 def test_new_refuses_names_that_cannot_be_used(call, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert call("new", name).code == 2

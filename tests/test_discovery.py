@@ -15,7 +15,7 @@ import pytest
 
 from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
-from attn_zoo.discovery import discover, tried_imports
+from attn_zoo.discovery import ask_python, discover, importable, tried_imports
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import all_or_nothing, tasks, variants
 
@@ -158,6 +158,16 @@ def test_a_package_that_waits_for_input_does_not_wait(site):
 
 
 # --- plain files ---
+
+
+def test_a_child_searches_the_current_folder_only_where_we_do(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise ImportError('not the one of Python')")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [path for path in sys.path if path not in ("", str(Path.cwd()))]
+    for path, exit_code in ((elsewhere, 0), (["", *elsewhere], 1), ([str(tmp_path), *elsewhere], 1)):
+        monkeypatch.setattr(sys, "path", path)
+        environment = importable({key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"})
+        assert ask_python(["-c", "import random"], environment, 60.0).returncode == exit_code
 
 
 def test_a_file_registers_its_variant_once(tmp_path):
