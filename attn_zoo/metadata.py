@@ -132,6 +132,8 @@ class Capabilities:
         for name in self.why:
             if name not in (known := list(self.__dataclass_fields__)):
                 raise UnknownNameError("capability in why", name, known)
+        if type(self.seq_len_multiple) is int and self.seq_len_multiple < 1:
+            raise ValueError(f"seq_len_multiple: expected at least 1; got {self.seq_len_multiple}")
         if self.decode != "none" and (self.causal == "masked" or self.has_carry):
             what = "routing that sees the future" if self.causal == "masked" else "a carry between layers"
             raise ValueError(f"decode: {what} cannot be decoded step by step; expected 'none', got {self.decode!r}")

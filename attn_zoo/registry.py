@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _Entry = TypeVar("_Entry")
 _Class = TypeVar("_Class", bound=type)
+_Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,16 +122,25 @@ class Variant:
         """Return what the variant can do under these options.
 
         Raises:
-            ConfigError: the config's `narrow` offers something that the variant does not declare.
+            ConfigError: the config's `narrow` offers what the variant does not declare, or gives something else.
         """
-        narrowed = config.narrow(self.capabilities)
+        narrowed = self._expect(Capabilities, "narrow", config.narrow(self.capabilities))
         if narrowed is not self.capabilities and (wider := narrowed.widened(self.capabilities)):
             raise ConfigError(self.name, [("narrow", f"may only take away; it adds {', '.join(wider)}")])
         return narrowed
 
     def complexity_of(self, config: VariantConfig) -> Complexity:
-        """Return what the variant claims to cost under these options."""
-        return config.claim(self.complexity)
+        """Return what the variant claims to cost under these options.
+
+        Raises:
+            ConfigError: the config's `claim` gives something else.
+        """
+        return self._expect(Complexity, "claim", config.claim(self.complexity))
+
+    def _expect(self, kind: type[_Config], method: str, given: _Config) -> _Config:
+        if not isinstance(given, kind):  # a return that was forgotten
+            raise ConfigError(self.name, [(method, f"expected to return {kind.__name__}; got {given!r}")])
+        return given
 
     def projection_flops(self, shape: Shape) -> int:
         """Return forward FLOPs of the linear maps between hidden states and what the mechanism acts on."""
@@ -490,7 +500,6 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
     return decorate
 
 
-_Config = TypeVar("_Config")
 _OWN = "option_"
 
 

@@ -96,6 +96,12 @@ def test_the_first_four_must_be_decided():
         Capabilities()  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("multiple", [0, -4])
+def test_a_length_is_a_multiple_of_something(multiple):
+    with pytest.raises(ValueError, match=f"seq_len_multiple: expected at least 1; got {multiple}"):
+        replace(EVERYTHING, seq_len_multiple=multiple)
+
+
 def test_records_are_frozen():
     with pytest.raises(FrozenInstanceError):
         EVERYTHING.causal = False  # type: ignore[misc]

@@ -69,8 +69,8 @@ def run_checks(
         checks: names of checks; None means all.
         embed_dim: E of the builds.
         num_heads: H of the builds.
-        max_seq_len: longest sequence that is checked in full, 64 at least; probes of single promises use up to 1100
-            tokens.
+        max_seq_len: longest sequence that is checked in full, 64 at least; more where that is less than two multiples
+            of the variant. Probes of single promises use up to 1100 tokens.
         seed: of the builds.
 
     Returns:
@@ -89,7 +89,7 @@ def run_checks(
         raise ValueError(f"max_seq_len: expected at least {FEWEST_TOKENS}; got {max_seq_len}")
     variant = variants[name]
     selected = find_checks(checks)
-    sets = variant.config.check_options() if options is None else (dict(options),)
+    sets = variant.config.check_options() or ({},) if options is None else (dict(options),)
     build = BuildContext(
         embed_dim=embed_dim,
         num_heads=num_heads,
@@ -100,7 +100,8 @@ def run_checks(
     )
     variant.capabilities.require(name, replace(build.request(), device=torch.device(device).type))
     for index, option_set in enumerate(sets):
-        make_config(variant.config, option_set, name)
+        multiple = variant.capabilities_of(make_config(variant.config, option_set, name)).seq_len_multiple
+        build = replace(build, max_seq_len=max(build.max_seq_len, 2 * multiple))
         if options is not None:
             _require_possible(name, option_set, build.at_layer(index))
     results = []

@@ -11,7 +11,8 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import CHECKS, CheckResult, exit_code, run_checks
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
-from attn_zoo.registry import VariantConfig
+from attn_zoo.metadata import Capabilities, Complexity
+from attn_zoo.registry import VariantConfig, variants
 from tests.conformance.broken import Broken, Softmax, registered
 from tests.conformance.broken_dependence import CAUSAL, LeaksOneFutureToken
 
@@ -50,6 +51,20 @@ class ThreeOptionSets(VariantConfig):
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
         return ({}, {}, {})
+
+
+class NoOptionSets(VariantConfig):
+    @classmethod
+    def check_options(cls) -> tuple[dict[str, Any], ...]:
+        return ()
+
+
+class ForgetsToReturn(VariantConfig):
+    def narrow(self, capabilities: Capabilities) -> Any:
+        pass
+
+    def claim(self, complexity: Complexity) -> Any:
+        pass
 
 
 class DoublesInTheThirdLayer(Softmax):
@@ -141,6 +156,28 @@ def test_unknown_names_say_near_matches() -> None:
 def test_options_that_do_not_fit_the_sizes_are_the_callers_error() -> None:
     with pytest.raises(ConfigError, match="proj_len: expected one rank for each of 1 layers; got 2"):
         run_checks("linformer", {"proj_len": (8, 4)}, checks=["shape_and_dtype"])
+
+
+def test_no_set_of_options_is_the_set_of_none() -> None:
+    with registered(Broken(cls=Softmax, check="", config=NoOptionSets)) as name:
+        assert run_checks(name, checks=["shape_and_dtype"])[0].outcome == "passed"
+
+
+def test_what_forgets_to_return_is_named() -> None:
+    with registered(Broken(cls=Softmax, check="", config=ForgetsToReturn)) as name:
+        with pytest.raises(ConfigError, match=f"{name}: narrow: expected to return Capabilities; got None"):
+            run_checks(name)
+        with pytest.raises(ConfigError, match=f"{name}: claim: expected to return Complexity; got None"):
+            variants[name].complexity_of(ForgetsToReturn())
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+@pytest.mark.parametrize("multiple", [128, 256])
+def test_multiples_as_long_as_the_longest_sequence_are_checked(multiple: int, is_free: bool) -> None:
+    capabilities = {"seq_len_multiple": multiple, "variable_seq_len": is_free}
+    with registered(Broken(cls=Softmax, check="", capabilities=capabilities)) as name:
+        found = run_checks(name, checks=["shape_and_dtype", "odd_lengths", "positions", "refusals", "batch_invariance"])
+        assert [result for result in found if result.is_bad] == []
 
 
 def test_check_options_that_do_not_exist_are_the_authors_error() -> None:
