@@ -20,6 +20,7 @@ from attn_zoo.report.pages.findings import (
     panel_findings,
 )
 from attn_zoo.report.pages.html import build_page
+from attn_zoo.report.pages.leaderboard import read_machines
 from attn_zoo.report.pages.write import write_results_readme
 from attn_zoo.report.tables.all_tables import make_tables, status_table, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
@@ -608,6 +609,49 @@ def test_a_control_is_never_the_one_to_choose(tmp_path):
     assert grown.startswith("Time grows, linear: full, linformer, pooling")
     assert cheaper == "Cheaper than full: linformer from 512 or less, pooling from 512 or less."
     assert {one.labels for one in analysis.panels[0].winners} == {("linformer",)}
+
+
+def test_a_control_that_scores_most_is_not_called_the_best(tmp_path):
+    claims = CLAIMS | {"pooling": {"is_exact": False, "is_control": True}}
+    means = {"full": 0.5, "linformer": 0.4, "pooling": 0.6}
+    records = [
+        accuracy(name, seed, mean + seed / 100, task=task)
+        for name, mean in means.items()
+        for task in ("listops", "text", "image", "needle", "mqar")
+        for seed in range(3)
+    ]
+    run = write_run(tmp_path / "runs" / "one", records, claims=claims)
+    front = front_table(analyse([run]))
+    assert front is not None
+    assert front.texts()[0][1:] == ["full", *["full (by mean)"] * 4], "the mean over tasks, and each of four tasks"
+    assert front.note.count("Not judged (a control, which does without attention): pooling.") == 1
+    ((page,),) = (machine.runs for machine in read_machines(tmp_path / "runs"))
+    bold = {row[0].text: {entry.is_best for entry in row[1:]} for row in page.boards[0].rows}
+    assert bold == {"full": {True}, "linformer": {False}, "pooling": {False}}
+    assert "Not judged (a control, which does without attention): pooling." in page.boards[0].note
+
+
+def test_a_board_of_many_lengths_shows_some_over_all_of_the_range(tmp_path):
+    records = [scaling(name, n) for name in ("full", "linformer") for n in range(100, 900, 100)]
+    write_run(tmp_path / "one", records)
+    ((page,),) = (machine.runs for machine in read_machines(tmp_path))
+    assert page.boards[0].headings[1:7] == ("100", "200", "300", "400", "600", "800")
+
+
+def test_the_time_of_a_training_step_is_that_of_the_variant_that_is_named(tmp_path):
+    """That of a control, or of what failed at the longest length, is not the fastest one's."""
+    claims = CLAIMS | {"pooling": {"is_exact": False, "is_control": True}}
+    step = {"pass_": "step", "scope": "model", "protocol": "p"}
+    records = [scaling(name, 512, ms, **step) for name, ms in (("full", 10.0), ("linformer", 8.0), ("pooling", 1.0))]
+    (text,) = panel_findings(analyse([write_run(tmp_path / "run", records, claims=claims)]))
+    assert re.search(r"; linformer at 512 takes (7\.9|8\.)\d* ms a step, 6\d,\d00 tokens/s\.$", text), text
+
+
+def test_of_many_that_are_level_the_front_says_how_many_more(tmp_path):
+    records = [scaling(f"v{number}", 512, 1.0, spread=0.1) for number in range(10)]
+    front = front_table(analyse([write_run(tmp_path / "run", records)]))
+    assert front is not None
+    assert front.texts()[0][1:] == ["v0 or v1 or v2 and 7 more"] * 2
 
 
 def test_two_lengths_are_said_to_be_why_no_exponent_is_settled(tmp_path):

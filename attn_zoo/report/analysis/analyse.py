@@ -47,6 +47,12 @@ class Analysis:
         return {one.label: one.cell.variant for one in (*self.results.observations, *self.results.left)}
 
     @cached_property
+    def controls(self) -> frozenset[str]:
+        """Labels of variants that do without attention, which are never called the best."""
+        claims = {label: self.results.claim(variant) for label, variant in self.variants.items()}
+        return frozenset(label for label, claim in claims.items() if claim is not None and claim.is_control)
+
+    @cached_property
     def shown(self) -> tuple[Panel, ...]:
         """The panels that a person reads at once, in order: all, or `FEW_PANELS` of those that say most."""
         if len(self.panels) <= MOST_PANELS:

@@ -339,13 +339,19 @@ def panel_findings(analysis: Analysis) -> list[str]:
 
 
 def _panel(panel: Panel) -> str:
-    said = [_winners(panel)]
-    longest = (point for point in panel.points if point.seq_len == panel.lengths[-1])
-    rates = [point for point in longest if point.tokens_per_s is not None]
-    if rates:
-        best = max(rates, key=lambda point: point.tokens_per_s or 0.0)
-        said.append(f"{human_ms(best.median_ms)} a step, {float(f'{best.tokens_per_s:.3g}'):,.0f} tokens/s")
+    said = [_winners(panel), *(text for each in panel.winners[-1:] if (text := _rate(panel, each)))]
     return f"{capital(panel.title)}: {'; '.join([*said, *panel.caveats])}."
+
+
+def _rate(panel: Panel, winner: Winner) -> str:
+    """Return what a training step of the fastest takes; empty for a single call."""
+    label, *_ = winner.labels
+    series = next(one for one in panel.series if one.label == label)
+    point = next(one for one in series.points if one.seq_len == winner.seq_len)
+    if point.tokens_per_s is None:
+        return ""
+    rate = float(f"{point.tokens_per_s:.3g}")
+    return f"{label} at {human_length(winner.seq_len)} takes {human_ms(point.median_ms)} a step, {rate:,.0f} tokens/s"
 
 
 def _contradictions(analysis: Analysis) -> list[str]:

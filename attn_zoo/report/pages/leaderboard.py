@@ -18,7 +18,14 @@ from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING, escape_markdown, marked, say
-from attn_zoo.report.tables.time_tables import shown_doubts, time_caveats, unjudged_words, weights_words
+from attn_zoo.report.tables.time_tables import (
+    by_importance,
+    control_words,
+    shown_doubts,
+    time_caveats,
+    unjudged_words,
+    weights_words,
+)
 from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio_interval
 from attn_zoo.report.wording import NO_RECORD, marks_of
 
@@ -219,7 +226,8 @@ def _boards(folder: Path, where: str, analysis: Analysis) -> Iterator[Board]:
 def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -> Board:
     lengths = panel.lengths
     if len(lengths) > MOST_LENGTHS:
-        lengths = [length for length in lengths if length in LENGTHS or length == lengths[-1]]
+        usual = [length for length in lengths if length in LENGTHS or length == lengths[-1]]
+        lengths = usual if len(usual) > 2 else sorted(by_importance(lengths)[:MOST_LENGTHS])
     shown = shown_doubts(panel.points)
     exact = panel.baseline.label if panel.baseline else ""
     beside = (f"cheaper than {exact}",) if exact else ()
@@ -297,7 +305,8 @@ def _memory(series: Series, link: Callable[[Point], str]) -> Entry:
 def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGroup]) -> Board:
     names = sorted({score.name for group in groups for score in group.scores})
     labels = {score.name: score.label for group in groups for score in group.scores}
-    best = {group.name: _level_scores(group) for group in groups}
+    best = {group.name: _level_scores(group, analysis.controls) for group in groups}
+    controls = control_words(sorted(analysis.controls & {group.ranked[0].label for group in groups}))
 
     def entry(group: AccuracyGroup, name: str) -> Entry:
         score = next((one for one in group.scores if one.name == name), None)
@@ -313,7 +322,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         note=clean(
             "Mean over seeds on test with its 95 % interval, and by how much it beats the best of chance and what "
             "trivial models score. Bold: of what beats its floor the best, and all whose intervals reach that. "
-            + " ".join(f"{group.title}: {_setting(group)}." for group in groups)
+            + " ".join([*filter(None, [controls]), *(f"{group.title}: {_setting(group)}." for group in groups)])
         ),
         headings=("variant", *(clean(group.title) for group in groups)),
         rows=tuple((Entry(text=clean(name)), *(entry(group, name) for group in groups)) for name in names),
@@ -340,9 +349,10 @@ def _setting(group: AccuracyGroup) -> str:
     return "; ".join([group.metric.axis, *floor, group.how])
 
 
-def _level_scores(group: AccuracyGroup) -> frozenset[str]:
+def _level_scores(group: AccuracyGroup, controls: frozenset[str]) -> frozenset[str]:
     """Return the best above the floor, and those whose intervals overlap with its; of one seed nothing is said."""
-    ends = {one.name: (one.low, one.high) for one in group.ranked if one.low is not None and one.high is not None}
-    above = {one.name for one in group.scores if one.standing is None or one.standing.verdict == "beaten"}
+    judged = [one for one in group.ranked if one.label not in controls]
+    ends = {one.name: (one.low, one.high) for one in judged if one.low is not None and one.high is not None}
+    above = {one.name for one in judged if one.standing is None or one.standing.verdict == "beaten"}
     low, high = next((ends[name] for name in ends if name in above), (0.0, 0.0))
     return frozenset(name for name in above & ends.keys() if ends[name][0] <= high and low <= ends[name][1])

@@ -14,8 +14,15 @@ from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.tables.table import BRACKETS, Column, Note, Remark, Table, marked, text_column, without_interval
-from attn_zoo.report.tables.time_tables import by_importance, shown_doubts, time_caveats, unjudged_words, weights_words
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval
+from attn_zoo.report.tables.time_tables import (
+    by_importance,
+    control_words,
+    shown_doubts,
+    time_caveats,
+    unjudged_words,
+    weights_words,
+)
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval, some
 from attn_zoo.report.wording import NO_RECORD, marks_of
 
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
@@ -48,14 +55,14 @@ def front_table(analysis: Analysis) -> Table | None:
     ]
     best = {"variant": "best"} | {one.key: one.best for one in scores}
     if panel is not None and lengths:
-        fastest = {str(one.seq_len): " or ".join(one.labels[:3]) for one in panel.winners if one.num_rivals > 1}
+        fastest = {str(one.seq_len): some(one.labels, joint=" or ") for one in panel.winners if one.num_rivals > 1}
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
         if peaks := panel.peaks:
             memory = _column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0)
             columns.append(replace(memory, brief=lambda text: text.partition(";")[0]))
             judged = {one.label: peaks[one.label] for one in panel.series if one.is_judged and one.label in peaks}
             leading = [label for label, peak in judged.items() if peak <= LEVEL * min(judged.values())]
-            best["memory"] = " or ".join(leading[:3]) or "no rival"
+            best["memory"] = some(leading, joint=" or ") or "no rival"
     for one in scores:
         columns.append(replace(_column(one.heading, one.key, one.priority), brief=_brief_floor))
         for row in rows:
@@ -129,8 +136,15 @@ class _Scores:
 
 def _score_columns(analysis: Analysis) -> list[_Scores]:
     """Return a column for each task, or for each mean over tasks where there are many."""
+    controls = analysis.controls
     columns = [
-        _Scores(each.name, _mean_heading(each, analysis), texts, next(iter(texts), "none"), priority=0.7)
+        _Scores(
+            each.name,
+            _mean_heading(each, analysis),
+            texts,
+            next((one for one in texts if one not in controls), "none"),
+            priority=0.7,
+        )
         for each in _shown_overviews(analysis)
         if (texts := {label: each.metric.show(mean) for label, mean in each.means.items()})
     ]
@@ -142,7 +156,8 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
             for score in group.ranked
         }
         if group.means:
-            best = f"{group.ranked[0].name} (by mean)"
+            first = next((one for one in group.ranked if one.name in group.means and one.label not in controls), None)
+            best = f"{first.name} (by mean)" if first else "none"
             heading = group.title if has_one_kind else f"{group.heading}, {group.metric.words}"
             columns.append(_Scores(group.name, heading, texts, best))
     return columns
@@ -185,7 +200,8 @@ def _note(analysis: Analysis, panel: Panel | None, labels: Sequence[str], length
             said += [*_over(panel, lengths), BRACKETS]
         said += [*time_caveats(panel), *unjudged_words(panel), f"{capital(panel.title)}; {panel.subtitle}."]
     if analysis.accuracy:
-        said += _about_scores(analysis)
+        timed = {one.label for one in panel.series} if panel is not None else set()
+        said += [*_about_scores(analysis), control_words(sorted((analysis.controls & {*labels}) - timed))]
     return (*said, _label_words(analysis, labels))
 
 

@@ -113,8 +113,16 @@ def unjudged_words(panel: Panel) -> list[str]:
     """Return which curves are never called the best, and why: a sentence for each reason."""
     simulated = [series.label for series in panel.series if series.is_simulated]
     controls = [series.label for series in panel.series if series.is_control and not series.is_simulated]
-    why = (("dense scores underneath", simulated), ("a control, which does without attention", controls))
-    return [f"Not judged ({reason}): {', '.join(labels)}." for reason, labels in why if labels]
+    said = [
+        f"Not judged (dense scores underneath): {', '.join(simulated)}." if simulated else "",
+        control_words(controls),
+    ]
+    return [text for text in said if text]
+
+
+def control_words(labels: Sequence[str]) -> str:
+    """Return why these are never called the best; empty for none."""
+    return f"Not judged (a control, which does without attention): {', '.join(labels)}." if labels else ""
 
 
 def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
