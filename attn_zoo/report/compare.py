@@ -8,6 +8,7 @@ cells, and unchanged code gets a false verdict in one of a hundred, of five proc
 
 from __future__ import annotations
 
+import json
 import math
 from array import array
 from collections import Counter
@@ -21,6 +22,8 @@ import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.records import Cell, Environment, Score
+from attn_zoo.report.analysis.floor import TWO_SIDED
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, read_results
 from attn_zoo.report.analysis.scores import (
@@ -32,7 +35,7 @@ from attn_zoo.report.analysis.scores import (
     pair,
 )
 from attn_zoo.report.analysis.timed_cells import MATCH, SIDE, setting_of, side_of, timed_cells
-from attn_zoo.report.tables.comparison_tables import RATIO, SAME_WITHIN, scores_table, times_table
+from attn_zoo.report.tables.comparison_tables import RATIO, SAME_WITHIN, scores_table, settings_apart, times_table
 from attn_zoo.report.tables.table import Row, Table, escape_markdown, interval_values, plain_rows
 from attn_zoo.report.tables.table import to_markdown as table_markdown
 from attn_zoo.report.units import human_number, percent
@@ -50,6 +53,8 @@ BY_CHANCE = 0.02
 """Share of unchanged cells called slower or faster: of five processes each, by simulation; of three a third of that."""
 
 _SHOWN = ("label", "seq_len", "pass", "dtype", "device", "scope", "is_causal", "has_padding", "batch_size", "num_heads")
+_RATIOS = ("ratio", "ratio_low", "ratio_high", "memory_ratio")
+_COUNTS = ("seq_len", "batch_size", "num_heads", "num_kv_heads", "head_dim", "threads")
 _ALONE = ("only in a", "only in b")
 _ONE_PROCESS = "apart, but of one process, so that nobody can say"
 _TOO_WIDE = "too uncertain to say"
@@ -67,7 +72,8 @@ class Comparison:
             the reason in `why`. `failed in b` measured in a only, because b tried and failed. `only in a` and `only in
             b` are cells that the other side did not try.
         scores: one row for each variant of each task that a side has trained; see `difference` (b minus a, paired by
-            seed) and `verdict` (`better`, `worse`, `same`, `cannot say` below three common seeds).
+            seed) and `verdict`: `better` or `worse` where that is settled; `same` where a difference by more than the
+            limit is excluded; `cannot say` otherwise, and below three common seeds.
         limit: share by which b may be slower, larger or worse.
     """
 
@@ -84,22 +90,25 @@ class Comparison:
     def worse(self) -> list[str]:
         """What b does worse by more than the limit whatever the noise was, one sentence each, and what it lost."""
         said = []
-        for row in plain_rows(self.times):
+        timed = plain_rows(self.times)
+        for row, setting in zip(timed, settings_apart(timed), strict=True):
             name = " ".join(str(row[key]) for key in ("label", "pass") if row[key])
             name += f" L{row['seq_len']}" if row["seq_len"] else ""
+            name += f" ({setting})" if setting else ""
             if row["verdict"] == "failed in b":
                 said.append(f"{name}: {row['why']}")
             if row["verdict"] == "slower" and row["ratio_low"] > 1 + self.limit:
                 said.append(f"{name}: {RATIO.show(row)} times the time")
             if (row["memory_ratio"] or 0.0) > 1 + self.limit:
                 said.append(f"{name}: {human_number(row['memory_ratio'])} times the memory")
-        for row in self.scores:
+        for row, setting in zip(self.scores, settings_apart(self.scores), strict=True):
+            name = f"{row['label']} on {row['task']}" + (f" ({setting})" if setting else "")
             if row["verdict"] == "failed in b":
-                said.append(f"{row['label']} on {row['task']}: no score any more")
+                said.append(f"{name}: no score any more")
             if row["verdict"] == "worse" and row["loss_low"] > self.limit:
                 metric = Metric(row["metric"])
                 before, after = (metric.show(row[f"score_{end}"]) for end in "ab")
-                said.append(f"{row['label']} on {row['task']}: {after} after {before}")
+                said.append(f"{name}: {after} after {before}")
         return said
 
     def tables(self, most: int | None = None) -> list[Table]:
@@ -224,7 +233,7 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
         text = f"the two runs differ in environment ({differences}); allow that to compare anyway (--allow environment)"
         raise ConfigError("compare", [("", text)])
     first, second = sides
-    scores = _compare_scores(first.groups, second.groups, allowed)
+    scores = _compare_scores(first.groups, second.groups, allowed, limit)
     return Comparison(times=_compare_times(first, second, allowed, limit), scores=tuple(scores), limit=limit)
 
 
@@ -314,8 +323,8 @@ def _compare_times(a: _Side, b: _Side, allowed: set[str], limit: float) -> pd.Da
     numbers = ("median_ms_a", "median_ms_b", "ratio", "ratio_low", "ratio_high", "memory_ratio", "verdict", "why")
     columns = [*_SHOWN, *numbers, *(f"{name}_{end}" for name in SIDE[1:] for end in "ab")]
     frame = pd.DataFrame(rows, columns=[*columns, *(name for name in MATCH if name not in _SHOWN)])
-    for name in ("ratio", "ratio_low", "ratio_high", "memory_ratio"):
-        frame[name] = frame[name].astype("float64")
+    for names, dtype in ((_RATIOS, "float64"), (_COUNTS, "Int64")):  # else None makes floats of counts
+        frame[[*names]] = frame[[*names]].astype(dtype)
     return frame.sort_values(list(_SHOWN), ignore_index=True)
 
 
@@ -358,18 +367,22 @@ _SCORE_MATCH = (
 )
 
 
-def _compare_scores(a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allowed: set[str]) -> list[dict[str, Any]]:
+def _compare_scores(
+    a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allowed: set[str], limit: float
+) -> list[dict[str, Any]]:
     def identity(group: AccuracyGroup) -> Any:
         return replace(group.setting, protocol_version=0) if "protocol" in allowed else group.setting
 
-    sides = [
-        {(identity(group), score.label, score.start): (score, group) for group in groups for score in group.scores}
-        for groups in (a, b)
-    ]
+    def by_mechanism(groups: Sequence[AccuracyGroup]) -> dict[Any, tuple[LabelScore, AccuracyGroup]]:
+        """Of a variant whose source changed meanwhile, the latest with a score counts."""
+        every = ((score, group) for group in groups for score in group.scores)
+        found = grouped(every, lambda each: (identity(each[1]), *_mechanism(each[0])))
+        return {key: max(same, key=lambda each: _age(each[0])) for key, same in found.items()}
+
+    sides = by_mechanism(a), by_mechanism(b)
     rows = []
     for key in dict.fromkeys([*sides[0], *sides[1]]):
-        _, label, start = key
-        group = (sides[0].get(key) or sides[1][key])[1]
+        known, group = sides[1].get(key) or sides[0][key]
         first, second = (side[key][0] if key in side else None for side in sides)
         if not any(score is not None and score.mean is not None for score in (first, second)):
             continue
@@ -377,13 +390,23 @@ def _compare_scores(a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allo
         row = {name: getattr(group.setting, name) for name in _SCORE_MATCH if name not in {"label", "start"}}
         rows.append(
             row
-            | {"label": label, "start": start or "scratch", "metric": group.metric.name}
+            | {"label": known.label, "start": known.start or "scratch", "metric": group.metric.name}
             | {"score_a": first.mean if first else None, "score_b": second.mean if second else None}
             | interval_values("difference", *((found.mean, found.low, found.high) if found else (None, None, None)))
             | {"num_paired": found.num_paired if found else 0, "loss_low": _least_loss(first, found, group.metric)}
-            | {"verdict": _score_verdict(first, second, found, group)}
+            | {"verdict": _score_verdict(first, second, found, group, limit)}
         )
     return rows
+
+
+def _mechanism(score: LabelScore) -> tuple[str, str, str]:
+    """Return what must agree before two scores may be compared, beside their setting: a label says less, or more."""
+    cell = score.runs[0].cell
+    return cell.variant, json.dumps(cell.options, sort_keys=True), score.start
+
+
+def _age(score: LabelScore) -> tuple[bool, str]:
+    return score.mean is not None, max(run.record.started for run in score.runs)
 
 
 def _least_loss(first: LabelScore | None, found: Difference | None, metric: Metric) -> float | None:
@@ -394,7 +417,7 @@ def _least_loss(first: LabelScore | None, found: Difference | None, metric: Metr
 
 
 def _score_verdict(
-    first: LabelScore | None, second: LabelScore | None, found: Difference | None, group: AccuracyGroup
+    first: LabelScore | None, second: LabelScore | None, found: Difference | None, group: AccuracyGroup, limit: float
 ) -> str:
     if first is None or second is None:
         return "only in a" if second is None else "only in b"
@@ -407,8 +430,14 @@ def _score_verdict(
     if found is None or found.num_paired < LEAST_SEEDS:
         return "cannot say"
     if not found.is_settled:
-        return "same"
+        return "same" if _most_apart(found) <= limit * abs(first.mean) else "cannot say"
     return "better" if group.metric.gain(found.mean, 0.0) > 0 else "worse"
+
+
+def _most_apart(found: Difference) -> float:
+    """Return the largest difference that neither seeds nor the size of the test set exclude."""
+    ends = [end for end in (found.low, found.high) if end is not None]
+    return max(map(abs, (*ends, abs(found.mean) + TWO_SIDED * (found.size_error or 0.0))))
 
 
 def _has_tried(score: LabelScore) -> bool:

@@ -50,7 +50,8 @@ _WORDS: tuple[tuple[str, Callable[[Any], str], Callable[[Any], str]], ...] = (
 """Settings in words, and in the few letters of a file name."""
 
 
-def _say(setting: Mapping[str, Any], names: set[str]) -> list[str]:
+def setting_words(setting: Mapping[str, Any], names: Container[str]) -> list[str]:
+    """Return those settings of a panel, or of a cell, in words; what is as usual needs none."""
     said = [say(setting[name]) for name, say, _ in _WORDS if name in names and setting[name] is not None]
     return [word for word in said if word]
 
@@ -66,7 +67,7 @@ def panel_subtitle(setting: Mapping[str, Any], environments: Mapping[str, Enviro
     names = {name for name, _, _ in _WORDS if name != "protocol_version" or name in varying}
     if setting["num_kv_heads"] == setting["num_heads"]:
         names.remove("num_kv_heads")
-    return ", ".join([machine, *_say(setting, names)])
+    return ", ".join([machine, *setting_words(setting, names)])
 
 
 def machine_words(environment: Environment | None) -> str:
@@ -77,7 +78,7 @@ def machine_words(environment: Environment | None) -> str:
 def panel_title(setting: Mapping[str, Any], environments: Mapping[str, Environment], varying: set[str]) -> str:
     """Return what is timed, with whatever else tells this panel from the others of that pass."""
     title = PASS_TITLES.get(setting["pass"], setting["pass"] or "unknown pass")
-    extra = _say(setting, varying)
+    extra = setting_words(setting, varying)
     if "device" in varying:
         extra.append(str(setting["device"]).upper())
     if "environment" in varying:

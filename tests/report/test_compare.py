@@ -337,6 +337,50 @@ def test_trainings_beside_themselves_are_the_same_whatever_their_seeds_and_failu
     assert compare(b, a).worse == ["luna on listops: no score any more"], "bigbird was never tried"
 
 
+def test_scores_pair_up_by_options_whatever_the_labels(tmp_path):
+    """That the second run has a further choice of options, and so longer labels, is no reason not to compare."""
+    a = write_run(tmp_path / "a", trained({"linformer": [0.5, 0.52, 0.54]}))
+    more = trained({"linformer": [0.1, 0.12, 0.14]}, options={"proj_len": 32})
+    b = write_run(tmp_path / "b", [*trained({"linformer": [0.6, 0.62, 0.641]}), *more])
+    found = {row["label"]: (row["verdict"], row["score_a"]) for row in compare(a, b).scores}
+    assert found == {"linformer (defaults)": ("better", 0.52), "linformer (proj_len=32)": ("only in b", None)}
+    c = write_run(tmp_path / "c", more)
+    assert {row["verdict"] for row in compare(a, c).scores} == {"only in a", "only in b"}, "one label, other options"
+
+
+def test_of_a_training_whose_source_changed_within_a_run_the_latest_counts(tmp_path):
+    versions = [
+        replace(one, started=f"2026-01-0{day}T00:00:00", cell=replace(one.cell, variant_digest=f"digest{day}"))
+        for day, values in ((1, [0.9, 0.92, 0.94]), (2, [0.4, 0.42, 0.441]))
+        for one in trained({"full": values})
+    ]
+    a, b = write_run(tmp_path / "a", trained({"full": [0.5, 0.52, 0.54]})), write_run(tmp_path / "b", versions)
+    assert [(row["verdict"], row["score_a"]) for row in compare(a, b).scores] == [("worse", 0.52)]
+
+
+def test_scores_agree_only_where_a_large_difference_is_excluded(tmp_path):
+    before = {"full": [0.5, 0.52, 0.54], "linformer": [0.5, 0.51, 0.52]}
+    after = {"full": [0.2, 0.55, 0.35], "linformer": [0.51, 0.5, 0.52]}
+    a, b = write_run(tmp_path / "a", trained(before)), write_run(tmp_path / "b", trained(after))
+    found = {row["label"]: row["verdict"] for row in compare(a, b).scores}
+    assert found == {"full": "cannot say", "linformer": "same"}
+
+
+def test_rows_of_other_settings_and_options_are_told_apart_by_people(tmp_path):
+    settings = [{}, {"has_padding": True}, {"head_dim": 128}, {"device": "cuda"}, {"options": {"proj_len": 32}}]
+    sides = [
+        [timed("v", 512, ms, **setting) for setting in settings]
+        + [one for level in ("short", "long") for one in trained({"full": [score] * 3}, level=level)]
+        for ms, score in ((10.0, 0.9), (20.0, 0.1))
+    ]
+    a, b = (write_run(tmp_path / name, side) for name, side in zip("ab", sides, strict=True))
+    found = compare(a, b)
+    assert len(set(found.worse)) == len(found.worse) == 7
+    assert any(text.startswith("full on listops (long): ") for text in found.worse)
+    for table in found.tables():
+        assert len({tuple(text[:4]) for text in table.texts()}) == len(table.rows), table.name
+
+
 def test_scores_of_other_protocols_say_which(tmp_path):
     values = {"full": [0.5, 0.52, 0.54]}
     a = write_run(tmp_path / "a", trained(values))

@@ -116,7 +116,7 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
             environment=record.environment or usual[id(run)],
             label=label,
         )
-        for (run, record), label in zip(pairs, _distinct_labels([record.cell for _, record in pairs]), strict=True)
+        for (run, record), label in zip(pairs, distinct_labels([record.cell for _, record in pairs]), strict=True)
     ]
     observations = tuple(one for one in every if one.record.status != NOT_RUN)
     warnings = [warning for run in runs for warning in run.warnings]
@@ -166,8 +166,13 @@ def _usual_environment(run: Run) -> str:
     return max(sorted(used), key=used.__getitem__, default=next(iter(run.environments), ""))
 
 
-def _distinct_labels(cells: Sequence[Cell]) -> list[str]:
-    """Return labels, made longer where one label stands for several mechanisms (options or versions of the source)."""
+def distinct_labels(cells: Sequence[Cell], *, has_versions: bool = True) -> list[str]:
+    """Return labels, made longer where one label stands for several mechanisms.
+
+    Args:
+        cells: all that are shown together.
+        has_versions: two versions of a variant's source are two mechanisms, as are other options.
+    """
     labels = _compiled_apart(cells)
     # A digest covers what its kind of cell runs, so only digests of one kind tell versions apart.
     kinds = [(label, cell.kind, cell.scope == "model") for label, cell in zip(labels, cells, strict=True)]
@@ -175,7 +180,7 @@ def _distinct_labels(cells: Sequence[Cell]) -> list[str]:
     for kind, cell in zip(kinds, cells, strict=True):
         versions.setdefault(kind, set()).add(cell.variant_digest)
     sources = [
-        cell.variant_digest[:6] or "unknown" if len(versions[kind]) > 1 else ""
+        cell.variant_digest[:6] or "unknown" if has_versions and len(versions[kind]) > 1 else ""
         for kind, cell in zip(kinds, cells, strict=True)
     ]
     mechanisms = [

@@ -344,6 +344,8 @@ def pair(runs: Sequence[TrainingRun], others: Sequence[TrainingRun]) -> Differen
             low, high = items.low, items.high
         elif len(seeds) == 1 and error is not None:
             low, high = mean - TWO_SIDED * error, mean + TWO_SIDED * error
+    least, most = Metric(own[seeds[0]].metric).bounds  # two seeds alone give intervals wider than two scores can differ
+    low, high = (None if end is None else min(max(end, least - most), most - least) for end in (low, high))
     return Difference(mean=mean, low=low, high=high, num_paired=len(seeds), size_error=error)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from attn_zoo.records import Cell
 from attn_zoo.report.analysis.grouping import grouped
-from attn_zoo.report.analysis.observations import Observation, Results
+from attn_zoo.report.analysis.observations import Observation, Results, distinct_labels
 from attn_zoo.report.analysis.series import Point
 from attn_zoo.report.wording import PANEL_FIELDS
 from attn_zoo.statistics import pool_records
@@ -33,8 +33,9 @@ def timed_cells(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], Ob
         last = max(able, key=lambda one: one.record.started)
         same = [one for one in able if _version(one) == _version(last)]
         record = pool_records([one.record for one in same]) if last.is_timed else last.record
-        found[key] = replace(last, record=record, label=last.cell.label or last.cell.variant)
-    return found
+        found[key] = replace(last, record=record)
+    labels = distinct_labels([one.cell for one in found.values()], has_versions=False)
+    return {key: replace(one, label=label) for (key, one), label in zip(found.items(), labels, strict=True)}
 
 
 def side_of(one: Observation | None) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column, time_column
 from attn_zoo.report.units import human_length, human_number
-from attn_zoo.report.wording import doubt_words
+from attn_zoo.report.wording import PANEL_FIELDS, doubt_words, setting_words
 
 SAME_WITHIN = 0.02
 """A whole interval within this share of 1 is `same`: what lasts for a whole run differs by as much."""
@@ -20,6 +21,7 @@ RATIO = replace(interval_column("ratio", "ratio", human_number, priority=0), bri
 
 def times_table(rows: Sequence[Row]) -> Table:
     """Return the times of cells that both runs have; see `attn_zoo.report.compare.Comparison`."""
+    settings = settings_apart(rows)
     counts = [int(count) for row in rows for side in "ab" if (count := row[f"num_processes_{side}"])]
     return Table(
         name="compare",
@@ -37,15 +39,33 @@ def times_table(rows: Sequence[Row]) -> Table:
             text_column("variant", "label", priority=0),
             text_column("pass", priority=0),
             number_column("length", "seq_len", human_length, priority=0),
-            *([text_column("dtype", priority=0)] if len({row["dtype"] for row in rows}) > 1 else []),
+            *([text_column("setting", priority=0)] if any(settings) else []),
             time_column("first", suffix="_a", priority=2),
             time_column("second", suffix="_b", priority=2),
             RATIO,
             *([_MEMORY] if any(_has_other_memory(row) for row in rows) else []),
             Column(heading="verdict", show=_verdict_word, align="left", priority=0),
         ),
-        rows=tuple({**row, "word": str(row["verdict"]).partition(" ")[0]} for row in rows),
+        rows=tuple(
+            {**row, "setting": setting, "word": str(row["verdict"]).partition(" ")[0]}
+            for row, setting in zip(rows, settings, strict=True)
+        ),
     )
+
+
+def settings_apart(rows: Sequence[Row]) -> list[str]:
+    """Return for each row what tells its cell from those of other settings; empty where all have the same."""
+    varying = {name for name in (*PANEL_FIELDS, *_MORE) if len({row.get(name) for row in rows}) > 1}
+    more = {name: say for name, say in _MORE.items() if name in varying}
+    said = [[*(say(row[name]) for name, say in more.items()), *setting_words(row, varying)] for row in rows]
+    return [", ".join(filter(None, words)) for words in said]
+
+
+_MORE: Mapping[str, Callable[[str], str]] = {
+    "level": str,
+    "device": str.upper,
+    "overrides": lambda text: ", ".join(f"{name}={value}" for name, value in json.loads(text).items()),
+}
 
 
 def _has_other_memory(row: Row) -> bool:
@@ -68,6 +88,7 @@ def _verdict_word(row: Row) -> str:
 
 def scores_table(rows: Sequence[Row]) -> Table:
     """Return the scores of variants that both runs trained."""
+    settings = settings_apart(rows)
 
     def difference(row: Row) -> str:
         metric = Metric(row["metric"])
@@ -95,17 +116,18 @@ def scores_table(rows: Sequence[Row]) -> Table:
             ),
             (
                 f"Better or worse only where it is more than seeds and test set explain; {LEAST_SEEDS} common seeds "
-                "are needed."
+                "are needed. They agree where a difference by more than the limit is excluded."
             ),
         ),
         columns=(
             text_column("variant", "label", priority=0),
             text_column("task", priority=0),
+            *([text_column("setting", priority=0)] if any(settings) else []),
             text_column("start", priority=3),
             first,
             second,
             Column(heading="difference", show=difference, sort=lambda row: row["difference"], priority=0),
             Column(heading="verdict", show=_verdict_word, align="left", priority=0),
         ),
-        rows=tuple(rows),
+        rows=tuple({**row, "setting": setting} for row, setting in zip(rows, settings, strict=True)),
     )
