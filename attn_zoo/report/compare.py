@@ -323,8 +323,8 @@ def _compare_times(a: _Side, b: _Side, allowed: set[str], limit: float) -> pd.Da
     numbers = ("median_ms_a", "median_ms_b", "ratio", "ratio_low", "ratio_high", "memory_ratio", "verdict", "why")
     columns = [*_SHOWN, *numbers, *(f"{name}_{end}" for name in SIDE[1:] for end in "ab")]
     frame = pd.DataFrame(rows, columns=[*columns, *(name for name in MATCH if name not in _SHOWN)])
-    for names, dtype in ((_RATIOS, "float64"), (_COUNTS, "Int64")):  # else None makes floats of counts
-        frame[[*names]] = frame[[*names]].astype(dtype)
+    # What None would make objects or floats of.
+    frame = frame.astype({**dict.fromkeys(_RATIOS, "float64"), **dict.fromkeys(_COUNTS, "Int64")})
     return frame.sort_values(list(_SHOWN), ignore_index=True)
 
 

@@ -16,7 +16,8 @@ import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.packed_run import commits
-from attn_zoo.report.analysis.observations import read_results
+from attn_zoo.records import Cell
+from attn_zoo.report.analysis.observations import distinct_labels, read_results
 from attn_zoo.report.analysis.timed_cells import setting_of, side_of, timed_cells
 from attn_zoo.report.figures.axes import draw_curve, set_ticks, value_axis
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
@@ -24,9 +25,11 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MARK, MUTED, SOLID, make_looks, plain, styled
 from attn_zoo.report.tables.table import BRACKETS, Column, Remark, Table, plain_rows, text_column, time_column
 from attn_zoo.report.units import capital, human_length, human_ms
-from attn_zoo.report.wording import PASS_TITLES
+from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, setting_words
 
-_SETTING = ("pass", "seq_len", "scope", "dtype", "device", "is_causal", "batch_size", "num_heads", "threads")
+_ERA = ("environment", "protocol_version")
+_SETTING = ("seq_len", "overrides", *(name for name in PANEL_FIELDS if name not in _ERA))
+"""What all times of one curve have in common."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,8 @@ class History:
     """Times over commits.
 
     Args:
-        frame: one row for each variant at each commit that measured it, oldest first. `era` counts machines, versions
+        frame: one row for each variant at each commit that measured it, oldest first, all of the setting that most
+            have. `era` counts machines, versions
             and protocols: only times of one era may be compared.
         title: what was timed.
     """
@@ -131,6 +135,7 @@ def history(
     folder = os.path.relpath(folder)
     log = commits(folder, most)
     rows: list[dict[str, Any]] = []
+    cells: list[Cell] = []
     for commit in log:
         try:
             results = read_results([f"{commit.digest}:{folder}"])
@@ -143,14 +148,17 @@ def history(
                     "commit": commit.digest,
                     "date": commit.date[:10],
                     "subject": commit.subject,
-                    "label": one.label,
+                    "label": "",  # of a mechanism; which there are, all commits together say
                 }
                 row |= setting_of(one.cell, _SETTING) | side_of(one)
                 row |= {"protocol_version": one.cell.protocol_version, "environment": one.record.environment}
                 rows.append(row | {"is_exact": claim is not None and claim.is_exact})
+                cells.append(one.cell)
     if not rows:
         why = f"none of its {len(log)} commits holds times" if log else "no commit of a git repository here changed it"
         raise ConfigError("history", [("", f"{folder}: {why}")])
+    for row, label in zip(rows, distinct_labels(cells, has_versions=False), strict=True):
+        row["label"] = label
     rows = _chosen(rows, "pass", pass_)
     wanted = set(variants)
     labels = sorted({row["label"] for row in rows})
@@ -158,15 +166,16 @@ def history(
         raise UnknownNameError("variant", name, labels, f"the commits timed {', '.join(labels)}")
     rows = [row for row in rows if not wanted or row["label"] in wanted]
     rows = _chosen(rows, "seq_len", seq_len)
+    varying = {name for name in _SETTING if len({row[name] for row in rows}) > 1} - {"dtype"}
     settings = Counter(tuple(row[name] for name in _SETTING) for row in rows)
     setting = max(settings, key=lambda one: (settings[one], str(one)))
     rows = [row for row in rows if tuple(row[name] for name in _SETTING) == setting]
-    eras = list(dict.fromkeys((row["environment"], row["protocol_version"]) for row in rows))
+    eras = list(dict.fromkeys(tuple(row[name] for name in _ERA) for row in rows))
     for row in rows:
-        row["era"] = eras.index((row["environment"], row["protocol_version"])) + 1
+        row["era"] = eras.index(tuple(row[name] for name in _ERA)) + 1
     said = dict(zip(_SETTING, setting, strict=True))
     length = f", {human_length(said['seq_len'])} tokens" if said["seq_len"] else ""
-    how = ", ".join(str(word) for word in (said["dtype"], said["device"]) if word)
+    how = ", ".join(str(word) for word in (said["dtype"], said["device"], *setting_words(said, varying)) if word)
     title = f"{PASS_TITLES.get(said['pass'], 'time')}{length}, {how}, over commits"
     return History(frame=pd.DataFrame(rows), title=capital(title))
 

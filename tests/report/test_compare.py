@@ -1,6 +1,7 @@
 """Two runs side by side: a verdict only where the intervals separate."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -367,7 +368,13 @@ def test_scores_agree_only_where_a_large_difference_is_excluded(tmp_path):
 
 
 def test_rows_of_other_settings_and_options_are_told_apart_by_people(tmp_path):
-    settings = [{}, {"has_padding": True}, {"head_dim": 128}, {"device": "cuda"}, {"options": {"proj_len": 32}}]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"has_padding": True},
+        {"head_dim": 128},
+        {"device": "cuda"},
+        {"options": {"proj_len": 32}},
+    ]
     sides = [
         [timed("v", 512, ms, **setting) for setting in settings]
         + [one for level in ("short", "long") for one in trained({"full": [score] * 3}, level=level)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +63,22 @@ def test_one_row_for_each_commit_that_changed_the_records_oldest_first(repositor
     assert set(found.frame["label"]) == {"v", "w"}, "what crashed has no time"
     assert v["commit"].tolist()[-1] == repository("rev-parse", "HEAD")
     assert found.table().texts()[0][0] == v["commit"].tolist()[0][:9]
+
+
+def test_a_curve_is_of_one_setting_and_of_one_choice_of_options(repository, tmp_path):
+    """Padding, the size of a head, options and compilation each make another time, which is no step of history."""
+    more: list[dict[str, Any]] = [{}, {"has_padding": True}, {"head_dim": 128}, {"num_kv_heads": 1}, {"dropout_p": 0.1}]
+    for number in range(2):
+        shutil.rmtree(tmp_path / "runs")
+        records = [timed("v", 1024, number + place + 1.0, **cell) for place, cell in enumerate(more)]
+        records += [timed("w", 1024, number + 20.0), timed("w", 1024, number + 30.0, options={"proj_len": 32})]
+        write_run(tmp_path / "runs" / "two", records)
+        repository("add", "-A")
+        repository("commit", "-qm", f"number {number}")
+    found = history("runs/two")
+    medians = {str(label): rows["median_ms"].round().tolist() for label, rows in found.frame.groupby("label")}
+    assert medians == {"v": [1, 2], "w (defaults)": [20, 21], "w (proj_len=32)": [30, 31]}
+    assert found.title == "Forward, 1k tokens, float32, cpu, 8 key/value heads, head size 64, over commits"
 
 
 @pytest.mark.usefixtures("repository")

@@ -1,6 +1,7 @@
 """Scores over seeds, with intervals checked against values worked out by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,20 @@ def test_no_interval_goes_beyond_what_a_score_can_be(tmp_path):
     assert (score.mean, score.low, score.high) == (0.5, 0.0, 1.0)
     assert score.standing is not None
     assert score.standing.verdict == "not settled"
+
+
+def test_no_difference_goes_beyond_what_two_scores_can_differ_by(tmp_path):
+    values = {"full": (0.2, 0.9), "linformer": (0.6, 0.3)}
+    records = [accuracy(name, seed, value) for name, own in values.items() for seed, value in enumerate(own)]
+    _, scores = group(tmp_path / "shares", records)
+    difference = scores["linformer"].difference
+    assert difference is not None
+    assert (difference.low, difference.high) == (-1.0, 1.0), "Student's t would say -6.5 to 6.3"
+    bits = [replace(one, score=replace(one.score, metric="bits_per_byte", correct="")) for one in records if one.score]
+    _, scores = group(tmp_path / "bits", bits)
+    difference = scores["linformer"].difference
+    assert difference is not None
+    assert difference.low == pytest.approx(-6.453, abs=1e-3), "bits have no such bound"
 
 
 def test_mean_and_t_interval(tmp_path):
