@@ -90,7 +90,8 @@ def efficiencies(
         rows = [
             _row(series, point, exact.get(point.seq_len), pass_, ceilings)
             for point in series.points
-            if not series.is_simulated and point.record.flops and point.record.min_bytes and point.median_ms > 0
+            if not series.is_simulated
+            and (point.record.min_bytes and point.median_ms > 0 and pass_flops(point.record, pass_))
         ]
         if rows:
             by_label[series.label] = rows

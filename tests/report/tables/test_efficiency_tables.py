@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import MISSING, to_csv, to_markdown
@@ -78,6 +79,16 @@ def test_records_without_formulas_and_simulated_ones_are_left_out(tmp_path):
     full, bigbird = exact_and_half()
     records = [full, replace(bigbird, is_simulated=True), scaling("linformer", 512)]
     assert list(analysed(tmp_path, records).panels[0].efficiency) == ["full"]
+
+
+def test_of_a_formula_without_its_backward_nothing_is_said(tmp_path):
+    """None of a record is no rate of zero, and a figure of rates of zero cannot be drawn."""
+    full, other = exact_and_half(pass_="bwd")
+    analysis = analysed(tmp_path, [full, replace(other, backward_ratio=None)])
+    assert list(analysis.panels[0].efficiency) == ["full"]
+    assert any(picture.name.startswith("roofline") for picture in make_pictures(analysis))
+    none = analyse([write_run(tmp_path / "none", [replace(full, backward_ratio=None)], ceilings=[roof()])])
+    assert efficiency_table(none) is None
 
 
 def test_more_than_the_roof_is_said_in_words(tmp_path):
