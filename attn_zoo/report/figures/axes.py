@@ -68,8 +68,11 @@ def log_axis(
         steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5)
     ticks = [step * float(base) ** power for power in range(bottom, top + 1) for step in steps]
     ticks = [tick for tick in ticks if low <= tick <= high]
-    axis, most = (axes.xaxis, max(2, axes.get_window_extent().width // 48)) if name == "x" else (axes.yaxis, 9)
-    set_ticks(axis, ticks[:: math.ceil(len(ticks) / most)], show)
+    most = 9
+    if name == "x":
+        longest = max((len(show(tick)) for tick in ticks), default=0)
+        most = max(2, int(axes.get_window_extent().width // max(48, 8 * longest)))
+    set_ticks(axes.xaxis if name == "x" else axes.yaxis, ticks[:: math.ceil(len(ticks) / most)], show)
 
 
 def value_axis(
@@ -93,6 +96,8 @@ def score_axis(axis: Axis, metric: Metric, words: str, num_ticks: int = 6) -> No
     """Set up a linear axis of scores; limits follow what is drawn, as far as such scores are possible."""
     (low, high), (least, most) = sorted(axis.get_view_interval()), metric.bounds
     name = "xlim" if axis is axis.axes.xaxis else "ylim"
+    if name == "xlim":  # long names leave it little room
+        num_ticks = max(1, min(num_ticks, int(axis.axes.get_window_extent().width // 48) - 1))
     axis.axes.set(**{name: (max(low, least), min(high, most))})
     axis.set_major_locator(MaxNLocator(num_ticks, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: metric.tick(value)))

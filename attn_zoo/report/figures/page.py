@@ -63,10 +63,11 @@ class Page:
             count = math.ceil(0.5 + 0.8 * excess)  # lines of unequal words are not full
             lines = wrap(text, math.ceil(1.12 * len(text) / count))
             excess = max(text_size(line, TITLE_SIZE, "bold")[0] / room for line in lines)
+        size = TITLE_SIZE / max(1.0, excess)
+        while max((text_size(line, size, "bold")[0] for line in lines), default=0.0) > room:
+            size -= 0.25  # letters of whole pixels do not shrink with their size
         for place, line in enumerate(lines):
-            self.text(
-                _MARGIN, 0.3 + place * _TITLE_LINE, line, fontsize=TITLE_SIZE / max(1.0, excess), fontweight="bold"
-            )
+            self.text(_MARGIN, 0.3 + place * _TITLE_LINE, line, fontsize=size, fontweight="bold")
         self.bottom += _TITLE_LINE * (len(lines) - 1) if lines else 0.0
         letters = max(20, int((width - 2 * _MARGIN) / _NOTE_LETTER))
         for line in (line for part in note.split("\n") for line in wrap(part, letters, break_on_hyphens=False)):
@@ -130,7 +131,9 @@ class Page:
         """Draw a legend below what stands already; nothing for no entries. Pressing one of `keys` hides its curve."""
         if not entries:
             return
-        columns = _legend_columns([str(entry.get_label()) for entry in entries], self.width - left - _MARGIN)
+        widths = [_entry_width(str(entry.get_label())) for entry in entries]
+        left = max(0.1, min(left, self.width - _MARGIN - max(widths)))
+        columns = _legend_columns(widths, self.width - left - _MARGIN)
         legend = self.figure.legend(
             handles=list(entries),
             loc="upper left",
@@ -176,13 +179,16 @@ class Page:
             axes.set_position((left / self.width, low / bottom, width / self.width, height / bottom))
 
 
-def _legend_columns(labels: Sequence[str], room: float) -> int:
-    """Return the most columns, filled one after another, that fit into `room` inches."""
-    em = _LEGEND_SIZE / 72
-    widths = [text_size(label, _LEGEND_SIZE)[0] + em * (_LEGEND_LINE + _LEGEND_PAD) for label in labels]
-    for count in range(len(labels), 1, -1):
+def _entry_width(label: str) -> float:
+    """Return how many inches an entry of a legend takes."""
+    return text_size(label, _LEGEND_SIZE)[0] + _LEGEND_SIZE / 72 * (_LEGEND_LINE + _LEGEND_PAD)
+
+
+def _legend_columns(widths: Sequence[float], room: float) -> int:
+    """Return the most columns of entries this wide, filled one after another, that fit into `room` inches."""
+    for count in range(len(widths), 1, -1):
         columns = [max(part) for part in np.array_split(widths, count)]
-        if sum(columns) + (count - 1) * em * _LEGEND_GAP <= room:
+        if sum(columns) + (count - 1) * _LEGEND_SIZE / 72 * _LEGEND_GAP <= room:
             return count
     return 1
 

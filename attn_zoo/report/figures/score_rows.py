@@ -13,6 +13,7 @@ from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
 from attn_zoo.report.figures.dot_rows import ROW, DotRow, draw_rows, row_axes
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MARK, MUTED, Looks, plain
+from attn_zoo.report.units import some
 from attn_zoo.report.wording import outcome
 
 FLOOR_ROW = 0.17
@@ -68,7 +69,7 @@ def _draw_floors(axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metr
 def _row(score: LabelScore, group: AccuracyGroup, looks: Looks) -> DotRow:
     metric, ends, interval = group.metric, None, ""
     if score.mean is None:
-        words = ", ".join(dict.fromkeys(outcome(status).brief for status, _ in score.failures)) or "no run"
+        words = some(dict.fromkeys(outcome(status).brief for status, _ in score.failures), 1) or "no run"
     else:
         lost = f", {len(score.failures)} failed" if score.failures else ""
         words = f"{metric.show(score.mean)} (n={len(score.values)}{lost})"

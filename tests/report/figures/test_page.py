@@ -45,13 +45,27 @@ def test_rows_of_panels_keep_their_places_while_the_page_grows():
     assert (1.0, top + 0.1, width, 2.0) == inches(page, first)
 
 
-@pytest.mark.parametrize("title", ["", "short", "WIDE LETTERS " * 9, "i" * 120])
+WRAPPED = (
+    "Peak memory against sequence length: forward + backward, bidirectional, batch 2, a quarter of every second "
+    "sequence padded, 2 threads, CPU, Example CPU @ 2.0 GHz"
+)
+"""Whose first line is no narrower in letters that are a tenth smaller, as these are drawn on whole pixels."""
+
+
+@pytest.mark.parametrize("title", ["", "short", "WIDE LETTERS " * 9, "i" * 120, WRAPPED])
 def test_titles_notes_and_legends_fit_the_page(title):
     with styled():
         page = Page(title, "a note of many words " * 20 + "\nanother line")
         page.legend([Line2D([], [], label=f"a label of some length {index}") for index in range(9)])
         page.panels(2, columns=2, height=1.0)
         page.legend([Line2D([], [], label="below")])
+        assert_legible(page.figure)
+
+
+def test_a_wide_entry_of_a_legend_moves_to_the_left():
+    with styled():
+        page = Page("title", "")
+        page.legend([Line2D([], [], label="a label that is about as wide as the page, " + "m" * 12)], left=1.5)
         assert_legible(page.figure)
 
 

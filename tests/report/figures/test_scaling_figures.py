@@ -17,7 +17,7 @@ from attn_zoo.registry import variants
 from attn_zoo.report.figures.labels import EndLabel, label_room, spread, wrap_detail
 from attn_zoo.report.figures.style import DOTTED, EXACT_COLOURS, MUTED, make_looks, plain
 from attn_zoo.report.figures.svg import render
-from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
+from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, texts, words
 from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
 
 
@@ -59,6 +59,16 @@ def test_odd_data_gives_sane_figures(tmp_path, records, names):
     found = pictures(tmp_path, records)
     assert [picture.name.split("-")[0] for picture in found] == names
     for picture in found:
+        assert_legible(picture.figure)
+
+
+def test_figures_of_training_steps_are_legible(tmp_path):
+    """What counts towards their memory takes more words than a call's, and extreme factors wider ticks."""
+    steps = zoo(lengths=DOUBLINGS[:3], pass_="step", scope="model", protocol="p")
+    for picture in pictures(tmp_path / "lengths", steps):
+        assert_legible(picture.figure)
+    costs = {"full": 1.0, "linformer": 1e-3, "bigbird": 1e4, LONG: 1.0}
+    for picture in pictures(tmp_path / "one", [scaling(name, 512, ms) for name, ms in costs.items()]):
         assert_legible(picture.figure)
 
 

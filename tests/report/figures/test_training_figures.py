@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.report.figures.legible import MANY, assert_legible, pictures, words
+from attn_zoo.records import Status
+from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, words
 from tests.report.synthetic import CLAIMS, accuracy, curve, tuned
 
 
@@ -115,6 +116,16 @@ def test_heat_maps_share_one_scale_and_show_their_numbers(tmp_path):
     assert "sequence length\n(tokens)" in shown
     assert "dashed on the scale: chance 10.0 %" in " ".join(shown.split())
     assert "best floor, of all examples together: trivial model 7 17.7 %" in " ".join(shown.split())
+
+
+def test_long_names_and_many_outcomes_leave_room_for_the_scores(tmp_path):
+    outcomes: tuple[Status, ...] = ("timeout", "skipped_after_oom", "gate_failed")
+    records = [accuracy(LONG, seed, None, status=status) for seed, status in enumerate(outcomes)]
+    records += [training("full", seed, value) for seed, value in enumerate((0.05, 0.95))]
+    picture = by_kind(pictures(tmp_path, records))["accuracy"]
+    assert_legible(picture.figure)
+    assert picture.figure.axes[0].get_window_extent().width > 100, "pixels for the scores"
+    assert "timeout and 2 more" in words(picture.figure)
 
 
 @pytest.mark.parametrize(
