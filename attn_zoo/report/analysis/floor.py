@@ -78,12 +78,21 @@ def with_chance(floors: Mapping[str, float], chance: float | None) -> dict[str, 
     return dict(floors) | ({CHANCE: chance} if chance is not None else {})
 
 
-def judge(value: float, uncertainty: float | None, marks: Mapping[str, float], metric: Metric) -> Standing | None:
+def judge(
+    value: float,
+    low: float | None,
+    high: float | None,
+    num_examples: int | None,
+    marks: Mapping[str, float],
+    metric: Metric,
+) -> Standing | None:
     """Return where `value` stands, or None where neither chance nor a floor is known.
 
     Args:
         value: mean score.
-        uncertainty: half the width of its interval, or None.
+        low: lower end of its interval over seeds, or None.
+        high: upper end.
+        num_examples: in the test set, or None.
         marks: what chance and trivial models score, by name.
         metric: says which direction is the better one.
     """
@@ -93,6 +102,9 @@ def judge(value: float, uncertainty: float | None, marks: Mapping[str, float], m
     gain = metric.gain(value, mark)
     if gain <= 0:
         return Standing(best, mark, gain, "not beaten")
+    # Were it no better than the mark, its error would be that of the mark: that of all answers right is none at all.
+    errors = (size_error(each, num_examples, metric) for each in (value, mark))
+    uncertainty = margin(low, high, max((error for error in errors if error is not None), default=None))
     if uncertainty is None:
         return Standing(best, mark, gain, "unknown")
     return Standing(best, mark, gain, "beaten" if gain > uncertainty else "not settled")

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, margin, ranked_marks, size_error, with_chance
+from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, ranked_marks, size_error, with_chance
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Results
@@ -319,7 +319,7 @@ def _label_score(
         low=metric.inside(low),
         high=metric.inside(high),
         size_error=error,
-        standing=None if mean is None else judge(mean, margin(low, high, error), marks, metric),
+        standing=None if mean is None else judge(mean, low, high, num_examples, marks, metric),
         difference=pair(trial.runs, baseline.runs) if baseline and baseline is not trial else None,
         params_excess=params / other_params - 1.0 if params and other_params else None,
         costs={cost.name: cost.pooled(run.record for run in trial.scored) for cost in COSTS},

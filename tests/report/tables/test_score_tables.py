@@ -40,6 +40,16 @@ def test_no_difference_goes_beyond_what_two_scores_can_differ_by(tmp_path):
     assert difference.low == pytest.approx(-6.453, abs=1e-3), "bits have no such bound"
 
 
+def test_all_answers_right_are_no_proof_where_the_floor_has_nearly_as_many(tmp_path):
+    """Ten of ten examples: a model that gets nine of ten right does so in one case of three."""
+    for number, (floor, verdict) in enumerate(((0.9, "not settled"), (0.1, "beaten"))):
+        score = {"num_examples": 10, "floors": {"counts": floor}, "correct": ""}
+        records = [accuracy("full", seed, 1.0, score=score) for seed in range(3)]
+        _, scores = group(tmp_path / str(number), records)
+        assert scores["full"].standing is not None
+        assert scores["full"].standing.verdict == verdict
+
+
 def test_mean_and_t_interval(tmp_path):
     _, scores = group(tmp_path, [accuracy("full", seed, value) for seed, value in enumerate((0.30, 0.32, 0.34))])
     full = scores["full"]
