@@ -28,6 +28,7 @@ from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table,
 from attn_zoo.report.tables.table import MISSING, to_terminal
 from attn_zoo.report.tables.time_tables import length_table, measurement_table, turns_table
 from attn_zoo.report.units import TIMES
+from attn_zoo.statistics import time_summary
 from tests.report.figures.legible import assert_legible, words
 from tests.report.synthetic import CLAIMS, accuracy, costed, roof, scaling, trained, write_run
 
@@ -486,6 +487,24 @@ def test_level_ones_timed_in_turns_are_not_ranked(tmp_path):
     said = {row[2]: row[4] for row in table.texts()}
     assert sorted(variant for variant, text in said.items() if text.endswith(", level")) == ["full", "linformer"]
     assert "fastest, level" in said.values()
+
+
+def test_what_took_part_in_fewer_rounds_is_judged_by_those(tmp_path):
+    """The slower one has spent its budget before the machine gets slow, so that its median is the lower one."""
+
+    def taken(variant: str, base_ms: float, count: int) -> Record:
+        samples = tuple(base_ms * (1.0 if place < 20 else 2.0) for place in range(count))
+        record = replace(scaling(variant, 512), isolation="interleaved", bundle="b")
+        assert record.timing is not None
+        return replace(record, timing=replace(record.timing, samples_ms=samples, **time_summary(samples)))
+
+    records = [taken("full", 1.0, 100), taken("linformer", 1.1, 20), taken("bigbird", 1.2, 18)]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    assert headline(analysis).endswith(": the fastest is full at 512 tokens.")
+    table = turns_table(analysis)
+    assert table is not None
+    found = [(row[2], row[4].partition(" ")[0]) for row in table.texts()]
+    assert found == [("full", "fastest"), ("linformer", f"1.1{TIMES}"), ("bigbird", f"1.2{TIMES}")]
 
 
 def test_the_peak_of_float32_is_not_that_of_tf32(tmp_path):

@@ -74,8 +74,8 @@ def speed_up(
     for members in bundles:
         rivals = [(name, other) for name, other in members if name in exact]
         for own in (own for name, own in members if name == label):
-            able = [SpeedUp(name, other, own) for name, other in rivals if _is_paired(other, own)]
-            pairs += sorted(able, key=lambda one: one.exact.median_ms)[:1]
+            able = [(other, name) for name, other in rivals if _is_paired(other, own)]
+            pairs += [SpeedUp(name, other, own) for other, name in able and [fastest_of(able)]]
     if pairs:
         return max(pairs, key=lambda one: len(one.point.timing.samples_ms))
     return None if fastest is None else SpeedUp(*fastest, point)
@@ -99,8 +99,22 @@ def winners(every: Sequence[Series]) -> list[Winner]:
     measured = (rival for rival in judged if rival[0].median_ms > 0)
     found = []
     for length, rivals in sorted(grouped(measured, lambda rival: rival[0].seq_len).items()):
-        (best, label), *others = sorted(rivals, key=lambda rival: (rival[0].median_ms, rival[1]))
-        near = [(point, other) for point, other in others if point.low_ms <= best.high_ms]  # the rest is clear
+        best, label = fastest_of(rivals)
+        others = sorted((one for one in rivals if one[1] != label), key=lambda rival: (rival[0].median_ms, rival[1]))
+        near = [one for one in others if one[0].low_ms <= best.high_ms or _is_paired(one[0], best)]  # the rest is clear
         level = [other for point, other in near if times_faster(point, best).low <= 1.0]
         found.append(Winner(length, (label, *level), len(rivals)))
     return found
+
+
+def fastest_of(rivals: Sequence[tuple[Point, str]]) -> tuple[Point, str]:
+    """Return the point with the lowest median and its label, or one that beats it in the rounds that both took part in.
+
+    What is slower spends its budget in fewer rounds. Where the machine gets slower or faster meanwhile, its median is
+    of other times than that of the others.
+    """
+    best, *others = sorted(rivals, key=lambda rival: (rival[0].median_ms, rival[1]))
+    for rival in others:
+        if _is_paired(rival[0], best[0]) and times_faster(rival[0], best[0]).high < 1.0:
+            best = rival
+    return best

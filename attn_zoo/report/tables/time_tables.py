@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series, joint_doubts
-from attn_zoo.report.analysis.winners import times_faster
+from attn_zoo.report.analysis.winners import fastest_of, times_faster
 from attn_zoo.report.measurements import CALLS, token_rates
 from attn_zoo.report.tables.table import (
     BRACKETS,
@@ -405,11 +405,11 @@ def turns_table(analysis: Analysis) -> Table | None:
 def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
     rows = []
     for (seq_len, bundle), turns in panel.bundles.items():
-        members = sorted(((point, label) for label, point in turns), key=lambda pair: (pair[0].median_ms, pair[1]))
-        fastest, fastest_label = members[0]
-        ratios = [times_faster(point, fastest) for point, _ in members]
-        num_level = sum(compared.low <= 1.0 for compared in ratios)
-        for (point, label), compared in zip(members, ratios, strict=True):
+        fastest, fastest_label = fastest_of([(point, label) for label, point in turns])
+        members = [(times_faster(point, fastest), point, label) for label, point in turns]
+        members.sort(key=lambda member: (member[2] != fastest_label, member[0].value, member[2]))
+        num_level = sum(compared.low <= 1.0 for compared, _, _ in members)
+        for compared, point, label in members:
             rows.append(
                 {
                     "pass": panel.title,
