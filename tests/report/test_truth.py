@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -701,6 +702,31 @@ def test_whoever_is_not_judged_was_measured_all_the_same(tmp_path):
     apart = [scaling("full", 512), scaling("linformer", 1024)]
     text = headline(analyse([write_run(tmp_path / "apart", apart)]))
     assert text.endswith("no two were measured at one length.")
+
+
+def test_scores_of_one_task_in_several_settings_are_told_apart_wherever_they_stand(tmp_path):
+    settings: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}, {"overrides": {"num_layers": 4}}, {"protocol": "lra"}]
+    records = [
+        accuracy("full", seed, 0.4 + place / 10 + seed / 100, task=task, **setting)
+        for place, setting in enumerate(settings)
+        for task in ("listops", "text")
+        for seed in range(3)
+    ]
+    analysis = analyse([write_run(tmp_path / "all", records)])
+    first, *_ = findings(analysis)
+    assert first == "Accuracy on listops (short, protocol cpu-small, num_layers=4, float32): full 61.0 %."
+    front = front_table(analysis)
+    assert front is not None
+    headings = [column.heading for column in front.columns]
+    assert len(set(headings)) == len(headings) == 9
+    assert "mean, protocol lra, float32" in headings
+    assert headline(analysis).startswith(
+        "Accuracy, mean over listops (short) and text (short) (protocol cpu-small, float32, num_layers=4): full 61.0 %"
+    )
+    titles = [table.title for table in make_tables(analysis) if table.name.startswith(("accuracy", "cost"))]
+    assert len(set(titles)) == len(titles) == 16
+    group, _ = analyse([write_run(tmp_path / "one", records[:6])]).accuracy
+    assert (group.title, group.heading) == ("listops (short)", "listops (short), cpu-small")
 
 
 def test_the_score_of_one_seed_is_said_to_be_one(tmp_path):

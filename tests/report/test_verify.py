@@ -72,7 +72,7 @@ PLANTED: list[tuple[str, Callable[[list[Record]], list[Record]], str, str]] = [
     ("floors", with_score(floors={}), "linformer/accuracy", "has no floor"),
     ("budgets", bigger, "linformer on listops (short)", "38.46 % more parameters than full"),
     ("trials", without_last, "linformer on listops (short)", "1 seeds; others have 2"),
-    ("trials", unequal, "listops (short)", "tuned with unequal numbers of trials"),
+    ("trials", unequal, "listops (short, tuned: base_lr)", "tuned with unequal numbers of trials"),
 ]
 
 

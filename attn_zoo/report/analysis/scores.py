@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from statistics import fmean
 
 import numpy as np
@@ -133,7 +133,8 @@ class AccuracyGroup:
 
     Args:
         setting: what they share.
-        title: task and level, for people.
+        title: task and level, for people, with what tells the group from others of them.
+        task_title: task and level alone.
         how: protocol, what was changed in it, dtype and device.
         name: for file names.
         metric: of all scores.
@@ -150,6 +151,7 @@ class AccuracyGroup:
 
     setting: Setting
     title: str
+    task_title: str
     how: str
     name: str
     metric: Metric
@@ -166,7 +168,8 @@ class AccuracyGroup:
     @property
     def heading(self) -> str:
         """Return task, level and protocol: what titles of tables end with. Their notes have the rest of the setting."""
-        return f"{self.title}, {self.setting.protocol}"
+        protocol = self.setting.protocol
+        return self.title if f"protocol {protocol}" in self.title else f"{self.title}, {protocol}"
 
     @property
     def ranked(self) -> list[LabelScore]:
@@ -207,24 +210,39 @@ def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
     """Return one group for each task, level, protocol and data set, in a stable order."""
     groups = []
     names: set[str] = set()
-    for setting, runs in group_training_runs(results):
+    every = group_training_runs(results)
+    alike = grouped((setting for setting, _ in every), _task_title)
+    for setting, runs in every:
         name = slug(setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "")
-        groups.append(_group(setting, runs, results, unique_name(name, names)))
+        others = alike[_task_title(setting)]
+        varying = {field.name for field in fields(Setting) if len({getattr(one, field.name) for one in others}) > 1}
+        groups.append(_group(setting, runs, results, unique_name(name, names), varying))
     return groups
 
 
-def _title(setting: Setting) -> str:
-    details = ", ".join([part for part in (setting.level,) if part] + ["causal"] * setting.is_causal)
+def _task_title(setting: Setting, varying: Container[str] = ()) -> str:
+    """Return task and level, with those settings that tell the group from others of them."""
+    said = [setting.level, "causal" if setting.is_causal else "", *_setting_words(setting, varying)]
+    details = ", ".join(filter(None, said))
     return f"{setting.task} ({details})" if details else setting.task
 
 
-def _how(setting: Setting) -> str:
-    tuned = [f"tuned: {', '.join(setting.tuned)}"] if setting.tuned else []
-    changes = [f"{option}={value}" for option, value in setting.changes.items()]
-    threads = [f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"] if setting.threads else []
-    ranks = [f"{setting.data_parallel} processes"] if setting.data_parallel > 1 else []
-    machine = [setting.dtype, setting.device.upper(), *ranks, *threads]
-    return ", ".join([f"protocol {setting.protocol}", *changes, *tuned, *machine])
+def _setting_words(setting: Setting, names: Container[str]) -> list[str]:
+    words = {
+        "protocol": [f"protocol {setting.protocol}"],
+        "overrides": [f"{option}={value}" for option, value in setting.changes.items()],
+        "tuned": [f"tuned: {', '.join(setting.tuned)}"] if setting.tuned else [],
+        "dtype": [setting.dtype],
+        "device": [setting.device.upper()],
+        "data_parallel": [f"{setting.data_parallel} processes"] if setting.data_parallel > 1 else [],
+        "threads": [f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"] if setting.threads else [],
+        "protocol_version": [f"training version {setting.protocol_version}"],
+        "data_digest": [f"data {setting.data_digest[:6] or 'unknown'}"],
+    }
+    return [word for name, own in words.items() if name in names for word in own]
+
+
+_HOW = ("protocol", "overrides", "tuned", "dtype", "device", "data_parallel", "threads")
 
 
 def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -233,7 +251,9 @@ def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(own[name] for own in marks if name in own) for name in names}
 
 
-def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name: str) -> AccuracyGroup:
+def _group(
+    setting: Setting, runs: Sequence[TrainingRun], results: Results, name: str, varying: Container[str]
+) -> AccuracyGroup:
     scores = [run.score for run in runs if run.score]
     metric = Metric(scores[0].metric if scores else "score")
     members = grouped(runs, lambda run: (run.label, run.start))
@@ -243,13 +263,15 @@ def _group(setting: Setting, runs: Sequence[TrainingRun], results: Results, name
     has_kinds = len({start for _, start in trials if start}) > 1
     names = {key: _name(key, has_kinds=has_kinds) for key in trials}
     ran = {names[key]: trials[key] for key in trials if any(run.record.status != "unsupported" for run in members[key])}
-    warning = unequal_trials(_title(setting), ran)
+    title = _task_title(setting, varying)
+    warning = unequal_trials(title, ran)
     chance = fmean(score.chance for score in scores) if scores else None
     floors = _means([score.floors for score in scores])
     return AccuracyGroup(
         setting=setting,
-        title=_title(setting),
-        how=_how(setting),
+        title=title,
+        task_title=_task_title(setting),
+        how=", ".join(_setting_words(setting, _HOW)),
         name=name,
         metric=metric,
         chance=chance,

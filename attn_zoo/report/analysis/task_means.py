@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from attn_zoo.report.analysis.grouping import grouped
@@ -25,6 +25,7 @@ class Overview:
         common: those that every label in `labels` has a score for.
         labels: with a score in at least two tasks, sorted.
         without: labels left out of the mean, because fewer than two tasks have a score of theirs.
+        apart: what of `how` tells it from the others of the report; empty for a single one.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Overview:
     common: tuple[AccuracyGroup, ...]
     labels: tuple[str, ...]
     without: tuple[str, ...]
+    apart: str
 
     def scores(self, label: str) -> list[LabelScore]:
         """Return the scores of `label` in the common tasks."""
@@ -67,11 +69,11 @@ class Overview:
 
     def scope(self) -> str:
         """Return in words which tasks the mean is over, and which it leaves out and why."""
-        said = [f"mean over {', '.join(group.title for group in self.common)}"]
+        said = [f"mean over {', '.join(group.task_title for group in self.common)}"]
         for group in self.groups:
             lacking = [label for label in self.labels if _scored(group, label) is None]
             if lacking:
-                said.append(f"not over {group.title}: no score of {', '.join(lacking)}")
+                said.append(f"not over {group.task_title}: no score of {', '.join(lacking)}")
         if self.without:
             said.append(f"without {', '.join(self.without)}")
         return "; ".join(said)
@@ -107,9 +109,12 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
                 common=common,
                 labels=labels,
                 without=tuple(sorted(seen - set(labels))),
+                apart="",
             )
         )
-    return overviews
+    parts = [one.how.split(", ") for one in overviews]
+    own = [[part for part in each if not all(part in other for other in parts)] for each in parts]
+    return [replace(one, apart=", ".join(said)) for one, said in zip(overviews, own, strict=True)]
 
 
 def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGroup]]:
@@ -117,11 +122,11 @@ def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGrou
     by_how = grouped((group for group in groups if group.means and not group.metric.is_lower_better), _how)
     split: dict[str, list[AccuracyGroup]] = {}
     for how, members in by_how.items():
-        is_repeated = len({group.title for group in members}) < len(members)
+        is_repeated = len({group.task_title for group in members}) < len(members)
         for group in members:
             changes = ", ".join(f"{name}={json.dumps(value)}" for name, value in group.setting.changes.items())
             split.setdefault(f"{how}, {changes}" if is_repeated and changes else how, []).append(group)
-    return {how: members for how, members in split.items() if len({one.title for one in members}) == len(members)}
+    return {how: members for how, members in split.items() if len({one.task_title for one in members}) == len(members)}
 
 
 def _how(group: AccuracyGroup) -> str:

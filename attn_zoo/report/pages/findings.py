@@ -56,8 +56,9 @@ def _mean_line(overview: Overview) -> str:
     floor = overview.floor()
     beside = f"; {floor[0]} {overview.metric.show(floor[1])}" if floor else ""
     said = some(f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items())
-    over = some((group.title for group in overview.common), joint=" and ")
-    return f"{overview.metric.title}, mean over {over}: {said}{beside}." if said else ""
+    over = some((group.task_title for group in overview.common), joint=" and ")
+    apart = f" ({overview.apart})" if overview.apart else ""
+    return f"{overview.metric.title}, mean over {over}{apart}: {said}{beside}." if said else ""
 
 
 def _winners(panel: Panel) -> str:

@@ -140,7 +140,7 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
     columns = [
         _Scores(
             each.name,
-            _mean_heading(each, analysis),
+            _mean_heading(each),
             texts,
             next((one for one in texts if one not in controls), "none"),
             priority=0.7,
@@ -173,8 +173,8 @@ def _shown_groups(analysis: Analysis) -> Sequence[AccuracyGroup]:
     return (common or analysis.accuracy)[:MOST_TASKS]
 
 
-def _mean_heading(overview: Overview, analysis: Analysis) -> str:
-    return "mean" if len(analysis.overviews) == 1 else f"mean, {overview.groups[0].setting.protocol}"
+def _mean_heading(overview: Overview) -> str:
+    return f"mean, {overview.apart}" if overview.apart else "mean"
 
 
 def _brief_floor(text: str) -> str:
@@ -224,11 +224,11 @@ def _about_scores(analysis: Analysis) -> Note:
     scores = f"Scores: {'; '.join(kinds)}; mean over seeds on test. Floor: the best of chance and trivial models."
     means = [
         Remark(
-            f"{capital(heading)}: over {' and '.join(group.title for group in each.common)}.",
+            f"{capital(heading)}: over {' and '.join(group.task_title for group in each.common)}.",
             heading=heading,
         )
         for each in _shown_overviews(analysis)
-        if (heading := _mean_heading(each, analysis))
+        if (heading := _mean_heading(each))
     ]
     brief = [Remark(f"({brief}): {words}.", sign=f"({brief})") for words, brief in _BRIEF_FLOORS.items()]
     others = [group.title for group in analysis.accuracy if group not in groups]

@@ -357,7 +357,7 @@ def overview_table(overview: Overview) -> Table:
     rows: list[Row] = []
     has_mean = len(overview.common) > 1
     for label in sorted(everyone, key=lambda label: (overview.metric.order(overview.mean(label)), label)):
-        cells = {group.title: group.find(label, group.starts[0]) for group in overview.groups}
+        cells = {group.task_title: group.find(label, group.starts[0]) for group in overview.groups}
         rows.append(
             {
                 "variant": label,
@@ -366,10 +366,10 @@ def overview_table(overview: Overview) -> Table:
                 **{f"no score: {title}": score.failed if score else "" for title, score in cells.items()},
             }
         )
-    best = {group.title: group.best_mark[1] if group.best_mark else None for group in overview.groups}
-    chance = {group.title: group.chance for group in overview.groups}
+    best = {group.task_title: group.best_mark[1] if group.best_mark else None for group in overview.groups}
+    chance = {group.task_title: group.chance for group in overview.groups}
     for name, marks in (("best floor", best), ("chance", chance)):
-        shared = [marks[group.title] for group in overview.common]
+        shared = [marks[group.task_title] for group in overview.common]
         known = [value for value in shared if value is not None]
         mean = fmean(known) if has_mean and len(known) == len(shared) else None
         rows.append({**dict.fromkeys(rows[0]), "variant": name, "mean": mean, **marks})
@@ -383,7 +383,7 @@ def overview_table(overview: Overview) -> Table:
             *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
             *(
                 # What the mean is over goes last: nobody could tell whence it comes.
-                _task_column(group.title, overview.metric, 1 + index / 100 + (group not in overview.common))
+                _task_column(group.task_title, overview.metric, 1 + index / 100 + (group not in overview.common))
                 for index, group in enumerate(overview.groups)
             ),
         ),
