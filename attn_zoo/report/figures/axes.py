@@ -68,11 +68,15 @@ def log_axis(
         steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5)
     ticks = [step * float(base) ** power for power in range(bottom, top + 1) for step in steps]
     ticks = [tick for tick in ticks if low <= tick <= high]
-    most = 9
-    if name == "x":
-        longest = max((len(show(tick)) for tick in ticks), default=0)
-        most = max(2, int(axes.get_window_extent().width // max(48, 8 * longest)))
-    set_ticks(axes.xaxis if name == "x" else axes.yaxis, ticks[:: math.ceil(len(ticks) / most)], show)
+    if name == "y":
+        set_ticks(axes.yaxis, ticks[:: math.ceil(len(ticks) / 9)], show)
+        return
+    pixels = axes.get_window_extent().width / math.log(high / low)
+    kept: list[float] = []
+    for tick in ticks:  # steps of 1, 2 and 5 are not of one width
+        if not kept or math.log(tick / kept[-1]) * pixels >= max(48, 6 + 4 * len(show(kept[-1]) + show(tick))):
+            kept.append(tick)
+    set_ticks(axes.xaxis, kept, show)
 
 
 def value_axis(
