@@ -71,7 +71,8 @@ class History:
     def page(self) -> Page:
         """Return the figure: time against commits, with intervals; a curve ends where its machine does."""
         order = list(dict.fromkeys(self.frame["commit"]))
-        eras = dict(zip(self.frame["commit"], self.frame["era"], strict=True))
+        eras = {commit: set(rows["era"]) for commit, rows in self.frame.groupby("commit", sort=False)}
+        turns = [index for index, (one, two) in enumerate(pairwise(order), 1) if not eras[one] & eras[two]]
         curves = {
             str(label): [
                 (1 + order.index(row["commit"]), row["median_ms"], row["low_ms"], row["high_ms"], row["era"])
@@ -84,8 +85,10 @@ class History:
             EndLabel(plain(name), (), looks[name].colour, curve[-1][0], curve[-1][1]) for name, curve in curves.items()
         ]
         note = "Median and 95 % interval at each commit that changed the records."
-        if len(set(eras.values())) > 1:
+        if turns:
             note += " Dashed: another machine, other versions or another protocol; points beyond it do not compare."
+        if any(len(own) > 1 for own in eras.values()):
+            note += " A folder of several machines, versions or protocols: only points that are joined compare."
         with styled():
             page = Page(self.title, note)
             (axes,) = page.panels(height=labels_height(ends, 3.2), right=0.2 + label_room(ends), below=0.75)
@@ -96,9 +99,8 @@ class History:
                     draw_curve(axes, points, look, SOLID)
                 for x, _, low, high, _ in curve:
                     axes.plot([x, x], [low, high], color=look.colour, lw=1.2, zorder=2)
-            for index, (one, two) in enumerate(pairwise(order), 1):
-                if eras[one] != eras[two]:
-                    axes.axvline(index + 0.5, color=MUTED, lw=1.0, ls=MARK, zorder=1)
+            for index in turns:
+                axes.axvline(index + 0.5, color=MUTED, lw=1.0, ls=MARK, zorder=1)
             value_axis(
                 axes, [value for curve in curves.values() for point in curve for value in point[1:4]], human_ms, 10
             )

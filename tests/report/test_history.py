@@ -104,6 +104,27 @@ def test_the_figure_joins_no_points_of_different_machines():
     assert render(page.figure, "svg") == render(history("runs/one", variants=["v"]).page().figure, "svg")
 
 
+def test_of_a_folder_of_two_machines_no_line_parts_points_that_compare(repository, tmp_path):
+    """One variant is measured anew on another machine at the second commit, the other one at the third."""
+    both = {machine.digest: machine.to_dict() for machine in (MACHINE, NEWER)}
+    for number in range(4):
+        shutil.rmtree(tmp_path / "runs")
+        since = {"v": 1, "w": 2}
+        records = [
+            replace(timed(name, 512, number + 1.0), environment=(NEWER if number >= at else MACHINE).digest)
+            for name, at in since.items()
+        ]
+        write_run(tmp_path / "runs" / "two", records, environments=both)
+        repository("add", "-A")
+        repository("commit", "-qm", f"number {number}")
+    page = history("runs/two").page()
+    assert "Dashed" not in page.note
+    assert "only points that are joined compare" in page.note
+    (axes,) = page.figure.axes[:1]
+    curves = [np.asarray(line.get_xdata()).tolist() for line in axes.lines if line.get_marker() not in ("None", "")]
+    assert sorted(curves) == [[1], [1, 2], [2, 3, 4], [3, 4]]
+
+
 @pytest.mark.usefixtures("repository")
 def test_a_folder_that_was_taken_away_has_its_past(repository):
     repository("rm", "-rq", "runs")
