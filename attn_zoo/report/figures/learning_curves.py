@@ -16,7 +16,7 @@ from attn_zoo.report.figures.axes import draw_mark, score_axis
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_flops, human_number
+from attn_zoo.report.units import human_flops, human_number, some
 
 UNITS: Mapping[Axis, tuple[tuple[float, str], ...]] = {
     "steps": ((1.0, "step"),),
@@ -45,6 +45,14 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
     lost = [f"{score.name} {len(score.failures)}" for score in group.scores if score.failures]
     if lost:
         note += f"; runs without a curve: {', '.join(lost)}"
+    shown = {score.name for score in scores}
+    if bare := [score.name for score in group.ranked if score.mean is not None and score.name not in shown]:
+        note += f"; no curve was kept of {some(bare)}"
+    partial = [
+        UNITS[axis][0][1] for axis in axes_of if not all(mean_curve(each, "validation", axis) for each in scores)
+    ]
+    if partial:
+        note += f"; {' and '.join(partial)}: only of those that know them"
     page = Page(f"Learning curves: {group.title}", note)
     page.legend([_legend_entry(score, looks) for score in scores], keys=[score.name for score in scores])
     panels = page.panels(len(axes_of) + has_loss, height=2.2, columns=2, left=0.78, right=0.2, above=0.1)

@@ -1,5 +1,7 @@
 """Figures of training: legible with many variants and floors, honest scales, nothing missing drawn as nought."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -175,6 +177,15 @@ def test_sensitivity_to_the_learning_rate(tmp_path):
         line for line in found["tuning"].figure.axes[0].lines if line.get_marker() == "x" and len(line.get_xdata())
     ]
     assert len({float(line.get_xdata()[0]) for line in crosses}) == 3  # side by side, so that each is seen
+
+
+def test_who_has_no_curve_is_named(tmp_path):
+    lacking: dict[str, dict[str, Any]] = {"full": {}, "linformer": {"train_flops": None}, "luna": {"curve": ()}}
+    records = [training(name, seed, 0.5, **changes) for name, changes in lacking.items() for seed in (0, 1)]
+    picture = by_kind(pictures(tmp_path, records))["learning"]
+    assert "; no curve was kept of luna" in picture.alt
+    assert "; training FLOPs: only of those that know them" in picture.alt
+    assert_legible(picture.figure)
 
 
 def test_curves_over_flops_only_where_they_are_known(tmp_path):
