@@ -357,7 +357,9 @@ def _with_row_bias(kernel: _Kernel, call: ExactCall) -> Tensor:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, rows: range) -> Tensor:
         bias, is_empty = _bias_of(call, rows, key.shape[2], dtype), None
-        if call.key_padding_mask is not None:  # without padding every row sees its own position
+        # Without padding every row sees its own position. The CPU kernel itself gives zeros for rows that see nothing;
+        # opened up they would see padding, whose scores may be so large that its backward overflows.
+        if call.key_padding_mask is not None and kernel is not _cpu_flash:
             bias, is_empty = guard_empty_rows(bias)
         output = kernel(query, key, value, bias, call.dropout_p, False)
         return output if is_empty is None else output.masked_fill(is_empty, 0.0)

@@ -716,6 +716,21 @@ def test_what_padding_holds_reaches_neither_output_nor_gradients(backend, argume
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("key_len", "alibi"), [(40, True), (48, False)])
+def test_large_padding_reaches_no_gradient_where_rows_see_nothing_else(key_len, alibi):
+    # Backward computes exp(score - log-sum-exp) again: of a score of 1e10, rounding leaves more than has an exponential.
+    mask, found = half_padded(key_len).flip(1), []  # whose first rows see nothing
+    flags = {"is_causal": True, "key_padding_mask": mask, "alibi": alibi}
+    for garbage in (0.0, 1e10):
+        tensors = [x[..., :8].detach().clone() for x in draw(40, key_len)]  # of 16 features, forward and backward agree
+        for x in tensors[1:]:
+            x.masked_fill_(mask[:, None, :, None], garbage)
+        tensors = [x.requires_grad_() for x in tensors]
+        found.append(torch.autograd.grad(attend(*tensors, **flags).square().sum(), tensors))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 # --- GPU ---
 
 
