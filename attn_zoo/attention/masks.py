@@ -76,13 +76,15 @@ def blank_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 def finite_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     """Zero what harms at padded positions of hidden states `[B, S, E]` that are projected as queries too.
 
-    The gradient of a weight sums over all tokens, and 0 * NaN = NaN. So NaN, infinities, and numbers above the root of
-    the largest one, whose products may overflow, become 0; all others stay, so that a padded query gets what any
-    other would. On a CPU one pass, which only reads, mostly shows that there is nothing to do.
+    The gradient of a weight sums over all tokens, and 0 * NaN = NaN. So NaN, infinities, and large numbers become 0:
+    their products may overflow, and so may exp(score - log-sum-exp), which kernels compute again in backward, where
+    rounding leaves more than some 88 between the two. All others stay, so that a padded query gets what any other
+    would. On a CPU one pass, which only reads, mostly shows that there is nothing to do.
     """
     if key_padding_mask is None or not tokens.numel():
         return tokens
-    most = torch.finfo(tokens.dtype).max ** 0.5
+    wide = torch.promote_types(tokens.dtype, torch.float32)  # of the scores
+    most = min(torch.finfo(tokens.dtype).max ** 0.5, torch.finfo(wide).eps ** -0.5)
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
         least, largest = torch.aminmax(tokens.detach())
         if -most <= float(least) and float(largest) <= most:  # neither is so where a NaN is
