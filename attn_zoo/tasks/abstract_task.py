@@ -127,7 +127,7 @@ class Split:
     @classmethod
     def without_padding(cls, tokens: Tensor, labels: Tensor) -> Split:
         """Return examples that are all as long as the rows of `tokens`."""
-        return cls(tokens=tokens, lengths=torch.full((len(tokens),), tokens.shape[1], dtype=torch.int16), labels=labels)
+        return cls(tokens=tokens, lengths=torch.full((len(tokens),), tokens.shape[1], dtype=torch.int32), labels=labels)
 
     def __len__(self) -> int:
         return len(self.tokens)

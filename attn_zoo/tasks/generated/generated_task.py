@@ -138,11 +138,11 @@ class AbstractGeneratedTask(AbstractCachedTask, Generic[PartT]):
         lengths = [part.seq_len for _, part in parts]
         return Split(
             tokens=_stacked([rows.tokens for rows in drawn], PAD),
-            lengths=torch.from_numpy(np.repeat(lengths, counts).astype(np.int16)),
+            lengths=torch.from_numpy(np.repeat(lengths, counts).astype(np.int32)),
             labels=_stacked([rows.labels for rows in drawn], IGNORED_LABEL),
             other_tokens=_stacked(others, PAD) if others else None,
             other_lengths=(
-                torch.from_numpy(np.repeat([other.shape[1] for other in others], counts).astype(np.int16))
+                torch.from_numpy(np.repeat([other.shape[1] for other in others], counts).astype(np.int32))
                 if others
                 else None
             ),
@@ -181,15 +181,19 @@ class AbstractGeneratedTask(AbstractCachedTask, Generic[PartT]):
 
 
 def _compact(values: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Return the values as int16: enough for every vocabulary here, and for `IGNORED_LABEL`."""
-    return values.astype(np.int16)
+    """Return the values in the smallest type that holds them."""
+    return values.astype(_smallest(int(values.min()), int(values.max())))
+
+
+def _smallest(low: int, high: int) -> type[np.integer]:
+    kinds: tuple[type[np.integer], ...] = (np.uint8, np.int8, np.int16, np.int32, np.int64)
+    return next(kind for kind in kinds if np.iinfo(kind).min <= low <= high <= np.iinfo(kind).max)
 
 
 def _stacked(arrays: list[NDArray[np.integer]], fill: int) -> Tensor:
     """Return arrays `[n, w]` below each other, filled on the right, in the smallest type; arrays `[n]` in a row."""
     low, high = min(int(a.min()) for a in arrays), max(int(a.max()) for a in arrays)
-    low, high = min(low, fill), max(high, fill)
-    kind = next(t for t in (np.uint8, np.int8, np.int16) if np.iinfo(t).min <= low <= high <= np.iinfo(t).max)
+    kind = _smallest(min(low, fill), max(high, fill))
     if arrays[0].ndim == 1:
         return torch.from_numpy(np.concatenate(arrays).astype(kind))
     whole = np.full((sum(map(len, arrays)), max(a.shape[1] for a in arrays)), fill, kind)

@@ -175,3 +175,33 @@ def test_position_majority_by_hand():
     test = np.array([[1, 4], [0, 4], [1, IGNORED_LABEL]])
     assert position_majority_floor(train, test) == pytest.approx(4 / 5)
     assert position_majority_floor(np.full((1, 2), IGNORED_LABEL), test) == 0.0
+
+
+class Many(Bits):
+    """As many ids, and positions, as 16 bits do not hold."""
+
+    name: ClassVar[str] = "many_for_a_test"
+    levels = MappingProxyType(
+        {"ids": GeneratedLevel(parts=(bits(8, 20),)), "long": GeneratedLevel(parts=(bits(40_000, 2),))}
+    )
+
+    @property
+    def spec(self) -> TaskSpec:
+        return self.drawn_spec(50_000, 50_000)
+
+    def draw(self, draws: Draws, part: BitPart, count: int) -> Rows:
+        tokens = draws.below(50_000, count, part.seq_len)
+        return Rows(tokens, tokens)
+
+
+@pytest.mark.parametrize("level", Many.levels)
+def test_a_task_may_have_more_ids_and_positions_than_16_bits_hold(level):
+    split = checked_split(Many(level), "train")
+    assert split.tokens.max() > 2**15
+    assert torch.equal(split.tokens, split.labels)
+    assert set(split.lengths.tolist()) == {split.tokens.shape[1]}
+
+
+def test_rows_without_padding_may_be_long():
+    tokens = torch.zeros(2, 40_000, dtype=torch.uint8)
+    assert Split.without_padding(tokens, torch.zeros(2)).lengths.tolist() == [40_000, 40_000]
