@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 from attn_zoo.model import ModelConfig
 from attn_zoo.records import Cell
-from attn_zoo.registry import capabilities_of
 from attn_zoo.tasks import TaskSpec
 from attn_zoo.training.batches import Batch, Batcher, Feed
 from attn_zoo.training.checkpoint import Numbers
 from attn_zoo.training.evaluation import Evaluation, Scored, evaluate, is_better, score_batch
 from attn_zoo.training.graphed import Graphed
 from attn_zoo.training.objective import objective_for
-from attn_zoo.training.protocol import Protocol, require, weight_dtype
+from attn_zoo.training.protocol import Protocol, capabilities_of_both, require, weight_dtype
 from attn_zoo.training.ranks import ALONE, Ranks
 from attn_zoo.training.seeding import derive_seed, seed_everything
 from attn_zoo.training.updates import DivergedError, Updater
@@ -109,7 +108,7 @@ def make_trainer(cell: Cell, spec: TaskSpec, protocol: Protocol, ranks: Ranks = 
         UnsupportedError: the variant, or training itself, refuses what this asks.
     """
     objective = objective_for(spec, is_causal=cell.is_causal)
-    batcher = Batcher(spec, protocol, capabilities_of(cell.variant, cell.options), cell.device)
+    batcher = Batcher(spec, protocol, capabilities_of_both(cell, protocol), cell.device)
     require(cell, spec, protocol, has_mask=batcher.has_mask)
     config = protocol.model_config(
         variant=cell.variant,

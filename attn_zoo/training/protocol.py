@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
-from attn_zoo.metadata import Position, Request
+from attn_zoo.metadata import Capabilities, Position, Request
 from attn_zoo.model import ModelConfig
 from attn_zoo.model.config import Activation, NormKind, PoolingKind, PositionKind
 from attn_zoo.records import Cell
@@ -353,6 +353,19 @@ def requests(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) 
         yield (cell.variant, replace(request, is_causal=is_causal, is_autoregressive=is_causal, position=position))
     if spec.kind == "seq2seq":
         yield protocol.cross_variant or cell.variant, replace(request, is_cross=True)
+
+
+def capabilities_of_both(cell: Cell, protocol: Protocol) -> Capabilities:
+    """Return what the cell's variant can do, of lengths that suit the one that attends across in its place too."""
+    own, cross = capabilities_of(cell.variant, cell.options), protocol.cross_variant
+    if cross is None or cross == cell.variant:
+        return own
+    other = capabilities_of(cross, {})
+    return replace(
+        own,
+        variable_seq_len=own.variable_seq_len and other.variable_seq_len,
+        seq_len_multiple=math.lcm(own.seq_len_multiple, other.seq_len_multiple),
+    )
 
 
 def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -> None:

@@ -16,12 +16,12 @@ from torch import nn
 from attn_zoo.errors import StoreError
 from attn_zoo.model import ModelConfig
 from attn_zoo.records import TRAINING_VERSION, Cell
-from attn_zoo.registry import capabilities_of, make_config, tasks
+from attn_zoo.registry import make_config, tasks
 from attn_zoo.tasks import AbstractTask
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.checkpoint import read_tensors, write_tensors
 from attn_zoo.training.objective import AbstractObjective, objective_for
-from attn_zoo.training.protocol import resolve_protocol, weight_dtype
+from attn_zoo.training.protocol import capabilities_of_both, resolve_protocol, weight_dtype
 
 _KIND = "attn_zoo weights"
 
@@ -83,7 +83,7 @@ def load_trained(path: Path, data_dir: Path | None = None, *, device: str = "cpu
     config = make_config(ModelConfig, json.loads(header["model_config"]), str(path))
     protocol = resolve_protocol(cell.protocol, task_settings=task.settings.get(cell.protocol), overrides=cell.overrides)
     objective = objective_for(task.spec, is_causal=cell.is_causal)
-    batcher = Batcher(task.spec, protocol, capabilities_of(cell.variant, cell.options), device)
+    batcher = Batcher(task.spec, protocol, capabilities_of_both(cell, protocol), device)
     model = objective.build_model(config)
     try:
         model.load_state_dict(tensors)

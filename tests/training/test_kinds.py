@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from attn_zoo.attention import AbstractAttention
+from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.records import Cell, Score
-from attn_zoo.registry import tasks, variants
+from attn_zoo.registry import register_attention, tasks, variants
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training import run_training
 from attn_zoo.training.batches import Batcher
@@ -190,6 +192,28 @@ def test_what_cannot_be_is_refused_before_data_is_made(toy, level, is_causal, va
 def test_another_variant_may_attend_across():
     result = run_training(dataclasses.replace(run_of("seq2seq", num_steps=10, cross_variant="full"), variant="bigbird"))
     assert result.status == "ok"
+
+
+@pytest.mark.parametrize("lengths", [{"seq_len_multiple": 6}, {"variable_seq_len": False}])
+def test_batches_suit_the_variant_that_attends_across(lengths):
+    full = variants["full"]
+    capabilities = dataclasses.replace(full.capabilities, causal=False, decode="none", **lengths)
+
+    class Across(AbstractAttention):
+        """Full attention between sequences of some lengths only."""
+
+        def forward(self, query, key, value, *, key_padding_mask=None):
+            return softmax_attention(query, key, value, key_padding_mask=key_padding_mask).to(query.dtype)
+
+    register = register_attention(
+        "across", capabilities=capabilities, complexity=full.complexity, reference=full.reference
+    )
+    register(Across)
+    try:
+        result = run_training(run_of("seq2seq", num_steps=3, batch_size=2, pad_multiple=1, cross_variant="across"))
+    finally:
+        variants.remove("across")
+    assert (result.status, result.reason) == ("ok", "")
 
 
 def test_a_seq2seq_test_reads_its_own_words(monkeypatch):

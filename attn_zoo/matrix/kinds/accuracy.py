@@ -248,14 +248,14 @@ def _known_of(task: str, level: str, data_dir: Path | None) -> _Known:
 def _refusal(cell: Cell, spec: TaskSpec) -> Refusal | None:
     """Return what the variants of a training, or training itself, refuse."""
     from attn_zoo.training.batches import Batcher
-    from attn_zoo.training.protocol import require, resolve_protocol
+    from attn_zoo.training.protocol import capabilities_of_both, require, resolve_protocol
 
     assert cell.task is not None and cell.protocol is not None  # noqa: PT018  an accuracy cell has both
     settings = tasks[cell.task].settings.get(cell.protocol)
     protocol = resolve_protocol(cell.protocol, task_settings=settings, overrides=cell.overrides)
     try:
         # A multiple of a length, or a CLS vector, may need padding that the task has not.
-        batcher = Batcher(spec, protocol, capabilities_of(cell.variant, cell.options), cell.device)
+        batcher = Batcher(spec, protocol, capabilities_of_both(cell, protocol), cell.device)
         require(cell, spec, protocol, has_mask=batcher.has_mask)
     except UnsupportedError as error:
         return (error.capability, error.reason)

@@ -718,7 +718,7 @@ def test_what_padding_holds_reaches_neither_output_nor_gradients(backend, argume
 
 @pytest.mark.parametrize(("key_len", "alibi"), [(40, True), (48, False)])
 def test_large_padding_reaches_no_gradient_where_rows_see_nothing_else(key_len, alibi):
-    # Backward computes exp(score - log-sum-exp) again: of a score of 1e10, rounding leaves more than has an exponential.
+    # Backward computes exp(score - log-sum-exp) again: of scores of 1e10, rounding leaves too much for that.
     mask, found = half_padded(key_len).flip(1), []  # whose first rows see nothing
     flags = {"is_causal": True, "key_padding_mask": mask, "alibi": alibi}
     for garbage in (0.0, 1e10):
