@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_zoo import BuildContext, ConfigError, UnsupportedError, build_attention, build_mixer
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.measure.flop_count import count_flops
-from attn_zoo.variants.nystrom import NystromAttention, nystrom_flops, pseudoinverse
+from attn_zoo.variants.nystrom import NystromAttention, filtered, nystrom_flops, pseudoinverse
 
 BATCH, HEADS, DIM = 2, 2, 4
 
@@ -143,6 +143,21 @@ def test_the_iteration_ends_at_the_pseudoinverse(size: int):
     few = [float((matrix @ pseudoinverse(matrix, count) @ matrix - matrix).norm()) for count in (2, 6, 12)]
     assert few[0] > few[1] > few[2]
     assert torch.equal(pseudoinverse(torch.zeros(1, size, size), 6), torch.zeros(1, size, size))
+
+
+@pytest.mark.parametrize(("length", "num_taps"), [(1, 3), (63, 35), (64, 1), (65, 35), (150, 129), (512, 35)])
+def test_the_filter_in_float32_with_its_gradients(length: int, num_taps: int):
+    """At 512 tokens torch's convolution by groups has a gradient of the filter that is off by some per cent."""
+    generator = torch.Generator().manual_seed(length)
+    value, upstream = torch.randn(2, 1, 4, length, 16, generator=generator, dtype=torch.float64)
+    taps = torch.randn(4, num_taps, generator=generator, dtype=torch.float64)
+    near = torch.nn.functional.pad(value, (0, 0, num_taps // 2, num_taps // 2)).unfold(2, num_taps, 1)
+    expected = [torch.einsum("bhldk,hk->bhld", near, taps), torch.einsum("bhldk,bhld->hk", near, upstream)]
+    leaf = taps.float().requires_grad_()
+    output = filtered(value.float(), leaf)
+    found = [output, *torch.autograd.grad(output, leaf, upstream.float())]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() < 2e-6 * other.norm()
 
 
 @pytest.mark.parametrize("length", [64, 100])
