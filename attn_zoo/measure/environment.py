@@ -55,6 +55,9 @@ MEASURING_VARIABLES = {
 }
 """What processes that measure on a CPU are started with; see `measuring_variables`."""
 
+_THREAD_VARIABLES = frozenset({"OMP_NUM_THREADS", "MKL_NUM_THREADS"})
+"""Either decides torch's threads, so that where one is set the other is left alone too."""
+
 _VARIABLES = frozenset(
     {
         *MEASURING_VARIABLES,
@@ -102,15 +105,15 @@ def measuring_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     OpenMP counts the processors that a process is bound to and does not know a container's share.
     """
-    is_shared = num_cores() < _bound_cores()
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_cores())) if is_shared else {}
+    is_open = num_cores() < _bound_cores() and not _THREAD_VARIABLES & set(environ)
+    threads = dict.fromkeys(_THREAD_VARIABLES, str(num_cores())) if is_open else {}
     return {**MEASURING_VARIABLES, **threads, **environ}
 
 
 def _threads() -> int:
     """Return the threads of torch in a process that measures, which this one may not be."""
-    has_own = "OMP_NUM_THREADS" in os.environ
-    return torch.get_num_threads() if has_own else min(torch.get_num_threads(), num_cores())
+    is_open = not _THREAD_VARIABLES & set(os.environ)
+    return min(torch.get_num_threads(), num_cores()) if is_open else torch.get_num_threads()
 
 
 def _cpu_name() -> str:

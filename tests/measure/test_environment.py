@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import itertools
 import platform
 import subprocess
 from pathlib import Path
@@ -93,15 +94,19 @@ def test_threads_are_no_more_than_the_share_of_a_container(tmp_path, monkeypatch
     monkeypatch.setattr(environment, "_bound_cores", lambda: 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     assert environment.num_cores() == cores
     started_with = environment.measuring_variables({"HOME": "here"})
     assert started_with.get("OMP_NUM_THREADS") == started_with.get("MKL_NUM_THREADS")
     assert started_with.get("OMP_NUM_THREADS") == (str(cores) if cores < 64 else None)
-    assert environment.measuring_variables({"OMP_NUM_THREADS": "9"})["OMP_NUM_THREADS"] == "9", "whoever says so knows"
     captured = capture_environment()
     assert (captured.num_cores, captured.threads) == (cores, min(cores, 32))
-    monkeypatch.setenv("OMP_NUM_THREADS", "32")
-    assert capture_environment().threads == 32
+    for name, other in itertools.permutations(("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+        own = environment.measuring_variables({name: "9"})
+        assert (own[name], other in own) == ("9", False), "whoever says so knows"
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "32")
+            assert capture_environment().threads == 32
 
 
 @pytest.fixture
