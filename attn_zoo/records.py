@@ -73,7 +73,7 @@ STOPPERS = frozenset({"oom_device", "oom_host", "skipped_after_oom", "timeout"})
 CallPass = Literal["infer", "fwd", "bwd", "fwd_bwd"]
 """Passes of one call; see `PASSES`."""
 
-PassName = CallPass | Literal["step"]
+PassName = CallPass | Literal["decode", "step"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +110,7 @@ PASSES: dict[str, Pass] = {
         Pass(name="fwd", title="forward", has_graph=True, forwards=1, backwards=0),
         Pass(name="bwd", title="backward", has_graph=True, forwards=0, backwards=1),
         Pass(name="fwd_bwd", title="forward + backward", has_graph=True, forwards=1, backwards=1),
+        Pass(name="decode", title="one decoded token", has_graph=False, forwards=1, backwards=0),
         Pass(name="step", title="training step", has_graph=True, forwards=1, backwards=1),
     )
 }
@@ -254,6 +255,7 @@ class Memory(Json):
         output_bytes: output.
         reserved_bytes: held by the GPU allocator at the peak.
         process_bytes: high water of the process above its state before the call, on CPU.
+        state_bytes: of the state that a decoded token starts from, without what its buffers have to spare.
     """
 
     peak_bytes: Count | None = None
@@ -263,6 +265,7 @@ class Memory(Json):
     output_bytes: Count | None = None
     reserved_bytes: Count | None = None
     process_bytes: Count | None = None
+    state_bytes: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -431,8 +434,8 @@ class Cell(Json, _Keyed):
     """One point of a matrix. Fields that do not apply to its kind are None.
 
     Args:
-        kind: `"scaling"` (time and memory of one call or training step), `"accuracy"` (a training run), or another of
-            `attn_zoo.matrix.kinds`.
+        kind: `"scaling"` (time and memory of one call or training step), `"decode"` (of one decoded token),
+            `"accuracy"` (a training run), or another of `attn_zoo.matrix.kinds`.
         variant: registered name.
         label: what plots call it; the variant's name unless the matrix gives option sets names of their own.
         options: the variant's options as given.
@@ -448,7 +451,7 @@ class Cell(Json, _Keyed):
         scope: `"attention"` (heads in, heads out), `"mixer"` (hidden states, projections included) or `"model"` (all of
             the backbone).
         pass_: what is timed; of a model `"step"`: a training step.
-        seq_len: tokens.
+        seq_len: tokens; of a decoded one those before it.
         num_heads: H.
         num_kv_heads: G.
         head_dim: D.
@@ -554,7 +557,7 @@ class Cell(Json, _Keyed):
             (str(self.task), is_training),
             (str(self.level), is_training),
             (str(self.protocol), is_training),
-            (str(self.pass_), self.pass_ is not None),
+            (str(self.pass_), self.pass_ not in (None, self.kind)),
             (f"L{self.seq_len}", self.seq_len is not None),
             (short, not is_training or self.dtype != "float32"),
             ("mixer", self.scope == "mixer"),
@@ -573,7 +576,13 @@ class Cell(Json, _Keyed):
 
     @property
     def num_tokens(self) -> float | None:
-        """Tokens that one training step learns from, padding excluded, as a mean over batches; None for other cells."""
+        """Tokens that one timing is about; None where a call is one of whole sequences, or the batch is not known.
+
+        Of a training step those that it learns from, padding excluded, as a mean over batches; of a decoded token one
+        for each sequence.
+        """
+        if self.pass_ == "decode":  # noqa: S105 - a word of ours
+            return self.batch_size
         if self.scope != "model" or self.batch_size is None or self.seq_len is None:
             return None
         padded = self.seq_len // 4 / 2 if self.has_padding else 0.0  # a quarter of every second sequence

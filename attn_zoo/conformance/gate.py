@@ -48,6 +48,9 @@ CHECKS_AGAIN = ("shape_and_dtype", "causality", "padding_content", "matches_refe
 CHECKS_OF_DROPOUT = ("matches_reference", "gradients_reach_every_parameter", "modes")
 """What is checked once more of a cell with dropout, at one length: a path with dropout is often another."""
 
+CHECKS_OF_DECODE = ("decode", "decode_states", "decode_state_bytes")
+"""What is checked besides of a cell that decodes."""
+
 DROPS_NOTHING = 2.0**-60
 """A probability at which that path is taken and no weight is dropped, so that its results can be compared.
 
@@ -70,6 +73,7 @@ def gate(
     form: Form | None = None,
     has_padding: bool = True,
     is_training: bool = False,
+    needs_decode: bool = False,
 ) -> tuple[str, ...]:
     """Check a variant as a cell is about to use it; return the names of the checks that had something to check.
 
@@ -87,6 +91,7 @@ def gate(
         has_padding: the cell pads. Where it does not, and a named kernel takes no mask, the checks go without.
         is_training: the cell calls the module in training mode. The checks do so too: without dropout, so that outputs
             can be compared, and with it where `build` has it.
+        needs_decode: the cell reads from a state.
 
     Raises:
         GateError: a check failed; the message has the smallest example found.
@@ -102,7 +107,8 @@ def gate(
     variant = variants[name]
     config = make_config(variant.config, options, name)
     capabilities = variant.capabilities_of(config)
-    capabilities.require(name, replace(build.request(), dtype=dtype, device=torch.device(device).type, seq_len=seq_len))
+    request = replace(build.request(), needs_decode=needs_decode, dtype=dtype, device=torch.device(device).type)
+    capabilities.require(name, replace(request, seq_len=seq_len))
     if seq_len > build.max_seq_len:
         raise ValueError(f"seq_len: expected at most max_seq_len = {build.max_seq_len}; got {seq_len}")
     multiple = capabilities.seq_len_multiple
@@ -119,7 +125,8 @@ def gate(
     # Code in no file, such as a notebook's, may change under its name: it is asked each time.
     digest = variant.digest or uuid4().hex
     what = (name, digest, classes, capabilities, config_digest(config))
-    any_length = (*what, anywhere, dtype, device, torch.get_num_threads(), short, long, form, has_padding, is_training)
+    mode = (has_padding, is_training, needs_decode)
+    any_length = (*what, anywhere, dtype, device, torch.get_num_threads(), short, long, form, *mode)
     key = subject_key(*any_length, build.max_seq_len, build.layer_index, span)
     if (verdict := find(key)) is not None:
         return verdict.checked()
@@ -142,13 +149,17 @@ def gate(
         )
         # A shared mixer is compared as a mixer, but only its heads can be compared with exact attention.
         names = ("matches_oracle",) if form not in (None, each) else GATE_CHECKS if known is None else CHECKS_AGAIN
-        for check in find_checks(names):
+        besides = CHECKS_OF_DECODE if needs_decode and names is GATE_CHECKS else ()
+        for check in find_checks([*names, *besides]):
             if each not in check.forms:
                 continue
             result = run_one(check, subject)
             if result.outcome == "refused" and subject.has_masks and not has_padding:
                 subject = replace(subject, has_masks=False)
                 result = run_one(check, subject)
+            if result.outcome == "not_applicable" and check.name in CHECKS_OF_DECODE:
+                # It chooses by the data: where no rounding flips a choice, it can be compared.
+                result = run_one(check, replace(subject, dtypes=(torch.float64,)))
             beside = ""
             if result.outcome == "passed" and subject.dropout_p and check.name in CHECKS_OF_DROPOUT:
                 beside = f", in training with dropout_p={DROPS_NOTHING:.0e}, which should drop nothing"

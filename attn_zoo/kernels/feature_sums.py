@@ -66,7 +66,7 @@ def prefill(
     per_group = query.shape[1] // key.shape[1]
     key, value, start = (_for_each_query_head(x, query) for x in (key, value, state))
     sums, last = _causal_sums(query, key, value, chunk_len, start)
-    return _normalised(sums, eps), last[:, ::per_group]
+    return _normalised(sums, eps), last[:, ::per_group].clone()  # a view would keep the sums of all chunks alive
 
 
 def _for_each_query_head(tokens: Tensor, query: Tensor) -> Tensor:

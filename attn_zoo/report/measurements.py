@@ -58,6 +58,7 @@ CALLS: tuple[Measurement, ...] = (
     Measurement("peak_bytes", "memory", "peak memory", human_bytes, 1, ("scaling", "steps")),
     Measurement("extra_bytes", "memory", "extra memory", human_bytes, 5, ("scaling",)),
     Measurement("saved_bytes", "memory", "saved", human_bytes, 2, ("scaling", "steps")),
+    Measurement("state_bytes", "memory", "state", human_bytes, 2, ("scaling",)),
     Measurement("first_ms", "timing", "first step", human_ms, 4, ("steps",)),
     Measurement("energy_joules", "record", "energy", human_joules, 3, ("scaling", "steps")),
 )
@@ -80,7 +81,7 @@ COSTS: tuple[Measurement, ...] = (
 
 
 def token_rates(record: Record) -> dict[str, float]:
-    """Return tokens per second of a training step that was timed, padding excluded, with the interval; else nothing."""
+    """Return tokens per second with the interval, of what `Cell.num_tokens` knows; else nothing."""
     num_tokens, timing = record.cell.num_tokens, record.timing
     if num_tokens is None or timing is None:
         return {}

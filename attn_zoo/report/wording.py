@@ -96,9 +96,15 @@ def panel_name(setting: Mapping[str, Any], varying: set[str]) -> str:
     return slug(*(brief[name](setting[name]) for name in shown))
 
 
+_HELD = {
+    "step": "weights, gradients, averages and data",
+    "decode": "weights and state with all the room in its buffers",
+}
+
+
 def held_words(pass_: str) -> str:
-    """Return what is there before a call, and counts towards its peak memory: of a training step more than inputs."""
-    return "weights, gradients, averages and data" if pass_ == "step" else "inputs"  # noqa: S105 - a word of ours
+    """Return what is there before a call, and counts towards its peak memory."""
+    return _HELD.get(pass_, "inputs")
 
 
 def doubt_words(process_counts: Iterable[int]) -> str:

@@ -196,4 +196,4 @@ class GlobalPooling(AbstractMixer):
         length = state.length + hidden.shape[1]
         counts = torch.arange(state.length + 1, length + 1, device=hidden.device)[:, None]
         mixed: Tensor = self.out_proj((totals / counts).to(hidden.dtype))
-        return mixed, PoolingState(totals[:, -1:], length)
+        return mixed, PoolingState(totals[:, -1:].clone(), length)  # a view would keep all of them alive

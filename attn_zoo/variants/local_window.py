@@ -201,4 +201,5 @@ class LocalWindowAttention(AbstractAttention):
         )
         output = self._attend(pad(query, (0, 0, past, 0)), keys, values)[:, :, past:]
         kept = min(keys.shape[2], self.config.window_size + 1)
-        return output, KVCache(keys[:, :, -kept:], values[:, :, -kept:], kept)
+        keys, values = (x[:, :, -kept:].clone() for x in (keys, values))  # a view would keep the prompt alive
+        return output, KVCache(keys, values, kept)

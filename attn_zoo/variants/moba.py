@@ -8,7 +8,7 @@ Symbols: the paper's block size B is `block_size` C, its k is `top_k`, the own b
 Routing is causal: only whole blocks of the past are scored, and the own block is taken without a score, so that its
 mean, which holds later keys, decides nothing.
 Cost: time O(B H L (k C + L / C) D): the scores of blocks are the second term, as large as the first at about 2 k C^2
-tokens; memory O(B H L k D).
+tokens; memory O(B H L k D). A decoded token O(B H (k C + L / C) D), from keys, values and the means of whole blocks.
 """
 
 from __future__ import annotations
@@ -266,8 +266,34 @@ def moba_backward_ratio(shape: Shape) -> float:
 
 
 def moba_state_bytes(shape: Shape, itemsize: int) -> int:
-    """Count the keys and values of all positions so far."""
-    return 2 * shape.batch_size * shape.num_kv_heads * shape.key_len * shape.head_dim * itemsize
+    """Count the keys and values of all positions so far, and the means of whole blocks in float32 at least."""
+    config: MobaConfig = shape.config or MobaConfig()
+    num_means = shape.key_len // config.block_size
+    per_feature = 2 * shape.key_len * itemsize + num_means * max(itemsize, 4)
+    return shape.batch_size * shape.num_kv_heads * shape.head_dim * per_feature
+
+
+@dataclass(frozen=True, slots=True)
+class MobaState:
+    """Decode state.
+
+    Args:
+        cache: keys and values so far.
+        means: of the keys of each whole block, `[B, G, whole blocks, D]`, in float32 at least.
+    """
+
+    cache: KVCache
+    means: Tensor
+
+    def append(self, key: Tensor, value: Tensor, block_size: int) -> MobaState:
+        """Return the state with `[B, G, n, D]` more positions; this one stays as it is."""
+        cache, num_known = self.cache.append(key, value), self.means.shape[2]
+        num_whole = cache.length // block_size
+        if num_whole == num_known:
+            return MobaState(cache, self.means)
+        fresh = cache.keys[:, :, num_known * block_size : num_whole * block_size].to(self.means.dtype)
+        means = fresh.unflatten(2, (-1, block_size)).mean(3)
+        return MobaState(cache, torch.cat([self.means, means], dim=2))
 
 
 @register_attention(
@@ -388,28 +414,55 @@ class MobaAttention(AbstractAttention):
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-    ) -> KVCache:
-        """Return an empty cache of keys and values.
+    ) -> MobaState:
+        """Return an empty cache of keys and values, and no block.
 
         Raises:
             UnsupportedError: built bidirectional.
         """
         self._require_state()
-        return KVCache.empty(batch_size, self.build.num_kv_heads, self.build.head_dim, device=device, dtype=dtype)
+        groups, head_dim = self.build.num_kv_heads, self.build.head_dim
+        cache = KVCache.empty(batch_size, groups, head_dim, device=device, dtype=dtype)
+        wide = torch.promote_types(cache.key.dtype, torch.float32)
+        return MobaState(cache, torch.empty(batch_size, groups, 0, head_dim, device=device, dtype=wide))
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
-        """Attend from one new position to its block so far and to the chosen ones of the cache."""
+    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, MobaState]:
+        """Attend from one new position to its block so far and to the blocks it chooses, O(B H (k C + L / C) D).
+
+        Whole blocks of the past alone are scored, so that nothing has to be masked.
+        """
         if query.shape[2] != 1:
             raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
-        return self.prefill(query, key, value, state)
+        state, size = self._continued(key, value, state), self.config.block_size
+        cache, num_past = state.cache, (state.cache.length - 1) // size  # blocks before the one it stands in
+        query = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, G, H / G, D]
+        scaled, own = query * query.shape[-1] ** -0.5, slice(num_past * size, cache.length)
+        scores = scaled @ cache.keys[:, :, own].mT  # [B, G, H / G, own]
+        num_chosen = min(self.config.top_k - 1, num_past)
+        if num_chosen == 0:
+            return (scores.softmax(-1) @ cache.values[:, :, own]).flatten(1, 2)[:, :, None], state
+        liking = query.to(state.means.dtype) @ state.means[:, :, :num_past].mT
+        chosen = liking.topk(num_chosen, dim=-1).indices  # [B, G, H / G, chosen]
+        batch, group = (torch.arange(n, device=query.device) for n in query.shape[:2])
+        place = batch[:, None, None, None], group[:, None, None], chosen
+        blocks = (x[:, :, : own.start].unflatten(2, (num_past, size)) for x in (cache.key, cache.value))
+        keys, values = (x[place] for x in blocks)  # [B, G, H / G, chosen, C, D]
+        far = (scaled[..., None, :] @ keys.flatten(3, 4).mT).squeeze(-2)  # [B, G, H / G, chosen C]
+        weights = torch.cat([far, scores], dim=-1).softmax(-1)
+        at_far, at_own = weights.split([far.shape[-1], scores.shape[-1]], dim=-1)
+        output = (at_far[..., None, :] @ values.flatten(3, 4)).squeeze(-2) + at_own @ cache.values[:, :, own]
+        return output.flatten(1, 2)[:, :, None], state
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, MobaState]:
         """Attend from new positions, at once where nothing came before, else densely under the mask of the routing."""
         if state is None:
             state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
-        is_start = state.length == 0
-        if (length := state.length + query.shape[2]) > self.build.max_seq_len:
-            raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this makes {length}")
-        state = state.append(key, value)
+        is_start = state.cache.length == 0
+        state = self._continued(key, value, state)
         run = self._attend if is_start and query.shape[2] > 1 else self.reference
-        return run(query, state.keys, state.values), state
+        return run(query, state.cache.keys, state.cache.values), state
+
+    def _continued(self, key: Tensor, value: Tensor, state: MobaState) -> MobaState:
+        if (length := state.cache.length + key.shape[2]) > self.build.max_seq_len:
+            raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this makes {length}")
+        return state.append(key, value, self.config.block_size)

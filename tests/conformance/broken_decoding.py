@@ -55,6 +55,15 @@ class SoundStepsBesideDropout(DropsInSteps):
         return Decodes.read(self, query, keys, values)
 
 
+class KeepsThePromptAlive(Decodes):
+    """Its state is a view of something larger."""
+
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        output, state = super().prefill(query, key, value, state)
+        key, value = (torch.cat([x] * 4, dim=2)[:, :, : x.shape[2]] for x in (state.key, state.value))
+        return output, KVCache(key, value, state.length)
+
+
 class ForgetsAfter128Steps(Decodes):
     def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return super().read(query, keys[:, :, -128:], values[:, :, -128:])
@@ -187,6 +196,7 @@ DECODING = (
     Broken(cls=KeepsTheStateInTheModule, check="decode_states", capabilities=DECODE),
     Broken(cls=WritesBehindEveryState, check="decode_states", capabilities=DECODE),
     Broken(cls=ChangesItsState, check="decode_states", capabilities=DECODE),
+    Broken(cls=KeepsThePromptAlive, check="decode_state_bytes", capabilities=DECODE),
     Broken(cls=KeepsOneEmptyState, check="decode", also=STATES, capabilities=DECODE),
 )
 DECODING_MIXERS = (Broken(cls=RemembersItsWeight, check="decode_states", capabilities=MIXER, complexity=MIXER_COST),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,9 @@ from attn_zoo.errors import UnsupportedError
 
 NUM_CUTS = 3
 """Random ways of cutting a sequence; beside them every sequence is stepped through, and read at once."""
+
+MOST_ROOM = 2
+"""Times the size of a state that its tensors may occupy: buffers that double are half empty at most."""
 
 SHORT_ENDS = (0, 3, 5, 7, 8, 11)
 """Prefills shorter than what a short convolution keeps, one after another."""
@@ -292,7 +295,20 @@ def _expect_parameters_read(subject: Subject, build: BuildContext, sequence: Seq
         expect_same(inputs, output, before, "steps do not use the parameters that were loaded", f": step {at}")
 
 
-@check("the decode state has the size that is claimed, and a recurrent one does not grow")
+def state_tensors(state: object) -> Iterator[Tensor]:
+    """Yield all tensors of a state (a tensor, a dataclass, tuple, list or dict of them)."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        yield from state_tensors(list(state.values()))
+    elif isinstance(state, tuple | list):
+        for item in state:
+            yield from state_tensors(item)
+    elif is_dataclass(state):
+        yield from state_tensors([getattr(state, item.name) for item in fields(state)])
+
+
+@check("the decode state has the size that is claimed, occupies no more, and a recurrent one does not grow")
 @torch.no_grad()
 def _decode_state_bytes(subject: Subject) -> Finding:
     kind, claim = subject.capabilities.decode, subject.variant.complexity.state_bytes
@@ -320,6 +336,13 @@ def _expect_state_bytes(subject: Subject, build: BuildContext, length: int, dtyp
         for output, state in _read(module, inputs, pieces, start):
             num_tokens, size = num_tokens + output.shape[-2], state_bytes(state)
             first = first or size
+            storages = (tensor.untyped_storage() for tensor in state_tensors(state))
+            occupied = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+            if occupied > MOST_ROOM * size:
+                raise Violation(
+                    "the decode state keeps more memory alive than it has use for (a view of what was read?)",
+                    f"{inputs.words()}, {way}: {occupied} bytes for {size}, after {num_tokens} tokens",
+                )
             if kind == "recurrent" and size != first:
                 raise Violation(
                     'declares decode="recurrent" but its state grows',

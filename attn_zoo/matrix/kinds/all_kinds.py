@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from attn_zoo.matrix.kinds.accuracy import Accuracy
+from attn_zoo.matrix.kinds.decoded_token import Decode
 from attn_zoo.matrix.kinds.kind import AbstractKind
 from attn_zoo.matrix.kinds.scaling import Scaling
 from attn_zoo.matrix.kinds.step import Step
 from attn_zoo.records import Cell
 
-KINDS: tuple[AbstractKind, ...] = (Scaling(), Step(), Accuracy())
+KINDS: tuple[AbstractKind, ...] = (Scaling(), Decode(), Step(), Accuracy())
 
 
 def kind_of(cell: Cell) -> AbstractKind:

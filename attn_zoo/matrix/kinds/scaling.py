@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import torch
@@ -20,106 +20,52 @@ from attn_zoo.conformance.probes import probe, probe_dropout
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, config_of, form_of
-from attn_zoo.matrix.kinds.kind import Axis, Problem, Size, as_axis, combinations
-from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind, make_module
+from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, form_of
+from attn_zoo.matrix.kinds.kind import Axis
+from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, make_module
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
-from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
-from attn_zoo.matrix.plan.source_digest import CALL_ROOMS
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.measure.passes import clear_grads, make_pass
-from attn_zoo.metadata import Request
-from attn_zoo.records import PASSES, PROTOCOL_VERSION, CallPass, Cell, Memory
-from attn_zoo.registry import variants
+from attn_zoo.records import PASSES, CallPass, Cell, Memory
 
 
-class ScalingGroup(TimedGroup):
+class ScalingGroup(CallGroup):
     """Time and memory of one call over lengths. Where several values are given, every combination is a cell.
 
     Args:
         passes: what is timed; see `attn_zoo.records.PASSES`.
-        batch_size: B; fixed while the length grows, so that exponents mean something.
-        num_heads: H.
-        num_kv_heads: G; default H.
-        head_dim: D.
-        scope: heads in and out (`"attention"`), or hidden states with projections (`"mixer"`).
         is_causal: later keys hidden.
+        has_padding: the last quarter of every second sequence is padding.
         dropout_p: on attention weights.
     """
 
     passes: Axis[CallPass] = ("fwd",)
-    batch_size: Axis[Size] = (1,)
-    num_heads: Axis[Size] = (8,)
-    num_kv_heads: Size | None = None
-    head_dim: Axis[Size] = (64,)
-    scope: Axis[Literal["attention", "mixer"]] = ("attention",)
     is_causal: Axis[bool] = (False,)
+    has_padding: Axis[bool] = (False,)
     dropout_p: Axis[Annotated[float, Field(ge=0, lt=1)]] = (0.0,)
 
     def axes(self) -> dict[str, Sequence[Any]]:
+        axes = super().axes()
+        seeds = axes.pop("seed")
         return {
-            "scope": self.scope,
-            "dtype": self.dtypes,
-            "batch_size": self.batch_size,
-            "num_heads": self.num_heads,
-            "head_dim": self.head_dim,
+            **axes,
             "is_causal": self.is_causal,
             "has_padding": self.has_padding,
             "dropout_p": self.dropout_p,
             "pass_": self.passes,
-            "seed": self.seeds,
+            "seed": seeds,
         }
 
 
-class Scaling(TimedKind):
+class Scaling(CallKind):
     """One call of a variant."""
 
     name = "scaling"
     group = ScalingGroup
-    rooms = CALL_ROOMS
 
     def owns(self, cell: Cell) -> bool:
         return cell.kind == self.name and cell.scope != "model"  # training steps are stored under the same name
-
-    def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
-        num_kv_heads = group.get("num_kv_heads")
-        if not isinstance(num_kv_heads, int) or num_kv_heads < 1:
-            return []
-        heads = as_axis(group.get("num_heads", list(ScalingGroup.model_fields["num_heads"].default)))
-        return [
-            (f"{where}.num_kv_heads", f"expected a divisor of num_heads = {num_heads}; got {num_kv_heads}")
-            for num_heads in heads
-            if isinstance(num_heads, int) and num_heads % num_kv_heads
-        ]
-
-    def points(self, group: ScalingGroup) -> Iterator[dict[str, Any]]:
-        for point in combinations(group.axes()):
-            yield {
-                "kind": self.name,
-                "protocol_version": PROTOCOL_VERSION,
-                "num_kv_heads": group.num_kv_heads or point["num_heads"],
-                **point,
-            }
-
-    def refusals(self, cells: Sequence[Cell]) -> list[Refusal | None]:
-        first, variant = cells[0], variants[cells[0].variant]
-        if form_of(first) == "attention" and variant.attention is None:
-            return [("attention", 'needs hidden states [B, L, E]: scope = "mixer"')] * len(cells)
-        offered = variant.capabilities_of(config_of(first))
-        return [
-            offered.missing(
-                Request(
-                    is_causal=cell.is_causal,
-                    has_key_padding_mask=cell.has_padding,
-                    is_grouped_query=cell.num_kv_heads != cell.num_heads,
-                    dropout_p=cell.dropout_p,
-                    seq_len=cell.seq_len,
-                    dtype=cell.dtype,
-                    device=cell.device,
-                )
-            )
-            for cell in cells
-        ]
 
     def estimate(self, item: PlannedCell) -> Estimate:
         return call_estimate(item.cell, item.budget_s, item.isolation)
@@ -258,7 +204,7 @@ def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Ca
     module.train(has_graph)
     shape = call_shape(cell)
     if inputs is None:
-        inputs = [tensor.requires_grad_(has_graph) for tensor in _draw(cell, dtype)]
+        inputs = [tensor.requires_grad_(has_graph) for tensor in draw_inputs(cell, dtype)]
     mask = padding_of(shape.batch_size, shape.query_len, cell.device) if cell.has_padding else None
 
     def forward() -> Tensor:
@@ -277,8 +223,8 @@ def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> Ca
     )
 
 
-def _draw(cell: Cell, dtype: torch.dtype) -> list[Tensor]:
-    """Return query, key and value, or hidden states."""
+def draw_inputs(cell: Cell, dtype: torch.dtype) -> list[Tensor]:
+    """Return query, key and value of a call, or hidden states: the same for the same seed."""
     sizes = call_shape(cell)
     query = (sizes.batch_size, sizes.num_heads, sizes.query_len, sizes.head_dim)
     key = (sizes.batch_size, sizes.num_kv_heads, sizes.key_len, sizes.head_dim)

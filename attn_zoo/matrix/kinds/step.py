@@ -57,6 +57,7 @@ class StepGroup(TimedGroup):
         variants: names, or tables `{name, label, options, compile}`.
         protocol: named training protocol.
         batch_size: B; the protocol's own if absent.
+        has_padding: the last quarter of every second sequence is padding.
     """
 
     entry: ClassVar[type[Entry]] = StepEntry
@@ -64,9 +65,15 @@ class StepGroup(TimedGroup):
     variants: Variants[StepEntry]
     protocol: str = "lra-small"
     batch_size: Axis[Size] | None = None
+    has_padding: Axis[bool] = (False,)
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        return {"dtype": self.dtypes, "batch_size": self.batch_size or (None,), **super().axes()}
+        return {
+            "dtype": self.dtypes,
+            "batch_size": self.batch_size or (None,),
+            "has_padding": self.has_padding,
+            "seed": self.seeds,
+        }
 
 
 class Step(TimedKind):

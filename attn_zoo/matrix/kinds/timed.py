@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -21,11 +21,25 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import build_context, config_of, form_of
-from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Group, Length, Member, Seconds
+from attn_zoo.matrix.kinds.kind import (
+    AbstractKind,
+    Axis,
+    Forecast,
+    Group,
+    Length,
+    Member,
+    Problem,
+    Seconds,
+    Size,
+    as_axis,
+    combinations,
+)
 from attn_zoo.matrix.plan.estimate import CALLS
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
+from attn_zoo.matrix.plan.source_digest import CALL_ROOMS
 from attn_zoo.matrix.plan.work_order import WorkOrder
-from attn_zoo.records import Cell, Record
+from attn_zoo.metadata import Request
+from attn_zoo.records import PROTOCOL_VERSION, Cell, Record
 from attn_zoo.registry import variants
 
 
@@ -34,7 +48,6 @@ class TimedGroup(Group):
 
     Args:
         seq_len: tokens.
-        has_padding: the last quarter of every second sequence is padding.
         isolation: a process for each cell, one for all lengths of a lane, or one in which all variants of the group are
             timed in turns (`"interleaved"`): the way to compare peers.
         repeats: how many processes time each cell; with several, intervals cover what differs between them. They are
@@ -46,7 +59,6 @@ class TimedGroup(Group):
     """
 
     seq_len: Axis[Length]
-    has_padding: Axis[bool] = (False,)
     isolation: Literal["cell", "lane", "interleaved"] = "cell"
     repeats: Annotated[int, Field(ge=1, le=20)] = 1
     timeout_s: Seconds = 600.0
@@ -60,11 +72,39 @@ class TimedGroup(Group):
 
     def axes(self) -> dict[str, Sequence[Any]]:
         """Return the values of each field of a cell that may have several, but for the length."""
-        return {"dtype": self.dtypes, "has_padding": self.has_padding, "seed": self.seeds}
+        return {"dtype": self.dtypes, "seed": self.seeds}
 
     @property
     def num_cells(self) -> int:
         return len(self.variants) * math.prod(map(len, self.axes().values())) * len(self.seq_len)
+
+
+class CallGroup(TimedGroup):
+    """What groups may say that time one mechanism by itself.
+
+    Args:
+        batch_size: B; fixed while the length grows, so that exponents mean something.
+        num_heads: H.
+        num_kv_heads: G; default H.
+        head_dim: D.
+        scope: heads in and out (`"attention"`), or hidden states with projections (`"mixer"`).
+    """
+
+    batch_size: Axis[Size] = (1,)
+    num_heads: Axis[Size] = (8,)
+    num_kv_heads: Size | None = None
+    head_dim: Axis[Size] = (64,)
+    scope: Axis[Literal["attention", "mixer"]] = ("attention",)
+
+    def axes(self) -> dict[str, Sequence[Any]]:
+        return {
+            "scope": self.scope,
+            "dtype": self.dtypes,
+            "batch_size": self.batch_size,
+            "num_heads": self.num_heads,
+            "head_dim": self.head_dim,
+            "seed": self.seeds,
+        }
 
 
 class _TimedForecast(Forecast):
@@ -163,6 +203,57 @@ class TimedKind(AbstractKind):
         if cell.device == "cuda" and not torch.cuda.is_available():
             raise UnsupportedError("cuda", "no CUDA device here")
         return self.workload(cell, inputs)
+
+
+class CallKind(TimedKind):
+    """A kind whose cells time one mechanism by itself.
+
+    Attributes:
+        fixed: fields that all its cells have in common.
+    """
+
+    rooms = CALL_ROOMS
+    fixed: ClassVar[Mapping[str, Any]] = {}
+
+    def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
+        num_kv_heads = group.get("num_kv_heads")
+        if not isinstance(num_kv_heads, int) or num_kv_heads < 1:
+            return []
+        heads = as_axis(group.get("num_heads", list(CallGroup.model_fields["num_heads"].default)))
+        return [
+            (f"{where}.num_kv_heads", f"expected a divisor of num_heads = {num_heads}; got {num_kv_heads}")
+            for num_heads in heads
+            if isinstance(num_heads, int) and num_heads % num_kv_heads
+        ]
+
+    def points(self, group: CallGroup) -> Iterator[dict[str, Any]]:
+        for point in combinations(group.axes()):
+            yield {
+                "kind": self.name,
+                "protocol_version": PROTOCOL_VERSION,
+                "num_kv_heads": group.num_kv_heads or point["num_heads"],
+                **self.fixed,
+                **point,
+            }
+
+    def refusals(self, cells: Sequence[Cell]) -> list[Refusal | None]:
+        first, variant = cells[0], variants[cells[0].variant]
+        if form_of(first) == "attention" and variant.attention is None:
+            return [("attention", 'needs hidden states [B, L, E]: scope = "mixer"')] * len(cells)
+        offered = variant.capabilities_of(config_of(first))
+        return [offered.missing(self.request(cell)) for cell in cells]
+
+    def request(self, cell: Cell) -> Request:
+        """Return what a cell asks of its variant."""
+        return Request(
+            is_causal=cell.is_causal,
+            has_key_padding_mask=cell.has_padding,
+            is_grouped_query=cell.num_kv_heads != cell.num_heads,
+            dropout_p=cell.dropout_p,
+            seq_len=cell.seq_len,
+            dtype=cell.dtype,
+            device=cell.device,
+        )
 
 
 def make_module(cell: Cell) -> tuple[AbstractAttention | AbstractMixer, BuildContext]:

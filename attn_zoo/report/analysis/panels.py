@@ -230,7 +230,7 @@ def _panel(
     setting: Mapping[str, Any], members: Sequence[Observation], name: str, results: Results, varying: set[str]
 ) -> Panel:
     by_label = grouped(members, lambda one: one.label)
-    series = [make_series(label, by_label[label], setting["scope"], results) for label in sorted(by_label)]
+    series = [make_series(label, by_label[label], setting["pass"], results) for label in sorted(by_label)]
     caveats = [
         f"{each.label}: {ROUTING_SEES_FUTURE}"
         for each in series

@@ -218,7 +218,7 @@ def _busy_lengths(points: Sequence[Point]) -> frozenset[int]:
     return frozenset(point.seq_len for point in points[-count:]) if count >= LEAST_BUSY else frozenset()
 
 
-def make_series(label: str, members: Sequence[Observation], scope: str | None, results: Results) -> Series:
+def make_series(label: str, members: Sequence[Observation], pass_: str, results: Results) -> Series:
     """Return the curve of one label within one panel."""
     by_length = grouped(members, lambda one: one.cell.seq_len or 0)
     points, failures = [], []
@@ -233,7 +233,7 @@ def make_series(label: str, members: Sequence[Observation], scope: str | None, r
     points = [replace(point, is_waiting=point.seq_len in waiting) for point in points]
     variant = members[0].cell.variant
     claim = results.claim(variant)
-    if claim is not None and scope == "model":  # the mechanism's claim does not say how a whole model grows
+    if claim is not None and pass_ in {"decode", "step"}:  # it does not say how one token grows, or a whole model
         claim = replace(claim, time_exponent=None, memory_exponent=None)
     return Series(
         label=label,

@@ -28,6 +28,12 @@ EXPLANATION = (
     "cheaper beyond a crossover length."
 )
 
+EXPLANATION_OF_DECODING = (
+    "A token is decoded from what a mechanism keeps of all tokens before it. Exact attention keeps their keys and "
+    "values and reads them all, so after twice as many tokens the next one costs twice the time: slope 1 on these "
+    "log-log figures. A window, or a state of fixed size, costs the same after any number of tokens: slope 0."
+)
+
 WHY_LINEAR = (
     "Exact attention's memory is linear here: its fused kernels never store the scores of all pairs, only a running "
     "maximum and sum for each token."
@@ -330,7 +336,17 @@ def memory_findings(analysis: Analysis) -> list[str]:
     return [WHY_LINEAR] if any(_has_linear_memory(panel) for panel in analysis.panels) else []
 
 
+def explanation(analysis: Analysis) -> str:
+    """Return what slopes mean, of whole sequences and of decoded tokens; empty where nothing was timed."""
+    is_decode = {panel.pass_ == "decode" for panel in analysis.panels}  # noqa: S105 - a word of ours
+    said = {False: EXPLANATION, True: EXPLANATION_OF_DECODING}
+    return " ".join(said[each] for each in sorted(is_decode))
+
+
 def _has_linear_memory(panel: Panel) -> bool:
+    """Whether exact attention keeps no scores: of a whole call, as what it decodes from is linear anyway."""
+    if panel.pass_ == "decode":  # noqa: S105 - a word of ours
+        return False
     return any(panel.memory[one.label].verdict == "linear" for one in panel.series if one.is_exact)
 
 

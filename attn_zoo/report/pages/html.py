@@ -22,9 +22,9 @@ from attn_zoo.report.figures.all_figures import Picture, front_picture
 from attn_zoo.report.figures.style import DARK, FONTS
 from attn_zoo.report.figures.svg import dark_rules, inline_figures
 from attn_zoo.report.pages.findings import (
-    EXPLANATION,
     accuracy_findings,
     completeness,
+    explanation,
     findings,
     headline,
     memory_findings,
@@ -60,7 +60,7 @@ def build_page(
         headline=headline(analysis),
         completeness=completeness(analysis),
         findings=findings(analysis),
-        explanation=EXPLANATION if analysis.panels else "",
+        explanation=explanation(analysis),
         warnings=analysis.results.warnings,
         definitions=definitions,
         front_figures=[figure for figure in figures if figure[0] is front],

@@ -207,8 +207,8 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
 
 
 def _question(panel: Panel) -> str:
-    if panel.pass_ == "step":  # noqa: S105 - a word of ours
-        return "What does a training step take?"
+    if panel.pass_ in (questions := {"step": "What does a training step take?", "decode": "What does a token take?"}):
+        return questions[panel.pass_]
     return "Which is faster, timed in turns?" if panel.turns else "Which is the fastest?"
 
 

@@ -253,7 +253,7 @@ def measurement_table(analysis: Analysis) -> Table:
             for series in panel.series
             for point in series.outcomes.values()
         ]
-    is_step = any(row["tokens_per_s"] for row in rows)
+    is_step = any(panel.pass_ == "step" for panel in analysis.panels)  # noqa: S105 - a word of ours
     steps = f"; of a training step without {held_words('step')}" if is_step else ""
     return Table(
         name="scaling",
@@ -266,6 +266,7 @@ def measurement_table(analysis: Analysis) -> Table:
                 f"Extra memory: peak without inputs, output and gradients of the inputs{steps}.", heading="extra memory"
             ),
             Remark("Saved: kept for backward.", heading="saved"),
+            Remark("State: what a decoded token starts from, without the room in its buffers.", heading="state"),
             *_energy_words(rows),
             Remark(
                 "Speed-up: median time of the fastest exact kernel at the same length over this one.",

@@ -1,0 +1,258 @@
+"""Decoded tokens as cells: what a matrix may say of them, what one step is, and what its own checks catch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_zoo import VariantConfig, register_attention
+from attn_zoo.attention.decode import KVCache
+from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.matrix.claimed_costs import build_context, form_of
+from attn_zoo.matrix.kinds import decoded_token
+from attn_zoo.matrix.kinds.decoded_token import LEAST_STEPS, DecodeWorkload, _Steps
+from attn_zoo.matrix.plan.expand import Plan, make_plan
+from attn_zoo.matrix.plan.schema import parse_matrix
+from attn_zoo.metadata import Capabilities, Complexity, Reference
+from attn_zoo.records import PROTOCOL_VERSION, Cell, Record
+from attn_zoo.registry import variants
+from tests.matrix.conftest import run_cell, run_cells_in_turns
+
+TINY = {"seq_len": [100], "num_heads": 2, "head_dim": 8, "device": "cpu", "threads": 1, "budget_s": 0.02}
+
+
+def plan(names: list[Any], **changes: Any) -> Plan:
+    return make_plan(parse_matrix({"name": "test", "decode": [{"variants": names, **TINY, **changes}]}, "test.toml"))
+
+
+def cells(names: list[Any], **changes: Any) -> list[Cell]:
+    return [item.cell for item in plan(names, **changes).cells]
+
+
+def decoding(form: str) -> list[str]:
+    every = [variants[name] for name in variants if not name.startswith("fake_")]
+    return [
+        each.name
+        for each in every
+        if each.capabilities.decode != "none" and (form == "mixer" or each.attention is not None)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"passes": ["fwd"]}, "decode[0].passes: unknown key"),
+        ({"has_padding": True}, "decode[0].has_padding: unknown key"),
+        ({"num_kv_heads": 3}, "decode[0].num_kv_heads: expected a divisor of num_heads = 2; got 3"),
+    ],
+    ids=["passes", "padding", "heads"],
+)
+def test_what_a_decode_group_may_say(changes, sentence):
+    with pytest.raises(ConfigError) as caught:
+        plan(["full"], **changes)
+    assert sentence in str(caught.value)
+
+
+def test_a_cell_says_all_that_decides_a_token():
+    [cell] = cells(["full"], num_kv_heads=1, batch_size=[3])
+    assert (cell.kind, cell.pass_, cell.is_causal, cell.num_kv_heads) == ("decode", "decode", True, 1)
+    assert (cell.protocol_version, cell.num_tokens) == (PROTOCOL_VERSION, 3)
+    assert cell.id == "full/decode/L100/fp32/causal/D8/seed0"
+
+
+def test_who_cannot_decode_is_refused_with_the_reason():
+    refusals = {item.cell.variant: item.refusal for item in plan(["full", "bigbird", "lstm"]).cells}
+    assert refusals["full"] is None
+    assert refusals["bigbird"] is not None
+    assert refusals["bigbird"][0] == "decode"
+    assert "no step-by-step decoding: random blocks" in refusals["bigbird"][1]
+    assert refusals["lstm"] == ("attention", 'needs hidden states [B, L, E]: scope = "mixer"')
+    [item] = plan([{"name": "full", "options": {"backend": "flex"}}]).cells
+    assert item.refusal is not None
+    assert "compiles for every length" in item.refusal[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"), [(name, scope) for scope in ("attention", "mixer") for name in decoding(scope)]
+)
+def test_a_token_becomes_a_record(name, scope):
+    [cell] = cells([name], scope=scope, batch_size=2)
+    record = run_cell(cell)
+    assert record.status == "ok", record.reason + record.trace
+    assert record.timing is not None
+    assert record.memory is not None
+    assert {"decode", "decode_states", "decode_state_bytes", "own_shape", "own_last"} <= set(record.gate)
+    assert ("own_step" in record.gate) == (name != "moba"), "its choices may be flipped by rounding"
+    complexity = variants[name].complexity
+    assert complexity.state_bytes is not None
+    shape = build_context(cell).shape(2, 1, 100, variants[name].config(), form_of(cell))
+    assert record.memory.state_bytes == complexity.state_bytes(shape, 4)
+    assert record.memory.input_bytes is not None
+    weights = 4 * (record.num_params or 0)
+    assert weights + record.memory.state_bytes <= record.memory.input_bytes
+    assert record.memory.input_bytes <= weights + 2 * record.memory.state_bytes
+    assert (record.flops, record.time_exponent, record.memory.saved_bytes) == (None, None, None)
+    assert Record.from_dict(record.to_dict()) == record
+
+
+def test_flops_of_one_step_are_counted():
+    [cell] = cells(["full"])
+    assert run_cell(cell).counted_flops == 4 * 2 * 8 * 101
+
+
+@pytest.mark.parametrize("seq_len", [1, 2])
+def test_the_first_tokens_have_next_to_nothing_before_them(seq_len):
+    [cell] = cells(["full"], seq_len=[seq_len])
+    record = run_cell(cell)
+    assert record.status == "ok", record.reason + record.trace
+    assert record.memory is not None
+    assert record.memory.state_bytes == 2 * 2 * 8 * 4 * seq_len
+
+
+def test_tokens_are_decoded_in_turns_from_the_same_ones_before():
+    names = ["full", "linear_attention", "local_window"]
+    found = run_cells_in_turns(cells(names, isolation="interleaved"), budget_s=0.02)
+    assert [record.status for record in found] == ["ok"] * 3, [record.reason for record in found]
+    assert len({record.bundle for record in found}) == 1
+
+
+def test_steps_begin_again_outside_the_timing_before_they_have_moved_far():
+    begun = 0
+
+    def begin() -> int:
+        nonlocal begun
+        begun += 1
+        return 0
+
+    seen = []
+
+    def step(state: int) -> tuple[Tensor, int]:
+        seen.append(state)
+        return torch.zeros(()), state + 1
+
+    steps = _Steps(step, begin, most=3)
+    for _ in range(7):
+        steps.settle()
+        steps()
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+    assert begun == 3
+
+
+def test_steps_that_are_captured_go_on(monkeypatch):
+    """What runs before a captured call must leave the device alone."""
+    steps = _Steps(lambda state: (torch.zeros(()), state + 1), lambda: 0, most=2)
+    steps.settle()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(5):
+        steps.settle()
+        steps()
+    assert steps.state == 5
+
+
+def test_a_timed_step_copies_no_cache():
+    """Buffers that must grow, or that another continuation is in, are copied before."""
+    [cell] = cells(["full"])
+    work = DecodeWorkload(cell, None)
+    call, settle = work.make_call()
+    assert settle is not None
+    for _ in range(3 * LEAST_STEPS):
+        settle()
+        with mock.patch("torch.cat") as copy:
+            call()
+        copy.assert_not_called()
+
+
+ANY = Capabilities(bidirectional=True, causal=True, cross_attention=False, key_padding_mask=False, decode="kv_cache")
+COSTS = Complexity(time="", memory="", time_exponent=2, memory_exponent=1, sequential_ops="1", max_path="1")
+NOWHERE = Reference(title="", authors="", year=2026, url="")
+
+
+@pytest.fixture
+def broken():
+    """Register variants for one test."""
+    names = []
+
+    def add(cls: type) -> str:
+        name = f"broken_{cls.__name__.lower()}"
+        register_attention(name, config=VariantConfig, capabilities=ANY, complexity=COSTS, reference=NOWHERE)(cls)
+        names.append(name)
+        return name
+
+    yield add
+    for name in names:
+        variants.remove(name)
+
+
+class Exact(variants["full"].attention):  # type: ignore[misc]
+    def __init__(self, config: VariantConfig, build: Any) -> None:
+        super().__init__(variants["full"].config(), build)
+
+
+class ForgetsAfter512(Exact):
+    """Right as far as the gate looks."""
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
+        state = state.append(key, value)
+        return self._attend(query, state.keys[:, :, -512:], state.values[:, :, -512:], is_causal=False), state
+
+
+class WritesIntoLongStates(Exact):
+    """Its state is no value once it is long."""
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
+        output, after = super().step(query, key, value, state)
+        if state.length > 512:
+            state.value[:, :, : state.length] *= 0.99
+        return output, after
+
+
+@pytest.mark.parametrize(("cls", "check"), [(ForgetsAfter512, "own_step"), (WritesIntoLongStates, "own_last")])
+def test_what_goes_wrong_after_many_tokens_is_caught_at_the_length_of_the_cell(broken, cls, check):
+    name = broken(cls)
+    [short], [long] = cells([name]), cells([name], seq_len=[700])
+    assert run_cell(short).status == "ok", run_cell(short).reason
+    record = run_cell(long)
+    assert record.status == "gate_failed", record
+    assert check in record.reason
+    assert "after 700 tokens" in record.reason
+
+
+def test_a_step_that_is_wrong_from_the_start_is_never_timed(broken):
+    class Doubles(Exact):
+        def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
+            output, state = super().step(query, key, value, state)
+            return 2 * output, state
+
+    record = run_cell(*cells([broken(Doubles)]))
+    assert record.status == "gate_failed"
+    assert record.timing is None
+    assert "decode" in record.reason
+
+
+def test_a_state_that_can_be_used_once_is_refused(broken):
+    """It could not be begun again."""
+
+    class Once(Exact):
+        used: ClassVar[list[KVCache]] = []
+
+        def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
+            if any(state is one for one in self.used):
+                raise UnsupportedError("decode", "once: a state can be continued once")
+            self.used.append(state)
+            output, after = super().step(query, key, value, state)
+            return output, after
+
+    record = run_cell(*cells([broken(Once)]))
+    assert record.status == "unsupported"
+    assert "can be continued once" in record.reason
+
+
+def test_capture_has_room_for_the_steps_of_its_graphs():
+    from attn_zoo.measure.stopwatch import NUM_WARMUP, SEVERAL
+
+    assert decoded_token.CAPTURED_STEPS >= 2 * (NUM_WARMUP + SEVERAL)

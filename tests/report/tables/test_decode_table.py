@@ -1,0 +1,84 @@
+"""Decoded tokens in the report: their state, tokens per second, and what slopes mean of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_zoo.records import Memory, Record
+from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.analysis.contradictions import contradicted_exponents
+from attn_zoo.report.pages.findings import explanation, findings, headline, memory_findings
+from attn_zoo.report.tables.time_tables import length_table, measurement_table
+from tests.report.synthetic import DOUBLINGS, scaling, write_run
+
+DECODE: dict[str, Any] = {"kind": "decode", "pass_": "decode", "is_causal": True, "batch_size": 4}
+
+
+def token(variant: str, seq_len: int, median_ms: float, state_bytes: int) -> Record:
+    """Return a record of one token, whose peak memory is twice its state."""
+    record = scaling(variant, seq_len, median_ms, spread=1e-3, **DECODE)
+    return replace(record, flops=None, memory=Memory(peak_bytes=2 * state_bytes, state_bytes=state_bytes))
+
+
+def tokens() -> list[Record]:
+    return [
+        record
+        for length in DOUBLINGS
+        for record in (
+            token("full", length, 1e-4 * length, 4096 * length),
+            token("linformer", length, 0.3, 2**20),
+        )
+    ]
+
+
+def reported(path: Path, records: list[Record]) -> Analysis:
+    return analyse([write_run(path / "run", records)])
+
+
+def test_what_is_claimed_of_a_sequence_is_not_held_against_a_token(tmp_path: Path):
+    analysis = reported(tmp_path, tokens())
+    [panel] = analysis.panels
+    assert panel.title == "one decoded token"
+    assert {label: growth.verdict for label, growth in panel.time.items()} == {
+        "full": "linear",
+        "linformer": "constant",
+    }
+    for growth in (*panel.time.values(), *panel.memory.values()):
+        assert growth.claimed is None
+    assert contradicted_exponents(analysis.panels) == []
+    assert headline(analysis).startswith("One decoded token on Example CPU @ 2.0 GHz: the fastest is full up to")
+
+
+def test_the_state_is_shown_and_the_peak_says_what_it_includes(tmp_path: Path):
+    analysis = reported(tmp_path, tokens())
+    table = measurement_table(analysis)
+    headings = [column.heading for column in table.columns]
+    assert "state" in headings
+    assert "saved" not in headings
+    row = next(row for row in table.rows if row["variant"] == "full" and row["seq_len"] == 1024)
+    assert row["state_bytes"] == 4096 * 1024
+    assert row["tokens_per_s"] == pytest.approx(4 / 0.1024 * 1e3, rel=1e-3)
+    assert any("State: what a decoded token starts from" in str(note) for note in table.notes)
+    assert not any("training step" in str(note) for note in table.notes)
+    [panel] = analysis.panels
+    assert "weights and state with all the room in its buffers included" in str(length_table(panel, "memory").notes)
+
+
+def test_slopes_are_explained_of_what_was_timed(tmp_path: Path):
+    both = [*tokens(), *(scaling("full", length) for length in DOUBLINGS)]
+    of_tokens, of_both = explanation(reported(tmp_path, tokens())), explanation(reported(tmp_path / "both", both))
+    assert "quadratic" not in of_tokens
+    assert "slope 0" in of_tokens
+    assert "quadratic" in of_both
+    assert of_both.endswith(of_tokens)
+
+
+def test_a_cache_that_grows_is_not_put_down_to_fused_kernels(tmp_path: Path):
+    analysis = reported(tmp_path, tokens())
+    assert analysis.panels[0].memory["full"].verdict == "linear"
+    assert memory_findings(analysis) == []
+    assert not any("fused" in text for text in findings(analysis))
