@@ -104,6 +104,13 @@ def test_flops_of_one_step_are_counted():
     assert run_cell(cell).counted_flops == 4 * 2 * 8 * 101
 
 
+def test_kernels_are_those_of_the_steps_not_of_what_they_are_compared_with():
+    """Else repeats, which compare nothing, would seem to run others."""
+    [cell] = cells(["linear_attention"])
+    found = [run_cell(cell, is_repeat=is_repeat) for is_repeat in (False, True)]
+    assert [record.kernels for record in found] == [(), ()]
+
+
 @pytest.mark.parametrize("seq_len", [1, 2])
 def test_the_first_tokens_have_next_to_nothing_before_them(seq_len):
     [cell] = cells(["full"], seq_len=[seq_len])
