@@ -98,7 +98,7 @@ def panel_name(setting: Mapping[str, Any], varying: set[str]) -> str:
 
 _HELD = {
     "step": "weights, gradients, averages and data",
-    "decode": "weights and state with all the room in its buffers",
+    "decode": "weights and buffers of the state",
 }
 
 

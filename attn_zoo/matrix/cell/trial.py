@@ -124,7 +124,7 @@ class Trial:
             watch = make_stopwatch(cell.device)
             self._sampling = Sampling(call, setup=setup, budget_s=self.budget_s, stopwatch=watch)
             output = self._sampling.begin()
-        # Nothing of this is timed yet: the first call is reported apart. What it is compared with may run other kernels.
+        # Nothing of this is timed: the first call is reported apart. What it is compared with may run other kernels.
         with self.phase("gate"):
             self._checks += work.check(output, is_repeat=self.is_repeat)
         del output

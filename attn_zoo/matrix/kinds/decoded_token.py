@@ -23,8 +23,9 @@ from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, form_of, forward_flops
+from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.kinds.scaling import draw_inputs
-from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, make_module
+from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, TimedForecast, make_module
 from attn_zoo.matrix.plan.estimate import Estimate, assumed_rate, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_update
@@ -68,6 +69,10 @@ class Decode(CallKind):
         tensors = 12 * shape.batch_size * shape.num_heads * shape.key_len * shape.head_dim
         seconds = rough_seconds(0.0, cell, item.budget_s, item.isolation) + reading_s
         return Estimate(seconds, tensors * DTYPE_BYTES[cell.dtype])
+
+    def forecast(self) -> Forecast:
+        """Return one by which it is the prefill that grows, and the forward that a step is compared with."""
+        return TimedForecast(lambda known: known.phases.get("build", 0.0) + known.phases.get("gate", 0.0))
 
     def build_on_meta(self, cell: Cell) -> None:
         super().build_on_meta(_with_room(cell))

@@ -107,13 +107,22 @@ class CallGroup(TimedGroup):
         }
 
 
-class _TimedForecast(Forecast):
+def _seconds_of_calls(record: Record) -> float:
+    timing = record.timing
+    return math.inf if timing is None else CALLS * (timing.graph_ms or timing.median_ms) / 1e3
+
+
+class TimedForecast(Forecast):
     """From a shorter length of the same curve, whose calls grow by the claimed exponent; or the estimate of the plan.
 
     Short calls are a small part of their cell: the rest, such as checks and the seconds of sampling, does not grow.
+
+    Args:
+        growing: returns the seconds of a cell that grow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, growing: Callable[[Record], float] = _seconds_of_calls) -> None:
+        self._growing = growing
         self._latest: dict[str, Record] = {}
 
     def add(self, record: Record) -> None:
@@ -124,10 +133,7 @@ class _TimedForecast(Forecast):
         if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
             exponent = max(variants[cell.variant].complexity_of(config_of(cell)).time_exponent, 1.0)
             growth: float = (cell.seq_len / known.cell.seq_len) ** exponent
-            calls_s = known.duration_s
-            if known.timing is not None:
-                calls_s = min(CALLS * (known.timing.graph_ms or known.timing.median_ms) / 1e3, calls_s)
-            return known.duration_s + calls_s * (growth - 1)
+            return known.duration_s + min(self._growing(known), known.duration_s) * (growth - 1)
         return (item.estimate_s or 0.0) / item.separate_repeats
 
 
@@ -181,7 +187,7 @@ class TimedKind(AbstractKind):
             make_module(cell)
 
     def forecast(self) -> Forecast:
-        return _TimedForecast()
+        return TimedForecast()
 
     def run(
         self, order: WorkOrder, records: Sequence[Record], tell: Callable[[int], object], room_bytes: int | None

@@ -213,7 +213,7 @@ def _verdict(
 
 def slope_words(exponent: Exponent) -> str:
     """Return a slope with its interval; bytes do not vary, and an interval of no width says nothing."""
-    value, low, high = (f"{each:.2f}" for each in (exponent.value, exponent.low, exponent.high))
+    value, low, high = (f"{each:z.2f}" for each in (exponent.value, exponent.low, exponent.high))
     return value if low == high else f"{value} [{low}, {high}]"
 
 

@@ -203,7 +203,7 @@ def _exponent_words(grown: Growth) -> str:
     """Return what the description says of how a curve grows; one or two lengths cannot say it."""
     if grown.exponent is not None and grown.is_settled:
         claimed = f" (claimed {grown.claimed:g})" if grown.claimed is not None else ""
-        return f", exponent {grown.exponent.value:.2f}{claimed}"
+        return f", exponent {grown.exponent.value:z.2f}{claimed}"
     if not grown.why or len(grown.slopes) < 2:
         return ""
     return f", {grown.why}" if _is_known_within(grown) else f", exponent not settled: {grown.why}"
@@ -212,7 +212,7 @@ def _exponent_words(grown: Growth) -> str:
 def _growth_words(grown: Growth, shown: Container[str]) -> str:
     claimed, marks = grown.claimed, marks_of(grown.doubts, shown)
     if grown.exponent is not None and grown.is_settled:
-        words = f"N^{grown.exponent.value:.2f}" + (f" (claimed {claimed:g})" if claimed is not None else "")
+        words = f"N^{grown.exponent.value:z.2f}" + (f" (claimed {claimed:g})" if claimed is not None else "")
         return marked(words, marks)
     if grown.exponent is not None and _is_known_within(grown):
         return marked(f"slope {slope_words(grown.exponent)}", marks)

@@ -36,7 +36,7 @@ def exponent_table(analysis: Analysis) -> Table:
         for growth in fits.values()
         if growth.slopes
     ]
-    slope = "{:.2f}".format
+    slope = "{:z.2f}".format
     return Table(
         name="exponents",
         title="Growth with the sequence length",

@@ -14,6 +14,7 @@ from attn_zoo.attention.decode import KVCache
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.claimed_costs import build_context, form_of
 from attn_zoo.matrix.kinds import decoded_token
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.kinds.decoded_token import LEAST_STEPS, DecodeWorkload, _Steps
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
@@ -118,6 +119,16 @@ def test_the_first_tokens_have_next_to_nothing_before_them(seq_len):
     assert record.status == "ok", record.reason + record.trace
     assert record.memory is not None
     assert record.memory.state_bytes == 2 * 2 * 8 * 4 * seq_len
+
+
+def test_a_longer_cell_is_foretold_by_its_prefill():
+    """A token of exact attention costs twice as much after twice as many others, its prefill four times."""
+    kind = kind_of(cells(["full"])[0])
+    short, long = plan(["full"], seq_len=[1000, 4000]).cells
+    record = Record(cell=short.cell, status="ok", duration_s=3.0, phases={"build": 1.0, "gate": 1.5, "timing": 0.5})
+    forecast = kind.forecast()
+    forecast.add(record)
+    assert forecast.seconds(long) == pytest.approx(0.5 + 16 * 2.5)
 
 
 def test_tokens_are_decoded_in_turns_from_the_same_ones_before():
@@ -257,6 +268,17 @@ def test_a_state_that_can_be_used_once_is_refused(broken):
     record = run_cell(*cells([broken(Once)]))
     assert record.status == "unsupported"
     assert "can be continued once" in record.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", decoding("mixer"))
+def test_tokens_on_a_gpu_are_timed_on_the_gpu_alone(name):
+    [cell] = cells([name], scope="mixer", device="cuda", threads=None, dtypes=["bfloat16"], seq_len=[512])
+    record = run_cell(cell, budget_s=0.1)
+    assert record.status == "ok", record.reason + record.trace
+    assert record.timing is not None
+    assert record.timing.graph_reason == ""
+    assert record.timing.graph_ms is not None
 
 
 def test_capture_has_room_for_the_steps_of_its_graphs():

@@ -11,6 +11,7 @@ import pytest
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.contradictions import contradicted_exponents
+from attn_zoo.report.figures.scaling_curves import _growth_words
 from attn_zoo.report.pages.findings import explanation, findings, headline, memory_findings
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
 from tests.report.synthetic import DOUBLINGS, scaling, write_run
@@ -50,6 +51,9 @@ def test_what_is_claimed_of_a_sequence_is_not_held_against_a_token(tmp_path: Pat
     for growth in (*panel.time.values(), *panel.memory.values()):
         assert growth.claimed is None
     assert contradicted_exponents(analysis.panels) == []
+    grown = panel.memory["linformer"]
+    assert grown.exponent is not None
+    assert _growth_words(replace(grown, exponent=replace(grown.exponent, value=-1e-4)), ()) == "N^0.00"
     assert headline(analysis).startswith("One decoded token on Example CPU @ 2.0 GHz: the fastest is full up to")
 
 
@@ -65,7 +69,7 @@ def test_the_state_is_shown_and_the_peak_says_what_it_includes(tmp_path: Path):
     assert any("State: what a decoded token starts from" in str(note) for note in table.notes)
     assert not any("training step" in str(note) for note in table.notes)
     [panel] = analysis.panels
-    assert "weights and state with all the room in its buffers included" in str(length_table(panel, "memory").notes)
+    assert "weights and buffers of the state included" in str(length_table(panel, "memory").notes)
 
 
 def test_slopes_are_explained_of_what_was_timed(tmp_path: Path):
