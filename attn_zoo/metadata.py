@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -101,7 +102,7 @@ class Capabilities:
         is_control: shows what a model does without attention; no report names it as the one to choose.
         dtypes: floating-point types it runs in.
         devices: device types it runs on.
-        requires: packages it needs beyond the core dependencies.
+        requires: packages it needs beyond the core dependencies, as they are imported.
         why: for a field that says no, half a sentence that explains it ("each compressed key mixes all positions").
     """
 
@@ -169,6 +170,9 @@ class Capabilities:
             return "dtypes", f"dtype {request.dtype} is not one of {', '.join(self.dtypes)}"
         if request.device is not None and request.device not in self.devices:
             return "devices", f"device {request.device} is not one of {', '.join(self.devices)}"
+        for package in self.requires:
+            if not _is_installed(package):
+                return "requires", f"the package {package} is not installed"
         if request.seq_len is None:
             return None
         if request.seq_len % self.seq_len_multiple != 0:
@@ -299,6 +303,13 @@ class Shape:
         """Floating-point operations of those projections, a multiply-add being two."""
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return 4 * self.batch_size * self.embed_dim * (self.query_len * width + self.key_len * kv_width)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ModuleNotFoundError, ValueError):  # of a part of something that is not there; of what has no spec
+        return False
 
 
 CostFormula = Callable[[Shape], int]

@@ -33,6 +33,7 @@ REFUSALS: list[tuple[dict[str, Any], Request, str]] = [
     ({"positions": ("none",)}, Request(position="alibi"), "position 'alibi' is not one of none"),
     ({"dtypes": ("float32",)}, Request(dtype="float16"), "dtype float16 is not one of float32"),
     ({"devices": ("cuda",)}, Request(device="cpu"), "device cpu is not one of cuda"),
+    ({"requires": ("torch", "no_such_package")}, Request(), "the package no_such_package is not installed"),
     ({"seq_len_multiple": 64}, Request(seq_len=65), "length 65 is not a multiple of 64"),
     (
         {"variable_seq_len": False},
@@ -80,7 +81,6 @@ def test_every_field_that_can_say_no_is_covered():
         "is_simulated",
         "is_control",
         "dropout_unit",
-        "requires",
         "why",
     }
     assert {item.name for item in fields(Capabilities)} - silent == {next(iter(case[0])) for case in REFUSALS}
