@@ -135,6 +135,9 @@ class Capabilities:
                 raise UnknownNameError("capability in why", name, known)
         if type(self.seq_len_multiple) is int and self.seq_len_multiple < 1:
             raise ValueError(f"seq_len_multiple: expected at least 1; got {self.seq_len_multiple}")
+        if "none" not in self.positions:
+            got = ", ".join(self.positions) or "nothing"
+            raise ValueError(f"positions: expected 'none', which cells and checks ask for, among them; got {got}")
         if self.decode != "none" and (self.causal == "masked" or self.has_carry):
             what = "routing that sees the future" if self.causal == "masked" else "a carry between layers"
             raise ValueError(f"decode: {what} cannot be decoded step by step; expected 'none', got {self.decode!r}")

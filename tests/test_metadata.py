@@ -102,6 +102,11 @@ def test_a_length_is_a_multiple_of_something(multiple):
         replace(EVERYTHING, seq_len_multiple=multiple)
 
 
+def test_every_variant_runs_without_positions_of_its_own():
+    with pytest.raises(ValueError, match=r"positions: expected 'none', which cells and checks ask for, among them"):
+        replace(EVERYTHING, positions=("rotary",))
+
+
 def test_records_are_frozen():
     with pytest.raises(FrozenInstanceError):
         EVERYTHING.causal = False  # type: ignore[misc]

@@ -223,7 +223,10 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
     Raises:
         ConfigError: nothing of the kind, or the environments differ and that was not allowed.
         UnknownNameError: `allow` has a word that is none of `ALLOWED`.
+        ValueError: the limit is negative.
     """
+    if limit < 0:
+        raise ValueError(f"limit: expected at least 0, a share; got {limit:g}")
     allowed = set(allow)
     for word in sorted(allowed - set(ALLOWED)):
         raise UnknownNameError("allowance", word, ALLOWED, f"there are {', '.join(ALLOWED)}")

@@ -48,6 +48,12 @@ def test_faster_slower_same_and_missing(tmp_path):
     assert row["ratio_low"] < row["ratio"] < row["ratio_high"] < 1
 
 
+def test_a_limit_below_nothing_is_refused(tmp_path):
+    """It would find everything slower, a run beside itself too."""
+    with pytest.raises(ValueError, match=r"limit: expected at least 0, a share; got -0\.5"):
+        compare(tmp_path, tmp_path, limit=-0.5)
+
+
 def test_touching_intervals_are_the_same(tmp_path):
     found = verdicts(tmp_path, [scaling("v", 512, 10.0, spread=0.08)], [scaling("v", 512, 10.1, spread=0.08)])
     assert found.iloc[0]["verdict"] == "same"
