@@ -206,9 +206,12 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
     )
 
 
+_QUESTIONS = {"step": "What does a training step take?", "decode": "What does the next token take?"}
+
+
 def _question(panel: Panel) -> str:
-    if panel.pass_ in (questions := {"step": "What does a training step take?", "decode": "What does a token take?"}):
-        return questions[panel.pass_]
+    if panel.pass_ in _QUESTIONS:
+        return _QUESTIONS[panel.pass_]
     return "Which is faster, timed in turns?" if panel.turns else "Which is the fastest?"
 
 
