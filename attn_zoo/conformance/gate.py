@@ -149,7 +149,8 @@ def gate(
         )
         # A shared mixer is compared as a mixer, but only its heads can be compared with exact attention.
         names = ("matches_oracle",) if form not in (None, each) else GATE_CHECKS if known is None else CHECKS_AGAIN
-        besides = CHECKS_OF_DECODE if needs_decode and names is GATE_CHECKS else ()
+        # A shared mixer keeps the state of its heads, whose checks say whether that is a value.
+        besides = CHECKS_OF_DECODE if needs_decode and known is None else ()
         for check in find_checks([*names, *besides]):
             if each not in check.forms:
                 continue

@@ -252,6 +252,23 @@ def test_a_step_that_is_wrong_from_the_start_is_never_timed(broken):
     assert "decode" in record.reason
 
 
+@pytest.mark.parametrize("scope", ["attention", "mixer"])
+def test_a_state_that_is_no_value_is_never_timed(broken, scope):
+    """A shared mixer keeps the state of its heads, which is asked about all the same."""
+
+    class WritesIntoItsState(Exact):
+        def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
+            output, after = super().step(query, key, value, state)
+            after = KVCache(after.key.clone(), after.value.clone(), after.length)
+            state.value[:, :, : state.length] *= 0.5
+            return output, after
+
+    record = run_cell(*cells([broken(WritesIntoItsState)], scope=scope))
+    assert record.status == "gate_failed"
+    assert record.timing is None
+    assert "decode_states" in record.reason
+
+
 def test_a_state_that_can_be_used_once_is_refused(broken):
     """It could not be begun again."""
 
