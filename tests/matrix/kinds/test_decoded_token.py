@@ -35,7 +35,7 @@ def cells(names: list[Any], **changes: Any) -> list[Cell]:
 
 
 def decoding(form: str) -> list[str]:
-    every = [variants[name] for name in variants if not name.startswith("fake_")]
+    every = [variants[name] for name in variants if variants[name].provider == "attn_zoo"]
     return [
         each.name
         for each in every
