@@ -581,7 +581,7 @@ class Cell(Json, _Keyed):
         Of a training step those that it learns from, padding excluded, as a mean over batches; of a decoded token one
         for each sequence.
         """
-        if self.pass_ == "decode":  # noqa: S105 - a word of ours
+        if self.pass_ == "decode":
             return self.batch_size
         if self.scope != "model" or self.batch_size is None or self.seq_len is None:
             return None

@@ -338,14 +338,14 @@ def memory_findings(analysis: Analysis) -> list[str]:
 
 def explanation(analysis: Analysis) -> str:
     """Return what slopes mean, of whole sequences and of decoded tokens; empty where nothing was timed."""
-    is_decode = {panel.pass_ == "decode" for panel in analysis.panels}  # noqa: S105 - a word of ours
+    is_decode = {panel.pass_ == "decode" for panel in analysis.panels}
     said = {False: EXPLANATION, True: EXPLANATION_OF_DECODING}
     return " ".join(said[each] for each in sorted(is_decode))
 
 
 def _has_linear_memory(panel: Panel) -> bool:
     """Whether exact attention keeps no scores: of a whole call, as what it decodes from is linear anyway."""
-    if panel.pass_ == "decode":  # noqa: S105 - a word of ours
+    if panel.pass_ == "decode":
         return False
     return any(panel.memory[one.label].verdict == "linear" for one in panel.series if one.is_exact)
 

@@ -48,7 +48,7 @@ QUESTIONS: Mapping[str, str] = {
 def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
     """Return all tables by the name of the question that they answer; the last of time and efficiency are long."""
     # Steps of one length are in one table with all about them.
-    wide = [panel for panel in analysis.panels if panel.pass_ != "step" or len(panel.lengths) > 1]  # noqa: S105
+    wide = [panel for panel in analysis.panels if panel.pass_ != "step" or len(panel.lengths) > 1]
     found: dict[str, list[Table | None]] = {
         "time": [
             *(length_table(panel, "time") for panel in wide),

@@ -253,7 +253,7 @@ def measurement_table(analysis: Analysis) -> Table:
             for series in panel.series
             for point in series.outcomes.values()
         ]
-    is_step = any(panel.pass_ == "step" for panel in analysis.panels)  # noqa: S105 - a word of ours
+    is_step = any(panel.pass_ == "step" for panel in analysis.panels)
     steps = f"; of a training step without {held_words('step')}" if is_step else ""
     return Table(
         name="scaling",
@@ -309,7 +309,7 @@ def _speed_up(row: Row) -> str:
 
 def step_table(analysis: Analysis) -> Table | None:
     """Return one row for each variant and length of every panel of training steps, the fastest first; None without."""
-    panels = [panel for panel in analysis.panels if panel.pass_ == "step"]  # noqa: S105 - a word of ours
+    panels = [panel for panel in analysis.panels if panel.pass_ == "step"]
     points = [point for panel in panels for point in panel.points]
     shown = shown_doubts(points)
     rows = [
