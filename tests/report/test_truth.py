@@ -680,6 +680,36 @@ def test_two_lengths_are_said_to_be_why_no_exponent_is_settled(tmp_path):
     assert grown == "Time grows, not settled: full, linformer (2 lengths in the top decade, 3 are needed)."
 
 
+def test_a_slope_that_is_no_whole_power_is_told_by_its_side_of_linear(tmp_path):
+    powers = {"full": 1.6, "linformer": 1.0, "window": 0.3}
+    records = [scaling(name, n, n**power, spread=0.01) for name, power in powers.items() for n in LENGTHS[:5]]
+    records += [scaling("wide", n, n, spread=0.6) for n in LENGTHS[:5]]
+    grown, *_ = findings(analyse([write_run(tmp_path / "run", records)]))
+    known = "Time grows, less than linear: window; linear: linformer; more than linear: full"
+    assert grown.startswith(f"{known}; not settled: wide (slope known to ")
+
+
+def test_the_front_table_ranks_by_the_longest_length_and_what_is_not_judged_is_last(tmp_path):
+    claims = CLAIMS | {"pooling": {"time_exponent": 1, "memory_exponent": 1, "is_exact": False, "is_control": True}}
+    costs = {"bigbird": 2.0, "full": 4.0, "linformer": 1.0, "pooling": 0.1}
+    records = [scaling(name, n, cost * n) for name, cost in costs.items() for n in LENGTHS[:3]]
+    records += [scaling("stops", n, 0.5 * n) for n in LENGTHS[:2]]
+    front = front_table(analyse([write_run(tmp_path / "run", records, claims=claims)]))
+    assert front is not None
+    assert [row[0] for row in front.texts()] == ["best", "linformer", "bigbird", "full", "stops", "pooling"]
+    trained = [accuracy(name, seed, mean) for name, mean in (("full", 0.5), ("linformer", 0.7)) for seed in range(3)]
+    front = front_table(analyse([write_run(tmp_path / "trained", trained)]))
+    assert front is not None
+    assert [row[0] for row in front.texts()] == ["best", "linformer", "full"]
+
+
+def test_the_front_table_has_the_longest_length(tmp_path):
+    lengths = (1024, 2048, 4096, 32768, 65536)
+    front = front_table(analyse([write_run(tmp_path / "run", [scaling("full", n, n) for n in lengths])]))
+    assert front is not None
+    assert [column.heading for column in front.columns][1:5] == ["1k", "4k", "32k", "64k"]
+
+
 def test_what_is_cheaper_at_short_lengths_only_is_not_called_cheaper_nowhere(tmp_path):
     records = [scaling("full", n, 1 + 1e-6 * n**2) for n in LENGTHS[:5]]
     records += [scaling("linformer", n, 0.3 + 1e-9 * n**3) for n in LENGTHS[:5]]

@@ -36,6 +36,9 @@ CONTRADICTION = 0.3
 """How far above a claimed exponent the measured interval must lie: a logarithm or a cache that overflows adds less."""
 
 _POWERS = ((0, "constant"), (1, "linear"), (2, "quadratic"))
+NOT_SETTLED = "not settled"
+GROWTH_WORDS = ("constant", "less than linear", "linear", "more than linear", "quadratic")
+"""What `Growth.words` says of a slope that is known, slowest growth first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +76,17 @@ class Growth:
     def is_settled(self) -> bool:
         """Whether the exponent may be said as a fact."""
         return not self.why
+
+    @property
+    def words(self) -> str:
+        """Say how it grows: the power, or on which side of linear the whole interval of the slope lies."""
+        if self.is_settled:
+            return self.verdict
+        if self.exponent is None or self.verdict == "simulated":
+            return NOT_SETTLED
+        if self.exponent.high < 1 - TOLERANCE:
+            return "less than linear"
+        return "more than linear" if self.exponent.low > 1 + TOLERANCE else NOT_SETTLED
 
     @property
     def is_contradicted(self) -> bool:
@@ -205,10 +219,10 @@ def _verdict(
     for power, word in _POWERS:
         if power - TOLERANCE <= exponent.low and exponent.high <= power + TOLERANCE:
             leading = fit.dominant(fit.lengths[-1])
-            return (word, "") if leading == word else ("not settled", f"slope {ends}, but the {leading} term leads")
+            return (word, "") if leading == word else (NOT_SETTLED, f"slope {ends}, but the {leading} term leads")
     if any(exponent.low <= power <= exponent.high for power, _ in _POWERS):
-        return "not settled", f"slope known to {ends} only"
-    return "not settled", f"slope {ends} is no whole power"
+        return NOT_SETTLED, f"slope known to {ends} only"
+    return NOT_SETTLED, f"slope {ends} is no whole power"
 
 
 def slope_words(exponent: Exponent) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from attn_zoo.report.analysis.fits import Crossing, Growth, slope_words
+from attn_zoo.report.analysis.fits import NOT_SETTLED, Crossing, Growth, slope_words
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point, joint_doubts
 from attn_zoo.report.figures.axes import annotate_along, draw_intervals
@@ -196,7 +196,7 @@ def _marker(words: str) -> Line2D:
 
 def _is_known_within(grown: Growth) -> bool:
     """Whether there is a slope to state with its interval, though it is no whole power for certain."""
-    return grown.exponent is not None and grown.verdict == "not settled"
+    return grown.exponent is not None and grown.verdict == NOT_SETTLED
 
 
 def _exponent_words(grown: Growth) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from attn_zoo.folder import Run
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
+from attn_zoo.report.analysis.fits import GROWTH_WORDS, NOT_SETTLED
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel, lead_panel
@@ -251,16 +252,17 @@ def findings(analysis: Analysis) -> list[str]:
 
 def _growth_line(panel: Panel) -> str:
     grown, shown = [growth for growth in panel.time.values() if growth.slopes], shown_doubts(panel.points)
+    by_words = grouped(grown, lambda growth: growth.words)
+    unsettled = by_words.pop(NOT_SETTLED, [])
     said = [
-        f"{word}: {some(marked(growth.label, marks_of(growth.doubts, shown)) for growth in named)}"
-        for word in ("constant", "linear", "quadratic")
-        if (named := [growth for growth in grown if growth.is_settled and growth.verdict == word])
+        f"{words}: {some(marked(growth.label, marks_of(growth.doubts, shown)) for growth in by_words[words])}"
+        for words in GROWTH_WORDS
+        if words in by_words
     ]
-    unsettled = [growth for growth in grown if not growth.is_settled]
     if unsettled:
         reasons = {growth.why for growth in unsettled}
         why = f" ({reasons.pop()})" if len(reasons) == 1 else ""
-        said.append(f"not settled: {some(growth.label for growth in unsettled)}{why}")
+        said.append(f"{NOT_SETTLED}: {some(growth.label for growth in unsettled)}{why}")
     return f"Time grows, {'; '.join(said)}." if said else ""
 
 

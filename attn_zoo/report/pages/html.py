@@ -33,7 +33,7 @@ from attn_zoo.report.pages.findings import (
 )
 from attn_zoo.report.tables.all_tables import QUESTIONS
 from attn_zoo.report.tables.front_table import front_table
-from attn_zoo.report.tables.table import Table
+from attn_zoo.report.tables.table import Column, Row, Table
 from attn_zoo.report.units import clean, human_bytes
 
 
@@ -156,13 +156,20 @@ def _table(table: Table) -> dict[str, Any]:
         "note": table.note,
         "columns": table.columns,
         "rows": [
-            [
-                (column, escape(_unbroken(text)), _sort_value(column.sort(row) if column.sort else None))
-                for column, text in zip(table.columns, texts, strict=True)
-            ]
+            [_entry(column, text, row) for column, text in zip(table.columns, texts, strict=True)]
             for row, texts in zip(table.rows, table.texts(), strict=True)
         ],
     }
+
+
+ONE_LINE = 24
+"""Characters of words beside numbers that are not broken: a wide table is scrolled anyway."""
+
+
+def _entry(column: Column, text: str, row: Row) -> tuple[str, Markup, str]:
+    """Return the classes, the text and what to sort by of one entry."""
+    classes = f"{column.align} short" if column.align == "left" and len(text) <= ONE_LINE else column.align
+    return classes, escape(_unbroken(text)), _sort_value(column.sort(row) if column.sort else None)
 
 
 def _unbroken(text: str) -> str:

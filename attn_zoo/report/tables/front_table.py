@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ NOT_TIMED = "not timed"
 def front_table(analysis: Analysis) -> Table | None:
     """Return the fastest of each length, then one row per variant: speed-up, memory, weights, scores; None for nothing.
 
+    The fastest at the longest length come first, or the best scores where nothing was timed.
     Speed-ups are over the fastest exact variant, whose row has the times themselves.
     """
     panel = lead_panel(analysis.panels)
@@ -46,7 +48,8 @@ def front_table(analysis: Analysis) -> Table | None:
         return None
     shown = shown_doubts(panel.points) if panel else frozenset()
     labels = sorted(
-        {*(one.label for one in (panel.series if panel else ())), *(label for one in scores for label in one.texts)}
+        {*(one.label for one in (panel.series if panel else ())), *(label for one in scores for label in one.texts)},
+        key=lambda label: (_standing(label, panel, scores), label),
     )
     rows = [_row(label, panel, lengths, shown) for label in labels]
     columns = [
@@ -78,11 +81,20 @@ def front_table(analysis: Analysis) -> Table | None:
     )
 
 
+def _standing(label: str, panel: Panel | None, scores: Sequence[_Scores]) -> tuple[float, ...]:
+    """Return what puts the best first: times at the longest lengths, or the first score; what is not judged is last."""
+    series = next((one for one in panel.series if one.label == label), None) if panel else None
+    if panel is None or series is None:
+        return math.inf, next((float([*one.texts].index(label)) for one in scores if label in one.texts), math.inf)
+    times = {point.seq_len: point.median_ms for point in series.points}
+    return not series.is_judged, *(times.get(length, math.inf) for length in reversed(panel.lengths))
+
+
 def _lengths(panel: Panel) -> list[int]:
-    """Return the lengths of `LENGTHS` that were measured, or others that span the range."""
+    """Return the lengths of `LENGTHS` that were measured and the longest of all, or others that span the range."""
     measured = sorted({point.seq_len for point in panel.points})
-    usual = [length for length in LENGTHS if length in measured]
-    return usual if len(usual) > 2 else sorted(by_importance(measured)[:MOST_LENGTHS])
+    usual = {*LENGTHS} & {*measured}
+    return sorted(usual | {measured[-1]} if len(usual) > 2 else by_importance(measured)[:MOST_LENGTHS])
 
 
 def _column(heading: str, key: str, priority: float) -> Column:

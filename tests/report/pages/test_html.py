@@ -138,6 +138,20 @@ def test_headings_are_nested_and_tables_have_header_cells(page):
 
 
 @needs_chromium
+def test_a_few_words_stand_on_one_line_in_a_wide_table(page):
+    script = """
+      document.querySelector('details#time').open = true;
+      const table = document.querySelector('#table-scaling').nextElementSibling.querySelector('table');
+      const text = table.tBodies[0].rows[0].cells[1].firstChild, range = document.createRange();
+      range.selectNodeContents(text);
+      return {text: text.textContent, lines: range.getClientRects().length};
+    """
+    answer = ask(page, script, width=700)
+    assert " " in answer["text"]
+    assert answer["lines"] == 1
+
+
+@needs_chromium
 def test_no_sideways_scrolling_at_four_hundred_percent(page):
     answer = ask(page, "return {scroll: document.documentElement.scrollWidth, width: innerWidth};", width=320)
     assert answer["width"] == 320

@@ -45,7 +45,7 @@ for (const table of document.querySelectorAll("table")) {
     const place = Number(column.value);
     for (const row of rows) {
       const text = place < 0 ? row.textContent : row.cells[place].textContent;
-      row.hidden = !text.toLowerCase().includes(wanted);
+      row.hidden = !text.replaceAll("\u00a0", " ").toLowerCase().includes(wanted);
     }
     count.textContent = wanted ? `${rows.filter((row) => !row.hidden).length} of ${rows.length}` : "";
   };
