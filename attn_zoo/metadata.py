@@ -360,6 +360,7 @@ class Complexity:
             mixer with `projection_bytes`. Padding masks and tables of a pattern are not counted.
         projection_bytes: bytes of the weights of those projections, for a dtype size in bytes; None as above.
         state_bytes: bytes of decode state after `key_len` tokens, for a dtype size in bytes.
+        step_bytes: those of them that the next token must read. None: all.
     """
 
     time: str
@@ -374,6 +375,7 @@ class Complexity:
     bytes: Callable[[Shape, int], int] | None = None
     projection_bytes: Callable[[Shape, int], int] | None = None
     state_bytes: Callable[[Shape, int], int] | None = None
+    step_bytes: Callable[[Shape, int], int] | None = None
 
     def ratio(self, shape: Shape) -> float:
         """Return `backward_ratio` for one call."""

@@ -706,7 +706,7 @@ class Record(Json):
         flops: forward FLOPs from the variant's formula: of one forward, whatever the pass.
         projection_flops: those of `flops` that are linear maps between hidden states and what the mechanism acts on.
         min_bytes: bytes that one forward must move at least: from the variant's formula, or its inputs read once and
-            its output written once.
+            its output written once; of a decoded token, with what it must read of its state.
         backward_ratio: FLOPs of the backward over those of the forward, as the variant counts them.
         time_exponent: of the length, that the variant claims under the options of the cell; None in older records.
         memory_exponent: likewise.

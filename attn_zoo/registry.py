@@ -173,6 +173,18 @@ class Variant:
                 weights += sum(shape.multi_head_params) * itemsize
         return shape.io_bytes(itemsize) + weights
 
+    def step_bytes(self, shape: Shape, itemsize: int) -> int | None:
+        """Return the bytes that one decoded token must move at least; None where no formula says what its state is.
+
+        Args:
+            shape: of `key_len` tokens before it.
+            itemsize: bytes of a number.
+        """
+        of_state = self.complexity.step_bytes or self.complexity.state_bytes
+        if of_state is None:
+            return None
+        return self.min_bytes(replace(shape, query_len=1, key_len=1), itemsize) + of_state(shape, itemsize)
+
     @property
     def backends(self) -> tuple[str, ...]:
         """The values of an option named `backend`, or nothing where there is no such choice."""

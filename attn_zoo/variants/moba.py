@@ -273,6 +273,16 @@ def moba_state_bytes(shape: Shape, itemsize: int) -> int:
     return shape.batch_size * shape.num_kv_heads * shape.head_dim * per_feature
 
 
+def moba_step_bytes(shape: Shape, itemsize: int) -> int:
+    """Count the block that a token stands in, those it chooses, once for all heads of a group, and all means."""
+    config: MobaConfig = shape.config or MobaConfig()
+    num_past, num_own = divmod(shape.key_len, config.block_size)
+    num_chosen = min(config.top_k - 1, num_past)
+    per_feature = 2 * (num_own + num_chosen * config.block_size) * itemsize
+    per_feature += num_past * max(itemsize, 4) if num_chosen else 0
+    return shape.batch_size * shape.num_kv_heads * shape.head_dim * per_feature
+
+
 @dataclass(frozen=True, slots=True)
 class MobaState:
     """Decode state.
@@ -323,6 +333,7 @@ class MobaState:
         flops=moba_flops,
         backward_ratio=moba_backward_ratio,
         state_bytes=moba_state_bytes,
+        step_bytes=moba_step_bytes,
     ),
     reference=Reference(
         title="MoBA: Mixture of Block Attention for Long-Context LLMs",

@@ -13,6 +13,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import UnsupportedError
+from attn_zoo.metadata import Shape
 from tests.conformance.broken import Broken, Softmax
 from tests.conformance.broken_claims import DECODE, MIXER, MIXER_COST, ProjectedSoftmax
 
@@ -62,6 +63,14 @@ class KeepsThePromptAlive(Decodes):
         output, state = super().prefill(query, key, value, state)
         key, value = (torch.cat([x] * 4, dim=2)[:, :, : x.shape[2]] for x in (state.key, state.value))
         return output, KVCache(key, value, state.length)
+
+
+class ReadsMoreThanItKeeps(Decodes):
+    """Sound but for its claim."""
+
+
+def cache_bytes(shape: Shape, itemsize: int) -> int:
+    return 2 * shape.batch_size * shape.num_kv_heads * shape.key_len * shape.head_dim * itemsize
 
 
 class ForgetsAfter128Steps(Decodes):
@@ -197,11 +206,23 @@ DECODING = (
     Broken(cls=WritesBehindEveryState, check="decode_states", capabilities=DECODE),
     Broken(cls=ChangesItsState, check="decode_states", capabilities=DECODE),
     Broken(cls=KeepsThePromptAlive, check="decode_state_bytes", capabilities=DECODE),
+    Broken(
+        cls=ReadsMoreThanItKeeps,
+        check="decode_state_bytes",
+        capabilities=DECODE,
+        complexity={"state_bytes": cache_bytes, "step_bytes": lambda shape, itemsize: cache_bytes(shape, itemsize) + 1},
+    ),
     Broken(cls=KeepsOneEmptyState, check="decode", also=STATES, capabilities=DECODE),
 )
 DECODING_MIXERS = (Broken(cls=RemembersItsWeight, check="decode_states", capabilities=MIXER, complexity=MIXER_COST),)
 SOUND_DECODING = (
     Broken(cls=Decodes, check="", capabilities=GROUPED),
+    Broken(
+        cls=Decodes,
+        check="",
+        capabilities=GROUPED,
+        complexity={"state_bytes": cache_bytes, "step_bytes": lambda shape, _: cache_bytes(shape, 1)},
+    ),
     Broken(cls=SoundStepsBesideDropout, check="", capabilities={**DECODE, "attention_dropout": True}),
     Broken(cls=RefusesAStateThatWasUsed, check="", capabilities=DECODE),
 )

@@ -13,6 +13,7 @@ from attn_zoo import BuildContext, ConfigError, UnsupportedError, build_attentio
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.kernels.trace import recording
+from attn_zoo.registry import variants
 from attn_zoo.variants.moba import MobaConfig, OwnBlockLayout, dispatch, moba_flops, routing_mask
 from tests.exactness import assert_exact
 
@@ -198,6 +199,25 @@ def test_decoding_chooses_as_the_forward_does():
     query, key, value = (x[:, :, 50:] for x in inputs)
     rest, state = module.prefill(query, key, value, state)
     torch.testing.assert_close(rest, expected[:, :, 50:], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_tokens", [7, 16, 40, 70, 80])
+def test_a_step_reads_what_is_claimed_and_no_more(num_tokens: int):
+    """What it reads of the cache shows where it is not a number; the means of all whole blocks are scored."""
+    module = make(build={"embed_dim": DIM, "num_heads": 1})
+    inputs = [torch.randn(1, 1, num_tokens + 1, DIM, generator=torch.Generator().manual_seed(0)) for _ in range(3)]
+    _, state = module.prefill(*(x[:, :, :-1] for x in inputs))
+    query, key, value = (x[:, :, -1:] for x in inputs)
+    num_read = state.means.numel()
+    for tensor in (state.cache.key, state.cache.value):
+        for row in range(num_tokens):
+            kept = tensor[:, :, row].clone()
+            tensor[:, :, row] = math.nan
+            output, _ = module.step(query, key, value, state)
+            tensor[:, :, row] = kept
+            num_read += DIM * bool(output.isnan().any())
+    shape = module.build.shape(1, 1, num_tokens, module.config)
+    assert variants["moba"].step_bytes(shape, 4) == 4 * (num_read + 4 * DIM)
 
 
 def test_one_graph_with_the_same_numbers():

@@ -358,6 +358,12 @@ def _expect_state_bytes(subject: Subject, build: BuildContext, length: int, dtyp
                     "the decode state has another size than claimed",
                     f"{inputs.words()}, {way}: {size} bytes after {num_tokens} tokens; claims {claimed}",
                 )
+            step_bytes = subject.variant.complexity.step_bytes
+            if step_bytes is not None and not 0 <= (read := step_bytes(shape, dtype.itemsize)) <= size:
+                raise Violation(
+                    "a decoded token is claimed to read what its state has not",
+                    f"{inputs.words()}: {read} of {size} bytes after {num_tokens} tokens (Complexity.step_bytes)",
+                )
     return size
 
 

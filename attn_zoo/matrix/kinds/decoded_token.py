@@ -31,6 +31,7 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_update
 from attn_zoo.metadata import Request
 from attn_zoo.records import Cell, Memory
+from attn_zoo.registry import variants
 
 MOVED_FRAC, LEAST_STEPS = 1 / 64, 8
 """A state begins again when it has grown by this share of its tokens, and never after fewer steps."""
@@ -225,8 +226,12 @@ class DecodeWorkload(AbstractWorkload):
         return sum(item.numel() for item in self._module.parameters())
 
     def claims(self) -> Claims:
-        """Return nothing: formulas are of whole sequences."""
-        return Claims()
+        """Return the bytes that a step must move at least; the other formulas are of whole sequences."""
+        cell = self._cell
+        try:
+            return Claims(min_bytes=variants[cell.variant].step_bytes(call_shape(cell), DTYPE_BYTES[cell.dtype]))
+        except Exception:  # somebody else's formula must not spoil a measurement that is done
+            return Claims()
 
     def counted_flops(self) -> int | None:
         from attn_zoo.measure.flop_count import count_flops  # loads a fifth of a second's worth of torch

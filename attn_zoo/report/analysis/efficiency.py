@@ -13,8 +13,14 @@ CONVENTIONS = (
     "Useful FLOPs, by formula, a multiply-add being two, padding included; a backward counts as {ratios} forwards. "
     "Fewest bytes: inputs "
     "and the mechanism's own weights read and output written once; a backward twice that (inputs, output and its "
-    "gradient read, gradients of the inputs written). Share of the roof: FLOPs / product rate or bytes / copy rate, "
-    "whichever is longer, over the median time{alone}."
+    "gradient read, gradients of the inputs written)."
+)
+OF_DECODING = (
+    "Of a decoded token: FLOPs as counted, a multiply-add being two; fewest bytes: weights and what it must read of "
+    "its state read once, its inputs read and its output written once."
+)
+SHARE = (
+    "Share of the roof: FLOPs / product rate or bytes / copy rate, whichever is longer, over the median time{alone}."
 )
 
 _BACKWARD_BYTES = 2
@@ -29,12 +35,12 @@ class Efficiency:
         device_ms: of the GPU alone, or None where that was not measured.
         is_waiting: `time_ms` is that of a call that waits for the host: the shares say little of the kernel.
         doubts: what makes `time_ms` doubtful.
-        flops: useful ones of the pass.
+        flops: useful ones of the pass; of a decoded token as counted.
         min_bytes: that the pass must move at least.
         roof_frac: time that the measured ceilings allow over the time it took.
         mfu: share of the product rate on the data sheet, or None where there is none.
         realised: measured speed-up over the fastest exact kernel as a share of what the FLOPs promise; None for exact
-            variants and without a baseline.
+            variants, without a baseline, and of a decoded token, whose time is that of its bytes.
         realised_doubts: what makes either of its two times doubtful.
         doubt: why the row cannot be right as it stands, or empty.
     """
@@ -99,7 +105,9 @@ def efficiencies(
 
 
 def pass_flops(record: Record, pass_: str) -> float | None:
-    """Return the useful FLOPs of a pass, or None where the record has no formula."""
+    """Return the useful FLOPs of a pass by formula, of a decoded token as counted; None where they are not known."""
+    if pass_ == "decode":
+        return record.counted_flops
     if record.flops is None or record.backward_ratio is None:
         return None
     return record.flops * PASSES[pass_].num_forwards(record.backward_ratio)
@@ -111,7 +119,8 @@ def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings
     time_ms = point.device_ms or point.median_ms
     roof_frac = ceilings.floor_s(flops, min_bytes) / (time_ms * 1e-3)
     peak = ceilings.sheet_flops_per_s
-    promised = None if exact is None or series.is_exact else pass_flops(exact.record, pass_)
+    is_promised = exact is not None and not series.is_exact and pass_ != "decode"
+    promised = pass_flops(exact.record, pass_) if exact is not None and is_promised else None
     return Efficiency(
         label=series.label,
         seq_len=point.seq_len,

@@ -6,7 +6,7 @@ from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import flops_ratios
-from attn_zoo.report.analysis.efficiency import CONVENTIONS, Efficiency
+from attn_zoo.report.analysis.efficiency import CONVENTIONS, OF_DECODING, SHARE, Efficiency
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.tables.table import (
     MARK_REMARKS,
@@ -25,8 +25,9 @@ from attn_zoo.report.wording import ceilings_words, marks_of
 
 def _conventions(*panels: Panel) -> str:
     """Say what counts. The ratio of a layer varies with the length: its projections have another one."""
+    whole = [panel for panel in panels if panel.pass_ != "decode"]
     by_label: dict[str, list[float]] = {}
-    for panel in panels:
+    for panel in whole:
         for label, rows in panel.efficiency.items():
             by_label.setdefault(label, []).extend(row.backward_ratio for row in rows)
     by_ratio: dict[str, list[str]] = {}
@@ -36,7 +37,9 @@ def _conventions(*panels: Panel) -> str:
     words = " or ".join(f"{ratio} ({', '.join(labels)})" for ratio, labels in by_ratio.items())
     has_device = any(point.device_ms for panel in panels for point in panel.points)
     alone = " (of the GPU alone, where that was measured)" if has_device else ""
-    return CONVENTIONS.format(ratios=words, alone=alone)
+    said = [CONVENTIONS.format(ratios=words)] if whole else []
+    said += [OF_DECODING] if len(whole) < len(panels) else []
+    return " ".join([*said, SHARE.format(alone=alone)])
 
 
 def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | None:
@@ -89,7 +92,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             number_column("bytes/s", "bytes_per_s", human_bandwidth, priority=2),
             number_column("of the roof", "roof_frac", percent, priority=0),
             *([number_column("MFU", "mfu", percent, priority=2)] if has_mfu else []),
-            Column(heading="realised", show=_realised, sort=lambda row: row["realised"], priority=1),
+            *([_REALISED] if any(row["realised"] is not None for row in rows) else []),
             *([text_column("above the roof", "doubt", priority=6)] if any(row["doubt"] for row in rows) else []),
         ),
         rows=tuple(rows),
@@ -99,6 +102,9 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
 
 def _realised(row: Row) -> str:
     return "" if row["realised"] is None else marked(percent(row["realised"]), row["realised_marks"])
+
+
+_REALISED = Column(heading="realised", show=_realised, sort=lambda row: row["realised"], priority=1)
 
 
 def _long_row(panel: Panel, point: Efficiency, shown: frozenset[str]) -> dict[str, Any]:

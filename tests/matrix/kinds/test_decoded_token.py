@@ -16,6 +16,7 @@ from attn_zoo.matrix.claimed_costs import build_context, form_of
 from attn_zoo.matrix.kinds import decoded_token
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.kinds.decoded_token import LEAST_STEPS, DecodeWorkload, _Steps
+from attn_zoo.matrix.kinds.timed import make_module
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.metadata import Capabilities, Complexity, Reference
@@ -96,6 +97,10 @@ def test_a_token_becomes_a_record(name, scope):
     weights = 4 * (record.num_params or 0)
     assert weights + record.memory.state_bytes <= record.memory.input_bytes
     assert record.memory.input_bytes <= weights + 2 * record.memory.state_bytes
+    inputs = 4 * 2 * 16 * (4 if scope == "attention" else 2)
+    drawn = 4 * sum(buffer.numel() for buffer in make_module(cell)[0].buffers())  # the features of performer
+    if name != "moba":  # which reads a part of its state
+        assert record.min_bytes == inputs + weights + drawn + record.memory.state_bytes
     assert (record.flops, record.time_exponent, record.memory.saved_bytes) == (None, None, None)
     assert Record.from_dict(record.to_dict()) == record
 

@@ -13,8 +13,9 @@ from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.contradictions import contradicted_exponents
 from attn_zoo.report.figures.scaling_curves import _growth_words
 from attn_zoo.report.pages.findings import explanation, findings, headline, memory_findings
+from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
-from tests.report.synthetic import DOUBLINGS, scaling, write_run
+from tests.report.synthetic import DOUBLINGS, roof, scaling, write_run
 
 DECODE: dict[str, Any] = {"kind": "decode", "pass_": "decode", "is_causal": True, "batch_size": 4}
 
@@ -86,3 +87,23 @@ def test_a_cache_that_grows_is_not_put_down_to_fused_kernels(tmp_path: Path):
     assert analysis.panels[0].memory["full"].verdict == "linear"
     assert memory_findings(analysis) == []
     assert not any("fused" in text for text in findings(analysis))
+
+
+def test_a_token_stands_beside_the_roof_by_what_it_must_read(tmp_path: Path):
+    """1 GB at 10 GB/s is 100 ms; nothing is promised by FLOPs."""
+    records = [
+        replace(token(name, 1024, ms, 10**9), min_bytes=10**9, counted_flops=10**6)
+        for name, ms in (("full", 200.0), ("linformer", 400.0))
+    ]
+    analysis = analyse([write_run(tmp_path / "run", records, ceilings=[roof(copy_bytes_per_s=1e10)])])
+    [panel] = analysis.panels
+    [full], [other] = (panel.efficiency[name] for name in ("full", "linformer"))
+    assert full.roof_frac == pytest.approx(0.5, rel=1e-3)
+    assert other.roof_frac == pytest.approx(0.25, rel=1e-3)
+    assert full.flops_per_s == pytest.approx(10**6 / 0.2, rel=1e-3)
+    assert other.realised is None
+    table = efficiency_table(analysis)
+    assert table is not None
+    assert "realised" not in [column.heading for column in table.columns]
+    assert table.note.startswith("Of a decoded token: FLOPs as counted")
+    assert "a backward counts" not in table.note
