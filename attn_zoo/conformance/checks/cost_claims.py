@@ -43,7 +43,7 @@ def _flops_formula(subject: Subject) -> Finding:
     if complexity.flops is None:
         return not_applicable("claims no formula")
     build, config = next(subject.contexts(with_cross=False)), subject.config
-    lengths = [subject.fit(2**power) for power in range(4, 23)]
+    lengths = sorted({subject.fit(2**power) for power in range(4, 23)})
     counts = [complexity.flops(build.shape(1, length, config=config, form=subject.form)) for length in lengths]
     for length, count in zip(lengths, counts, strict=True):
         if not isinstance(count, int) or count <= 0:

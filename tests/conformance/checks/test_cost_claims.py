@@ -16,13 +16,14 @@ from tests.conformance.broken import Broken, Softmax, registered
 from tests.conformance.broken_claims import MIXER, MIXER_COST, ProjectedSoftmax
 
 
-def growth(formula: Callable[[int], float], exponent: float) -> tuple[str, str]:
+def growth(formula: Callable[[int], float], exponent: float, **capabilities: Any) -> tuple[str, str]:
     """Return outcome and message of the check of a formula of the length."""
 
     def flops(shape: Shape) -> int:
         return shape.batch_size * round(formula(shape.query_len))
 
-    broken = Broken(cls=Softmax, check="", complexity={"flops": flops, "time_exponent": exponent})
+    claims = {"flops": flops, "time_exponent": exponent}
+    broken = Broken(cls=Softmax, check="", complexity=claims, capabilities=capabilities)
     with registered(broken) as name:
         (result,) = run_checks(name, checks=["flops_formula"])
     return result.outcome, result.message
@@ -41,6 +42,11 @@ def growth(formula: Callable[[int], float], exponent: float) -> tuple[str, str]:
 def test_sound_formulas_pass(formula, exponent):
     outcome, _ = growth(formula, exponent)
     assert outcome == "passed"
+
+
+@pytest.mark.parametrize("multiple", [24, 300, 1000])
+def test_a_length_is_compared_with_itself_by_no_multiple(multiple):
+    assert growth(lambda n: 7 * n**2, 2, seq_len_multiple=multiple) == ("passed", "grows as L^2.00")
 
 
 @pytest.mark.parametrize(
