@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -470,6 +470,7 @@ def check(
     *,
     device: str = "cpu",
     only: Iterable[str] | str = (),
+    progress: bool = True,
 ) -> Checks:
     """Check a variant against every promise it makes, in this process.
 
@@ -478,6 +479,7 @@ def check(
         options: of the variant; by default the small sets that its config names.
         device: `"cpu"` or `"cuda"`.
         only: names of checks; by default all (`attn-zoo list checks`).
+        progress: say on the standard error stream which check it is that takes long.
 
     Raises:
         UnknownNameError: no such variant or check.
@@ -485,8 +487,11 @@ def check(
         UnsupportedError: no such device here, or it does not run there.
     """
     from attn_zoo.conformance import run_checks
+    from attn_zoo.console import told_if_slow
 
     name = variant if isinstance(variant, str) else _name_of(variant)
-    results = Checks(run_checks(name, options or None, device=_device(device), checks=_listed(only) or None))
+    around = told_if_slow if progress else nullcontext
+    checks = _listed(only) or None
+    results = Checks(run_checks(name, options or None, device=_device(device), checks=checks, around=around))
     results.variant = name
     return results

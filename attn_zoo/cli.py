@@ -172,7 +172,8 @@ def show(
     if measure:
         from attn_zoo.conformance import measure_complexity
 
-        rows = measure_complexity(name)
+        with console.told_if_slow(f"measuring how {name} grows with the length"):
+            rows = measure_complexity(name)
     if as_json:
         console.print_json(
             console.variant_data(info) | ({} if rows is None else {"measured": [asdict(row) for row in rows]})
@@ -197,6 +198,7 @@ def check(
 
     Without options it is checked under the small ones that its config names, several sets where it has several ways.
     """
+    console.err.print(f"checking {name}", markup=False, soft_wrap=True)  # first: loading torch alone takes seconds
     load_files(files)
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # whatever a variant prints
         results = api.check(name, _options(option), device=device, only=only or ())

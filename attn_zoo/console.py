@@ -6,10 +6,12 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from operator import itemgetter
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -46,6 +48,22 @@ err = _Console(stderr=True, highlight=False)
 def say(text: str) -> None:
     """Print text as it is, without markup and unwrapped."""
     out.print(text, markup=False, soft_wrap=True)
+
+
+SILENCE_S = 2.0
+"""After this long without a word a user wonders what is going on."""
+
+
+@contextmanager
+def told_if_slow(text: str) -> Iterator[None]:
+    """Say on the standard error stream what the block does, should it take longer than `SILENCE_S`."""
+    timer = Timer(SILENCE_S, lambda: err.print(text, markup=False, soft_wrap=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def print_json(data: Any) -> None:

@@ -10,6 +10,8 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 import attn_zoo
 from attn_zoo import api, cli
 from attn_zoo.conformance import CheckResult
-from attn_zoo.console import print_checks, print_standing
+from attn_zoo.console import print_checks, print_standing, told_if_slow
 from attn_zoo.discovery import LoadFailure
 from attn_zoo.displays import Checks
 from attn_zoo.matrix.store.store import Store
@@ -143,6 +145,30 @@ def test_a_new_variant_passes_its_checks_before_it_is_touched(call, tmp_path, mo
     answer = call("check", "my_twist")
     assert answer.code == 0, answer.out
     assert "0 failed" in answer.out
+
+
+@pytest.mark.usefixtures("forget")
+def test_a_check_says_at_once_what_it_checks_and_then_what_takes_long(call, tmp_path, monkeypatch):
+    path = tmp_path / "loud.py"
+    path.write_text("print('loaded')\n" + VARIANT.format(name="loud"))
+    told = []
+    monkeypatch.setattr("attn_zoo.console.told_if_slow", lambda text: told.append(text) or nullcontext())
+    answer = call("check", "loud", "--variant-file", str(path), "--only", "shape_and_dtype")
+    assert answer.err.splitlines() == ["checking loud", "loaded"]
+    assert told == ["[1/1] shape_and_dtype"]
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_what_takes_long_is_told_while_it_does(is_slow, capsys, monkeypatch):
+    monkeypatch.setattr("attn_zoo.console.SILENCE_S", 0.0 if is_slow else 1e6)
+    timers = set(threading.enumerate())
+    with told_if_slow("[3/45] modes"):
+        (timer,) = set(threading.enumerate()) - timers or [None]
+        if is_slow and timer is not None:
+            timer.join()
+    if timer is not None:
+        timer.join()
+    assert capsys.readouterr().err == ("[3/45] modes\n" if is_slow else "")
 
 
 @pytest.mark.usefixtures("forget")

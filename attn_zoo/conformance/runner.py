@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -58,6 +58,7 @@ def run_checks(
     num_heads: int = 2,
     max_seq_len: int = 128,
     seed: int = 0,
+    around: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> list[CheckResult]:
     """Check the promises of a variant, in every direction, form and dtype that it declares.
 
@@ -72,6 +73,7 @@ def run_checks(
         max_seq_len: longest sequence that is checked in full, 64 at least; more where that is less than two multiples
             of the variant. Probes of single promises use up to 1100 tokens.
         seed: of the builds.
+        around: makes a context for each check, given its place and name, such as `"[3/45] modes"`, to show progress.
 
     Returns:
         One result per check, in the order of `CHECKS`.
@@ -105,14 +107,15 @@ def run_checks(
         if options is not None:
             _require_possible(name, option_set, build.at_layer(index))
     results = []
-    for check in selected:
-        found = [
-            run_one(check, subject)
-            for index, option_set in enumerate(sets)
-            for subject in _subjects(
-                variant, option_set, build.at_layer(index), device, check, index, options is not None
-            )
-        ]
+    for place, check in enumerate(selected, start=1):
+        with around(f"[{place}/{len(selected)}] {check.name}"):
+            found = [
+                run_one(check, subject)
+                for index, option_set in enumerate(sets)
+                for subject in _subjects(
+                    variant, option_set, build.at_layer(index), device, check, index, options is not None
+                )
+            ]
         results.append(_strongest(check, found))
     return results
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -206,3 +208,16 @@ def test_each_set_of_options_is_checked_one_layer_deeper() -> None:
         (at_the_first_layer,) = run_checks(name, {}, checks=["matches_reference"])
     assert result.outcome == "failed"
     assert at_the_first_layer.outcome == "passed"
+
+
+def test_whoever_waits_is_told_which_check_runs():
+    told: list[str] = []
+
+    @contextmanager
+    def around(text: str) -> Iterator[None]:
+        told.append(text)
+        yield
+        told.append("done")
+
+    run_checks("full", checks=["causality", "modes"], around=around)
+    assert told == ["[1/2] causality", "done", "[2/2] modes", "done"]
