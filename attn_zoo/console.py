@@ -79,8 +79,6 @@ def print_table(
 ) -> None:
     """Print rows under a title; columns named in `right` are numbers. The last column takes what room is left."""
     table = Table(
-        title=title or None,
-        title_justify="left",
         box=None,
         pad_edge=False,
         padding=(0, 2, 0, 0),
@@ -98,6 +96,8 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
+    if title:  # a table breaks its own to its width
+        out.print(title, style="italic", markup=False, highlight=False)
     out.print(table)
 
 

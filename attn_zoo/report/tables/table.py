@@ -315,7 +315,10 @@ def to_latex(table: Table) -> str:
     lines.append(r"\toprule")
     lines.append(" & ".join(_latex(column.heading) for column in table.columns) + r" \\")
     lines.append(r"\midrule")
-    lines += [" & ".join(_latex(text) for text in row) + r" \\" for row in table.texts()]
+    for row in table.texts():
+        line = " & ".join(_latex(text) for text in row)
+        # The end of the row before takes a bracket or a star for an argument of its own.
+        lines.append(("{}" if line.startswith(("[", "*")) else "") + line + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
 
 

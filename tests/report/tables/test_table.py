@@ -93,6 +93,12 @@ def test_latex_escapes_every_special_character(nasty_tables):
     assert r"$x$" not in text.replace(r"\$x\$", "")
 
 
+def test_latex_takes_no_name_for_an_argument():
+    rows = tuple({"variant": name} for name in ("[2mm]", "*", "full"))
+    table = Table(name="t", title="T", notes=(), columns=(text_column("variant"),), rows=rows)
+    assert to_latex(table).splitlines()[7:10] == [r"{}[2mm] \\", r"{}* \\", r"full \\"]
+
+
 def test_csv_holds_raw_numbers_and_guards_text(nasty_tables):
     table = next(table for table in nasty_tables if table.name == "scaling")
     frame = pd.read_csv(io.StringIO(to_csv(table)))
