@@ -152,7 +152,12 @@ def test_a_check_says_at_once_what_it_checks_and_then_what_takes_long(call, tmp_
     path = tmp_path / "loud.py"
     path.write_text("print('loaded')\n" + VARIANT.format(name="loud"))
     told = []
-    monkeypatch.setattr("attn_zoo.console.told_if_slow", lambda text: told.append(text) or nullcontext())
+
+    def told_if_slow(text):
+        told.append(text)
+        return nullcontext()
+
+    monkeypatch.setattr("attn_zoo.console.told_if_slow", told_if_slow)
     answer = call("check", "loud", "--variant-file", str(path), "--only", "shape_and_dtype")
     assert answer.err.splitlines() == ["checking loud", "loaded"]
     assert told == ["[1/1] shape_and_dtype"]

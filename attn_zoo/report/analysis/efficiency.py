@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class Efficiency:
         device_ms: of the GPU alone, or None where that was not measured.
         is_waiting: `time_ms` is that of a call that waits for the host: the shares say little of the kernel.
         doubts: what makes `time_ms` doubtful.
-        flops: useful ones of the pass; of a decoded token as counted.
+        flops: useful ones of the pass; of a decoded token as counted, and not a number at lengths where they were not.
         min_bytes: that the pass must move at least.
         roof_frac: time that the measured ceilings allow over the time it took.
         mfu: share of the product rate on the data sheet, or None where there is none.
@@ -97,7 +98,8 @@ def efficiencies(
             _row(series, point, exact.get(point.seq_len), pass_, ceilings)
             for point in series.points
             if not series.is_simulated
-            and (point.record.min_bytes and point.median_ms > 0 and pass_flops(point.record, pass_))
+            and (point.record.min_bytes and point.median_ms > 0)
+            and (pass_ == "decode" or pass_flops(point.record, pass_))
         ]
         if rows:
             by_label[series.label] = rows
@@ -114,7 +116,8 @@ def pass_flops(record: Record, pass_: str) -> float | None:
 
 
 def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
-    flops = pass_flops(point.record, pass_) or 0.0
+    known = pass_flops(point.record, pass_)
+    flops = known or 0.0
     min_bytes = float(point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
     time_ms = point.device_ms or point.median_ms
     roof_frac = ceilings.floor_s(flops, min_bytes) / (time_ms * 1e-3)
@@ -128,11 +131,11 @@ def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings
         device_ms=point.device_ms,
         is_waiting=point.is_waiting and point.device_ms is None,
         doubts=_doubts(point),
-        flops=flops,
+        flops=math.nan if known is None else known,
         min_bytes=min_bytes,
         backward_ratio=point.record.backward_ratio or 0.0,
         roof_frac=roof_frac,
-        mfu=flops / (time_ms * 1e-3) / peak if peak else None,
+        mfu=flops / (time_ms * 1e-3) / peak if peak and flops else None,
         realised=_speed_up(point, exact) * flops / promised if exact is not None and promised else None,
         realised_doubts=_doubts(point, exact) if exact is not None else (),
         doubt=_doubt(roof_frac, ceilings),

@@ -45,11 +45,13 @@ FAINT = 0.35
 
 
 def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
-    """Return achieved rates under the measured roof; None where the run has not measured its ceilings."""
+    """Return achieved rates under the measured roof; None where the run has not measured its ceilings, or all FLOPs."""
     ceilings, rows = panel.ceilings, panel.efficiency
     if ceilings is None or not rows:
         return None
     every = [row for series in rows.values() for row in series]
+    if any(math.isnan(row.flops) for row in every):  # decoded tokens, whose FLOPs are counted at some lengths only
+        return None
     lengths = sorted({row.seq_len for row in every})
     note = f"{panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
     if len(lengths) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
@@ -100,6 +101,11 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     )
 
 
+def _is_unknown(value: Any) -> bool:
+    """Return whether a number of an `Efficiency` is not known."""
+    return isinstance(value, float) and math.isnan(value)
+
+
 def _realised(row: Row) -> str:
     return "" if row["realised"] is None else marked(percent(row["realised"]), row["realised_marks"])
 
@@ -115,7 +121,7 @@ def _long_row(panel: Panel, point: Efficiency, shown: frozenset[str]) -> dict[st
         "pass": panel.title,
         "settings": panel.subtitle,
         "marks": marks_of(point.doubts, shown),
-        **{name: getattr(point, name) for name in _NUMBERS},
+        **{name: None if _is_unknown(value := getattr(point, name)) else value for name in _NUMBERS},
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,
         "realised_marks": marks_of(point.realised_doubts, shown) if point.realised is not None else "",

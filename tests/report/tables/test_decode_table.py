@@ -11,6 +11,7 @@ import pytest
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.contradictions import contradicted_exponents
+from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.figures.scaling_curves import _growth_words
 from attn_zoo.report.pages.findings import explanation, findings, headline, memory_findings
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
@@ -107,3 +108,14 @@ def test_a_token_stands_beside_the_roof_by_what_it_must_read(tmp_path: Path):
     assert "realised" not in [column.heading for column in table.columns]
     assert table.note.startswith("Of a decoded token: FLOPs as counted")
     assert "a backward counts" not in table.note
+
+
+def test_a_token_whose_flops_were_not_counted_has_its_share_of_the_roof_and_no_rate(tmp_path: Path):
+    record = replace(token("full", 1024, 200.0, 10**9), min_bytes=10**9)
+    analysis = analyse([write_run(tmp_path / "run", [record], ceilings=[roof(copy_bytes_per_s=1e10)])])
+    table = efficiency_table(analysis)
+    assert table is not None
+    [row] = table.rows
+    assert (row["flops"], row["flops_per_s"], row["flops_per_byte"], row["mfu"]) == (None, None, None, None)
+    assert row["roof_frac"] == pytest.approx(0.5, rel=1e-3)
+    assert not any(picture.name.startswith("roofline") for picture in make_pictures(analysis))
