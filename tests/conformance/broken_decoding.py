@@ -65,6 +65,24 @@ class KeepsThePromptAlive(Decodes):
         return output, KVCache(key, value, state.length)
 
 
+class Plain:
+    """A state that nobody can look into."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+
+
+class KeepsItsStateInAPlainObject(Decodes):
+    def init_state(
+        self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> Any:
+        return Plain(super().init_state(batch_size, device=device, dtype=dtype))
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, Any]:
+        output, cache = super().step(query, key, value, state.cache)
+        return output, Plain(cache)
+
+
 class ReadsMoreThanItKeeps(Decodes):
     """Sound but for its claim."""
 
@@ -206,6 +224,7 @@ DECODING = (
     Broken(cls=WritesBehindEveryState, check="decode_states", capabilities=DECODE),
     Broken(cls=ChangesItsState, check="decode_states", capabilities=DECODE),
     Broken(cls=KeepsThePromptAlive, check="decode_state_bytes", capabilities=DECODE),
+    Broken(cls=KeepsItsStateInAPlainObject, check="decode_state_bytes", capabilities=DECODE),
     Broken(
         cls=ReadsMoreThanItKeeps,
         check="decode_state_bytes",

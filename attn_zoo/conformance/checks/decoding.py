@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from functools import partial
 from itertools import pairwise
+from numbers import Number
 from typing import Any
 
 import torch
@@ -308,6 +310,19 @@ def state_tensors(state: object) -> Iterator[Tensor]:
         yield from state_tensors([getattr(state, item.name) for item in fields(state)])
 
 
+def _unweighed(state: object) -> Iterator[str]:
+    """Yield the types in a state that `state_tensors` does not look into, and that may hold tensors."""
+    if isinstance(state, dict):
+        yield from _unweighed(list(state.values()))
+    elif isinstance(state, tuple | list):
+        for item in state:
+            yield from _unweighed(item)
+    elif is_dataclass(state):
+        yield from _unweighed([getattr(state, item.name) for item in fields(state)])
+    elif not isinstance(state, Tensor | Number | str | Enum | torch.dtype | torch.device | None):
+        yield type(state).__name__
+
+
 @check("the decode state has the size that is claimed, keeps nothing else alive, and does not grow if recurrent")
 @torch.no_grad()
 def _decode_state_bytes(subject: Subject) -> Finding:
@@ -334,6 +349,11 @@ def _expect_state_bytes(subject: Subject, build: BuildContext, length: int, dtyp
         start = module.init_state(inputs.batch_size, device=subject.device, dtype=dtype)
         num_tokens, first = 0, 0
         for output, state in _read(module, inputs, pieces, start):
+            if unknown := next(_unweighed(state), None):
+                raise Violation(
+                    "a decode state is not of tensors, dataclasses, tuples, lists and dicts, so nobody can weigh it",
+                    f"{inputs.words()}, {way}: got {unknown}",
+                )
             num_tokens, size = num_tokens + output.shape[-2], state_bytes(state)
             first = first or size
             tensors = list(state_tensors(state))

@@ -44,7 +44,7 @@ class FigureEntry:
 
 
 FIGURES = (
-    FigureEntry("time", "panel", "time", "How does time grow with the length, and where do curves cross?", draw_time),
+    FigureEntry("time", "panel", "time", "How long does it take, by length?", draw_time),
     FigureEntry("speedup", "panel", "growth", "How much faster is it than the fastest exact kernel?", draw_speed_up),
     FigureEntry("memory-peak", "panel", "memory", "How much memory must there be?", draw_memory),
     FigureEntry("roofline", "panel", "efficiency", "How near does a kernel come to the machine's roof?", draw_roofline),

@@ -45,7 +45,7 @@ FAINT = 0.35
 
 
 def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
-    """Return achieved rates under the measured roof; None where the run has not measured its ceilings, or all FLOPs."""
+    """Return achieved rates under the measured roof; None without measured ceilings, or without some FLOPs."""
     ceilings, rows = panel.ceilings, panel.efficiency
     if ceilings is None or not rows:
         return None

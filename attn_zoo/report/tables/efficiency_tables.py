@@ -88,8 +88,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
                 sort=lambda row: row["time_ms"],
                 priority=1,
             ),
-            number_column("FLOPs", "flops", human_flops, priority=5),
-            number_column("FLOP/s", "flops_per_s", human_flop_rate, priority=1),
+            *(_RATES if any(row["flops"] is not None for row in rows) else []),
             number_column("bytes/s", "bytes_per_s", human_bandwidth, priority=2),
             number_column("of the roof", "roof_frac", percent, priority=0),
             *([number_column("MFU", "mfu", percent, priority=2)] if has_mfu else []),
@@ -110,6 +109,10 @@ def _realised(row: Row) -> str:
     return "" if row["realised"] is None else marked(percent(row["realised"]), row["realised_marks"])
 
 
+_RATES = (
+    number_column("FLOPs", "flops", human_flops, priority=5),
+    number_column("FLOP/s", "flops_per_s", human_flop_rate, priority=1),
+)
 _REALISED = Column(heading="realised", show=_realised, sort=lambda row: row["realised"], priority=1)
 
 
