@@ -68,6 +68,11 @@ def _convolution_backward_flops(
     return 2 * weight.numel() * len(grad) * math.prod(places.shape[2:]) * sum(x is not None for x in out_val[:2])
 
 
+def _triangular_flops(matrix: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    """Count half a product: each unknown meets the unknowns before it."""
+    return matrix.shape[-1] * out_val.numel()
+
+
 def _vector_flops(*tensors: Any, **_: Any) -> int:
     """Count the product of a vector with the largest of the arguments: a matrix, or a vector too."""
     return 2 * max(item.numel() for item in tensors if isinstance(item, Tensor))
@@ -81,6 +86,7 @@ _EXTRA_FORMULAS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_cpu_flash_flops),  # type: ignore[no-untyped-call]
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_cpu_flash_backward_flops),  # type: ignore[no-untyped-call]
     _aten.convolution_backward: _convolution_backward_flops,
+    _aten.linalg_solve_triangular: _triangular_flops,
     _aten._fft_r2c: _fft_flops,
     _aten._fft_c2r: _fft_flops,
     _aten._fft_c2c: _fft_flops,
@@ -99,8 +105,8 @@ class Operations:
     """What ran.
 
     Args:
-        products: floating-point operations of matrix products, convolutions, fused attention, fused recurrent layers
-            and Fourier transforms, a multiply-add being two.
+        products: floating-point operations of matrix products, triangular systems, convolutions, fused attention, fused
+            recurrent layers and Fourier transforms, a multiply-add being two.
         additions: one for each element that was summed along a dimension.
     """
 

@@ -39,6 +39,20 @@ def test_products_with_vectors_and_in_place_count_too():
     assert count_flops(lambda: torch.addbmm(torch.zeros(3, 7), wide, tall)) == 2 * 2 * 3 * 5 * 7
 
 
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_triangular_system_counts_half_a_product_and_its_backward_three_halves(is_left: bool):
+    matrix = torch.randn(2, 5, 5).requires_grad_()
+    right = torch.randn((2, 5, 7) if is_left else (2, 7, 5)).requires_grad_()
+
+    def solve() -> Any:
+        return torch.linalg.solve_triangular(matrix, right, upper=False, left=is_left, unitriangular=True)
+
+    assert count_operations(solve) == Operations(2 * 5 * 5 * 7, 0)
+    both = count_operations(lambda: solve().sum().backward())
+    assert both is not None
+    assert both.products == (1 + 1 + 2) * 2 * 5 * 5 * 7
+
+
 @pytest.mark.parametrize(
     "solve",
     [

@@ -1,0 +1,64 @@
+"""Chunked recurrences against their steps one by one, and the short convolution against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import conv1d, pad
+
+from attn_zoo.kernels.chunked_recurrence import chunk_sizes, decay_in_chunk, memories, short_convolution, split_chunks
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16, 17])
+@pytest.mark.parametrize("kind", ["matrices", "numbers"])
+def test_memories_are_those_of_one_step_after_another(count: int, kind: str):
+    generator = torch.Generator().manual_seed(count)
+    sizes = {"matrices": (4, 4), "numbers": (1, 3)}[kind]
+    factor = torch.rand(2, 3, count, *sizes, generator=generator, dtype=torch.float64)
+    addition = torch.randn(2, 3, count, 4, 3, generator=generator, dtype=torch.float64)
+    state = torch.randn(2, 3, 4, 3, generator=generator, dtype=torch.float64)
+    before, last = memories(factor, addition, state)
+    assert before.shape == addition.shape
+    for step in range(count):
+        torch.testing.assert_close(before[:, :, step], state)
+        state = (factor[:, :, step] @ state if kind == "matrices" else factor[:, :, step] * state) + addition[
+            :, :, step
+        ]
+    torch.testing.assert_close(last, state)
+
+
+def test_decay_between_positions_is_a_product():
+    alpha = torch.rand(1, 1, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    since, between = decay_in_chunk(alpha.log())
+    for t in range(5):
+        torch.testing.assert_close(since[..., t, 0].exp(), alpha[..., : t + 1].prod(-1))
+        for i in range(5):
+            expected = alpha[..., i + 1 : t + 1].prod(-1) if i <= t else torch.zeros(1, 1, 2, dtype=torch.float64)
+            torch.testing.assert_close(between[..., t, i], expected)
+
+
+def test_chunks_are_filled_up_with_zeros():
+    assert chunk_sizes(10, 4) == (3, 4)
+    assert chunk_sizes(3, 4) == (1, 3)
+    rows = torch.randn(2, 1, 10, 3)
+    chunks = split_chunks(rows, 3, 4)
+    assert chunks.shape == (2, 1, 3, 4, 3)
+    torch.testing.assert_close(chunks.flatten(2, 3), pad(rows, (0, 0, 0, 2)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_the_short_convolution_is_that_of_torch_and_goes_on(size: int, length: int):
+    generator = torch.Generator().manual_seed(length)
+    rows = torch.randn(2, length, 3, generator=generator, dtype=torch.float64)
+    weights = torch.randn(size, 3, generator=generator, dtype=torch.float64)
+    expected = conv1d(pad(rows.mT, (size - 1, 0)), weights.T[:, None], groups=3).mT
+    output, tail = short_convolution(rows, weights)
+    torch.testing.assert_close(output, expected)
+    assert tail.shape == (2, size - 1, 3)
+    one_by_one, tail = [], rows.new_zeros(2, size - 1, 3)
+    for at in range(length):
+        row, tail = short_convolution(rows[:, at : at + 1], weights, tail)
+        one_by_one.append(row)
+    torch.testing.assert_close(torch.cat(one_by_one, 1), expected)
+    torch.testing.assert_close(tail, short_convolution(rows, weights)[1])
