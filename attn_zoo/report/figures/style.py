@@ -33,6 +33,7 @@ EXACT_COLOURS = ("#1f2328", "#6e7781", "#4d4d4d")
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a"),
     *("#b2182b", "#8a8d0f", "#1b7f8c", "#f781bf"),  # further apart than a second round with other dashes
+    *("#5fa81e", "#2f5d23", "#a21f86", "#bf8f63"),
 )
 """Okabe and Ito's set without black (exact baselines have it) and yellow (too pale on white), with brown and violet."""
 
@@ -58,13 +59,17 @@ DARK: Mapping[str, str] = {
     "#8a8d0f": "#c3c63f",
     "#1b7f8c": "#3fb7c6",
     "#f781bf": "#ffa6d6",
+    "#5fa81e": "#9ad85a",
+    "#2f5d23": "#7fa876",
+    "#a21f86": "#e667c8",
+    "#bf8f63": "#dcbf9e",
 }
 """What a dark screen shows instead: the same hue, light enough for a dark page."""
 
 FONTS = "DejaVu Sans, Verdana, sans-serif"
 """Of the words in an SVG: the font that they are laid out in, one of the same widths, any that is narrower."""
 
-_SALT = 18934733
+_SALT = 16682964
 """Found by search: it gives mechanisms that are often drawn together colours of their own."""
 
 Line = str | tuple[int, tuple[float, ...]]
