@@ -12,8 +12,9 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from threading import RLock
@@ -601,6 +602,18 @@ def _field(item: Field[Any]) -> Any:
 
 
 def config_digest(config: object) -> str:
-    """Return 16 hexadecimal digits that are equal exactly for equal configs."""
-    text = repr(sorted(asdict(config).items())) if hasattr(config, "__dataclass_fields__") else repr(config)  # type: ignore[call-overload]
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Return 16 hexadecimal digits that are equal exactly for equal configs, in every process."""
+    return hashlib.sha256(_spelled(config).encode()).hexdigest()[:16]
+
+
+def _spelled(value: Any) -> str:
+    """Return what `repr` says, in an order of its own where equal values may have several: that of a set is a draw."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = type(value).__qualname__, [(item.name, getattr(value, item.name)) for item in fields(value)]
+    if isinstance(value, Mapping):
+        return f"{{{','.join(sorted(f'{_spelled(key)}:{_spelled(value[key])}' for key in value))}}}"
+    if isinstance(value, AbstractSet):
+        return f"{{{','.join(sorted(map(_spelled, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"({','.join(map(_spelled, value))})"
+    return repr(value)

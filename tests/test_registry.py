@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,6 +20,7 @@ from attn_zoo.discovery import LoadFailure
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.registry import (
     Registry,
+    config_digest,
     make_config,
     option_fields,
     register_attention,
@@ -364,3 +368,41 @@ def test_all_wrong_options_are_reported_at_once():
 def test_a_variant_without_options_says_so():
     with pytest.raises(ConfigError, match="it has no options"):
         make_config(VariantConfig, {"depth": 3}, "me")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ways(VariantConfig):
+    """Options whose equal values have several orders, and nested ones of which the class alone tells them apart."""
+
+    names: frozenset[str] = frozenset({"a", "bb", "ccc", "dddd"})
+    sizes: dict[str, Any] = field(default_factory=dict)
+    part: Any = None
+
+
+@dataclass(frozen=True)
+class Left:
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class Right:
+    width: int = 1
+
+
+def test_equal_configs_have_equal_digests_in_every_process_and_others_have_not():
+    code = "from tests.test_registry import Ways, config_digest; print(config_digest(Ways()))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        ).stdout.strip()
+        for seed in ("1", "2", "3")
+    }
+    assert found == {config_digest(Ways())}
+    assert config_digest(Ways(sizes={"a": 1, "b": {2}})) == config_digest(Ways(sizes={"b": {2}, "a": 1}))
+    parts = [None, "None", 1, 1.0, True, "1", (1,), frozenset({1}), ("1",), ((1,), 2), (1, (2,)), Left(), Right()]
+    parts += [{1: 2}, {"1": 2}, Left(width=2)]
+    assert len({config_digest(Ways(part=part)) for part in parts}) == len(parts)
