@@ -198,8 +198,12 @@ def check(
 
     Without options it is checked under the small ones that its config names, several sets where it has several ways.
     """
-    console.err.print(f"checking {name}", markup=False, soft_wrap=True)  # first: loading torch alone takes seconds
+    from attn_zoo.registry import variants
+
     load_files(files)
+    with console.told_if_slow("loading torch and all variants"):
+        variants[name]  # or it is unknown, which is said before anything is checked
+    console.err.print(f"checking {name}", markup=False, soft_wrap=True)
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # whatever a variant prints
         results = api.check(name, _options(option), device=device, only=only or ())
     if as_json:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from attn_zoo import console
 from attn_zoo.errors import UnknownNameError
 
 VariantFiles = Annotated[
@@ -28,4 +29,6 @@ def load_files(files: list[Path] | None) -> None:
     from attn_zoo.registry import load_file
 
     for path in files or []:
-        load_file(path)
+        # Each of the two loads torch, which alone may take seconds.
+        with console.told_if_slow(f"loading {path}: in a process of its own, as it may hang or crash; then in this one"):
+            load_file(path)

@@ -306,7 +306,10 @@ class Registry(Generic[_Entry]):
         if name not in self._entries:
             failed = ", ".join(sorted({failure.provider for failure in self.failures}))
             why = f", and why {failed} could not be loaded" if failed else ""
-            see = f"{self.see} shows all {len(self._entries)}{why}"
+            see = f"{self.see} shows all {len(self._entries) - len(self._plain_files)}{why}"
+            for file in dict.fromkeys(self._plain_files.values()):
+                own = ", ".join(repr(each) for each, source in self._plain_files.items() if source == file)
+                see += f"; {Path(file).name} registers {own}"
             raise UnknownNameError(self.kind, name, sorted(self._entries), see)
         return self._entries[name]
 

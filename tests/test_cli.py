@@ -148,7 +148,7 @@ def test_a_new_variant_passes_its_checks_before_it_is_touched(call, tmp_path, mo
 
 
 @pytest.mark.usefixtures("forget")
-def test_a_check_says_at_once_what_it_checks_and_then_what_takes_long(call, tmp_path, monkeypatch):
+def test_a_check_says_what_it_checks_before_it_does_and_whatever_takes_long(call, tmp_path, monkeypatch):
     path = tmp_path / "loud.py"
     path.write_text("print('loaded')\n" + VARIANT.format(name="loud"))
     told = []
@@ -159,8 +159,18 @@ def test_a_check_says_at_once_what_it_checks_and_then_what_takes_long(call, tmp_
 
     monkeypatch.setattr("attn_zoo.console.told_if_slow", told_if_slow)
     answer = call("check", "loud", "--variant-file", str(path), "--only", "shape_and_dtype")
-    assert answer.err.splitlines() == ["checking loud", "loaded"]
-    assert told == ["[1/1] shape_and_dtype"]
+    assert answer.err.splitlines() == ["loaded", "checking loud"]
+    twice = f"loading {path}: in a process of its own, as it may hang or crash; then in this one"
+    assert told == [twice, "loading torch and all variants", "[1/1] shape_and_dtype"]
+
+
+@pytest.mark.usefixtures("forget")
+def test_of_an_unknown_name_nothing_is_checked_and_what_the_file_registers_is_said(call, tmp_path):
+    path = tmp_path / "first_try.py"
+    path.write_text(VARIANT.format(name="loud"))
+    answer = call("check", "first_try", "--variant-file", str(path))
+    see = f"attn-zoo list shows all {len(variants) - 1}; first_try.py registers 'loud'"
+    assert (answer.code, answer.out, answer.err) == (2, "", f"unknown variant 'first_try'  ({see})\n")
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
