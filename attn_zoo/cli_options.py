@@ -30,5 +30,5 @@ def load_files(files: list[Path] | None) -> None:
 
     for path in files or []:
         # Each of the two loads torch, which alone may take seconds.
-        with console.told_if_slow(f"loading {path}: in a process of its own, as it may hang or crash; then in this one"):
+        with console.told_if_slow(f"loading {path}: in a process of its own, as it may crash, then in this one"):
             load_file(path)

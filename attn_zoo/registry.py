@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
 
-from attn_zoo.discovery import IMPORT_TIMEOUT_S, LoadFailure, discover, import_file, is_entry_point, is_trial
+from attn_zoo.discovery import (
+    IMPORT_TIMEOUT_S,
+    LoadFailure,
+    discover,
+    import_file,
+    is_offered,
+    is_trial,
+    plain_file_at_work,
+)
+from attn_zoo.discovery.own_files import own_digest
 from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO, Capabilities, Complexity, Form, Reference, Shape
 from attn_zoo.typed_code import has_changed, is_typed, write_typed
@@ -100,6 +109,7 @@ class Variant:
         provider: package, distribution or file that registered it.
         source: file that defines it, of a typed one a file with what it needs of all that was typed; or empty.
         no_source: why there is no such file, for people.
+        digest: of the source as it was when it was registered, of a plain file with what it imports from beside it.
     """
 
     name: str
@@ -113,6 +123,7 @@ class Variant:
     provider: str = ""
     source: str = ""
     no_source: str = ""
+    digest: str = ""
 
     @property
     def form(self) -> Form:
@@ -196,12 +207,6 @@ class Variant:
         """Return itself: it is frozen, and modules that carry it are copied (averaging of weights, for instance)."""
         return self
 
-    @property
-    def digest(self) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of the source file: changes when the code does; or nothing."""
-        path = Path(self.source)
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
-
 
 @dataclass
 class Registry(Generic[_Entry]):
@@ -219,7 +224,7 @@ class Registry(Generic[_Entry]):
     failures: list[LoadFailure] = field(default_factory=list)
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _providers: dict[str, str] = field(default_factory=dict)
-    _plain_files: dict[str, str] = field(default_factory=dict)
+    _plain_files: dict[str, tuple[str, str]] = field(default_factory=dict)  # each with its digest
     _is_discovered: bool = False
     _lock: ClassVar[RLock] = RLock()  # one for all: what one registry discovers may ask another
 
@@ -259,7 +264,7 @@ class Registry(Generic[_Entry]):
                     self._forget(name)
             raise
 
-    def add(self, name: str, entry: _Entry, provider: str, plain_file: str = "") -> None:
+    def add(self, name: str, entry: _Entry, provider: str, plain_file: str = "", digest: str = "") -> None:
         """Register `entry`; a name that is taken is an error that names both providers.
 
         Args:
@@ -267,6 +272,7 @@ class Registry(Generic[_Entry]):
             entry: what is registered; one that was typed may be typed anew.
             provider: for messages.
             plain_file: that another process must load first; empty for what discovery finds there too.
+            digest: of that file and of what it imports from beside it, as they are now.
         """
         if not name or not name.replace("_", "a").isalnum() or name != name.lower() or not name.isascii():
             raise ConfigError(
@@ -274,7 +280,7 @@ class Registry(Generic[_Entry]):
             )
         if plain_file and not is_trial():
             self._load()  # so that a name that is taken is refused here, where it can be changed
-        if name in self._entries and not (is_typed(plain_file) and is_typed(self._plain_files.get(name, ""))):
+        if name in self._entries and not (is_typed(plain_file) and is_typed(self._plain_files.get(name, ("", ""))[0])):
             raise ConfigError(
                 provider,
                 [("", f"{self.kind} {name!r} is already registered by {self._providers[name]}; choose another name")],
@@ -282,18 +288,23 @@ class Registry(Generic[_Entry]):
         self._entries[name] = entry
         self._providers[name] = provider
         if plain_file:
-            self._plain_files[name] = plain_file
+            self._plain_files[name] = plain_file, digest
 
     def plain_file(self, name: str) -> str:
         """Return the plain file that another process must load to know `name`, or an empty string.
 
         Raises:
-            ConfigError: it was typed, and it or something it needs was changed or typed anew since.
+            ConfigError: it, or something it needs, was changed or typed anew since; or the file is gone.
         """
-        file = self._plain_files.get(name, "")
+        file, digest = self._plain_files.get(name, ("", ""))
         if has_changed(file):
             changed = "it, or something it needs, was changed or typed anew since"
             raise ConfigError(name, [("", f"{changed}: run the cell that registers it, after all of that")])
+        if file and not Path(file).is_file():
+            raise ConfigError(name, [("", f"{file}, which registers it, is gone: load it from where it is now")])
+        if file and own_digest(Path(file)) != digest:
+            changed = f"{file}, or what it imports from beside it, was changed since it was loaded"
+            raise ConfigError(name, [("", f"{changed}: load it again (attn_zoo.load_file)")])
         return file
 
     def remove(self, name: str) -> None:
@@ -301,14 +312,19 @@ class Registry(Generic[_Entry]):
         self[name]
         self._forget(name)
 
+    def remove_file(self, plain_file: str) -> None:
+        """Forget what a plain file registered."""
+        for name in [name for name, (file, _) in self._plain_files.items() if file == plain_file]:
+            self._forget(name)
+
     def __getitem__(self, name: str) -> _Entry:
         self._load()
         if name not in self._entries:
             failed = ", ".join(sorted({failure.provider for failure in self.failures}))
             why = f", and why {failed} could not be loaded" if failed else ""
             see = f"{self.see} shows all {len(self._entries) - len(self._plain_files)}{why}"
-            for file in dict.fromkeys(self._plain_files.values()):
-                own = ", ".join(repr(each) for each, source in self._plain_files.items() if source == file)
+            for file in dict.fromkeys(file for file, _ in self._plain_files.values()):
+                own = ", ".join(repr(each) for each, (source, _) in self._plain_files.items() if source == file)
                 see += f"; {Path(file).name} registers {own}"
             raise UnknownNameError(self.kind, name, sorted(self._entries), see)
         return self._entries[name]
@@ -340,7 +356,9 @@ tasks: Registry[Any] = Registry("task", "attn-zoo list tasks", lambda: discover(
 
 
 def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
-    """Import a plain Python file so that it registers its variants or tasks. Loading a file twice does nothing.
+    """Import a plain Python file so that it registers its variants or tasks, with what it imports from beside it.
+
+    Loading it again does nothing, unless one of these files was changed since: then the new ones count.
 
     Args:
         path: of the file.
@@ -350,27 +368,36 @@ def load_file(path: Path | str, timeout_s: float | None = IMPORT_TIMEOUT_S) -> N
     Raises:
         ConfigError: the file is missing, registers nothing, or raises, exits or hangs when imported.
     """
-    import_file(path, partial(_something_or_nothing, Path(path).name), timeout_s)
+    import_file(path, partial(_something_or_nothing, Path(path).resolve()), timeout_s)
 
 
 @contextmanager
-def _something_or_nothing(provider: str) -> Iterator[None]:
+def _something_or_nothing(path: Path) -> Iterator[None]:
+    for registry in (variants, tasks):
+        registry.remove_file(str(path))  # what it registered before it was changed
     before = variants.names, tasks.names
     with all_or_nothing():
         yield
         if (variants.names, tasks.names) == before:
             how = "decorate a class with register_attention, register_mixer or register_task"
-            raise ConfigError(provider, [("", f"registers no variant and no task: {how}")])
+            raise ConfigError(path.name, [("", f"registers no variant and no task: {how}")])
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a class comes from; `is_plain`: another process does not find its source by itself."""
+    """Where a class comes from; `plain_file`: what another process must load, which does not find it by itself."""
 
     provider: str
     source: str = ""
-    is_plain: bool = False
+    plain_file: str = ""
     no_source: str = ""
+
+    @property
+    def digest(self) -> str:
+        if self.plain_file:
+            return own_digest(Path(self.plain_file))
+        path = Path(self.source)
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 def _origin(owner: type, name: str, frame: FrameType) -> _Origin:
@@ -378,14 +405,21 @@ def _origin(owner: type, name: str, frame: FrameType) -> _Origin:
     is_script = owner.__module__ == "__main__"  # another process must not run all of it
     if not is_script and getattr(sys.modules.get(owner.__module__), "__file__", None):
         source = inspect.getsourcefile(owner) or ""
-        # A module that lies beside a notebook is a file to others; one that is installed for us, they find.
-        is_plain = "." not in owner.__module__ and not is_entry_point(owner.__module__)
-        return _Origin(Path(source).name if is_plain else owner.__module__.partition(".")[0], source, is_plain)
+        package, _, rest = owner.__module__.partition(".")
+        if is_offered(package):
+            return _Origin(package, source)
+        if not plain_file_at_work() and rest:
+            how = "name it as an entry point of its package, or load a file that imports it (attn_zoo.load_file)"
+            return _Origin(package, source, no_source=f"only this process has imported {owner.__module__}: {how}")
+        # A module that lies beside a notebook is a file to others.
+        source = plain_file_at_work() or source
+        return _Origin(Path(source).name, source, source)
     try:
         source = write_typed(owner, frame, name)
     except ConfigError as error:
-        return _Origin(owner.__module__, no_source=error.problems[0][1])
-    return _Origin(Path(source).name, source, is_plain=True)
+        text = f"{error.problems[0][1]}; write it to {name}.py and load that (attn_zoo.load_file)"
+        return _Origin(owner.__module__, no_source=text)
+    return _Origin(Path(source).name, source, source)
 
 
 def register_attention(
@@ -450,10 +484,11 @@ def _register(
             raise ConfigError(
                 origin.provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")]
             )
-        variant = describe(cls)(name=name, provider=origin.provider, source=origin.source, no_source=origin.no_source)
+        said = {key: getattr(origin, key) for key in ("provider", "source", "no_source", "digest")}
+        variant = describe(cls)(name=name, **said)
         if problems := _wrong_types(variant) or _problems(cls, root, variant.capabilities):
             raise ConfigError(origin.provider, problems)
-        variants.add(name, variant, origin.provider, origin.source if origin.is_plain else "")
+        variants.add(name, variant, origin.provider, origin.plain_file, origin.digest)
         cls.variant = variant  # type: ignore[attr-defined]
         return cls
 
@@ -509,7 +544,7 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
 
     def decorate(cls: _Class) -> _Class:
         origin = _origin(cls, name, sys._getframe(1))
-        tasks.add(name, cls, origin.provider, origin.source if origin.is_plain else "")
+        tasks.add(name, cls, origin.provider, origin.plain_file, origin.digest)
         cls.name = name  # type: ignore[attr-defined]
         return cls
 

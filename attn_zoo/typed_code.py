@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from attn_zoo.discovery.own_files import own_files
 from attn_zoo.errors import ConfigError
 
 _BUILT_IN = frozenset(dir(builtins)) | {"__name__"}
@@ -167,13 +168,17 @@ def _text_of(filename: str) -> str:
     return "".join(linecache.getlines(filename))
 
 
+def _is_script(filename: str) -> bool:
+    return Path(filename).is_file() and filename not in getattr(linecache, "_ipython_cache", {})
+
+
 def _typed(filename: str) -> list[_Statement]:
     """Return the statements of everything that was typed, oldest first, with that of `filename`."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if filename == "<stdin>":
         cells = _prompt_cells()
-    elif Path(filename).is_file() and filename not in getattr(linecache, "_ipython_cache", {}):
-        cells = []  # a script
+    elif _is_script(filename):
+        cells = []
     elif shell is not None:
         cells = [text for text in shell.user_ns.get("In", []) if text]
     else:  # prompts put what is typed where tracebacks look for it: entries without a time, for there is no file
@@ -229,12 +234,14 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="attn_zoo_")
 
 
-_written: dict[str, tuple[str, str]] = {}
-"""Files written: each with the name of the cell and the text of the statement that registers."""
+_written: dict[str, tuple[str, str, Path]] = {}
+"""Files written: each with the name of the cell, the text of the statement that registers, and the folder it ran in."""
 
 
 def write_typed(owner: type, frame: FrameType, name: str) -> str:
     """Write what registers a class, and all it needs, to a file of its own; return the path.
+
+    Beside it are copies of the modules that it imports from beside the notebook or script.
 
     Args:
         owner: the class.
@@ -261,8 +268,17 @@ def write_typed(owner: type, frame: FrameType, name: str) -> str:
     path = Path(_folder().name) / hashlib.sha256(text.encode()).hexdigest()[:12] / f"{name}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    _written[str(path)] = filename, root
+    folder = Path(filename).resolve().parent if _is_script(filename) else Path.cwd()
+    for copy, file in _copies(path, folder):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    _written[str(path)] = filename, root, folder
     return str(path)
+
+
+def _copies(path: Path, folder: Path) -> list[tuple[Path, Path]]:
+    """Return (copy, file) of what a file imports as if it lay in `folder`."""
+    return [(path.parent / name, file) for name, file in own_files(path, folder).items() if file != path]
 
 
 def is_typed(source: str) -> bool:
@@ -272,4 +288,10 @@ def is_typed(source: str) -> bool:
 
 def has_changed(source: str) -> bool:
     """Tell whether a typed class, or something that it needs, was changed or typed anew since the class was."""
-    return source in _written and _sliced(*_written[source]) != Path(source).read_text(encoding="utf-8")
+    if source not in _written:
+        return False
+    filename, root, folder = _written[source]
+    path = Path(source)
+    return _sliced(filename, root) != path.read_text(encoding="utf-8") or any(
+        not copy.is_file() or copy.read_bytes() != file.read_bytes() for copy, file in _copies(path, folder)
+    )

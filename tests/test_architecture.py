@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packed_run": {"errors", "whole_files"},
     "statistics": {"errors", "records"},
     "discovery": WORDS | {""},
-    "typed_code": WORDS,
+    "typed_code": WORDS | {"discovery"},
     "registry": WORDS | {"discovery", "typed_code", "attention"},  # attention for annotations only
     "kernels": WORDS,
     "attention": WORDS | {"registry", "typed_code", "kernels"},

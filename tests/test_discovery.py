@@ -15,7 +15,7 @@ import pytest
 
 from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
-from attn_zoo.discovery import ask_python, discover, importable, tried_imports
+from attn_zoo.discovery import ask_python, discover, importable, plain_files, tried_imports
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import all_or_nothing, tasks, variants
 
@@ -278,3 +278,100 @@ def test_a_plain_file_that_raises_is_named_with_its_line(tmp_path):
     path.write_text("import math\n\nmath.sqrt(-1)\n")
     with pytest.raises(ConfigError, match=r"mine\.py: cannot be imported: ValueError: .* \(line 3\)$"):
         load_file(path)
+
+
+# --- what lies beside a plain file ---
+
+
+@pytest.fixture
+def beside(tmp_path) -> Iterator[Path]:
+    """A plain file in a folder that Python does not search, and what it imports from beside it."""
+    folder = tmp_path / "theirs"
+    (folder / "zoo_parts" / "deep").mkdir(parents=True)
+    lines = ["from zoo_scale import SCALE", "from zoo_parts.deep import factors", "import random"]
+    (folder / "mine.py").write_text("\n".join([*lines, TASK.format(name="from_beside"), "Task.scale = SCALE"]))
+    (folder / "zoo_scale.py").write_text("SCALE = 1.0\n")
+    (folder / "zoo_parts" / "deep" / "__init__.py").write_text("")
+    (folder / "zoo_parts" / "deep" / "factors.py").write_text("from . import more\nimport zoo_scale\n")
+    (folder / "zoo_parts" / "deep" / "more.py").write_text("")
+    for unrelated in ("random", "zoo_unrelated", "pytest"):
+        (folder / f"{unrelated}.py").write_text("raise ImportError('nobody asked for it')")
+    yield folder
+    plain_files._forget([name for name in plain_files._beside.places if name.startswith("zoo_")])
+
+
+def test_a_file_imports_what_lies_beside_it_wherever_that_is(beside, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    load_file(beside / "mine.py")
+    assert "from_beside" in tasks
+    assert not list(beside.rglob("__pycache__")), "of the trial neither"
+    assert str(beside) not in sys.path
+    with pytest.raises(ImportError, match="zoo_unrelated"):
+        __import__("zoo_unrelated")
+
+
+def test_an_edit_of_the_file_or_of_what_lies_beside_it_counts_when_it_is_loaded_again(beside):
+    for scale in (1.0, 2.0, 2.0):
+        (beside / "zoo_scale.py").write_text(f"SCALE = {scale}\n")
+        load_file(beside / "mine.py", None)
+        assert tasks["from_beside"].scale == scale
+    loaded = tasks["from_beside"]
+    load_file(beside / "mine.py", None)
+    assert tasks["from_beside"] is loaded, "nothing was changed"
+    (beside / "mine.py").write_text(TASK.format(name="renamed"))
+    with pytest.raises(ConfigError, match=r"from_beside: .*mine\.py, or what it imports from beside it, was changed"):
+        tasks.plain_file("from_beside")
+    load_file(beside / "mine.py", None)
+    assert "renamed" in tasks
+    assert "from_beside" not in tasks
+    (beside / "mine.py").unlink()
+    with pytest.raises(ConfigError, match=r"renamed: .*mine\.py, which registers it, is gone"):
+        tasks.plain_file("renamed")
+
+
+def test_two_files_cannot_import_two_modules_of_one_name(beside, tmp_path):
+    load_file(beside / "mine.py", None)
+    (tmp_path / "other").mkdir()
+    other, scale = tmp_path / "other" / "other.py", tmp_path / "other" / "zoo_scale.py"
+    other.write_text("from zoo_scale import SCALE\n" + TASK.format(name="from_other"))
+    scale.write_text("SCALE = 2.0\n")
+    with pytest.raises(ConfigError) as refusal:
+        load_file(other, None)
+    loaded = f"another one is loaded here, {beside / 'zoo_scale.py'}"
+    assert str(refusal.value) == f"{other}: imports 'zoo_scale' from beside it, and {loaded}: rename one"
+    scale.write_text("SCALE = 1.0\n")
+    load_file(other, None)
+    assert "from_other" in tasks, "a copy is the same"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("\n1 / 0", "cannot be imported: ZeroDivisionError: division by zero (zoo_scale.py, line 2)"),
+        ("\n\nSCALE = (", "cannot be imported: SyntaxError: '(' was never closed (zoo_scale.py, line 3)"),
+        ("from .absent import x", "a plain file belongs to no package: name what lies beside it without a dot"),
+    ],
+)
+def test_a_fault_beside_a_file_is_named_there_and_can_be_mended(beside, source, reason):
+    (beside / "zoo_scale.py").write_text(source)
+    with pytest.raises(ConfigError) as refusal:
+        load_file(beside / "mine.py", None)
+    assert str(refusal.value).startswith(f"{beside / 'mine.py'}: cannot be imported: ")
+    assert str(refusal.value).endswith(reason)
+    (beside / "zoo_scale.py").write_text("SCALE = 1.0\n")
+    load_file(beside / "mine.py", None)
+    assert "from_beside" in tasks
+
+
+def test_what_a_module_beside_a_file_registers_is_known_by_that_file(beside):
+    """Another process loads the file; loading the module too would register it twice."""
+    (beside / "zoo_scale.py").write_text("SCALE = 1.0\n" + TASK.format(name="zoo_scaled"))
+    (beside / "zoo_parts" / "deep" / "factors.py").write_text(VARIANT.format(name="zoo_factored"))
+    load_file(beside / "mine.py", None)
+    assert {tasks.plain_file("zoo_scaled"), tasks.plain_file("from_beside")} == {str(beside / "mine.py")}
+    assert variants.plain_file("zoo_factored") == str(beside / "mine.py")
+    assert (variants["zoo_factored"].provider, variants["zoo_factored"].source) == ("mine.py", str(beside / "mine.py"))
+    digest = variants["zoo_factored"].digest
+    (beside / "zoo_scale.py").write_text("SCALE = 2.0\n")
+    load_file(beside / "mine.py", None)
+    assert variants["zoo_factored"].digest != digest

@@ -403,6 +403,20 @@ def test_equal_configs_have_equal_digests_in_every_process_and_others_have_not()
     }
     assert found == {config_digest(Ways())}
     assert config_digest(Ways(sizes={"a": 1, "b": {2}})) == config_digest(Ways(sizes={"b": {2}, "a": 1}))
-    parts: list[Any] = [None, "None", 1, 1.0, True, "1", (1,), frozenset({1}), ("1",), ((1,), 2), (1, (2,)), Left(), Right()]
+    parts: list[Any] = [
+        None,
+        "None",
+        1,
+        1.0,
+        True,
+        "1",
+        (1,),
+        frozenset({1}),
+        ("1",),
+        ((1,), 2),
+        (1, (2,)),
+        Left(),
+        Right(),
+    ]
     parts += [{1: 2}, {"1": 2}, Left(width=2)]
     assert len({config_digest(Ways(part=part)) for part in parts}) == len(parts)

@@ -278,7 +278,7 @@ def test_a_name_that_nothing_typed_binds_is_named(prompt, tmp_path):
     namespace = prompt(IMPORTS, CARD, SCORED)
     namespace["FACTOR"] = 1.0
     prompt(MINE)
-    assert variants["typed_mine"].no_source == "it needs 'FACTOR', which nothing that was typed binds"
+    assert variants["typed_mine"].no_source.startswith("it needs 'FACTOR', which nothing that was typed binds; write")
     with pytest.raises(ConfigError, match="it needs 'FACTOR'"):
         run(plan_of("typed_mine"), Store(tmp_path / "out"))
 
@@ -319,6 +319,32 @@ def test_a_script_without_a_guard_measures_its_own_class(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "STATUSES ['ok', 'ok'] ['full', 'typed_mine']" in done.stdout
+
+
+def test_what_a_script_imports_from_beside_it_is_measured_and_kept_with_it(tmp_path):
+    """And counts: an edit after the class was registered is said."""
+    for folder in ("scripts", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    helper = tmp_path / "scripts" / "typed_parts.py"
+    helper.write_text(SCORED.replace("FACTOR", "1.0") + "\n")
+    edit = f"""
+open({str(helper)!r}, "a").write("# edited")
+try:
+    attn_zoo.run({{"name": "typed", "scaling": [dict(variants="typed_mine", seq_len=[16])]}})
+except attn_zoo.ConfigError as error:
+    print(error)
+"""
+    path = tmp_path / "scripts" / "mine.py"
+    path.write_text("\n".join([IMPORTS, "from typed_parts import scored", CARD, MINE, MEASURE, edit]))
+    place, environment = tmp_path / "elsewhere", _environment()
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False, cwd=place, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "STATUSES ['ok', 'ok'] ['full', 'typed_mine']" in done.stdout
+    kept = place / "runs" / "typed" / "sources" / "typed_mine"
+    assert {file.name for file in kept.iterdir()} == {"typed_mine.py", "typed_parts.py"}
+    assert "typed_mine: it, or something it needs, was changed or typed anew since" in done.stdout
 
 
 def test_a_script_that_executes_a_text_measures_what_it_defines(tmp_path):

@@ -343,8 +343,8 @@ def run(
     from attn_zoo.measure.environment import capture_environment
 
     for name in {item.cell.variant: None for item in plan.cells if variants[item.cell.variant].no_source}:
-        text = f"worker processes load a variant from its source, and of this one {variants[name].no_source}"
-        raise ConfigError(name, [("", f"{text}; write it to {name}.py and load that (attn_zoo.load_file)")])
+        text = f"worker processes load a variant from its source; {variants[name].no_source}"
+        raise ConfigError(name, [("", text)])
     if store.exists and _without_data(plan):
         plan = replace(plan, cells=tuple(with_known_data(plan.cells, store.info().planned or ())))
     # Neither run nor refused for good: somewhere the data are.

@@ -7,16 +7,15 @@ Of other projects' packages the versions count, where a variant that is not ours
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import attn_zoo
+from attn_zoo.discovery.own_files import imported_names, modules_at, own_files
 from attn_zoo.measure.environment import PACKAGES
 from attn_zoo.registry import Variant
 
@@ -27,36 +26,6 @@ TRAINING_ROOMS = ("training", "model", "tasks", *CALL_ROOMS)
 """Likewise in a training step and in a whole training."""
 
 _PACKAGE = "attn_zoo"
-
-
-@cache
-def _imports(path: Path) -> frozenset[tuple[int, str]]:
-    """Return (level, name) of what a file imports; level 0 is absolute. Each name may be a module or lie in one."""
-    names = set()
-    waiting: list[Any] = [ast.parse(path.read_bytes())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
-            waiting += node.orelse
-            continue
-        if isinstance(node, ast.Import):
-            names |= {(0, alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            stem = f"{node.module}." if node.module else ""
-            names |= {(node.level, f"{stem}{alias.name}") for alias in node.names}
-        for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # an import is a statement in one of these
-            waiting += getattr(node, block, ())
-    return frozenset(names)
-
-
-def _modules_at(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Yield the files that importing `a.b.c` below a folder runs: packages on the way, then the module."""
-    for part in parts:
-        if (package := folder / part / "__init__.py").is_file():
-            yield package
-        elif (module := folder / f"{part}.py").is_file():
-            yield module
-        folder = folder / part
 
 
 def _own_package(source: Path, is_plain: bool) -> tuple[str, Path]:
@@ -83,19 +52,20 @@ def source_files(source: Path, rooms: Sequence[str], *, is_plain: bool = False) 
     def resolve(path: Path, level: int, name: str) -> Iterator[Path]:
         parts = name.split(".")
         if level:
-            yield from _modules_at(path.parents[level - 1], parts)
+            yield from (file for file in modules_at(path.parents[level - 1], parts) if file.is_relative_to(own_folder))
         elif parts[0] == _PACKAGE:
             if len(parts) > 1 and parts[1] in rooms:
-                yield from _modules_at(root, parts[1:])
-        elif own_name in ("", parts[0]):
-            yield from _modules_at(own_folder, parts)
+                yield from modules_at(root, parts[1:])
+        elif own_name == parts[0]:
+            yield from modules_at(own_folder, parts)
 
     # A plug-in need not import what builds and calls it.
-    files = {source, *(root / room / "__init__.py" for room in (rooms[0], "attention"))}
+    own = own_files(source) if is_plain else {source.name: source}
+    files = {*own.values(), *(root / room / "__init__.py" for room in (rooms[0], "attention"))}
     waiting = list(files)
     while waiting:
         path = waiting.pop()
-        for level, name in _imports(path):
+        for level, name in imported_names(path):
             new = set(resolve(path, level, name)) - files
             files |= new
             waiting += new
@@ -111,10 +81,11 @@ def _distributions() -> dict[str, list[str]]:
 
 
 @cache
-def _packages(source: Path, rooms: tuple[str, ...], is_plain: bool) -> dict[str, str]:
+def _packages(source: Path, rooms: tuple[str, ...], is_plain: bool, content: str) -> dict[str, str]:
+    del content  # a file that is loaded anew may import others
     root = Path(attn_zoo.__path__[0])
     own = [path for path in source_files(source, rooms, is_plain=is_plain).values() if not path.is_relative_to(root)]
-    names = {name.partition(".")[0] for path in own for level, name in _imports(path) if level == 0}
+    names = {name.partition(".")[0] for path in own for level, name in imported_names(path) if level == 0}
     names -= {_PACKAGE, *PACKAGES, *sys.stdlib_module_names}
     found = {package for name in names for package in _distributions().get(name, ())} if names else set()
     return {package: metadata.version(package) for package in sorted(found - {*PACKAGES})}
@@ -125,16 +96,20 @@ def imported_packages(variant: Variant, rooms: tuple[str, ...] = CALL_ROOMS) -> 
 
     Those that every environment records are there, and empty is what our own variants import besides.
     """
+    return _packages(*_program(variant, rooms)) if variant.digest else {}
+
+
+def _program(variant: Variant, rooms: tuple[str, ...]) -> tuple[Path, tuple[str, ...], bool, str]:
     source = Path(variant.source)
-    return _packages(source, rooms, variant.provider == source.name) if source.is_file() else {}
+    return source, rooms, variant.provider == source.name, variant.digest
 
 
 @cache
-def _digest(source: Path, rooms: tuple[str, ...], is_plain: bool) -> str:
+def _digest(source: Path, rooms: tuple[str, ...], is_plain: bool, content: str) -> str:
     digest = hashlib.sha256()
     for name, path in sorted(source_files(source, rooms, is_plain=is_plain).items()):
         digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    for name, version in _packages(source, rooms, is_plain).items():
+    for name, version in _packages(source, rooms, is_plain, content).items():
         digest.update(f"{name}=={version}\n".encode())
     return digest.hexdigest()[:16]
 
@@ -142,7 +117,6 @@ def _digest(source: Path, rooms: tuple[str, ...], is_plain: bool) -> str:
 def source_digest(variant: Variant, rooms: tuple[str, ...] = CALL_ROOMS) -> str:
     """Return 16 hexadecimal digits that change when one of the variant's `source_files` or `imported_packages` does.
 
-    Computed once per process: what is imported does not change under a running process either.
+    Computed once per process and registration: what is imported does not change under a running process either.
     """
-    source = Path(variant.source)  # a notebook names files that do not exist
-    return _digest(source, rooms, variant.provider == source.name) if source.is_file() else ""
+    return _digest(*_program(variant, rooms)) if variant.digest else ""  # a notebook names files that do not exist

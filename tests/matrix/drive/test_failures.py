@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from attn_zoo import discovery
+from attn_zoo.discovery import providers
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.engines.ray import RayEngine
 from attn_zoo.matrix.drive.run_plan import Engine, run
@@ -112,9 +112,9 @@ def outcome(request, tmp_path):
         (tmp_path / "site").mkdir()
         patch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
         patch.syspath_prepend(str(tmp_path / "site"))
-        patch.setattr(discovery, "_tried", {})
+        patch.setattr(providers, "_tried", {})
         install(tmp_path / "site", **PLUG_INS, zoo_plugin_hangs=HANGS.format(notes=str(tmp_path / "notes")))
-        assert len(discovery.discover("attn_zoo.variants", all_or_nothing, timeout_s=2)) == 4
+        assert len(providers.discover("attn_zoo.variants", all_or_nothing, timeout_s=2)) == 4
         if request.param == "ray":
             for name, value in RAY_VARIABLES.items():
                 patch.setenv(name, value)

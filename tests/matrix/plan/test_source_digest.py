@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import FrameType
 
@@ -44,7 +45,6 @@ def package(tmp_path, monkeypatch) -> Path:
 
 def digests(source: Path, provider: str = "attn_zoo") -> list[str]:
     """Return the digests of a call and of a training, as another process would find them."""
-    module._imports.cache_clear()
     for kept in (module._digest, module._packages, module._distributions):
         kept.cache_clear()
     variant = replace(variants["full"], source=str(source), provider=provider)
@@ -94,6 +94,27 @@ def test_a_plain_file_counts_with_what_lies_beside_it_and_with_what_calls_it(pac
     assert not set(digests(source, "plug_in.py")) & set(beside), (
         "it imports nothing of ours, and is called all the same"
     )
+
+
+def test_what_python_finds_elsewhere_or_cannot_find_is_not_beside_a_plain_file(tmp_path):
+    source = tmp_path / "mine" / "plug_in.py"
+    source.parent.mkdir()
+    source.write_text("import random, pytest, attn_zoo\ntry:\n    from .. import above\nexcept ImportError: ...\n")
+    for name in ("mine/random", "mine/pytest", "mine/attn_zoo", "above"):
+        (tmp_path / f"{name}.py").write_text("")
+    files = source_files(source, CALL_ROOMS, is_plain=True)
+    assert {name for name in files if "/" not in name} == {"plug_in.py"}
+
+
+def test_a_compiled_module_beside_a_plain_file_counts(tmp_path):
+    source = tmp_path / "plug_in.py"
+    source.write_text("import fast\n")
+    compiled = tmp_path / f"fast{EXTENSION_SUFFIXES[0]}"
+    before = []
+    for content in (b"\x7fELF one", b"\x7fELF two"):
+        compiled.write_bytes(content)
+        before.append(digests(source, source.name))
+    assert not set(before[0]) & set(before[1])
 
 
 def test_of_packages_that_a_file_imports_the_versions_count(tmp_path, monkeypatch):
@@ -195,7 +216,7 @@ def executed(work: Callable[[], object]) -> set[Path]:
 
 
 # Asked once, when something is built or first called; nothing that is timed or scored is computed there.
-ASKED_ONCE = {"errors.py", "metadata.py", "registry.py"}
+ASKED_ONCE = {"discovery", "errors.py", "metadata.py", "registry.py"}
 # How it is measured, which the versions of the protocols cover, and how what was measured is written down.
 MEASURING = {"folder.py", "kernels/trace.py", "records.py", "whole_files.py", "matrix", "measure", "statistics"}
 

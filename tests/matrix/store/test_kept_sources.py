@@ -18,7 +18,7 @@ def _own_cache(tmp_path, monkeypatch):
     before = tuple(variants)
     yield
     variants.keep_only(before)
-    for name in [name for name in sys.modules if name.startswith("attn_zoo_file_kept")]:
+    for name in [name for name in sys.modules if "kept" in name and "attn_zoo." not in name]:
         del sys.modules[name]
 
 
@@ -69,3 +69,33 @@ def test_of_two_files_that_bring_one_name_the_latest_is_kept(folder, tmp_path):
 
 def test_a_folder_without_sources_has_nothing_to_load(tmp_path):
     assert load_kept(tmp_path) == []
+
+
+def test_what_a_file_imports_from_beside_it_is_kept_and_loaded_with_it(tmp_path):
+    """And the file is told apart from it, which has no name of its own."""
+    path = new_variant("kept", tmp_path)
+    path.write_text("from a_kept_part.scale import SCALE\nimport kept_twice\n" + path.read_text())
+    (tmp_path / "a_kept_part").mkdir()
+    (tmp_path / "a_kept_part" / "scale.py").write_text("import kept_twice\nSCALE = 1.0\n")
+    (tmp_path / "kept_twice.py").write_text("")
+    (tmp_path / "unrelated.py").write_text("")
+    for _ in range(2):
+        keep_sources(tmp_path / "run", {str(path): ["kept"]})
+    kept = tmp_path / "run" / "sources" / "kept"
+    files = {file.relative_to(kept).as_posix() for file in kept.rglob("*") if file.is_file()}
+    assert files == {"kept.py", "a_kept_part/scale.py", "kept_twice.py"}
+    for file in (path, tmp_path / "kept_twice.py"):
+        file.unlink()
+    assert load_kept(tmp_path / "run") == []
+    assert Path(variants["kept"].source) == kept / "kept.py"
+
+
+def test_a_file_whose_neighbour_was_changed_since_is_not_run(tmp_path):
+    path = new_variant("kept", tmp_path)
+    path.write_text("import kept_part\n" + path.read_text())
+    (tmp_path / "kept_part.py").write_text("")
+    keep_sources(tmp_path / "run", {str(path): ["kept"]})
+    kept = tmp_path / "run" / "sources" / "kept"
+    (kept / "kept_part.py").write_text("raise SystemExit")
+    assert load_kept(tmp_path / "run") == [kept / "kept.py"]
+    assert "kept" not in variants

@@ -118,7 +118,7 @@ class NodeAgent:
     """Runs cells on its node for as long as the driver gives it some.
 
     Args:
-        files: plain files by path below a folder, with their text.
+        files: plain files by path below a folder, with their content.
         loaded: those of `files` that workers load first.
         data_dir: where tasks find local data, on this node.
         room: how many such agents the node holds at once: they share its processors.
@@ -127,7 +127,7 @@ class NodeAgent:
 
     def __init__(
         self,
-        files: Mapping[str, str],
+        files: Mapping[str, bytes],
         loaded: Sequence[str],
         data_dir: str | None,
         room: int,
@@ -137,10 +137,10 @@ class NodeAgent:
         self._folder = tempfile.TemporaryDirectory(prefix="attn-zoo-", ignore_cleanup_errors=True)
         self._keeper = Keeper(self._folder.name, self._folder.name)
         folder = Path(self._folder.name)
-        for name, text in files.items():
+        for name, content in files.items():
             path = folder / "sources" / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(content)
         for name in ("logs", "checkpoints", "weights"):
             (folder / name).mkdir()
         self._settings = Settings(

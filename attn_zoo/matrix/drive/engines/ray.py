@@ -22,13 +22,13 @@ from typing import Any
 
 import attn_zoo
 from attn_zoo.discovery import tried_imports
+from attn_zoo.discovery.own_files import own_files
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.cell.tracking import VARIABLE
 from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
 from attn_zoo.matrix.drive.engines.node_agent import package_digest
 from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
-from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS, source_files
 
 SLOT = "timing_slot"
 
@@ -198,18 +198,16 @@ def _actor() -> type:
     return Agent
 
 
-def _sources(variant_files: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _sources(variant_files: Sequence[str]) -> tuple[dict[str, bytes], list[str]]:
     """Return what nodes need of plain files and of what these import from beside them, and which are to be loaded.
 
     Files of one name stay apart: each has a folder of its own.
     """
-    files: dict[str, str] = {}
+    files: dict[str, bytes] = {}
     loaded = []
     for index, path in enumerate(variant_files):
         source = Path(path).resolve()
-        needed = {source.name: source, **source_files(source, TRAINING_ROOMS, is_plain=True)}
-        own = {name: file for name, file in needed.items() if file.is_relative_to(source.parent)}
-        files |= {f"{index}/{name}": file.read_text(encoding="utf-8") for name, file in own.items()}
+        files |= {f"{index}/{name}": file.read_bytes() for name, file in own_files(source).items()}
         loaded.append(f"{index}/{source.name}")
     return files, loaded
 

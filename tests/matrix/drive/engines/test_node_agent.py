@@ -20,7 +20,7 @@ def turn_of(*lanes, **fields):
 
 def wait_on_a_node(note: Path) -> None:
     """What an agent does that is killed."""
-    agent = NodeAgent({"mine.py": ""}, ["mine.py"], None, 1, package_digest())
+    agent = NodeAgent({"mine.py": b""}, ["mine.py"], None, 1, package_digest())
     whole = note.with_suffix(".new")
     whole.write_text(str(agent._settings.logs.parent))
     whole.rename(note)

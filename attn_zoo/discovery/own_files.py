@@ -1,0 +1,93 @@
+"""What a Python file imports, read from its text, and which of that lies beside it: both are one program.
+
+A plain file belongs to no package, and Python would look for its neighbours only where it was started beside them.
+What Python has itself, and what is installed, comes first: a `random.py` beside a file is nothing that it can import.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".py", *EXTENSION_SUFFIXES)
+
+
+@cache
+def _imported(text: bytes) -> frozenset[tuple[int, str]]:
+    try:
+        waiting: list[Any] = [ast.parse(text)]
+    except (SyntaxError, ValueError):  # whoever imports it will say so
+        return frozenset()
+    names = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            names |= {(0, alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            stem = f"{node.module}." if node.module else ""
+            names |= {(node.level, f"{stem}{alias.name}") for alias in node.names}
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # an import is a statement in one of these
+            waiting += getattr(node, block, ())
+    return frozenset(names)
+
+
+def imported_names(path: Path) -> frozenset[tuple[int, str]]:
+    """Return (level, name) of what a file imports; level 0 is absolute. Each name may be a module or lie in one."""
+    return _imported(path.read_bytes()) if path.suffix == ".py" else frozenset()
+
+
+def modules_at(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yield the files that importing `a.b.c` below a folder runs: packages on the way, then the module."""
+    for part in parts:
+        files = [folder / part / "__init__.py", *(folder / f"{part}{suffix}" for suffix in SUFFIXES)]
+        yield from [path for path in files if path.is_file()][:1]
+        folder = folder / part
+
+
+@cache
+def is_elsewhere(name: str) -> bool:
+    """Tell whether a module of this name is this package, Python's own or installed."""
+    sites = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
+    return name == "attn_zoo" or name in sys.stdlib_module_names or PathFinder.find_spec(name, sites) is not None
+
+
+def own_files(source: Path, folder: Path | None = None) -> dict[str, Path]:
+    """Return a plain file and what it imports from beside it, by their names from its folder on.
+
+    Args:
+        source: the file.
+        folder: that it counts as lying in; by default where it does.
+    """
+    folder = folder or source.parent
+    found = {source.name: source}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        for level, name in imported_names(path):
+            parts = name.split(".")
+            if level == 0 and is_elsewhere(parts[0]):
+                continue
+            above = path.parents[level - 1] if level else folder
+            for file in modules_at(above, parts):
+                if file not in found.values() and file.is_relative_to(folder):
+                    found[file.relative_to(folder).as_posix()] = file
+                    waiting.append(file)
+    return found
+
+
+def own_digest(source: Path) -> str:
+    """Return 16 hexadecimal digits that change when one of the `own_files` does."""
+    digest = hashlib.sha256()
+    for name, path in sorted(own_files(source).items()):
+        digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
