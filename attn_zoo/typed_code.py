@@ -10,18 +10,23 @@ import ast
 import builtins
 import codeop
 import hashlib
+import json
 import linecache
+import os
+import subprocess
 import symtable
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from attn_zoo.discovery.own_files import own_files
+from attn_zoo.discovery import as_trial, ask_python, import_file, importable
+from attn_zoo.discovery.own_files import own_digest, own_files
 from attn_zoo.errors import ConfigError
 
 _BUILT_IN = frozenset(dir(builtins)) | {"__name__"}
@@ -234,8 +239,24 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="attn_zoo_")
 
 
-_written: dict[str, tuple[str, str, Path]] = {}
-"""Files written: each with the name of the cell, the text of the statement that registers, and the folder it ran in."""
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a file was written from.
+
+    Args:
+        filename: of the cell.
+        root: text of the statement that registers.
+        folder: of the notebook or script.
+        values: of the names that the file binds, as they were then.
+    """
+
+    filename: str
+    root: str
+    folder: Path
+    values: dict[str, str]
+
+
+_written: dict[str, _Written] = {}
 
 
 def write_typed(owner: type, frame: FrameType, name: str) -> str:
@@ -272,7 +293,9 @@ def write_typed(owner: type, frame: FrameType, name: str) -> str:
     for copy, file in _copies(path, folder):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.read_bytes())
-    _written[str(path)] = filename, root, folder
+    typed = [one for one in _statements(text) if not isinstance(one.node, ast.Import | ast.ImportFrom)]
+    names = {name for one in typed for name in one.binds}
+    _written[str(path)] = _Written(filename, root, folder, _values(frame.f_globals, names))
     return str(path)
 
 
@@ -290,8 +313,85 @@ def has_changed(source: str) -> bool:
     """Tell whether a typed class, or something that it needs, was changed or typed anew since the class was."""
     if source not in _written:
         return False
-    filename, root, folder = _written[source]
-    path = Path(source)
-    return _sliced(filename, root) != path.read_text(encoding="utf-8") or any(
-        not copy.is_file() or copy.read_bytes() != file.read_bytes() for copy, file in _copies(path, folder)
+    path, written = Path(source), _written[source]
+    return _sliced(written.filename, written.root) != path.read_text(encoding="utf-8") or any(
+        not copy.is_file() or copy.read_bytes() != file.read_bytes() for copy, file in _copies(path, written.folder)
     )
+
+
+def _values(namespace: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return the data among the values of names, and among the attributes of classes, as texts."""
+    found = {name: namespace[name] for name in names if name in namespace}
+    classes = {name: vars(value) for name, value in found.items() if isinstance(value, type)}
+    found |= {f"{cls}.{name}": value for cls, own in classes.items() for name, value in own.items() if name[0] != "_"}
+    return {name: text for name, value in found.items() if (text := _spelled(value))}
+
+
+def _spelled(value: Any) -> str:
+    """Return numbers, texts, tensors and what is made of them as text, equal in every process; else nothing."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        try:
+            content = value.detach().cpu().flatten().view(torch.uint8).numpy()
+        except (RuntimeError, NotImplementedError, TypeError):  # sparse, or without data
+            return ""
+        return f"{value.dtype}{list(value.shape)} {hashlib.sha256(content.tobytes()).hexdigest()[:12]}"
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return f"{value.dtype}{list(value.shape)} {hashlib.sha256(value.tobytes()).hexdigest()[:12]}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_spelled(key)}: {_spelled(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_spelled, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_spelled, value)))}}}"
+    return ""
+
+
+_TIMEOUT_S = 120.0
+
+
+def require_same_values(source: str) -> None:
+    """Compare what a typed file binds, loaded by another process, with what the same names were where it was typed.
+
+    Whatever changes a value without its name (a function that was called, another name of the same object, a draw
+    without a seed) is not in the file.
+
+    Raises:
+        ConfigError: a value differs.
+    """
+    here = _written[source].values if source in _written else {}
+    there = _values_elsewhere(source, own_digest(Path(source)), tuple(here)) if here else None
+    if there is None:  # a worker will say why
+        return
+    for name, text in here.items():
+        if (other := there.get(name, "absent")) != text:
+            both = f"{name} was {_short(text)} where it was typed, and is {_short(other)} in another process"
+            why = "which sees only statements that bind or change it by its name, and draws anew what has no seed"
+            raise ConfigError(Path(source).stem, [("", f"{both}, {why}: bind it in one statement")])
+
+
+def _short(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+@cache
+def _values_elsewhere(source: str, digest: str, names: tuple[str, ...]) -> dict[str, str] | None:
+    """Return values as another process has them that loads a file; None where it does not."""
+    del digest  # of all that it loads
+    program = "import sys; from attn_zoo.typed_code import tell_values; tell_values(*sys.argv[1:])"
+    environment = importable({**os.environ, **as_trial()})
+    top = {name.partition(".")[0] for name in names}
+    try:
+        told = ask_python(["-c", program, source, *top], environment, _TIMEOUT_S)
+        return dict(json.loads(told.stdout.splitlines()[-1]))
+    except (subprocess.TimeoutExpired, IndexError, ValueError):
+        return None
+
+
+def tell_values(source: str, *names: str) -> None:
+    """Load a typed file and print the values of names, as JSON on the last line."""
+    import_file(source, nullcontext, None)
+    (module,) = [each for each in list(sys.modules.values()) if getattr(each, "__file__", None) == source]
+    print(json.dumps(_values(vars(module), names)))  # noqa: T201

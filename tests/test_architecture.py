@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "conformance": WORDS | {"registry", "attention", "kernels", "measure"},
     "matrix": WORDS
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
-    | {"conformance", "folder", "packed_run", ""},
+    | {"conformance", "folder", "packed_run", "typed_code", ""},
     "report": WORDS | {"records", "folder", "packed_run", "statistics", ""},
     "maps": WORDS | {"records", "registry", "attention", "model", "tasks", "training", "report"},  # looks of figures
 }

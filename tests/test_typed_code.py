@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.registry import load_file, tasks, variants
+from attn_zoo.typed_code import _written, require_same_values
 
 ROOT = Path(__file__).parents[1]
 
@@ -281,6 +283,46 @@ def test_a_name_that_nothing_typed_binds_is_named(prompt, tmp_path):
     assert variants["typed_mine"].no_source.startswith("it needs 'FACTOR', which nothing that was typed binds; write")
     with pytest.raises(ConfigError, match="it needs 'FACTOR'"):
         run(plan_of("typed_mine"), Store(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("cells", "name", "here", "there"),
+    [
+        (["TABLE = [1.0]", "def grow():\n    TABLE.append(3)", "grow()"], "TABLE", "[1.0, 3]", "[1.0]"),
+        (["TABLE = [1.0]", "other = TABLE", "other.append(3)"], "TABLE", "[1.0, 3]", "[1.0]"),
+        (["TABLE = [1.0, 2.0]", "last = TABLE.pop()"], "TABLE", "[1.0]", "[1.0, 2.0]"),
+        (["import heapq", "TABLE = [1.0]", "heapq.heappush(TABLE, 2.0)"], "TABLE", "[1.0, 2.0]", "[1.0]"),
+        (["class TABLE:\n    a = 1.0", "setattr(TABLE, 'a', 2.0)"], "TABLE.a", "2.0", "1.0"),
+        (["TABLE = {}", "def name():\n    TABLE['a'] = {2, 1}", "name()"], "TABLE", "{'a': {1, 2}}", "{}"),
+        (["TABLE = torch.rand(3)"], "TABLE", r"torch.float32[3] \w{12}", r"torch.float32[3] \w{12}"),
+    ],
+    ids=lambda cells: cells[-1] if isinstance(cells, list) else "",
+)
+def test_what_another_process_cannot_know_is_said_before_anything_is_measured(
+    prompt, tmp_path, cells, name, here, there
+):
+    scored = SCORED.replace("FACTOR", "len([TABLE])")
+    prompt(IMPORTS, *cells, CARD, scored, MINE)
+    with pytest.raises(ConfigError) as refusal:
+        run(plan_of("typed_mine"), Store(tmp_path / "out"))
+    values = [re.escape(text).replace(r"\\w\{12\}", r"\w{12}") for text in (here, there)]
+    said = "typed_mine: {} was {} where it was typed, and is {} in another process, which sees only statements"
+    assert re.match(said.format(re.escape(name), *values), str(refusal.value)), str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_the_same_in_another_process_are_measured(prompt):
+    """Of every kind that is compared, and objects that are not."""
+    cells = ["import numpy", "VALUES = {'b': 1, 'a': [True, None, 2j, b'x', ('y', 1e-9)], 'set': {'p', 'q', 'r'}}"]
+    cells += ["ARRAYS = [torch.ones(2, dtype=torch.bfloat16), numpy.arange(3), torch.tensor(1.0), torch.empty(0)]"]
+    cells += ["class Options:\n    a = 1.0", "OBJECTS = [object(), Options(), lambda: 1, torch.ones(1, device='meta')]"]
+    prompt(IMPORTS, *cells, CARD, SCORED.replace("FACTOR", "len([VALUES, ARRAYS, Options, OBJECTS])"), MINE)
+    path = variants["typed_mine"].source
+    assert set(_written[path].values) == {"VALUES", "ARRAYS", "Options.a", "OBJECTS", "CARD"}
+    require_same_values(path)
+    prompt("def change():\n    VALUES['b'] = 2", "change()", MINE)
+    with pytest.raises(ConfigError, match="VALUES was"):
+        require_same_values(path)
 
 
 def plan_of(*names: str):

@@ -107,7 +107,7 @@ print({_END_OF_TRIAL!r}, flush=True)
 gc.freeze()
 """
     try:
-        answer = ask_python(["-c", trial, argument], importable({**os.environ, _TRIAL: "1"}), timeout_s)
+        answer = ask_python(["-c", trial, argument], importable({**os.environ, **as_trial()}), timeout_s)
     except subprocess.TimeoutExpired:
         return f"did not finish importing within {timeout_s:g} s"
     if _END_OF_TRIAL.encode() in answer.stdout:
@@ -115,6 +115,11 @@ gc.freeze()
     if answer.returncode < 0:
         return f"import killed by signal {-answer.returncode}"
     return f"ended the process at import, with exit code {answer.returncode}"
+
+
+def as_trial() -> dict[str, str]:
+    """Return variables for the environment of a child process that only tries an import."""
+    return {_TRIAL: "1"}
 
 
 def is_trial() -> bool:

@@ -31,6 +31,7 @@ from attn_zoo.matrix.store.store import Store, with_known_data
 from attn_zoo.records import ANSWERS, Ceilings, Cell, Environment, Record
 from attn_zoo.registry import variants
 from attn_zoo.statistics import pool_records
+from attn_zoo.typed_code import require_same_values
 
 GRACE_S = 30.0
 """How long the running cell may go on after the first Ctrl-C."""
@@ -345,6 +346,8 @@ def run(
     for name in {item.cell.variant: None for item in plan.cells if variants[item.cell.variant].no_source}:
         text = f"worker processes load a variant from its source; {variants[name].no_source}"
         raise ConfigError(name, [("", text)])
+    for path in plan.variant_files:
+        require_same_values(path)
     if store.exists and _without_data(plan):
         plan = replace(plan, cells=tuple(with_known_data(plan.cells, store.info().planned or ())))
     # Neither run nor refused for good: somewhere the data are.
