@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from attn_zoo.records import PASSES, Ceilings, Record
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
+from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.units import percent
 
 CONVENTIONS = (
@@ -40,8 +41,8 @@ class Efficiency:
         min_bytes: that the pass must move at least.
         roof_frac: time that the measured ceilings allow over the time it took.
         mfu: share of the product rate on the data sheet, or None where there is none.
-        realised: measured speed-up over the fastest exact kernel as a share of what the FLOPs promise; None for exact
-            variants, without a baseline, and of a decoded token, whose time is that of its bytes.
+        realised: measured speed-up over exact attention as a share of what the FLOPs promise; None for exact variants,
+            without a baseline, and of a decoded token, whose time is that of its bytes.
         realised_doubts: what makes either of its two times doubtful.
         doubt: why the row cannot be right as it stands, or empty.
     """
@@ -83,19 +84,27 @@ class Efficiency:
 
 
 def efficiencies(
-    every: Sequence[Series], fastest: Series | None, pass_: str, ceilings: Ceilings | None
+    every: Sequence[Series],
+    speed_up: Callable[[str, int], SpeedUp | None],
+    pass_: str,
+    ceilings: Ceilings | None,
 ) -> dict[str, list[Efficiency]]:
     """Return the points of each series that has formulas, shortest first; nothing without measured ceilings.
 
     A variant that computes dense scores underneath has none either: its formula is not what ran.
+
+    Args:
+        every: the curves of a panel.
+        speed_up: a label at a length beside exact attention.
+        pass_: what was timed.
+        ceilings: of the machine.
     """
     if ceilings is None or pass_ not in PASSES:
         return {}
-    exact = {point.seq_len: point for point in (fastest.points if fastest else ())}
     by_label = {}
     for series in every:
         rows = [
-            _row(series, point, exact.get(point.seq_len), pass_, ceilings)
+            _row(series, point, speed_up(series.label, point.seq_len), pass_, ceilings)
             for point in series.points
             if not series.is_simulated
             and (point.record.min_bytes and point.median_ms > 0)
@@ -115,15 +124,14 @@ def pass_flops(record: Record, pass_: str) -> float | None:
     return record.flops * PASSES[pass_].num_forwards(record.backward_ratio)
 
 
-def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings: Ceilings) -> Efficiency:
+def _row(series: Series, point: Point, beside: SpeedUp | None, pass_: str, ceilings: Ceilings) -> Efficiency:
     known = pass_flops(point.record, pass_)
     flops = known or 0.0
     min_bytes = float(point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
     time_ms = point.device_ms or point.median_ms
     roof_frac = ceilings.floor_s(flops, min_bytes) / (time_ms * 1e-3)
     peak = ceilings.sheet_flops_per_s
-    is_promised = exact is not None and not series.is_exact and pass_ != "decode"
-    promised = pass_flops(exact.record, pass_) if exact is not None and is_promised else None
+    promised = pass_flops(beside.exact.record, pass_) if beside is not None and pass_ != "decode" else None
     return Efficiency(
         label=series.label,
         seq_len=point.seq_len,
@@ -136,17 +144,16 @@ def _row(series: Series, point: Point, exact: Point | None, pass_: str, ceilings
         backward_ratio=point.record.backward_ratio or 0.0,
         roof_frac=roof_frac,
         mfu=flops / (time_ms * 1e-3) / peak if peak and flops else None,
-        realised=_speed_up(point, exact) * flops / promised if exact is not None and promised else None,
-        realised_doubts=_doubts(point, exact) if exact is not None else (),
+        realised=_times_as_fast(beside) * flops / promised if beside is not None and promised else None,
+        realised_doubts=_doubts(beside.point, beside.exact) if beside is not None else (),
         doubt=_doubt(roof_frac, ceilings),
     )
 
 
-def _speed_up(point: Point, exact: Point) -> float:
-    """Return how many times faster it is: on the GPU alone where both are known, else as calls."""
-    if point.device_ms and exact.device_ms:
-        return exact.device_ms / point.device_ms
-    return exact.median_ms / point.median_ms
+def _times_as_fast(beside: SpeedUp) -> float:
+    """Return how many times as fast it is: on the GPU alone where both are known, else as calls."""
+    alone = beside.device_factor
+    return beside.factor.value if alone is None else alone
 
 
 def _doubts(*points: Point) -> tuple[str, ...]:

@@ -73,9 +73,7 @@ class Panel:
             return found
         if all(one.is_in_turns for one in found.values()) and len({one.against for one in found.values()}) == 1:
             return found
-        others = (one for one in self.series if one.is_exact and not one.is_simulated)
-        fastest = {point.seq_len: one for one in others for point in one.points if point is self.exact[point.seq_len]}
-        return self._beside(series, fastest)
+        return self._beside(series, self._fastest_exact)
 
     def _beside(self, series: Series, over: Mapping[int, Series]) -> dict[int, SpeedUp]:
         lengths = [point.seq_len for point in series.points]
@@ -100,7 +98,7 @@ class Panel:
     @cached_property
     def efficiency(self) -> dict[str, list[Efficiency]]:
         """Rates beside the ceilings of the machine, by label; empty where the run has not measured those."""
-        return efficiencies(self.series, self.baseline, self.pass_, self.ceilings)
+        return efficiencies(self.series, self.speed_up, self.pass_, self.ceilings)
 
     @cached_property
     def points(self) -> list[Point]:
@@ -120,6 +118,12 @@ class Panel:
     def exact(self) -> dict[int, Point]:
         """The fastest exact point of each length."""
         return {point.seq_len: point for point in (self.baseline.points if self.baseline else ())}
+
+    @cached_property
+    def _fastest_exact(self) -> dict[int, Series]:
+        """Whose `exact` is, by length."""
+        every = (one for one in self.series if one.is_exact and not one.is_simulated)
+        return {point.seq_len: one for one in every for point in one.points if point is self.exact[point.seq_len]}
 
     @cached_property
     def turns(self) -> tuple[Observation, ...]:
@@ -142,14 +146,19 @@ class Panel:
             over: the exact series to compare with; None for one that was timed in turns with it, else the fastest.
         """
         series = next(one for one in self.series if one.label == label)
+        return None if series.is_exact else self.beside_exact(series, length, over)
+
+    def beside_exact(self, series: Series, length: int, over: Series | None = None) -> SpeedUp | None:
+        """Return what `speed_up` does, and of an exact series itself beside the fastest one of that length."""
+        over = over or (self._fastest_exact.get(length) if series.is_exact else None)
         point, baseline = series.outcomes.get(length), over or self.baseline
-        if series.is_exact or not isinstance(point, Point):
+        if not isinstance(point, Point):
             return None
         exact = baseline.outcomes.get(length) if baseline is not None else None
         fastest = (baseline.label, exact) if baseline is not None and isinstance(exact, Point) else None
         labels = {one.label for one in self.series if one.is_exact and not one.is_simulated and over in (None, one)}
         bundles = (members for (own, _), members in self.bundles.items() if own == length)
-        return speed_up(label, point, fastest, bundles, labels)
+        return speed_up(series.label, point, fastest, bundles, labels)
 
     @property
     def peaks(self) -> dict[str, int]:

@@ -44,8 +44,21 @@ class SpeedUp:
 
     @property
     def factor(self) -> Ratio:
-        """How many times as fast the variant is."""
+        """How many times as fast the variant is; once, where it is the exact one itself."""
+        if self.is_itself:
+            return Ratio(value=1.0, low=1.0, high=1.0, num_pairs=0)
         return times_faster(self.exact, self.point)
+
+    @property
+    def device_factor(self) -> float | None:
+        """Likewise of the GPU alone; None where that was not measured of both."""
+        both = self.exact.device_ms, self.point.device_ms
+        return both[0] / both[1] if both[0] and both[1] else None
+
+    @property
+    def is_itself(self) -> bool:
+        """Whether it is the exact one that everything is compared with."""
+        return self.exact is self.point
 
     @property
     def is_in_turns(self) -> bool:

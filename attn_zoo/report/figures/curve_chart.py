@@ -117,10 +117,10 @@ class Chart:
     said: Callable[[Curve], str] = lambda _: ""
 
 
-def curves_of(panel: Panel, looks: Looks, mark: Callable[[Point], Mark | None]) -> list[Curve]:
+def curves_of(panel: Panel, looks: Looks, mark: Callable[[Series, Point], Mark | None]) -> list[Curve]:
     """Return the series that have something to draw."""
     every = (
-        Curve(series, looks[series.label], tuple(found for point in series.points if (found := mark(point))))
+        Curve(series, looks[series.label], tuple(found for point in series.points if (found := mark(series, point))))
         for series in panel.series
     )
     return [curve for curve in every if curve.marks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis.fits import NOT_SETTLED, Crossing, Growth, slope_words
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.series import Point, joint_doubts
+from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.figures.axes import annotate_along, draw_intervals
 from attn_zoo.report.figures.curve_chart import Chart, Curve, Mark, curves_of, draw_chart
 from attn_zoo.report.figures.labels import EndLabel
@@ -22,7 +23,7 @@ from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import shown_doubts
-from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio, some
+from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio, ratio_interval, some
 from attn_zoo.report.wording import MARKS, held_words, marks_of
 
 GUIDE_GAP = 1.7
@@ -34,7 +35,7 @@ def _tip(point: Point, words: str) -> str:
     return "; ".join(filter(None, (f"{human_length(point.seq_len)} tokens: {words}", point.kernel)))
 
 
-def _timed(point: Point) -> Mark | None:
+def _timed(_: Series, point: Point) -> Mark | None:
     if point.median_ms <= 0:
         return None
     words = human_ms.interval(point.median_ms, point.low_ms, point.high_ms)
@@ -109,7 +110,7 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
 def draw_memory(panel: Panel, looks: Looks) -> Page | None:
     """Return peak bytes against length; None where they were not measured."""
 
-    def mark(point: Point) -> Mark | None:
+    def mark(_: Series, point: Point) -> Mark | None:
         peak = point.memory.peak_bytes
         return Mark(length=point.seq_len, own=float(peak), tip=_tip(point, human_bytes(peak))) if peak else None
 
@@ -133,57 +134,65 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
     """Return the factor over the fastest exact kernel at each length; None without a baseline or another curve."""
     if panel.baseline is None:
         return None
-    exact, shown = panel.exact, shown_doubts(panel.points)
+    shown, every = shown_doubts(panel.points), dict[tuple[str, int], SpeedUp]()
 
-    def mark(point: Point) -> Mark | None:
-        other = exact.get(point.seq_len)
-        if other is None or min(point.median_ms, other.median_ms) <= 0:
+    def mark(series: Series, point: Point) -> Mark | None:
+        found = panel.beside_exact(series, point.seq_len)
+        if found is None or min(found.point.median_ms, found.exact.median_ms) <= 0:
             return None
-        factor, alone = other.median_ms / point.median_ms, None
-        ends = (other.low_ms / point.high_ms, other.high_ms / point.low_ms) if point.high_ms and point.low_ms else None
-        words = ratio(factor) + (f" [{ratio(ends[0])}, {ratio(ends[1])}]" if ends else "")
-        if point.device_ms and other.device_ms:
-            alone = other.device_ms / point.device_ms
+        every[series.label, point.seq_len] = found
+        factor, alone = found.factor, found.device_factor
+        words = ratio_interval(factor.value, factor.low, factor.high)
+        if alone is not None:
             words = f"{ratio(alone)} on the GPU alone; as single calls {words}"
-        is_waiting = point.is_waiting or other.is_waiting
+        if not panel.is_baseline(found.against):
+            words += f", over {found.against}"
+        is_waiting = found.point.is_waiting or found.exact.is_waiting
         is_own = alone is None and not is_waiting
         return Mark(
             length=point.seq_len,
-            own=factor if is_own else alone,
-            call=None if is_own else factor,
+            own=factor.value if is_own else alone,
+            call=None if is_own else factor.value,
             is_waiting=is_waiting,
-            ends=ends,
+            ends=(factor.low, factor.high),
             tip=_tip(point, words),
         )
 
     def marks(curve: Curve) -> str:
-        length, _ = curve.best[-1]
-        pair = (*(point for point in curve.series.points if point.seq_len == length), exact[length])
-        return marks_of(joint_doubts(pair), shown - {"host"})  # hollow marks say that
+        doubts = every[curve.label, curve.best[-1][0]].doubts
+        return marks_of(doubts, shown - {"host"})  # hollow marks say that
 
     def is_baseline(curve: Curve) -> bool:
-        ones = sum(abs(value - 1) < 1e-12 for _, value in curve.best)
-        return curve.series.is_exact and len(exact) == len(curve.marks) == ones
+        return all(every[curve.label, mark.length].is_itself for mark in curve.marks)
 
     curves = [curve for curve in curves_of(panel, looks, mark) if not is_baseline(curve)]
     if not curves:
         return None
-    baseline = _baseline_name(panel)
+    drawn = [found for (label, _), found in every.items() if label in {curve.label for curve in curves}]
+    baseline = some(dict.fromkeys(plain(found.against) for found in drawn), joint=" or ")
     chart = Chart(
         title=f"Speed-up over {baseline}",
         show=ratio,
         base=2,
-        legend=[_marker("ratio of medians; bars: from the 95 % intervals")],
+        legend=[_marker(f"{_ratio_words(drawn)}; bars: 95 % interval")],
         details=lambda curve: (
             marked(f"{ratio(curve.best[-1][1])} at {human_length(curve.best[-1][0])}", marks(curve)),
             *_wins(panel, curve, shown),
         ),
         note=_doubtful(panel, curves, shown),
-        extra_labels=[EndLabel(baseline, (f"fastest exact kernel: {ratio(1)}",), INK, max(exact), 1.0)],
+        extra_labels=[EndLabel(baseline, (f"exact: {ratio(1)}",), INK, max(panel.exact), 1.0)],
         extra_values=[1.0],
         draw=_draw_ones,
     )
     return draw_chart(panel, looks, curves, chart)
+
+
+def _ratio_words(every: Iterable[SpeedUp]) -> str:
+    """Say what factors are made of; of the one that all are over nothing."""
+    kinds = {one.is_in_turns for one in every if not one.is_itself}
+    if len(kinds) > 1:
+        return "ratio by rounds where timed in turns, else of medians"
+    return "ratio by rounds, timed in turns" if kinds == {True} else "ratio of medians"
 
 
 def _draw_ones(axes: Axes) -> None:
@@ -248,10 +257,6 @@ def _doubtful(panel: Panel, curves: Sequence[Curve], shown: Container[str]) -> s
     if any(mark.own is None for curve in curves for mark in curve.marks):
         words += "; where the GPU alone was not timed, waiting for the host is inferred from times that hardly grow"
     return words
-
-
-def _baseline_name(panel: Panel) -> str:
-    return plain(panel.baseline.label) if panel.baseline else "exact attention"
 
 
 def _draw_quartiles(axes: Axes, curve: Curve) -> None:

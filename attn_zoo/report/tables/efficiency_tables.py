@@ -69,8 +69,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         notes=(
             _conventions(*panels),
             Remark(
-                "Realised: the measured speed-up over the fastest exact kernel as a share of the one that the FLOPs "
-                "promise.",
+                "Realised: the measured speed-up over exact attention as a share of the one that the FLOPs promise.",
                 heading="realised",
             ),
             Remark("MFU: share of the maker's product rate, dense, in the same dtype.", heading="MFU"),

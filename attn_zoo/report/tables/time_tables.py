@@ -20,6 +20,7 @@ from attn_zoo.report.tables.table import (
     Remark,
     Row,
     Table,
+    interval_column,
     interval_values,
     marked,
     number_column,
@@ -33,6 +34,7 @@ from attn_zoo.report.units import (
     human_count,
     human_length,
     human_ms,
+    human_number,
     human_rate,
     ratio,
     ratio_interval,
@@ -249,7 +251,7 @@ def measurement_table(analysis: Analysis) -> Table:
     shown = shown_doubts(points)
     for panel in analysis.panels:
         rows += [
-            _row(panel, series, point, shown) | _times_as_fast(panel, point, shown)
+            _row(panel, series, point, shown) | _times_as_fast(panel, series, point.seq_len, shown)
             for series in panel.series
             for point in series.outcomes.values()
         ]
@@ -268,10 +270,7 @@ def measurement_table(analysis: Analysis) -> Table:
             Remark("Saved: kept for backward.", heading="saved"),
             Remark("State: what a decoded token starts from, without the room in its buffers.", heading="state"),
             *_energy_words(rows),
-            Remark(
-                "Speed-up: median time of the fastest exact kernel at the same length over this one.",
-                heading="speed-up",
-            ),
+            Remark(_SPEED_UP, heading="speed-up"),
             Remark("From a graph: the same call replayed from a CUDA graph, cache warm.", heading="from a graph"),
             *MARK_REMARKS,
             analysis.caveats,
@@ -281,7 +280,7 @@ def measurement_table(analysis: Analysis) -> Table:
             pass_column(analysis.panels),
             number_column("length", "seq_len", human_length, priority=0),
             time_column("time", priority=0),
-            Column(heading="speed-up", show=_speed_up, sort=lambda row: row["speed_up"], priority=3),
+            interval_column("speed-up", "speed_up", ratio, 3, show_end=human_number, marks="speed_up_marks"),
             *_measured(rows, "scaling"),
             number_column("processes", "num_processes", str, priority=5),
             number_column("parameters", "num_params", "{:,.0f}".format, priority=6),
@@ -293,18 +292,23 @@ def measurement_table(analysis: Analysis) -> Table:
     )
 
 
-def _times_as_fast(panel: Panel, point: Point | Failure, shown: frozenset[str]) -> dict[str, Any]:
-    exact = panel.exact.get(point.seq_len)
-    if exact is None or not isinstance(point, Point) or not point.median_ms:
-        return {"speed_up": None, "speed_up_marks": ""}
+_SPEED_UP = (
+    "Speed-up: how many times as fast as exact attention of the same length: the one that was timed in turns with it, "
+    "by rounds, or else the fastest one, by medians."
+)
+
+
+def _times_as_fast(panel: Panel, series: Series, length: int, shown: frozenset[str]) -> dict[str, Any]:
+    found = panel.beside_exact(series, length)
+    if found is None or not found.point.median_ms or not found.exact.median_ms:
+        return {**interval_values("speed_up", None, None, None), "speed_up_over": "", "speed_up_marks": ""}
+    factor = found.factor
+    ends = (None, None) if found.is_itself else (factor.low, factor.high)
     return {
-        "speed_up": exact.median_ms / point.median_ms,
-        "speed_up_marks": marks_of(joint_doubts((exact, point)), shown),
+        **interval_values("speed_up", factor.value, *ends),
+        "speed_up_over": found.against,
+        "speed_up_marks": marks_of(found.doubts, shown),
     }
-
-
-def _speed_up(row: Row) -> str:
-    return "" if row["speed_up"] is None else marked(ratio(row["speed_up"]), row["speed_up_marks"])
 
 
 def step_table(analysis: Analysis) -> Table | None:

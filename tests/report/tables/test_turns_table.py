@@ -17,7 +17,7 @@ from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table
 from attn_zoo.report.tables.table import to_terminal
-from attn_zoo.report.tables.time_tables import turns_table
+from attn_zoo.report.tables.time_tables import measurement_table, turns_table
 from tests.report.figures.legible import words
 from tests.report.synthetic import scaling, write_run
 
@@ -206,3 +206,27 @@ def test_further_processes_are_named_only_where_there_were_some(tmp_path: Path):
 
 def test_runs_without_bundles_have_no_such_table(tmp_path: Path):
     assert turns_table(analyse([write_run(tmp_path / "run", [scaling("full", 512)])])) is None
+
+
+def test_one_speed_up_has_one_number_on_all_of_a_page(tmp_path: Path):
+    """The exact one ran in the slow first round of each process only: medians of 150 and 10 ms say nothing."""
+
+    def timed(variant: str, times_ms: float, seq_len: int, rounds: tuple[float, ...]) -> Record:
+        record = member(variant, times_ms, f"b{seq_len}", seq_len=seq_len)
+        assert record.timing is not None
+        samples, sizes = tuple(times_ms * slow for slow in (*rounds, *rounds)), (len(rounds), len(rounds))
+        return replace(record, timing=replace(record.timing, samples_ms=samples, process_sizes=sizes))
+
+    records = [timed("full", 30.0, 2048, (5.0,)), timed("linformer", 10.0, 2048, (5.0, 1.0, 1.0))]
+    records += [timed("full", 60.0, 4096, (5.0,)), timed("linformer", 15.0, 4096, (5.0, 1.0, 1.0))]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    rows = {(row["variant"], row["seq_len"]): row for row in measurement_table(analysis).rows}
+    own, exact = rows["linformer", 2048], rows["full", 2048]
+    assert [own[f"speed_up{end}"] for end in ("", "_low", "_high")] == pytest.approx([3.0] * 3)
+    assert (own["speed_up_over"], exact["speed_up"], exact["speed_up_low"]) == ("full", 1.0, None)
+    front = front_table(analysis)
+    assert front is not None
+    assert next(row for row in front.texts() if row[0] == "linformer")[1] == "3\u00d7 [3, 3]"
+    picture = next(one for one in make_pictures(analysis) if one.name.startswith("speedup"))
+    assert "ratio by rounds, timed in turns; bars: 95 % interval" in words(picture.figure)
+    assert "linformer: 3\u00d7 at 2k, 4\u00d7 at 4k" in picture.alt
