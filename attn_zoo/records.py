@@ -86,6 +86,8 @@ class Pass:
         has_graph: the forward keeps what a backward needs.
         forwards: in one call.
         backwards: in one call.
+        is_one_token: it is about one token after many others, so that what is true of a whole sequence (its formulas,
+            its claimed growth) is not true of it.
     """
 
     name: PassName
@@ -93,6 +95,7 @@ class Pass:
     has_graph: bool
     forwards: int
     backwards: int
+    is_one_token: bool = False
 
     def num_forwards(self, backward_ratio: float) -> float:
         """Return how many forwards the pass is worth.
@@ -110,11 +113,16 @@ PASSES: dict[str, Pass] = {
         Pass(name="fwd", title="forward", has_graph=True, forwards=1, backwards=0),
         Pass(name="bwd", title="backward", has_graph=True, forwards=0, backwards=1),
         Pass(name="fwd_bwd", title="forward + backward", has_graph=True, forwards=1, backwards=1),
-        Pass(name="decode", title="one decoded token", has_graph=False, forwards=1, backwards=0),
+        Pass(name="decode", title="one decoded token", has_graph=False, forwards=1, backwards=0, is_one_token=True),
         Pass(name="step", title="training step", has_graph=True, forwards=1, backwards=1),
     )
 }
 """All passes by name: the one place that knows how much work each is."""
+
+
+def is_one_token(pass_: str | None) -> bool:
+    """Return whether a pass is about one token; see `Pass`. One of a newer version is taken for a whole sequence."""
+    return pass_ in PASSES and PASSES[pass_].is_one_token
 
 
 LOWER_IS_BETTER = frozenset({"bits_per_byte"})
@@ -581,7 +589,7 @@ class Cell(Json, _Keyed):
         Of a training step those that it learns from, padding excluded, as a mean over batches; of a decoded token one
         for each sequence.
         """
-        if self.pass_ == "decode":
+        if is_one_token(self.pass_):
             return self.batch_size
         if self.scope != "model" or self.batch_size is None or self.seq_len is None:
             return None

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 TIMES = "\u00d7"  # multiplication sign
+MINUS = "\u2212"  # as wide as a plus, which a hyphen is not
 
 
 def human_number(value: float, digits: int = 3) -> str:
@@ -18,6 +19,8 @@ def human_number(value: float, digits: int = 3) -> str:
     >>> human_number(0.123456), human_number(1234.5), human_number(20.0)
     ('0.123', '1234', '20')
     """
+    if value < 0:
+        return MINUS + human_number(-value, digits)
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
@@ -111,6 +114,15 @@ def human_count(value: int) -> str:
         if value >= 0.9995 * factor:
             return f"{human_number(value / factor)} {letter}"
     return f"{value:,}"
+
+
+def human_slope(value: float) -> str:
+    r"""Return an exponent or a slope.
+
+    >>> human_slope(1.994), human_slope(-0.001), human_slope(-0.26) == "\u22120.26"
+    ('1.99', '0.00', True)
+    """
+    return f"{value:z.2f}".replace("-", MINUS)
 
 
 def percent(frac: float) -> str:

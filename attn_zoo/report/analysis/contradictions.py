@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attn_zoo.report.analysis.fits import Growth
+from attn_zoo.report.analysis.fits import Growth, slope_words
 from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.units import human_length
+from attn_zoo.report.units import human_length, human_slope
 
 AGREEMENT = 0.01
 """Relative difference between a formula and a count that needs no words."""
@@ -63,13 +63,11 @@ def _exponent_words(growth: Growth) -> str:
     exponent = growth.exponent
     assert exponent is not None  # nothing is contradicted without one
     quantity = "time" if growth.quantity == "time" else "memory"
-    found = f"{exponent.value:.2f}"
-    if growth.quantity == "time":  # bytes do not vary between repetitions
-        found += f" [{exponent.low:.2f}, {exponent.high:.2f}]"
     first, last = human_length(exponent.lengths[0]), human_length(exponent.lengths[-1])
-    said = f"exponent of {quantity} claims {growth.claimed:g}, measured {found} from {first} to {last} tokens"
+    found = f"measured {slope_words(exponent)} from {first} to {last} tokens"
+    said = f"exponent of {quantity} claims {growth.claimed:g}, {found}"
     if growth.formula is not None and growth.formula >= exponent.low:
-        said += f"; its own formula grows with {growth.formula:.2f} there"
+        said += f"; its own formula grows with {human_slope(growth.formula)} there"
     return said
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from attn_zoo.records import PASSES, Ceilings, Record
+from attn_zoo.records import PASSES, Ceilings, Record, is_one_token
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.units import percent
@@ -108,7 +108,7 @@ def efficiencies(
             for point in series.points
             if not series.is_simulated
             and (point.record.min_bytes and point.median_ms > 0)
-            and (pass_ == "decode" or pass_flops(point.record, pass_))
+            and (is_one_token(pass_) or pass_flops(point.record, pass_))
         ]
         if rows:
             by_label[series.label] = rows
@@ -117,7 +117,7 @@ def efficiencies(
 
 def pass_flops(record: Record, pass_: str) -> float | None:
     """Return the useful FLOPs of a pass by formula, of a decoded token as counted; None where they are not known."""
-    if pass_ == "decode":
+    if is_one_token(pass_):
         return record.counted_flops
     if record.flops is None or record.backward_ratio is None:
         return None
@@ -131,7 +131,7 @@ def _row(series: Series, point: Point, beside: SpeedUp | None, pass_: str, ceili
     time_ms = point.device_ms or point.median_ms
     roof_frac = ceilings.floor_s(flops, min_bytes) / (time_ms * 1e-3)
     peak = ceilings.sheet_flops_per_s
-    promised = pass_flops(beside.exact.record, pass_) if beside is not None and pass_ != "decode" else None
+    promised = pass_flops(beside.exact.record, pass_) if beside is not None and not is_one_token(pass_) else None
     return Efficiency(
         label=series.label,
         seq_len=point.seq_len,

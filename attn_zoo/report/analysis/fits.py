@@ -9,7 +9,7 @@ from typing import Literal
 
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
-from attn_zoo.report.units import human_length
+from attn_zoo.report.units import human_length, human_slope
 from attn_zoo.statistics import (
     CostFit,
     Crossover,
@@ -127,6 +127,15 @@ class Crossing:
     doubts: tuple[str, ...] = ()
 
     @property
+    def rank(self) -> float:
+        """What puts first what is cheaper from the shortest length on: the length that is told, infinity for none."""
+        result = self.result
+        if result is None or (self.is_settled and result.kind == "never_in_range"):
+            return math.inf
+        told = (result.length or 0.0) if self.is_settled else result.high
+        return math.inf if told is None else told
+
+    @property
     def is_settled(self) -> bool:
         """Whether the intervals leave no doubt that it is so, and for a crossing that it is in range."""
         if self.result is None:
@@ -221,13 +230,13 @@ def _verdict(
             leading = fit.dominant(fit.lengths[-1])
             return (word, "") if leading == word else (NOT_SETTLED, f"slope {ends}, but the {leading} term leads")
     if any(exponent.low <= power <= exponent.high for power, _ in _POWERS):
-        return NOT_SETTLED, f"slope known to {ends} only"
+        return NOT_SETTLED, f"slope {ends}: too wide to tell"
     return NOT_SETTLED, f"slope {ends} is no whole power"
 
 
 def slope_words(exponent: Exponent) -> str:
     """Return a slope with its interval; bytes do not vary, and an interval of no width says nothing."""
-    value, low, high = (f"{each:z.2f}" for each in (exponent.value, exponent.low, exponent.high))
+    value, low, high = map(human_slope, (exponent.value, exponent.low, exponent.high))
     return value if low == high else f"{value} [{low}, {high}]"
 
 

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attn_zoo.records import LOWER_IS_BETTER
-from attn_zoo.report.units import capital
-
-MINUS = "\u2212"
+from attn_zoo.report.units import MINUS, capital
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
+from typing import get_args
 
 from attn_zoo.folder import Claim
-from attn_zoo.records import Memory, Record, Timing
+from attn_zoo.records import CallPass, Memory, Record, Timing
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.measurements import token_rates
@@ -116,6 +118,24 @@ def joint_doubts(points: Iterable[Point]) -> tuple[str, ...]:
     """Return what makes a number doubtful that several times went into: what makes any of them so."""
     found = {doubt for point in points for doubt in point.doubts}
     return tuple(mark for mark in MARKS if mark in found)
+
+
+def doubt_counts(points: Sequence[Point], shown: Container[str], without: str = "") -> str:
+    """Return how many times are doubtful and why, with the marks that are shown; empty where all is well.
+
+    Args:
+        points: all of which some may be doubtful.
+        shown: doubts whose marks stand beside numbers.
+        without: a doubt that is told elsewhere.
+    """
+    counts, total, said = Counter(doubt for point in points for doubt in point.doubts), len(points), list[str]()
+    for doubt, (mark, words, _) in MARKS.items():
+        if not counts[doubt] or doubt == without:
+            continue
+        of = "" if said else f"{total} times " if counts[doubt] == total else f"of {total} times "
+        count = "all" if counts[doubt] == total else counts[doubt]
+        said.append(f"{count} {of}{words}" + (f"\u00a0{mark}" if doubt in shown else ""))
+    return ", ".join(said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +253,7 @@ def make_series(label: str, members: Sequence[Observation], pass_: str, results:
     points = [replace(point, is_waiting=point.seq_len in waiting) for point in points]
     variant = members[0].cell.variant
     claim = results.claim(variant)
-    if claim is not None and pass_ in {"decode", "step"}:  # it does not say how one token grows, or a whole model
+    if claim is not None and pass_ not in get_args(CallPass):  # it does not say how one token grows, or a whole model
         claim = replace(claim, time_exponent=None, memory_exponent=None)
     return Series(
         label=label,

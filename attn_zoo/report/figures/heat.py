@@ -55,7 +55,7 @@ def weight_shades(values: NDArray[np.float32], limit: float | None = None) -> Sh
 
 def signed_number(value: float) -> str:
     """Return the number beside a colour of weights."""
-    return human_number(value, 2).replace("-", "\u2212")
+    return human_number(value, 2)
 
 
 def draw_squares(axes: Axes, values: NDArray[Any], shades: Shades, *, is_upwards: bool = False) -> None:

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis.fits import NOT_SETTLED, Crossing, Growth, slope_words
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.series import Point, Series
+from attn_zoo.report.analysis.series import Point, Series, doubt_counts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.figures.axes import annotate_along, draw_intervals
 from attn_zoo.report.figures.curve_chart import Chart, Curve, Mark, curves_of, draw_chart
@@ -23,7 +23,7 @@ from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import shown_doubts
-from attn_zoo.report.units import human_bytes, human_length, human_ms, ratio, ratio_interval, some
+from attn_zoo.report.units import human_bytes, human_length, human_ms, human_slope, ratio, ratio_interval, some
 from attn_zoo.report.wording import MARKS, held_words, marks_of
 
 GUIDE_GAP = 1.7
@@ -212,7 +212,7 @@ def _exponent_words(grown: Growth) -> str:
     """Return what the description says of how a curve grows; one or two lengths cannot say it."""
     if grown.exponent is not None and grown.is_settled:
         claimed = f" (claimed {grown.claimed:g})" if grown.claimed is not None else ""
-        return f", exponent {grown.exponent.value:z.2f}{claimed}"
+        return f", exponent {human_slope(grown.exponent.value)}{claimed}"
     if not grown.why or len(grown.slopes) < 2:
         return ""
     return f", {grown.why}" if _is_known_within(grown) else f", exponent not settled: {grown.why}"
@@ -221,7 +221,7 @@ def _exponent_words(grown: Growth) -> str:
 def _growth_words(grown: Growth, shown: Container[str]) -> str:
     claimed, marks = grown.claimed, marks_of(grown.doubts, shown)
     if grown.exponent is not None and grown.is_settled:
-        words = f"N^{grown.exponent.value:z.2f}" + (f" (claimed {claimed:g})" if claimed is not None else "")
+        words = f"N^{human_slope(grown.exponent.value)}" + (f" (claimed {claimed:g})" if claimed is not None else "")
         return marked(words, marks)
     if grown.exponent is not None and _is_known_within(grown):
         return marked(f"slope {slope_words(grown.exponent)}", marks)
@@ -247,13 +247,8 @@ def _crossing_words(panel: Panel, crossing: Crossing | None, shown: Container[st
 
 def _doubtful(panel: Panel, curves: Sequence[Curve], shown: Container[str]) -> str:
     """Return what makes times of the panel doubtful, and of how many, for the note; nothing where all is well."""
-    doubts = {doubt for point in panel.points for doubt in point.doubts} - {"host"}
-    said = [
-        f"{sum(doubt in point.doubts for point in panel.points)} {words}" + (f"\u00a0{mark}" if doubt in shown else "")
-        for doubt, (mark, words, _) in MARKS.items()
-        if doubt in doubts
-    ]
-    words = f"; of {len(panel.points)} times {', '.join(said)}" if said else ""
+    said = doubt_counts(panel.points, shown, without="host")  # a legend says that
+    words = f"; {said}" if said else ""
     if any(mark.own is None for curve in curves for mark in curve.marks):
         words += "; where the GPU alone was not timed, waiting for the host is inferred from times that hardly grow"
     return words

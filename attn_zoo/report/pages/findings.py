@@ -7,20 +7,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from attn_zoo.folder import Run
+from attn_zoo.records import is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
-from attn_zoo.report.analysis.fits import GROWTH_WORDS, NOT_SETTLED
+from attn_zoo.report.analysis.fits import GROWTH_WORDS, NOT_SETTLED, Crossing
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelScore, pair
+from attn_zoo.report.analysis.series import Series, doubt_counts
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import shown_doubts, weights_words
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval, some
-from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, outcome
+from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, ratio_interval, some
+from attn_zoo.report.wording import doubt_list, machine_words, marks_of, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -43,6 +45,8 @@ WHY_LINEAR = (
 MOST = 6
 """Variants named in one sentence; the tables have the rest."""
 MOST_BULLETS = 7
+MOST_PLACES = 3
+"""Lengths at which variants get cheaper that one sentence names."""
 
 
 def headline(analysis: Analysis) -> str:
@@ -72,6 +76,7 @@ def _winners(panel: Panel) -> str:
     """Return who is the fastest from which length to which, and by how much at the longest."""
     every = panel.winners
     judged = [one for one in every if one.num_rivals > 1]
+    at = _at(panel)
     unjudged = [
         f"{series.label} ({'dense scores underneath' if series.is_simulated else 'a control'})"
         for series in panel.series
@@ -83,13 +88,14 @@ def _winners(panel: Panel) -> str:
         if len(labels) != 1:
             return ("no two were measured at one length" if labels else "nothing to compare") + beside
         alone = "has no rival" if unjudged else "alone was measured"
-        return f"{every[0].labels[0]} {alone}, at {_span(lengths)} tokens{beside}"
+        return f"{every[0].labels[0]} {alone}, {at} {_span(lengths)} tokens{beside}"
     reigns = _reigns(judged)
     first, last = ([human_length(one.seq_len) for one in reigns[end]] for end in (0, -1))
     if len(reigns) == 1:
-        said = [f"the fastest is {_reign(reigns[0], f'at {_span(first)} tokens')}"]
+        said = [f"the fastest is {_reign(reigns[0], f'{at} {_span(first)} tokens')}"]
     else:
-        said = [f"the fastest is {_reign(reigns[0], f'up to {first[-1]} tokens')}"]
+        where = at if len(first) == 1 else "up to"  # nothing shorter was measured
+        said = [f"the fastest is {_reign(reigns[0], f'{where} {first[-1]} tokens')}"]
         between = reigns[1:-1]
         if len(between) > 2:
             names = dict.fromkeys(label for own in between for label in _steady(own)[:1])
@@ -98,6 +104,11 @@ def _winners(panel: Panel) -> str:
             said += [_reign(own, f"from {human_length(own[0].seq_len)}") for own in between]
         said.append(_reign(reigns[-1], f"from {last[0]}"))
     return ", ".join(said) + _by_how_much(panel, judged, _steady(reigns[-1])) + beside + _waiting(panel)
+
+
+def _at(panel: Panel) -> str:
+    """Return the word before a length: a token is decoded after so many others."""
+    return "after" if is_one_token(panel.pass_) else "at"
 
 
 def _reigns(judged: Sequence[Winner]) -> list[list[Winner]]:
@@ -174,7 +185,7 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -
     why = f" ({', '.join(filter(None, beside))})" if any(beside) else ""
     who = "" if [label] == named else f"{label} "
     than = "exact attention" if panel.is_baseline(found.against) else found.against
-    return f"; at {length} {who}{text} as fast as {than}{why}"
+    return f"; {_at(panel)} {length} {who}{text} as fast as {than}{why}"
 
 
 def completeness(analysis: Analysis) -> str:
@@ -251,7 +262,8 @@ def findings(analysis: Analysis) -> list[str]:
 
 
 def _growth_line(panel: Panel) -> str:
-    grown, shown = [growth for growth in panel.time.values() if growth.slopes], shown_doubts(panel.points)
+    shown = shown_doubts(panel.points)
+    grown = [panel.time[series.label] for series in _ranked(panel) if panel.time[series.label].slopes]
     by_words = grouped(grown, lambda growth: growth.words)
     unsettled = by_words.pop(NOT_SETTLED, [])
     said = [
@@ -259,35 +271,59 @@ def _growth_line(panel: Panel) -> str:
         for words in GROWTH_WORDS
         if words in by_words
     ]
+    reasons = {growth.why for growth in unsettled}
+    why = f" ({reasons.pop()})" if len(reasons) == 1 else ""
+    if unsettled and not said:
+        return f"How time grows is {NOT_SETTLED}{why}."
     if unsettled:
-        reasons = {growth.why for growth in unsettled}
-        why = f" ({reasons.pop()})" if len(reasons) == 1 else ""
         said.append(f"{NOT_SETTLED}: {some(growth.label for growth in unsettled)}{why}")
     return f"Time grows, {'; '.join(said)}." if said else ""
 
 
+def _ranked(panel: Panel) -> list[Series]:
+    """Return the curves that are judged, or all where none is, the fastest at the longest length first."""
+    judged = [series for series in panel.series if series.is_judged]
+
+    def times(series: Series) -> list[float]:
+        known = {point.seq_len: point.median_ms for point in series.points}
+        return [known.get(length, math.inf) for length in reversed(panel.lengths)]
+
+    return sorted(judged or panel.series, key=times)
+
+
 def _crossing_line(panel: Panel) -> str:
-    crossings = [one for one in panel.crossings if one.is_main and one.result and len(one.result.lengths) > 1]
-    shown = shown_doubts(panel.points)
+    places, shown = {series.label: place for place, series in enumerate(_ranked(panel))}, shown_doubts(panel.points)
+    every = [one for one in panel.crossings if one.is_main and one.result and len(one.result.lengths) > 1]
+    every = sorted((one for one in every if one.label in places), key=lambda one: (one.rank, places[one.label]))
     alone = {one.label: crossing_text(one, shown) for one in panel.device_crossings if one.is_main}
-    said = [
-        f"than {against}: "
-        + some(
-            f"{one.label} {crossing_text(one, shown)}"
-            + (f", on the GPU alone {alone[one.label]}" if one.label in alone else "")
-            for one in own
-        )
-        for against, own in grouped(crossings, lambda one: one.against).items()
-    ]
+
+    def where(one: Crossing) -> str:
+        beside = f", on the GPU alone {alone[one.label]}" if one.label in alone else ""
+        return crossing_text(one, shown) + beside
+
+    said = []
+    for against, own in grouped(every, lambda one: one.against).items():
+        by_place = list(grouped(own, where).items())
+        texts = [f"{some(one.label for one in same)} {text}" for text, same in by_place[:MOST_PLACES]]
+        if rest := sum(len(same) for _, same in by_place[MOST_PLACES:]):
+            texts.append(f"{rest} more, the last {by_place[-1][1][-1].label} {by_place[-1][0]}")
+        said.append(f"than {against}: {'; '.join(texts)}")
     return f"Cheaper {'; '.join(said)}." if said else ""
 
 
 def _memory_line(panel: Panel) -> str:
-    ranked = [f"{label} {human_bytes(peak)}" for label, peak in sorted(panel.peaks.items(), key=lambda item: item[1])]
+    judged = {series.label for series in _ranked(panel)}
+    ranked = sorted((peak, label) for label, peak in panel.peaks.items() if label in judged)
     if not ranked:
         return ""
-    exact = "; exact attention's is linear too: fused kernels store no scores" if _has_linear_memory(panel) else ""
-    return f"Peak memory at {human_length(panel.lengths[-1])}: {some(ranked)}{exact}."
+    said = [f"{label} {human_bytes(peak)}" for peak, label in ranked]
+    named = {label for _, label in ranked[:FEW]} | ({ranked[-1][1]} if len(ranked) > FEW else set())
+    exact = {one.label for one in panel.series if one.is_exact} - named
+    beside = [f"exact: {some(text for text, (_, label) in zip(said, ranked, strict=True) if label in exact)}"]
+    beside = [*(beside if exact & {*panel.peaks} else []), *([f"the most: {said[-1]}"] if len(said) > FEW else [])]
+    linear = ["exact attention's is linear too: fused kernels store no scores"] if _has_linear_memory(panel) else []
+    where = f"{_at(panel)} {human_length(panel.lengths[-1])}"
+    return f"Peak memory {where}: {'; '.join([', '.join(said[:FEW]), *beside, *linear])}."
 
 
 def _weights_line(panel: Panel) -> str:
@@ -314,14 +350,8 @@ _FLOORS = {"not beaten": "best floor not beaten", "not settled": "best floor not
 
 def _doubt_line(analysis: Analysis) -> str:
     points = [point for panel in analysis.panels for point in panel.points]
-    counts = Counter(doubt for point in points for doubt in point.doubts)
-    shown = {doubt for panel in analysis.panels for doubt in shown_doubts(panel.points)}
-    said = [
-        marked(f"{counts[doubt]} {words}", mark if doubt in shown else "")
-        for doubt, (mark, words, _) in MARKS.items()
-        if counts[doubt]
-    ]
-    return f"Of {len(points)} times: {'; '.join(said)}." if said else ""
+    said = doubt_counts(points, {doubt for panel in analysis.panels for doubt in shown_doubts(panel.points)})
+    return f"{capital(said)}." if said else ""
 
 
 def _missing_line(analysis: Analysis) -> str:
@@ -340,16 +370,14 @@ def memory_findings(analysis: Analysis) -> list[str]:
 
 def explanation(analysis: Analysis) -> str:
     """Return what slopes mean, of whole sequences and of decoded tokens; empty where nothing was timed."""
-    is_decode = {panel.pass_ == "decode" for panel in analysis.panels}
     said = {False: EXPLANATION, True: EXPLANATION_OF_DECODING}
-    return " ".join(said[each] for each in sorted(is_decode))
+    return " ".join(said[each] for each in sorted({is_one_token(panel.pass_) for panel in analysis.panels}))
 
 
 def _has_linear_memory(panel: Panel) -> bool:
     """Whether exact attention keeps no scores: of a whole call, as what it decodes from is linear anyway."""
-    if panel.pass_ == "decode":
-        return False
-    return any(panel.memory[one.label].verdict == "linear" for one in panel.series if one.is_exact)
+    exact = (panel.memory[one.label] for one in panel.series if one.is_exact)
+    return not is_one_token(panel.pass_) and any(one.verdict == "linear" for one in exact)
 
 
 def panel_findings(analysis: Analysis) -> list[str]:
@@ -363,14 +391,16 @@ def _panel(panel: Panel) -> str:
 
 
 def _rate(panel: Panel, winner: Winner) -> str:
-    """Return what a training step of the fastest takes; empty for a single call."""
+    """Return what a training step or a decoded token of the fastest takes; empty for a single call."""
     label, *_ = winner.labels
     series = next(one for one in panel.series if one.label == label)
     point = next(one for one in series.points if one.seq_len == winner.seq_len)
     if point.tokens_per_s is None:
         return ""
     rate = float(f"{point.tokens_per_s:.3g}")
-    return f"{label} at {human_length(winner.seq_len)} takes {human_ms(point.median_ms)} a step, {rate:,.0f} tokens/s"
+    of = "token" if is_one_token(panel.pass_) else "step"
+    where = f"{label} {_at(panel)} {human_length(winner.seq_len)}"
+    return f"{where} takes {human_ms(point.median_ms)} a {of}, {rate:,.0f} tokens/s"
 
 
 def _contradictions(analysis: Analysis) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from attn_zoo.records import is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import flops_ratios
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, OF_DECODING, SHARE, Efficiency
@@ -26,7 +27,7 @@ from attn_zoo.report.wording import ceilings_words, marks_of
 
 def _conventions(*panels: Panel) -> str:
     """Say what counts. The ratio of a layer varies with the length: its projections have another one."""
-    whole = [panel for panel in panels if panel.pass_ != "decode"]
+    whole = [panel for panel in panels if not is_one_token(panel.pass_)]
     by_label: dict[str, list[float]] = {}
     for panel in whole:
         for label, rows in panel.efficiency.items():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.fits import Crossing, Growth
+from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.tables.table import (
     BRACKETS,
     MARK_REMARKS,
@@ -22,7 +23,7 @@ from attn_zoo.report.tables.table import (
     text_column,
 )
 from attn_zoo.report.tables.time_tables import pass_column, shown_doubts
-from attn_zoo.report.units import human_length, some
+from attn_zoo.report.units import human_length, human_slope, some
 from attn_zoo.report.wording import doubt_words, marks_of
 
 
@@ -36,7 +37,6 @@ def exponent_table(analysis: Analysis) -> Table:
         for growth in fits.values()
         if growth.slopes
     ]
-    slope = "{:z.2f}".format
     return Table(
         name="exponents",
         title="Growth with the sequence length",
@@ -64,10 +64,10 @@ def exponent_table(analysis: Analysis) -> Table:
             text_column("variant", priority=0),
             text_column("of", "quantity", priority=0),
             pass_column(analysis.panels, "panel"),
-            interval_column("exponent", "exponent", slope, priority=0, marks="exponent_marks"),
+            interval_column("exponent", "exponent", human_slope, priority=0, marks="exponent_marks"),
             Column(heading="claimed", show=_claimed, sort=lambda row: row["claimed_exponent"]),
-            number_column("formula", "formula_exponent", slope, priority=4),
-            interval_column("last slope", "last_slope", slope, priority=4, marks="last_slope_marks"),
+            number_column("formula", "formula_exponent", human_slope, priority=4),
+            interval_column("last slope", "last_slope", human_slope, priority=4, marks="last_slope_marks"),
             text_column("reading", priority=2),
             text_column("why", priority=2.5),
             text_column("lengths", priority=5),
@@ -177,7 +177,7 @@ def crossover_table(analysis: Analysis) -> Table:
     """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
     rows, shown = [], shown_doubts(point for panel in analysis.panels for point in panel.points)
     for panel in analysis.panels:
-        for crossing in (*panel.crossings, *panel.device_crossings, *panel.memory_crossings):
+        for crossing in (one for every in _crossings_of(panel) for one in every):
             result = crossing.result
             if result is not None and len(result.lengths) == 1 and panel.turns:
                 continue  # nothing can cross, and the table of turns says how much cheaper
@@ -239,6 +239,14 @@ def _brief_than(text: str) -> str:
 def _crossing_rank(row: Row) -> float | None:
     ends = {"always_faster": 0.0, "never_in_range": float("inf")}
     return row["crossing"] if row["crossing"] is not None else ends.get(row["outcome"])
+
+
+def _crossings_of(panel: Panel) -> Iterator[list[Crossing]]:
+    """Yield the crossings of each quantity, cheaper first, those of one variant together and of controls last."""
+    controls = {series.label for series in panel.series if not series.is_judged}
+    for every in (panel.crossings, panel.device_crossings, panel.memory_crossings):
+        main = {one.label: one.rank for one in every if one.is_main}
+        yield sorted(every, key=lambda one: (one.label in controls, main.get(one.label, one.rank), one.label))
 
 
 def _crossing_interval(row: Row) -> str:

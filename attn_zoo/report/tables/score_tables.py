@@ -11,7 +11,7 @@ from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.breakdown import NOT_AXES
 from attn_zoo.report.analysis.floor import CHANCE
 from attn_zoo.report.analysis.learning import AXES, Axis, best_within, budgets, seed_curves
-from attn_zoo.report.analysis.metric import MINUS, Metric
+from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, Difference, LabelScore, mean_with_interval, pair
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.training_runs import TrainingRun, Trial
@@ -28,7 +28,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.units import Units, capital, human_flops, human_s
+from attn_zoo.report.units import MINUS, Units, capital, human_flops, human_s
 from attn_zoo.report.wording import failure_words
 
 

@@ -302,6 +302,7 @@ _LATEX = {
     "\u00d7": r"$\times$",
     "µ": r"\textmu{}",
     "\u2013": "--",
+    "\u2212": "$-$",
     "…": r"\ldots{}",
     "²": r"\textsuperscript{2}",
     "±": r"$\pm$",

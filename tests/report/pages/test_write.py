@@ -119,7 +119,7 @@ def test_findings_name_the_fastest_and_count_what_is_missing(analysis):
     assert "the fastest is linformer at 512 to 4k tokens" in headline(analysis)
     said = findings(analysis)
     assert len(said) <= 7
-    assert any("Cheaper than full: bigbird from 1,2" in text for text in said)
+    assert any(text.startswith("Cheaper than full: linformer from 512 or less; bigbird from 1,2") for text in said)
     assert re.search(r"5 of \d+ cells gave no measurement", said[-1])
 
 
@@ -161,7 +161,9 @@ def test_bytes(value, text):
     assert human_bytes(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(-0.5, "-0.5"), (100, "100"), (1e-9, "1.00e-09"), (float("inf"), "inf")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(-0.5, "\u22120.5"), (100, "100"), (1e-9, "1.00e-09"), (float("inf"), "inf")]
+)
 def test_numbers(value, text):
     assert human_number(value) == text
 

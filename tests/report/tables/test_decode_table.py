@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.contradictions import contradicted_exponents
 from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.figures.scaling_curves import _growth_words
-from attn_zoo.report.pages.findings import explanation, findings, headline, memory_findings
+from attn_zoo.report.pages.findings import explanation, findings, headline, memory_findings, panel_findings
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
 from tests.report.synthetic import DOUBLINGS, roof, scaling, write_run
@@ -57,6 +58,9 @@ def test_what_is_claimed_of_a_sequence_is_not_held_against_a_token(tmp_path: Pat
     assert grown.exponent is not None
     assert _growth_words(replace(grown, exponent=replace(grown.exponent, value=-1e-4)), ()) == "N^0.00"
     assert headline(analysis).startswith("One decoded token on Example CPU @ 2.0 GHz: the fastest is full up to")
+    (said,) = panel_findings(analysis)
+    assert "linformer from 4k; after 32k 10.9" in said
+    assert re.search(r"; linformer after 32k takes \d+ µs a token, 1\d,\d00 tokens/s\.$", said), said
 
 
 def test_the_state_is_shown_and_the_peak_says_what_it_includes(tmp_path: Path):
