@@ -241,6 +241,7 @@ def _draw_dots(
     page = Page(f"{chart.title}: {panel.title}", f"{note}; bars: 95 % intervals" if _has_ends(curves) else note)
     axes = row_axes(page, rows)
     value_axis(axes, values, chart.show, chart.base, name="x")
+    axes.set_xlabel(f"{chart.title[:1].lower()}{chart.title[1:]} (logarithmic)")
     if chart.extra_values:
         axes.axvline(1.0, color=INK, lw=1.0, zorder=1)
     draw_rows(axes, rows, POSITIVE)

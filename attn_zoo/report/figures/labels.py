@@ -174,13 +174,6 @@ def square(x: float, y: float, radius: float) -> Box:
     return x - radius, y - radius, x + radius, y + radius
 
 
-def along(start: Any, end: Any, radius: float) -> list[Box]:
-    """Return squares that cover the line between two points in pixels."""
-    count = max(2, math.ceil(math.hypot(*(end - start)) / (2 * radius + 4)))
-    points = (start + share * (end - start) for share in np.linspace(0, 1, count))
-    return [square(float(x), float(y), radius) for x, y in points]
-
-
 def covered(boxes: Sequence[Box], others: Sequence[Box]) -> NDArray[np.float64]:
     """Return for each box the sum of the areas that it shares with the others, in square pixels."""
     own, other = np.reshape(boxes, (-1, 1, 4)), np.reshape(others, (1, -1, 4))

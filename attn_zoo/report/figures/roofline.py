@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -19,17 +17,7 @@ from attn_zoo.records import Ceilings
 from attn_zoo.report.analysis.efficiency import Efficiency
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.figures.axes import length_axis, log_axis, value_axis
-from attn_zoo.report.figures.labels import (
-    Box,
-    EndLabel,
-    PointName,
-    along,
-    draw_end_labels,
-    draw_point_names,
-    label_room,
-    labels_height,
-    square,
-)
+from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
@@ -56,37 +44,34 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     note = f"{panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
     if len(lengths) > 1:
         ends = f"{human_length(lengths[0])} to {human_length(lengths[-1])}"
-        note += f"; marks grow with the length, {ends}; percent: share of the roof at the longest of each"
+        note += f"; marks grow with the length, {ends}; share of the roof: at the longest of each"
     if any(row.doubt for row in every):
         note += "; hollow: above the measured roof"
     if any(row.device_ms for row in every):
         note += "; times of the GPU alone where they were measured"
     if any(row.is_waiting for row in every):
         note += f"; faint: {MARKS['host'][2]}"
-    labels = []
+    names, rates = [], []
     for label, series in rows.items():
         last, colour = series[-1], looks[label].colour
-        rate = human_bandwidth(last.bytes_per_s)
-        labels.append(EndLabel(plain(label), (rate,), colour, last.seq_len, last.bytes_per_s, label))
+        share, rate = (f"{percent(last.roof_frac)} of the roof",), (human_bandwidth(last.bytes_per_s),)
+        names.append(EndLabel(plain(label), share, colour, last.flops_per_byte, last.flops_per_s, label))
+        rates.append(EndLabel(plain(label), rate, colour, last.seq_len, last.bytes_per_s, label))
+    right = max(label_room(names), label_room(rates))
     page = Page(f"Roofline: {panel.title}", note)
     sheet = [Line2D([], [], label="data sheet", **_SHEET)] if ceilings.peak_bytes_per_s else []
     page.legend([Line2D([], [], label="roof, measured", **_ROOF), *sheet], left=0.86, colour=MUTED)
-    (roof,) = page.panels(height=3.6, left=1.0, right=0.25)
-    (below,) = page.panels(height=labels_height(labels, 1.7), left=1.0, right=label_room(labels), above=0.12)
-    taken = _draw_roof(roof, every, ceilings)
+    (roof,) = page.panels(height=labels_height(names, 3.6), left=1.0, right=right)
+    (below,) = page.panels(height=labels_height(rates, 1.7), left=1.0, right=right, above=0.12)
+    _draw_roof(roof, every, ceilings)
     _set_up_bytes(below, every, lengths, ceilings)
     sizes = {length: _mark_size(length, lengths) for length in lengths}
-    names = []
     for label, series in rows.items():
-        look, last = looks[label], series[-1]
-        taken += _draw_points(roof, series, lambda row: (row.flops_per_byte, row.flops_per_s), look, sizes, 1.1)
+        look = looks[label]
+        _draw_points(roof, series, lambda row: (row.flops_per_byte, row.flops_per_s), look, sizes, 1.1)
         _draw_points(below, series, lambda row: (row.seq_len, row.bytes_per_s), look, dict.fromkeys(sizes, 5.5), 1.9)
-        words, radius = f"{plain(label)} {percent(last.roof_frac)}", sizes[last.seq_len] / 2
-        names.append(PointName(words, look.colour, last.flops_per_byte, last.flops_per_s, radius))
-    inside = roof.get_window_extent()
-    frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 - 2, inside.y1 - 2)
-    draw_point_names(roof, names, frame, taken)
-    draw_end_labels(below, labels)
+    draw_end_labels(roof, names)
+    draw_end_labels(below, rates)
     return page.describe(_alt(label, row[-1]) for label, row in rows.items())
 
 
@@ -103,8 +88,8 @@ def _mark_size(length: int, lengths: Sequence[int]) -> float:
     return SMALLEST + (LARGEST - SMALLEST) * lengths.index(length) / (len(lengths) - 1)
 
 
-def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> list[Box]:
-    """Set up the axes, draw the roof and the data sheet's, and return boxes from the roof up: names stay below it."""
+def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> None:
+    """Set up the axes, draw the roof and the data sheet's."""
     product, copy, sheet = ceilings.matmul_flops_per_s, ceilings.copy_bytes_per_s, ceilings.sheet_flops_per_s
     intensities, rates = [row.flops_per_byte for row in every], [row.flops_per_s for row in every]
     left, right = min(*intensities, product / copy) / 2.5, max(*intensities, product / copy) * 3
@@ -114,18 +99,15 @@ def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> l
     value_axis(axes, values, human_flop_rate, 10, 1.6)
     if sheet is not None and ceilings.peak_bytes_per_s is not None:
         _draw_ceiling(axes, sheet, ceilings.peak_bytes_per_s, _SHEET)
-    low, ridge, edge = _draw_ceiling(axes, product, copy, _ROOF)
-    top = axes.get_window_extent().y1
-    return [(left, bottom, right, top) for left, bottom, right, _ in (*along(low, ridge, 6), *along(ridge, edge, 6))]
+    _draw_ceiling(axes, product, copy, _ROOF)
 
 
-def _draw_ceiling(axes: Axes, product: float, copy: float, style: Mapping[str, Any]) -> Any:
-    """Draw bandwidth slope and product ceiling; return start, ridge and end in pixels."""
+def _draw_ceiling(axes: Axes, product: float, copy: float, style: Mapping[str, Any]) -> None:
+    """Draw bandwidth slope and product ceiling."""
     (left, right), (bottom, _) = axes.get_xlim(), axes.get_ylim()
     start = max(left, bottom / copy)
     points = [(start, start * copy), (product / copy, product), (right, product)]
     axes.plot(*zip(*points, strict=True), zorder=1.2, **style)
-    return axes.transData.transform(points)
 
 
 def _draw_points(
@@ -135,25 +117,19 @@ def _draw_points(
     look: Look,
     sizes: Mapping[int, float],
     width: float,
-) -> list[Box]:
-    """Draw a mark for each length and lines of this width through them; return boxes around all that."""
-    boxes = []
+) -> None:
+    """Draw a mark for each length and lines of this width through them."""
     for points, alpha in zip(_lines(series, place), (1.0, FAINT), strict=True):
         if not points:
             continue
         line: dict[str, Any] = {"color": look.colour, "ls": look.line, "lw": width, "alpha": alpha, "zorder": 2.5}
         Tag(of=series[0].label).put_on(*axes.plot(*zip(*points, strict=True), **line))
-        pairs = pairwise(axes.transData.transform(points))
-        boxes += [box for pair in pairs if np.isfinite(pair).all() for box in along(*pair, 2)]
     for row in series:
         x, y = place(row)
         face, edge = ("white", look.colour) if row.doubt else (look.colour, "white")
         style: dict[str, Any] = {"marker": look.marker, "mfc": face, "mec": edge, "mew": 1.1 if row.doubt else 0.6}
         mark = axes.plot([x], [y], ms=sizes[row.seq_len], alpha=FAINT if row.is_waiting else 1.0, zorder=3, **style)
         Tag(of=row.label, tips=(_alt(row.label, row),)).put_on(*mark)
-        across, up = axes.transData.transform((x, y)).tolist()
-        boxes.append(square(across, up, 0.7 * sizes[row.seq_len]))
-    return boxes
 
 
 def _lines(

@@ -63,12 +63,15 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
     curves = curves_of(panel, looks, _timed)
     if not curves:
         return None
-    has_device = any(point.device_ms for point in panel.points)
-    legend = [_marker("median, 95 % interval, quartile band")]
-    if has_device:
-        is_every = all(mark.call is not None for curve in curves for mark in curve.marks)
-        beside = "" if is_every else ", or calls that keep it busy"
-        legend.append(_marker(f"strong: the GPU alone{beside}; faint: calls"))
+    marks = [mark for curve in curves for mark in curve.marks]
+    if any(point.device_ms for point in panel.points):
+        beside = ", or calls that keep it busy" if any(mark.call is None for mark in marks) else ""
+        legend = [_marker(f"strong: the GPU alone{beside}")]
+        if any(mark.call is not None and not mark.is_waiting for mark in marks):
+            legend.append(_marker("faint: calls", alpha=0.45))
+        legend.append(_marker("bars: 95 % interval of calls; band: quartiles", marker="|", ms=9, mew=1.6, lw=0))
+    else:
+        legend = [_marker("median, 95 % interval, quartile band")]
     settled = [
         (curve, one)
         for curve in curves
@@ -199,8 +202,9 @@ def _draw_ones(axes: Axes) -> None:
     axes.axhline(1.0, color=INK, lw=1.0, zorder=1)
 
 
-def _marker(words: str) -> Line2D:
-    return Line2D([], [], color=MUTED, marker="o", ms=4, lw=1.2, label=words)
+def _marker(words: str, **look: Any) -> Line2D:
+    usual: dict[str, Any] = {"marker": "o", "ms": 4, "lw": 1.2}
+    return Line2D([], [], color=MUTED, label=words, **usual | look)
 
 
 def _is_known_within(grown: Growth) -> bool:

@@ -11,12 +11,14 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
 from attn_zoo.report.figures.dot_rows import ROW, DotRow, draw_rows, row_axes
-from attn_zoo.report.figures.page import Page
+from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import MARK, MUTED, Looks, plain
 from attn_zoo.report.units import some
 from attn_zoo.report.wording import outcome
 
 FLOOR_ROW = 0.17
+SMALL = 8
+"""Points of the names of floors."""
 
 
 def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
@@ -54,16 +56,27 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
 
 
 def _draw_floors(axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metric: Metric) -> None:
-    """Draw a dashed line for each, labelled on a line of its own below the rows, on the side that has room."""
-    middle = sum(axes.get_xlim()) / 2
+    """Draw a dashed line for each, labelled on a line of its own below the rows: to its right, if there is room."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+
+    def has_room(mark: tuple[str, float]) -> bool:
+        start = float(axes.transData.transform((mark[1], 0))[0])
+        return start + figure.dpi * (0.1 + text_size(_floor_words(*mark, metric), SMALL)[0]) < figure.bbox.width
+
+    rightwards = [mark for mark in marks if has_room(mark)]
     # A label must not cross the line of a later one: those that write to the right go outermost last, and mirrored.
-    order = [mark for mark in reversed(marks) if mark[1] < middle] + [mark for mark in marks if mark[1] >= middle]
-    for index, (name, value) in enumerate(order):
+    order = [*rightwards[::-1], *(mark for mark in marks if mark not in rightwards)]
+    for index, mark in enumerate(order):
         level = rows - 0.5 + (0.1 + FLOOR_ROW * (index + 0.5)) / ROW
-        axes.plot([value, value], [-0.5, level], color=MUTED, lw=1.0, ls=MARK, zorder=1)
-        is_left_half = value < middle
-        ha, offset = ("left", 4) if is_left_half else ("right", -4)
-        annotate(axes, f"{name} {metric.show(value)}", (value, level), (offset, 0), ha=ha, bbox=ON_WHITE)
+        axes.plot([mark[1]] * 2, [-0.5, level], color=MUTED, lw=1.0, ls=MARK, zorder=1)
+        ha, offset = ("left", 4) if mark in rightwards else ("right", -4)
+        words = _floor_words(*mark, metric)
+        annotate(axes, words, (mark[1], level), (offset, 0), fontsize=SMALL, ha=ha, bbox=ON_WHITE)
+
+
+def _floor_words(name: str, value: float, metric: Metric) -> str:
+    return f"{name} {metric.show(value)}"
 
 
 def _row(score: LabelScore, group: AccuracyGroup, looks: Looks) -> DotRow:

@@ -225,6 +225,7 @@ def test_one_length_is_rows_of_dots_with_intervals(tmp_path):
     assert "timeout" in words(time.figure)
     assert "at 1k tokens; bars: 95 % intervals" in words(time.figure)
     assert [tip.split(":")[0] for tip in tips(time.figure)] == ["bigbird, 1k tokens", "full, 1k tokens"]
+    assert time.figure.axes[0].get_xlabel() == "time (logarithmic)"
     rows = [line for line in time.figure.axes[0].get_lines() if len(line.get_xdata()) == 2]
     ends = [(one.timing.low_ms, one.timing.high_ms) for one in records[1::-1] if one.timing]
     assert [tuple(row.get_xdata()) for row in rows] == ends
@@ -253,6 +254,21 @@ def test_the_curve_is_the_device_s_and_calls_are_faint_beside_it(tmp_path):
     assert sum(alpha == 0.45 and len(points) == len(DOUBLINGS) for points, alpha in lines) == 2
     assert [tip for tip in tips(time.figure) if "512 tokens: 51.2 µs on the GPU alone; single call 600" in tip]
     assert any("on the GPU alone; as single calls" in tip for tip in tips(speed_up.figure))
+    assert_keys_differ(time.figure)
+
+
+def assert_keys_differ(figure):
+    (legend,) = figure.legends
+    looks = [(one.get_marker(), one.get_linewidth(), one.get_alpha(), one.get_mfc()) for one in legend.legend_handles]
+    assert len({*looks}) == len(looks) > 3, looks
+
+
+@pytest.mark.parametrize("factor", [0.97, 1.4])
+def test_an_axis_of_factors_has_more_than_one_tick(tmp_path, factor):
+    records = [scaling(name, 512, ms, spread=0.0) for name, ms in (("full", 1.0), ("bigbird", 1.0 / factor))]
+    (picture,) = (one for one in pictures(tmp_path, records) if one.name.startswith("speedup"))
+    shown = [text for text, box in texts(picture.figure) if text.endswith("\u00d7")]
+    assert len(shown) > 3, shown
 
 
 def test_calls_are_hollow_only_where_tables_say_that_they_wait_for_the_host(tmp_path):
@@ -265,6 +281,7 @@ def test_calls_are_hollow_only_where_tables_say_that_they_wait_for_the_host(tmp_
     assert sorted(faces) == sorted((n, n == 512) for n in calls for _ in range(2))
     for picture in (time, speed_up):
         assert "faint, hollow: calls that wait for the host" in words(picture.figure)
+    assert_keys_differ(time.figure)
     busy = pictures(tmp_path / "busy", records[1:4])[0]
     assert "wait for the host" not in words(busy.figure)
 

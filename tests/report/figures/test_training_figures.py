@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attn_zoo.records import Status
-from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, words
+from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, texts, words
 from tests.report.synthetic import CLAIMS, accuracy, curve, tuned
 
 
@@ -65,6 +65,25 @@ def test_floors_are_named_where_no_bar_crosses_them(tmp_path):
     picture = by_kind(pictures(tmp_path, records))["bubbles"]
     assert "level lines: symbol histogram 35.5 %, chance 10.0 %" in " ".join(words(picture.figure).split())
     assert not any("histogram" in text.get_text() for axes in picture.figure.axes for text in axes.texts)
+
+
+def test_the_name_of_a_floor_lies_across_no_line(tmp_path):
+    """That of the best floor of listops is as long as the left half of the axes, and stood across their edge."""
+    floors = {"symbol_histogram": 0.355, "root_operator": 0.235, "majority": 0.114}
+    found = pictures(tmp_path, [training("a_variant_of_some_length", seed, 0.54, floors=floors) for seed in range(3)])
+    figure = by_kind(found)["accuracy"]
+    (axes,) = figure.figure.axes
+    edge = axes.get_window_extent().x0
+    names = ("symbol hist", "root op", "majority", "chance 10")
+    shown = [box for text, box in texts(figure.figure) if text.startswith(names)]
+    assert len(shown) == 4
+    for box in shown:
+        assert box.x0 > edge
+        lines = [line for line in axes.get_lines() if line.get_linestyle() != "None" and len(line.get_xdata()) == 2]
+        for line in lines:
+            (x, top), (_, low) = axes.transData.transform(np.column_stack(line.get_data()))
+            is_beside = not box.x0 < x < box.x1 or not min(top, low) < (box.y0 + box.y1) / 2 < max(top, low)
+            assert is_beside or top == low, line.get_data()
 
 
 def test_the_area_of_a_bubble_is_its_memory(tmp_path):
