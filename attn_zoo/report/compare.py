@@ -39,7 +39,7 @@ from attn_zoo.report.tables.comparison_tables import RATIO, SAME_WITHIN, scores_
 from attn_zoo.report.tables.table import Row, Table, escape_markdown, interval_values, plain_rows
 from attn_zoo.report.tables.table import to_markdown as table_markdown
 from attn_zoo.report.units import human_number, percent
-from attn_zoo.report.wording import FLAG_MARKS
+from attn_zoo.report.wording import DISTURBANCES
 from attn_zoo.statistics import Ratio, process_spread, ratio_of_runs
 
 ALLOWED = ("environment", "protocol", "flagged")
@@ -348,7 +348,9 @@ def _judge(
     ratio = ratio_of_runs(
         second.samples, first.samples, sizes_a=second.sizes, sizes_b=first.sizes, least_spread=least_spread
     )
-    disturbances = dict.fromkeys(flag.replace("_", " ") for flag in (*first.flags, *second.flags) if flag in FLAG_MARKS)
+    disturbances = dict.fromkeys(
+        flag.replace("_", " ") for flag in (*first.flags, *second.flags) if flag in DISTURBANCES
+    )
     if disturbances and not allows_flagged:
         return ratio, "cannot say", f"disturbed ({', '.join(disturbances)})"
     if _is_within(ratio, SAME_WITHIN) or (ratio.low <= 1.0 <= ratio.high and _is_within(ratio, limit)):

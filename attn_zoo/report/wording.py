@@ -166,19 +166,23 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
     "host": ("\u00b0", "waiting for the host", "waits for the host, not for the GPU"),
     "throttled": ("\u2020", "of a throttled GPU", "the GPU was throttled or changed its clock"),
     "shared": ("\u2021", "of a busy machine", "something else used the machine meanwhile"),
+    "short": ("\u00b6", "too short for the clock", "the clock is a part of samples this short"),
     "alone": ("\u00b9", "of one process", "one process only"),
     "few": ("\u00a7", "of few samples", "fewer than five samples, and the interval is no more than their range"),
 }
 """What makes a time doubtful: the mark beside the number, and what it means, of many in a few words and of one."""
 
-FLAG_MARKS: Mapping[str, str] = {
+DISTURBANCES: Mapping[str, str] = {
     "throttled": "throttled",
     "clock_changed": "throttled",
     "other_gpu_process": "shared",
     "loaded_host": "shared",
     "waiting": "shared",
 }
-"""The mark of each flag of a timing that was disturbed. The others are about the spread, which the interval shows."""
+"""The mark of each flag of a timing that was disturbed."""
+
+FLAG_MARKS: Mapping[str, str] = {**DISTURBANCES, "too_short": "short"}
+"""The mark of each flag that has one. The others are about the spread, which the interval shows."""
 
 
 def marks_of(doubts: Iterable[str], shown: Container[str]) -> str:

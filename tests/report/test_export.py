@@ -96,7 +96,7 @@ def test_parquet_gives_back_the_same_frame(run, tmp_path):
 def test_markdown_and_latex_hold_the_tables(run, tmp_path):
     markdown = export([run], "markdown", tmp_path / "out.md").read_text()
     assert "| variant | 512 |" in markdown
-    assert "What did not run, and why" in markdown
+    assert "Cells without a measurement" in markdown
     latex = export([run], "latex", tmp_path / "out.tex").read_text()
     assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") >= 3
 

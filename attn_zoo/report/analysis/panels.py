@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,6 +110,16 @@ class Panel:
     def lengths(self) -> list[int]:
         """All lengths, measured or failed, ascending."""
         return sorted({length for series in self.series for length in series.outcomes})
+
+    @cached_property
+    def ranked(self) -> list[Series]:
+        """The fastest at the longest length first; who is not judged comes last."""
+
+        def standing(series: Series) -> tuple[float, ...]:
+            times = {point.seq_len: point.median_ms for point in series.points}
+            return not series.is_judged, *(times.get(length, math.inf) for length in reversed(self.lengths))
+
+        return sorted(self.series, key=standing)
 
     def is_baseline(self, label: str) -> bool:
         """Whether the fastest exact series has this label, so that words need not name what is compared with."""

@@ -18,6 +18,7 @@ from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelSco
 from attn_zoo.report.analysis.series import Series, doubt_counts
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner
+from attn_zoo.report.tables.front_table import shown_groups
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import shown_doubts, weights_words
@@ -45,6 +46,8 @@ WHY_LINEAR = (
 MOST = 6
 """Variants named in one sentence; the tables have the rest."""
 MOST_BULLETS = 7
+MOST_SCORES = 5
+"""Tasks with a bullet where nothing was timed."""
 MOST_PLACES = 3
 """Lengths at which variants get cheaper that one sentence names."""
 
@@ -255,7 +258,9 @@ def findings(analysis: Analysis) -> list[str]:
     said += _contradictions(analysis)
     if panel is not None:
         said += [_growth_line(panel), _crossing_line(panel), _memory_line(panel), _weights_line(panel)]
-    said += [_score_line(group) for group in analysis.accuracy[:2]]
+    columns = shown_groups(analysis) if panel is None else ()
+    beside = sorted(analysis.accuracy, key=lambda group: group in columns)  # the table beside it has the others
+    said += [_score_line(group) for group in beside[: 2 if panel is not None else MOST_SCORES]]
     said += [_doubt_line(analysis), _missing_line(analysis)]
     said = [text for text in said if text]
     return said[:MOST_BULLETS]
@@ -263,7 +268,7 @@ def findings(analysis: Analysis) -> list[str]:
 
 def _growth_line(panel: Panel) -> str:
     shown = shown_doubts(panel.points)
-    grown = [panel.time[series.label] for series in _ranked(panel) if panel.time[series.label].slopes]
+    grown = [panel.time[series.label] for series in _judged(panel) if panel.time[series.label].slopes]
     by_words = grouped(grown, lambda growth: growth.words)
     unsettled = by_words.pop(NOT_SETTLED, [])
     said = [
@@ -280,19 +285,13 @@ def _growth_line(panel: Panel) -> str:
     return f"Time grows, {'; '.join(said)}." if said else ""
 
 
-def _ranked(panel: Panel) -> list[Series]:
+def _judged(panel: Panel) -> list[Series]:
     """Return the curves that are judged, or all where none is, the fastest at the longest length first."""
-    judged = [series for series in panel.series if series.is_judged]
-
-    def times(series: Series) -> list[float]:
-        known = {point.seq_len: point.median_ms for point in series.points}
-        return [known.get(length, math.inf) for length in reversed(panel.lengths)]
-
-    return sorted(judged or panel.series, key=times)
+    return [series for series in panel.ranked if series.is_judged] or panel.ranked
 
 
 def _crossing_line(panel: Panel) -> str:
-    places, shown = {series.label: place for place, series in enumerate(_ranked(panel))}, shown_doubts(panel.points)
+    places, shown = {series.label: place for place, series in enumerate(_judged(panel))}, shown_doubts(panel.points)
     every = [one for one in panel.crossings if one.is_main and one.result and len(one.result.lengths) > 1]
     every = sorted((one for one in every if one.label in places), key=lambda one: (one.rank, places[one.label]))
     alone = {one.label: crossing_text(one, shown) for one in panel.device_crossings if one.is_main}
@@ -312,7 +311,7 @@ def _crossing_line(panel: Panel) -> str:
 
 
 def _memory_line(panel: Panel) -> str:
-    judged = {series.label for series in _ranked(panel)}
+    judged = {series.label for series in _judged(panel)}
     ranked = sorted((peak, label) for label, peak in panel.peaks.items() if label in judged)
     if not ranked:
         return ""

@@ -162,14 +162,17 @@ def _table(table: Table) -> dict[str, Any]:
     }
 
 
-ONE_LINE = 24
+ONE_LINE = 48
 """Characters of words beside numbers that are not broken: a wide table is scrolled anyway."""
 
 
 def _entry(column: Column, text: str, row: Row) -> tuple[str, Markup, str]:
     """Return the classes, the text and what to sort by of one entry."""
     classes = f"{column.align} short" if column.align == "left" and len(text) <= ONE_LINE else column.align
-    return classes, escape(_unbroken(text)), _sort_value(column.sort(row) if column.sort else None)
+    words = escape(_unbroken(text))
+    if column.is_address:
+        words = Markup('<a href="{}">{}</a>').format(text, text.removeprefix("https://"))
+    return classes, words, _sort_value(column.sort(row) if column.sort else None)
 
 
 def _unbroken(text: str) -> str:

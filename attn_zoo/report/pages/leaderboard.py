@@ -61,7 +61,7 @@ class Board:
         title: what was measured.
         note: how to read it, and everything else that is equal for all.
         headings: above the entries; the mechanism's own first.
-        rows: one a mechanism.
+        rows: one a mechanism, the best first.
         variants: registered name behind each row.
         is_timed: times, not scores.
         is_folded: others of the run say more.
@@ -258,7 +258,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
             entries.append(Entry(text=_cheaper(panel, series, shown), href=href, is_words=True))
         return (*entries, _memory(series, link))
 
-    rows = [series for series in panel.series if series.outcomes]
+    rows = [series for series in panel.ranked if series.outcomes]
     entries = tuple(map(row, rows))
     note = (f"{capital(panel.subtitle)}.", _BEST, *time_caveats(panel), *unjudged_words(panel))
     return Board(
@@ -306,7 +306,9 @@ def _memory(series: Series, link: Callable[[Point], str]) -> Entry:
 
 
 def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGroup]) -> Board:
-    names = sorted({score.name for group in groups for score in group.scores})
+    by_mean = (label for each in analysis.overviews for label in each.means)
+    known = dict.fromkeys(score.name for group in groups for score in group.ranked)
+    names = list(dict.fromkeys([*(name for name in by_mean if name in known), *known]))
     labels = {score.name: score.label for group in groups for score in group.scores}
     best = {group.name: _level_scores(group, analysis.controls) for group in groups}
     controls = control_words(sorted(analysis.controls & {group.ranked[0].label for group in groups}))

@@ -136,7 +136,7 @@ def status_table(analysis: Analysis) -> Table:
         note = "" if rows else _ALL_RAN if is_known else _NONE_FAILED
     return Table(
         name="status",
-        title="What did not run, and why",
+        title="Cells without a measurement",
         notes=(note,),
         columns=(
             text_column("variant", priority=0),

@@ -20,7 +20,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.tables.time_tables import pass_column, shown_doubts
+from attn_zoo.report.tables.time_tables import pass_columns, shown_doubts
 from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words, marks_of
 
@@ -80,7 +80,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         ),
         columns=(
             text_column("variant", priority=0),
-            pass_column(panels),
+            *pass_columns(panels),
             number_column("length", "seq_len", human_length, priority=0),
             Column(
                 heading="time",

@@ -83,11 +83,10 @@ def front_table(analysis: Analysis) -> Table | None:
 
 def _standing(label: str, panel: Panel | None, scores: Sequence[_Scores]) -> tuple[float, ...]:
     """Return what puts the best first: times at the longest lengths, or the first score; what is not judged is last."""
-    series = next((one for one in panel.series if one.label == label), None) if panel else None
-    if panel is None or series is None:
-        return math.inf, next((float([*one.texts].index(label)) for one in scores if label in one.texts), math.inf)
-    times = {point.seq_len: point.median_ms for point in series.points}
-    return not series.is_judged, *(times.get(length, math.inf) for length in reversed(panel.lengths))
+    timed = [series.label for series in panel.ranked] if panel else []
+    if label in timed:
+        return (timed.index(label),)
+    return math.inf, next((float([*one.texts].index(label)) for one in scores if label in one.texts), math.inf)
 
 
 def _lengths(panel: Panel) -> list[int]:
@@ -160,7 +159,7 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
         for each in _shown_overviews(analysis)
         if (texts := {label: each.metric.show(mean) for label, mean in each.means.items()})
     ]
-    groups = _shown_groups(analysis)
+    groups = shown_groups(analysis)
     has_one_kind = len({(group.setting.protocol, group.metric.name) for group in groups}) == 1
     for group in groups:
         texts = {
@@ -179,7 +178,7 @@ def _shown_overviews(analysis: Analysis) -> Sequence[Overview]:
     return analysis.overviews if len(analysis.accuracy) > MOST_TASKS else ()
 
 
-def _shown_groups(analysis: Analysis) -> Sequence[AccuracyGroup]:
+def shown_groups(analysis: Analysis) -> Sequence[AccuracyGroup]:
     """Return the tasks that have a column: all, or of many those that a mean is over."""
     common = [group for each in _shown_overviews(analysis) for group in each.common]
     return (common or analysis.accuracy)[:MOST_TASKS]
@@ -231,7 +230,7 @@ def _label_words(analysis: Analysis, labels: Sequence[str]) -> str:
 
 def _about_scores(analysis: Analysis) -> Note:
     """Say what the scores are, what a mean is over, and which tasks have no column."""
-    groups = _shown_groups(analysis)
+    groups = shown_groups(analysis)
     kinds = dict.fromkeys(f"{group.metric.axis}, protocol {group.setting.protocol}" for group in groups)
     scores = f"Scores: {'; '.join(kinds)}; mean over seeds on test. Floor: the best of chance and trivial models."
     means = [

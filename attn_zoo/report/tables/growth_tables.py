@@ -22,7 +22,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.tables.time_tables import pass_column, shown_doubts
+from attn_zoo.report.tables.time_tables import pass_columns, shown_doubts
 from attn_zoo.report.units import human_length, human_slope, some
 from attn_zoo.report.wording import doubt_words, marks_of
 
@@ -63,7 +63,7 @@ def exponent_table(analysis: Analysis) -> Table:
         columns=(
             text_column("variant", priority=0),
             text_column("of", "quantity", priority=0),
-            pass_column(analysis.panels, "panel"),
+            *pass_columns(analysis.panels, "panel"),
             interval_column("exponent", "exponent", human_slope, priority=0, marks="exponent_marks"),
             Column(heading="claimed", show=_claimed, sort=lambda row: row["claimed_exponent"]),
             number_column("formula", "formula_exponent", human_slope, priority=4),
@@ -211,7 +211,7 @@ def crossover_table(analysis: Analysis) -> Table:
         columns=(
             text_column("variant", priority=0),
             text_column("of", "quantity", priority=1),
-            pass_column(analysis.panels, "panel"),
+            *pass_columns(analysis.panels, "panel"),
             Column(
                 heading="crossover",
                 show=lambda row: row["words"],

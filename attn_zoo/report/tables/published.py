@@ -184,10 +184,13 @@ def sources_table(groups: Sequence[AccuracyGroup]) -> Table | None:
             notes=(),
             columns=(
                 text_column("source", "name", priority=0),
-                text_column("repository", priority=0),
                 text_column("what", "title", priority=1),
                 text_column("set-up", "setup", priority=4),
-                text_column("address", "url", priority=5),
+                replace(
+                    text_column("address", "url", priority=0),
+                    brief=lambda url: url.removeprefix("https://"),
+                    is_address=True,
+                ),
             ),
             rows=tuple(rows),
         )

@@ -40,6 +40,7 @@ class Column:
         align: numbers go right.
         priority: the column with the largest number is left out first where space is short; 0 never is.
         fit: from all rows to the column that shows them, with one unit for all.
+        is_address: its texts are addresses of pages, which lead there. None that a record holds is one.
     """
 
     heading: str
@@ -49,6 +50,7 @@ class Column:
     align: Literal["left", "right"] = "right"
     priority: float = 1
     fit: Callable[[Sequence[Row]], Column] | None = None
+    is_address: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Table:
         name: file name stem.
         title: above the table.
         notes: below it: how to read it, as far as it is shown; `note` is what is said where all of it is.
-        columns: for people; without any, the table is for files only.
+        columns: for people, but for those that say nothing of any row; without any, the table is for files only.
         rows: raw values with units in their keys; all rows have the same keys.
         fields_if_empty: keys of an empty table, so that its file still has a header.
         is_view: another table's file has its numbers, so it needs none of its own.
@@ -109,8 +111,9 @@ class Table:
     is_view: bool = False
 
     def __post_init__(self) -> None:
-        fitted = tuple(column.fit(self.rows) if column.fit else column for column in self.columns)
-        object.__setattr__(self, "columns", fitted)
+        fitted = [column.fit(self.rows) if column.fit else column for column in self.columns]
+        shown = [column for column in fitted if not self.rows or any(map(column.show, self.rows))]
+        object.__setattr__(self, "columns", tuple(shown))
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -56,12 +56,11 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
     shown = shown_doubts(panel.points)
     columns = [text_column("variant", priority=0)]
+    units, value = (human_ms, _median) if quantity == "time" else (human_bytes, _peak)
+    every = units.fixed(map(value, panel.points))  # rows and columns are read alike, unless values lie too far apart
     for length in lengths:
-        here = [point for point in panel.points if point.seq_len == length]
-        if quantity == "time":
-            text = partial(_time, shown=shown, units=human_ms.fixed(point.median_ms for point in here))
-        else:
-            text = partial(_memory, units=human_bytes.fixed(point.memory.peak_bytes for point in here))
+        here = every.fixed(value(point) for point in panel.points if point.seq_len == length)
+        text = partial(_time, shown=shown, units=here) if quantity == "time" else partial(_memory, units=here)
         show = partial(_at, length=str(length), show=text)
         sort = partial(_sort_at, length=str(length), quantity=quantity)
         priority = 1 + ranks[length] / (len(ranks) + 1)
@@ -104,11 +103,11 @@ def _interval_remark(points: Iterable[Point]) -> Remark:
     return Remark(doubt_words(point.num_processes for point in points), sign="[")
 
 
-def pass_column(panels: Sequence[Panel], key: str = "") -> Column:
-    """Return the column of panels; their titles differ at the end, so the brief text is what names their files."""
+def pass_columns(panels: Sequence[Panel], key: str = "") -> list[Column]:
+    """Return the column of panels, none for one: their titles differ at the end, so a brief text names their files."""
     names = {panel.title: panel.name for panel in panels}
-    column = text_column("pass", key, priority=0 if len(panels) > 1 else 5)
-    return replace(column, brief=lambda title: names.get(title, title))
+    column = text_column("pass", key, priority=0)
+    return [replace(column, brief=lambda title: names.get(title, title))] if len(panels) > 1 else []
 
 
 def unjudged_words(panel: Panel) -> list[str]:
@@ -163,6 +162,14 @@ def _sort_at(row: Row, length: str, quantity: Literal["time", "memory"]) -> floa
     if not isinstance(one := row[length], Point):
         return None
     return one.median_ms if quantity == "time" else one.memory.peak_bytes
+
+
+def _median(point: Point) -> float | None:
+    return point.median_ms
+
+
+def _peak(point: Point) -> float | None:
+    return point.memory.peak_bytes
 
 
 def _time(point: Point, shown: frozenset[str], units: Units) -> str:
@@ -225,9 +232,9 @@ def _rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
     return [_row(panel, series, point, shown) for series in panel.series for point in series.outcomes.values()]
 
 
-def _measured(rows: list[dict[str, Any]], table: Literal["scaling", "steps"]) -> list[Column]:
-    """Return a column for each of `CALLS` that a table shows and at least one row knows."""
-    shown = [each for each in CALLS if table in each.tables and any(row[each.name] is not None for row in rows)]
+def _measured(table: Literal["scaling", "steps"]) -> list[Column]:
+    """Return a column for each of `CALLS` that a table shows."""
+    shown = (each for each in CALLS if table in each.tables)
     return [number_column(each.heading, each.name, each.show, priority=each.priority) for each in shown]
 
 
@@ -277,11 +284,11 @@ def measurement_table(analysis: Analysis) -> Table:
         ),
         columns=(
             text_column("variant", priority=0),
-            pass_column(analysis.panels),
+            *pass_columns(analysis.panels),
             number_column("length", "seq_len", human_length, priority=0),
             time_column("time", priority=0),
             interval_column("speed-up", "speed_up", ratio, 3, show_end=human_number, marks="speed_up_marks"),
-            *_measured(rows, "scaling"),
+            *_measured("scaling"),
             number_column("processes", "num_processes", str, priority=5),
             number_column("parameters", "num_params", "{:,.0f}".format, priority=6),
             text_column("kernel", priority=7),
@@ -343,7 +350,7 @@ def step_table(analysis: Analysis) -> Table | None:
         ),
         columns=(
             text_column("variant", priority=0),
-            *([pass_column(panels)] if len(panels) > 1 else []),
+            *pass_columns(panels),
             number_column("length", "seq_len", human_length, priority=0),
             Column(heading="mode", show=_mode, align="left", priority=3),
             time_column("time", priority=0),
@@ -354,7 +361,7 @@ def step_table(analysis: Analysis) -> Table | None:
                 sort=lambda row: row["tokens_per_s"],
                 priority=0,
             ),
-            *_measured(rows, "steps"),
+            *_measured("steps"),
         ),
         rows=tuple(rows),
     )
@@ -389,9 +396,9 @@ def turns_table(analysis: Analysis) -> Table | None:
             analysis.caveats,
         ),
         columns=(
-            replace(pass_column(analysis.panels), priority=0),
-            number_column("length", "seq_len", human_length, priority=0),
             text_column("variant", priority=0),
+            *pass_columns(analysis.panels),
+            number_column("length", "seq_len", human_length, priority=0),
             time_column("time", priority=1),
             Column(
                 heading="beside the fastest",
@@ -400,6 +407,7 @@ def turns_table(analysis: Analysis) -> Table | None:
                 sort=lambda row: float(row["ratio"]),
                 priority=0,
             ),
+            text_column("the fastest", "fastest", priority=2),
             number_column("rounds", "num_rounds", str, priority=3),
             text_column("kernel", priority=4),
         ),

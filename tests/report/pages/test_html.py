@@ -95,7 +95,8 @@ def test_nothing_outside_is_asked_for(page):
             assert not name.startswith("on")
             if name in {"src", "href", "action", "srcset", "data", "poster"}:
                 assert value is not None
-                assert value.startswith(("#", "data:image/png;base64,")), (tag, name)
+                links = ("https://",) if tag == "a" else ()  # nobody is asked before a reader follows one
+                assert value.startswith(("#", "data:image/png;base64,", *links)), (tag, name)
     styles = re.findall(r"<style>(.*?)</style>", page.read_text(encoding="utf-8"), re.DOTALL)
     assert "url(" not in styles[0]
     assert "@import" not in styles[0]
@@ -358,3 +359,17 @@ def test_an_injected_script_does_not_run(evil_page):
     for page in (evil_page, path):
         answer = ask(page, "return {title: document.title};")
         assert answer["title"] != "owned"
+
+
+def test_addresses_of_published_values_are_links(page):
+    """The words of a record are none, whatever they look like: only a whole address of ours is one."""
+    links = [attributes for tag, attributes in elements(page.read_text(encoding="utf-8")) if tag == "a"]
+    addresses = [str(attributes["href"]) for attributes in links if str(attributes["href"]).startswith("https:")]
+    assert len(addresses) == len({*addresses}) > 2
+    assert all(re.fullmatch(r"https://[\w.-]+/[\w./-]+", address) for address in addresses)
+
+
+def test_a_question_is_no_heading_twice(page):
+    headings = re.findall(r"<h[23][^>]*>([^<]*)</h[23]>", page.read_text(encoding="utf-8"))
+    assert len(headings) > 8
+    assert len({text.rstrip("?") for text in headings}) == len(headings)

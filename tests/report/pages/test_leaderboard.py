@@ -138,3 +138,17 @@ def test_a_click_sorts_by_the_number(folder, machines, tmp_path):
     answer = ask(path, script, width=400)
     assert answer["names"] == ["linformer", "bigbird", "moba", "full"]  # what is no number last
     assert answer["width"] <= 400
+
+
+def test_boards_are_in_the_order_of_what_they_measure(machines, tmp_path):
+    assert [entries[0].text for entries in machines[0].runs[0].boards[0].rows] == [
+        "linformer",
+        "bigbird",
+        "full",
+        "moba",
+    ]
+    means = {"a_last": 0.2, "b_first": 0.7, "c_middle": 0.4}
+    scores = [accuracy(name, seed, mean + 0.01 * seed) for name, mean in means.items() for seed in range(3)]
+    write_run(tmp_path / "box" / "run", scores)
+    (board,) = read_machines(tmp_path)[0].runs[0].boards
+    assert [entries[0].text for entries in board.rows] == ["b_first", "c_middle", "a_last"]

@@ -158,7 +158,7 @@ def test_a_ratio_in_turns_carries_the_marks_of_the_fastest(tmp_path: Path):
     records[1] = replace(records[1], timing=replace(records[1].timing, flags=("throttled",)))
     table = turns_table(analyse([write_run(tmp_path / "run", records)]))
     assert table is not None
-    shown = {row[2]: (row[3][-1], row[4][-1]) for row in table.texts()}
+    shown = {row[0]: (row[2][-1], row[3][-1]) for row in table.texts()}
     assert shown["linformer"][0] == "\u2020"
     assert shown["full"] == ("]", "\u2020")
     assert "\u2020" not in shown["bigbird"]
