@@ -1,14 +1,15 @@
 """`[[decode]]`: time and memory of one token that is decoded from a state, over the number of tokens read before.
 
 The state is made by one prefill. Then the same token is decoded again and again, each time from the state that the step
-before left, as a model that writes does; before the state has moved far, it begins again from where it was. So buffers
-that have room are written in place, and neither prefill nor the growth of a buffer is in any sample.
+before left, as a model that writes does; when the state has grown by a 64th it begins again from where it was. So
+buffers that have room are written in place, and neither prefill nor the growth of a buffer is in any sample: a buffer
+that doubles has room from three tokens on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -22,19 +23,19 @@ from attn_zoo.conformance.subject import has_routing
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, form_of, forward_flops
+from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, config_of, form_of, forward_flops
 from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.kinds.scaling import draw_inputs
 from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, TimedForecast, make_module
 from attn_zoo.matrix.plan.estimate import Estimate, assumed_rate, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_update
-from attn_zoo.metadata import Request
+from attn_zoo.metadata import Capabilities, Request
 from attn_zoo.records import Cell, Memory
 from attn_zoo.registry import variants
 
-MOVED_FRAC, LEAST_STEPS = 1 / 64, 8
-"""A state begins again when it has grown by this share of its tokens, and never after fewer steps."""
+MOVED_FRAC = 1 / 64
+"""A state begins again when it has grown by this share of its tokens, or by one token where that is more."""
 
 CAPTURED_STEPS = 64
 """Steps at most that a CUDA graph holds, within which a state cannot begin again."""
@@ -57,7 +58,8 @@ class Decode(CallKind):
     fixed = {"pass_": "decode", "is_causal": True}  # noqa: RUF012 - as the base class has it
 
     def request(self, cell: Cell) -> Request:
-        return replace(super().request(cell), needs_decode=True)
+        # A state is of any length: it is whole calls that have a multiple.
+        return replace(super().request(cell), needs_decode=True, seq_len=None)
 
     def estimate(self, item: PlannedCell) -> Estimate:
         """Return the cost of the prefill and of the forward that the first step is compared with."""
@@ -83,13 +85,23 @@ class Decode(CallKind):
 
 
 def _most_steps(seq_len: int) -> int:
-    return max(LEAST_STEPS, int(seq_len * MOVED_FRAC))
+    return max(1, int(seq_len * MOVED_FRAC))
 
 
 def _with_room(cell: Cell) -> Cell:
-    """Return the cell of the longest sequence that its module may come to."""
+    """Return the cell of the longest sequence that its module may come to, of a length that it takes as a whole."""
     assert cell.seq_len is not None  # every cell of this kind has one
-    return cell.at(cell.seq_len + _most_steps(cell.seq_len) + CAPTURED_STEPS)
+    return cell.at(_fitting(cell, cell.seq_len + _most_steps(cell.seq_len) + CAPTURED_STEPS))
+
+
+def _fitting(cell: Cell, seq_len: int) -> int:
+    """Return the least length of a whole call that is no shorter."""
+    multiple = _capabilities(cell).seq_len_multiple
+    return -(-seq_len // multiple) * multiple
+
+
+def _capabilities(cell: Cell) -> Capabilities:
+    return variants[cell.variant].capabilities_of(config_of(cell))
 
 
 @dataclass(slots=True)
@@ -100,6 +112,7 @@ class _Steps:
         step: makes one, of a state; returns its output and the next state.
         begin: makes the state that they begin from, of `seq_len` tokens.
         most: steps until they begin again.
+        captured: the states that captured steps read, which every replay reads again.
     """
 
     step: Callable[[Any], tuple[Tensor, Any]]
@@ -107,14 +120,19 @@ class _Steps:
     most: int
     state: Any = None
     num_left: int = 0
+    captured: list[Any] = field(default_factory=list)
+    _is_captured: bool = False
 
     def settle(self) -> None:
         """Begin again where it is time to: before a step and outside its timing; what is captured may not."""
-        if self.num_left <= 0 and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        self._is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self.num_left <= 0 and not self._is_captured:
             self.state = None  # two large ones need not be there at once
             self.state, self.num_left = self.begin(), self.most
 
     def __call__(self) -> Tensor:
+        if self._is_captured:
+            self.captured.append(self.state)
         with torch.no_grad():
             output, self.state = self.step(self.state)
         self.num_left -= 1
@@ -139,6 +157,8 @@ class DecodeWorkload(AbstractWorkload):
         seed_generators(cell.seed)
         module, self._build = make_module(_with_room(cell))
         self._cell, self._seq_len = cell, cell.seq_len
+        is_free = _capabilities(cell).variable_seq_len
+        self._whole_len = _fitting(cell, cell.seq_len + 1) if is_free else self._build.max_seq_len
         self._module = module.to(device=cell.device, dtype=dtype).eval()
         self.inputs = draw_inputs(cell.at(cell.seq_len + 1), dtype) if inputs is None else inputs
         with torch.no_grad():
@@ -169,7 +189,7 @@ class DecodeWorkload(AbstractWorkload):
             self._build,
             dtype=cell.dtype,
             device=cell.device,
-            seq_len=self._seq_len,
+            seq_len=self._whole_len,
             form=form_of(cell),
             has_padding=False,
             needs_decode=True,
@@ -193,8 +213,16 @@ class DecodeWorkload(AbstractWorkload):
         self._first = output.clone()
         if is_repeat or (has_routing(self._module) and output.dtype != torch.float64):
             return ("own_shape",)
-        self._compare("own_step", self._module(*self.inputs)[..., -1:, :], "a step", "the causal forward")
+        self._compare("own_step", self._row_of_forward(), "a step", "the causal forward")
         return ("own_shape", "own_step")
+
+    def _row_of_forward(self) -> Tensor:
+        """Return the row of the decoded token in one causal forward, with as many tokens after it as that needs."""
+        num_more, inputs = self._whole_len - self._seq_len - 1, self.inputs
+        if num_more:
+            inputs = [torch.cat([each, *[each[..., -1:, :]] * num_more], dim=-2) for each in inputs]
+        output: Tensor = self._module(*inputs)
+        return output[..., self._seq_len : self._seq_len + 1, :]
 
     def check_again(self) -> tuple[str, ...]:
         """Compare with another step from the same state, which all the steps between must have left as it was."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -15,7 +18,7 @@ from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.claimed_costs import build_context, form_of
 from attn_zoo.matrix.kinds import decoded_token
 from attn_zoo.matrix.kinds.all_kinds import kind_of
-from attn_zoo.matrix.kinds.decoded_token import LEAST_STEPS, DecodeWorkload, _Steps
+from attn_zoo.matrix.kinds.decoded_token import DecodeWorkload, _Steps
 from attn_zoo.matrix.kinds.timed import make_module
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
@@ -165,29 +168,37 @@ def test_steps_begin_again_outside_the_timing_before_they_have_moved_far():
     assert begun == 3
 
 
-def test_steps_that_are_captured_go_on(monkeypatch):
-    """What runs before a captured call must leave the device alone."""
-    steps = _Steps(lambda state: (torch.zeros(()), state + 1), lambda: 0, most=2)
+def test_steps_that_are_captured_go_on_and_what_they_read_stays(monkeypatch):
+    """What runs before a captured call must leave the device alone. What it read is read again by every replay."""
+    steps = _Steps(lambda state: (torch.zeros(()), state + 1), lambda: torch.zeros(3), most=2)
+    steps.settle()
+    steps()  # of a warm-up: no graph reads what this one read
     steps.settle()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for _ in range(5):
+    read = []
+    for is_capturing in [True] * 5 + [False] + [True] * 2:  # two graphs
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=is_capturing: now)
         steps.settle()
+        read += [weakref.ref(steps.state)] * is_capturing
         steps()
-    assert steps.state == 5
+    gc.collect()
+    assert [None if (state := each()) is None else float(state[0]) for each in read] == [1, 2, 3, 4, 5, 1, 2]
 
 
-def test_a_timed_step_copies_no_cache():
+@pytest.mark.parametrize("seq_len", [3, 4, 16, 100, 200])
+def test_a_timed_step_copies_no_cache_and_comes_soon_after_the_tokens_of_its_cell(seq_len):
     """Buffers that must grow, or that another continuation is in, are copied before."""
-    [cell] = cells(["full"])
-    work = DecodeWorkload(cell, None)
-    call, settle = work.make_call()
-    assert settle is not None
-    for _ in range(3 * LEAST_STEPS):
-        settle()
+    [cell] = cells(["full"], seq_len=[seq_len])
+    steps = DecodeWorkload(cell, None)._steps()
+    lengths = []
+    for _ in range(24):
+        steps.settle()
+        lengths.append(steps.state.length)
         with mock.patch("torch.cat") as copy:
-            call()
+            steps()
         copy.assert_not_called()
+    assert min(lengths) == seq_len
+    assert max(lengths) < seq_len + max(1, seq_len / 64)
 
 
 ANY = Capabilities(bidirectional=True, causal=True, cross_attention=False, key_padding_mask=False, decode="kv_cache")
@@ -200,9 +211,9 @@ def broken():
     """Register variants for one test."""
     names = []
 
-    def add(cls: type) -> str:
-        name = f"broken_{cls.__name__.lower()}"
-        register_attention(name, config=VariantConfig, capabilities=ANY, complexity=COSTS, reference=NOWHERE)(cls)
+    def add(cls: type, **changes: Any) -> str:
+        name, can = f"broken_{cls.__name__.lower()}", replace(ANY, **changes)
+        register_attention(name, config=VariantConfig, capabilities=can, complexity=COSTS, reference=NOWHERE)(cls)
         names.append(name)
         return name
 
@@ -214,6 +225,25 @@ def broken():
 class Exact(variants["full"].attention):  # type: ignore[misc]
     def __init__(self, config: VariantConfig, build: Any) -> None:
         super().__init__(variants["full"].config(), build)
+
+
+@pytest.mark.parametrize("scope", ["attention", "mixer"])
+@pytest.mark.parametrize("changes", [{"seq_len_multiple": 4}, {"variable_seq_len": False}], ids=["multiple", "fixed"])
+def test_a_state_is_of_any_length_where_whole_calls_are_not(broken, changes, scope):
+    """A step is then compared with a forward that has more tokens after it."""
+    name = broken(type("Whole", (Exact,), {}), **changes)
+    for cell in cells([name], scope=scope, seq_len=[1, 8, 9, 11, 150]):
+        record = run_cell(cell)
+        assert record.status == "ok", record.reason + record.trace
+        assert {"decode", "own_step", "own_last"} <= set(record.gate)
+    [item] = plan([name], seq_len=[9]).cells
+    assert item.refusal is None
+
+
+def test_a_step_is_compared_with_its_own_row_where_others_come_after_it(broken):
+    name = broken(ForgetsAfter512, seq_len_multiple=4)
+    record = run_cell(*cells([name], seq_len=[701]))
+    assert (record.status, "own_step" in record.reason) == ("gate_failed", True), record
 
 
 class ForgetsAfter512(Exact):
