@@ -258,6 +258,7 @@ class Memory(Json):
         peak_bytes: most that tensors occupied during the call, inputs included: allocator peak on GPU, exact tensor
             peak on CPU.
         extra_bytes: `peak_bytes` without inputs, output and gradients of the inputs: what the mechanism itself needs.
+            Of a training step and of a decoded token without `input_bytes` alone.
         saved_bytes: kept for backward after forward, inputs included, each storage once.
         input_bytes: inputs and parameters.
         output_bytes: output.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -262,8 +262,6 @@ def measurement_table(analysis: Analysis) -> Table:
             for series in panel.series
             for point in series.outcomes.values()
         ]
-    is_step = any(panel.pass_ == "step" for panel in analysis.panels)
-    steps = f"; of a training step without {held_words('step')}" if is_step else ""
     return Table(
         name="scaling",
         title="All measurements",
@@ -271,9 +269,7 @@ def measurement_table(analysis: Analysis) -> Table:
             "Median time.",
             BRACKETS,
             _interval_remark(points),
-            Remark(
-                f"Extra memory: peak without inputs, output and gradients of the inputs{steps}.", heading="extra memory"
-            ),
+            Remark(f"Extra memory: peak {_extra_words({panel.pass_ for panel in analysis.panels})}.", heading="extra memory"),
             Remark("Saved: kept for backward.", heading="saved"),
             Remark("State: what a decoded token starts from, without the room in its buffers.", heading="state"),
             *_energy_words(rows),
@@ -297,6 +293,14 @@ def measurement_table(analysis: Analysis) -> Table:
         rows=tuple(rows),
         fields_if_empty=("variant", "pass", "seq_len", "status", "median_ms"),
     )
+
+
+def _extra_words(passes: Collection[str]) -> str:
+    """Say what extra memory is without: of the output of an update nobody knows whether it is there at the peak."""
+    updates = {"step": "of a training step", "decode": "of a decoded token"}
+    said = [] if passes and updates.keys() >= set(passes) else ["without inputs, output and gradients of the inputs"]
+    said += [f"{words} without {held_words(pass_)}" for pass_, words in updates.items() if pass_ in passes]
+    return "; ".join(said)
 
 
 _SPEED_UP = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,23 @@ def test_the_state_is_shown_and_the_peak_says_what_it_includes(tmp_path: Path):
     assert not any("training step" in str(note) for note in table.notes)
     [panel] = analysis.panels
     assert "weights and buffers of the state included" in str(length_table(panel, "memory").notes)
+
+
+def test_extra_memory_says_of_each_kind_of_call_what_it_is_without(tmp_path: Path):
+    """The output of a token counts, that of a whole call does not."""
+    extra = replace(scaling("full", 1024), memory=Memory(extra_bytes=2**20))
+    token_extra = replace(tokens()[0], memory=Memory(extra_bytes=2**10))
+
+    folders = (tmp_path / str(number) for number in itertools.count())
+
+    def note(*records: Record) -> str:
+        return measurement_table(reported(next(folders), list(records))).note
+
+    of_token = "of a decoded token without weights and buffers of the state."
+    assert f"Extra memory: peak {of_token}" in note(token_extra)
+    whole = "Extra memory: peak without inputs, output and gradients of the inputs"
+    assert f"{whole}; {of_token}" in note(token_extra, extra)
+    assert f"{whole}." in note(extra)
 
 
 def test_slopes_are_explained_of_what_was_timed(tmp_path: Path):
