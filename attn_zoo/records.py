@@ -768,8 +768,9 @@ class Record(Json):
 
         All phases but `"timing"` (first call, warm-up, samples), `"memory"`, `"energy"` and `"training"`: what is left
         is `"driver"` (storing the record before, choosing this cell), `"start"` (waiting for a process that has loaded
-        torch), `"build"`, `"gate"`, `"count"` and `"exchange"` (requests, answers, ending the process). Where several
-        processes start at once, their cells share that time equally.
+        torch), `"build"`, `"gate"`, `"probe"` (of calls at the cell's own length; part of the gate in older records),
+        `"count"` and `"exchange"` (requests, answers, ending the process). Where several processes start at once, their
+        cells share that time equally.
         """
         if not self.phases:
             return None

@@ -125,7 +125,7 @@ class Trial:
             self._sampling = Sampling(call, setup=setup, budget_s=self.budget_s, stopwatch=watch)
             output = self._sampling.begin()
         # Nothing of this is timed: the first call is reported apart. What it is compared with may run other kernels.
-        with self.phase("gate"):
+        with self.phase("probe"):
             self._checks += work.check(output, is_repeat=self.is_repeat)
         del output
         with self.phase("timing"), recording() as more_kernels:
@@ -152,7 +152,7 @@ class Trial:
         _refuse_impossible(cell, self._claims, timing.median_ms)
         is_quick = timing.median_ms < ONCE_MORE_BELOW_MS
         if is_quick:
-            with self.phase("gate"):
+            with self.phase("probe"):
                 self._checks += work.check_again()
         if self.is_repeat:
             return

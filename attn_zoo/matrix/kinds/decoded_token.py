@@ -27,7 +27,7 @@ from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, confi
 from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.kinds.scaling import draw_inputs
 from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, TimedForecast, make_module
-from attn_zoo.matrix.plan.estimate import Estimate, assumed_rate, rough_seconds
+from attn_zoo.matrix.plan.estimate import Estimate, call_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_update
 from attn_zoo.metadata import Capabilities, Request
@@ -62,20 +62,19 @@ class Decode(CallKind):
         return replace(super().request(cell), needs_decode=True, seq_len=None)
 
     def estimate(self, item: PlannedCell) -> Estimate:
-        """Return the cost of the prefill and of the forward that the first step is compared with."""
+        """Return the cost of the prefill of each repeat, and of the forward with which one of them compares a step."""
         cell = item.cell
         try:
             flops = forward_flops(cell, shape := call_shape(cell))
         except Exception:  # somebody else's formula must not stop a plan; the worker will report it
             return Estimate()
-        reading_s = 2 * flops / assumed_rate(cell.device, cell.threads)
         tensors = 12 * shape.batch_size * shape.num_heads * shape.key_len * shape.head_dim
-        seconds = rough_seconds(0.0, cell, item.budget_s, item.isolation) + reading_s
+        seconds = item.budget_s + (1 + 1 / item.repeats) * call_seconds(flops, cell)
         return Estimate(seconds, tensors * DTYPE_BYTES[cell.dtype])
 
     def forecast(self) -> Forecast:
         """Return one by which it is the prefill that grows, and the forward that a step is compared with."""
-        return TimedForecast(lambda known: known.phases.get("build", 0.0) + known.phases.get("gate", 0.0))
+        return TimedForecast(lambda known: known.phases.get("build", 0.0) + known.phases.get("probe", 0.0))
 
     def build_on_meta(self, cell: Cell) -> None:
         super().build_on_meta(_with_room(cell))

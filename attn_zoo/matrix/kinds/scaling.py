@@ -68,7 +68,7 @@ class Scaling(CallKind):
         return cell.kind == self.name and cell.scope != "model"  # training steps are stored under the same name
 
     def estimate(self, item: PlannedCell) -> Estimate:
-        return call_estimate(item.cell, item.budget_s, item.isolation)
+        return call_estimate(item.cell, item.budget_s)
 
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
         return make_call_workload(cell, inputs)

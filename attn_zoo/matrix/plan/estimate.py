@@ -13,19 +13,21 @@ from attn_zoo.registry import variants
 # CPU. Two cores of a server reached 7.5e10 each where products reached 1.2e11; an older laptop has less than half.
 _RATE = {"cpu": 3e10, "cuda": 2e13}
 _HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
-_START_S = {"cell": 2.0, "lane": 0.5, "interleaved": 1.5}
+START_S = 2.0
+"""Of a process: until it has loaded torch and begins its first cell."""
+
 CALLS = 8  # in a cell of long calls: of the gate, warm-up, three samples, memory, counted FLOPs
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of the whole cell and bytes at the peak; None where nothing is known."""
+    """Seconds of one repeat of a cell in a process that has begun, and bytes at the peak; None if nothing is known."""
 
     seconds: float | None = None
     num_bytes: int | None = None
 
 
-def call_estimate(cell: Cell, budget_s: float, isolation: str) -> Estimate:
+def call_estimate(cell: Cell, budget_s: float) -> Estimate:
     """Return the rough cost of timing one call of a cell's variant.
 
     Time: formula (or B H L^p D with the claimed exponent p) over an assumed rate. Memory: inputs, output and their
@@ -34,7 +36,6 @@ def call_estimate(cell: Cell, budget_s: float, isolation: str) -> Estimate:
     Args:
         cell: with all its sizes.
         budget_s: seconds of sampling.
-        isolation: `"cell"`, `"lane"` or `"interleaved"`.
     """
     shape, pass_ = call_shape(cell), PASSES[cell.pass_ or "fwd"]
     claim = variants[cell.variant].complexity_of(config_of(cell))
@@ -47,14 +48,19 @@ def call_estimate(cell: Cell, budget_s: float, isolation: str) -> Estimate:
     tensors = 4 * rows * shape.query_len * shape.head_dim * (2 if has_grads else 1)
     scores = rows * shape.query_len**claim.memory_exponent if claim.memory_exponent > 1 else 0.0
     num_bytes = (tensors + scores * (3 if has_grads else 2)) * DTYPE_BYTES[cell.dtype]
-    return Estimate(rough_seconds(flops, cell, budget_s, isolation), int(num_bytes))
+    return Estimate(rough_seconds(flops, cell, budget_s), int(num_bytes))
 
 
-def rough_seconds(flops: float, cell: Cell, budget_s: float, isolation: str) -> float:
-    """Return the rough seconds of a cell, set-up included, where one call is `flops`; `budget_s` is that of samples."""
-    rate = assumed_rate(cell.device, cell.threads) * (_HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0)
-    call_s = flops / rate
-    return _START_S[isolation] + max(budget_s, 3 * call_s) + (CALLS - 3) * call_s
+def rough_seconds(flops: float, cell: Cell, budget_s: float) -> float:
+    """Return the rough seconds of a cell where one call is `flops`; `budget_s` is that of samples."""
+    call_s = call_seconds(flops, cell)
+    return max(budget_s, 3 * call_s) + (CALLS - 3) * call_s
+
+
+def call_seconds(flops: float, cell: Cell) -> float:
+    """Return the rough seconds of one call of `flops`, in the type and on the device of a cell."""
+    gain = _HALF_GAIN[cell.device] if DTYPE_BYTES[cell.dtype] == 2 else 1.0
+    return flops / (assumed_rate(cell.device, cell.threads) * gain)
 
 
 def assumed_rate(device: str, threads: int | None = None) -> float:

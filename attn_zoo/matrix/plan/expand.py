@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from typing import Any
 from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Entry, Group, Member
+from attn_zoo.matrix.plan.estimate import START_S
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.probe import probe
 from attn_zoo.matrix.plan.schema import Matrix
@@ -128,12 +130,18 @@ def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> li
 
 def estimated(items: Iterable[PlannedCell]) -> list[PlannedCell]:
     """Return the cells with the rough cost of all their repeats, where one is known."""
-    return [item if item.refusal or item.estimate_s is not None else _estimated(item) for item in items]
+    items = list(items)
+    processes = [None if item.refusal else item.process for item in items]
+    sharing = Counter(processes)
+    return [
+        item if item.refusal or item.estimate_s is not None else _estimated(item, START_S / sharing[process])
+        for item, process in zip(items, processes, strict=True)
+    ]
 
 
-def _estimated(item: PlannedCell) -> PlannedCell:
+def _estimated(item: PlannedCell, start_s: float) -> PlannedCell:
     rough = kind_of(item.cell).estimate(item)
-    seconds = None if rough.seconds is None else rough.seconds * item.repeats
+    seconds = None if rough.seconds is None else (start_s + rough.seconds) * item.repeats
     return replace(item, estimate_s=seconds, estimate_bytes=rough.num_bytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,6 +65,11 @@ class PlannedCell(Json):
         if self.isolation == "cell":
             return self.cell.curve
         return hashlib.sha256(self.cell.all_but("seq_len", "pass_").encode()).hexdigest()[:20]
+
+    @property
+    def process(self) -> Hashable:
+        """Equal for cells that one process may run, but for its repeats: the starts of a run are as many."""
+        return self.lane if self.isolation == "lane" else self.bundle
 
     @property
     def bundle(self) -> tuple[str, int | None, int]:

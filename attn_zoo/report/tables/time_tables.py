@@ -262,6 +262,7 @@ def measurement_table(analysis: Analysis) -> Table:
             for series in panel.series
             for point in series.outcomes.values()
         ]
+    passes = {panel.pass_ for panel in analysis.panels}
     return Table(
         name="scaling",
         title="All measurements",
@@ -269,7 +270,7 @@ def measurement_table(analysis: Analysis) -> Table:
             "Median time.",
             BRACKETS,
             _interval_remark(points),
-            Remark(f"Extra memory: peak {_extra_words({panel.pass_ for panel in analysis.panels})}.", heading="extra memory"),
+            Remark(f"Extra memory: peak {_extra_words(passes)}.", heading="extra memory"),
             Remark("Saved: kept for backward.", heading="saved"),
             Remark("State: what a decoded token starts from, without the room in its buffers.", heading="state"),
             *_energy_words(rows),

@@ -20,6 +20,7 @@ from attn_zoo.matrix.kinds import decoded_token
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.kinds.decoded_token import DecodeWorkload, _Steps
 from attn_zoo.matrix.kinds.timed import make_module
+from attn_zoo.matrix.plan.estimate import START_S
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.metadata import Capabilities, Complexity, Reference
@@ -133,10 +134,35 @@ def test_a_longer_cell_is_foretold_by_its_prefill():
     """A token of exact attention costs twice as much after twice as many others, its prefill four times."""
     kind = kind_of(cells(["full"])[0])
     short, long = plan(["full"], seq_len=[1000, 4000]).cells
-    record = Record(cell=short.cell, status="ok", duration_s=3.0, phases={"build": 1.0, "gate": 1.5, "timing": 0.5})
+    phases = {"build": 1.0, "gate": 2.5, "probe": 1.5, "timing": 0.5}
     forecast = kind.forecast()
-    forecast.add(record)
-    assert forecast.seconds(long) == pytest.approx(0.5 + 16 * 2.5)
+    forecast.add(Record(cell=short.cell, status="ok", duration_s=5.5, phases=phases))
+    assert forecast.seconds(long) == pytest.approx(0.5 + 2.5 + 16 * 2.5), "the gate has lengths of its own"
+
+
+def test_repeats_are_not_expected_to_compare_themselves_again():
+    """Each reads the tokens before, and one of them the whole forward besides."""
+    times = {"seq_len": [2**16], "num_heads": 8, "head_dim": 64, "threads": 1, "isolation": "interleaved"}
+
+    def estimate_s(names: list[Any], repeats: int = 1, **changes: Any) -> float:
+        first = plan(names, repeats=repeats, budget_s=0.1 * repeats, **times, **changes).cells[0].estimate_s
+        assert first is not None
+        return first
+
+    one = estimate_s(["full", "linear_attention"])
+    assert one == pytest.approx(estimate_s(["full"]) - START_S / 2), "two share a process"
+    reading_s = (one - 0.1 - START_S / 2) / 2
+    five = estimate_s(["full", "linear_attention"], 5)
+    assert five == pytest.approx(5 * (START_S / 2 + 0.1) + 6 * reading_s)
+    assert estimate_s(["full"], dtypes=["bfloat16"]) > estimate_s(["full"]), "on many CPUs such types are emulated"
+
+
+@pytest.mark.parametrize("is_repeat", [False, True])
+def test_what_is_compared_at_its_own_length_is_no_part_of_the_gate(is_repeat):
+    [cell] = cells(["full"], seq_len=[4000])
+    phases = run_cell(cell, is_repeat=is_repeat).phases
+    assert ("gate" in phases) == (not is_repeat)
+    assert phases["probe"] > 0
 
 
 def test_tokens_are_decoded_in_turns_from_the_same_ones_before():
