@@ -190,7 +190,7 @@ def choose_buckets(query: Tensor, rotations: Tensor, config: ReformerConfig, pad
         code="https://github.com/google/trax",
         deviations=(
             "LSH attention alone; the paper's model also has reversible layers and feed-forward networks in chunks.",
-            "R is drawn once for a layer and all its heads, by the seed; the authors draw for each head and at each call.",
+            "R is drawn once, by the seed, for all heads of a layer; the authors draw for each head and each call.",
             "Keys are divided by the root of the mean square + 10^-6, and by sqrt(D), as in the authors' code.",
             "As printed, other buckets are hidden and no pair counts twice; the authors' later code does neither.",
             "The first chunk has none before it; in the authors' code that is the last one.",
@@ -281,15 +281,19 @@ class Reformer(AbstractMixer):
             that it counts only where no round shows it another one.
         """
         length, head_dim = query.shape[2:]
-        size = min(self.config.chunk_len, length)
+        size = self.config.chunk_len if length > self.config.chunk_len else length  # no min: a compiler knows which
         num_chunks = -(-length // size)
         tail = num_chunks * size - length
         rows, at = order[..., None].expand(-1, -1, -1, head_dim), order[:, :, None].expand_as(place)
         queries = pad(query.gather(2, rows), (0, 0, 0, tail)).unflatten(2, (num_chunks, size))  # [B, H, n, C, D]
         places = pad(place.gather(3, at), (0, tail)).unflatten(3, (num_chunks, size))  # [B, H, rounds, n, C]
-        # Overlapping windows: each chunk behind the one before it.
-        keys, values = (pad(x.gather(2, rows), (0, 0, size, tail)).unfold(2, 2 * size, size) for x in (key, value))
-        key_places = pad(key_place.gather(3, at), (size, tail), value=_NOWHERE).unfold(3, 2 * size, size)
+        # One chunk more at the start, which is nowhere, for the first to look back at.
+        keys, values = (
+            _with_the_one_before(pad(x.gather(2, rows), (0, 0, size, tail)).unflatten(2, (num_chunks + 1, size)), 2)
+            for x in (key, value)
+        )
+        key_places = pad(key_place.gather(3, at), (size, tail), value=_NOWHERE)
+        key_places = _with_the_one_before(key_places.unflatten(3, (num_chunks + 1, size)), 3)
         own = torch.arange(size, device=query.device)[:, None] + size  # where a token is among its keys
         among = torch.arange(2 * size, device=query.device)
         is_other = among < own if self.build.is_causal else among != own  # in a bucket, the order is by position
@@ -297,13 +301,13 @@ class Reformer(AbstractMixer):
         keep = _see_each_other(*this) & is_other
         for each in earlier:
             keep = keep & ~_see_each_other(*each)
-        scores = (queries @ keys).to(torch.promote_types(query.dtype, torch.float32))  # [B, H, n, C, 2 C]
+        scores = (queries @ keys.mT).to(torch.promote_types(query.dtype, torch.float32))  # [B, H, n, C, 2 C]
         lowest = torch.finfo(scores.dtype).min
         floor = scores.new_full((size, 2 * size), lowest).masked_fill(among == own, lowest / 2)
         weights, lse = _SoftmaxWithLSE.apply(torch.where(keep, scores, floor))
         if self.training and self.build.dropout_p > 0:
             weights = dropout(weights, self.build.dropout_p)
-        output, lse = (x.flatten(2, 3)[:, :, :length] for x in (weights.to(value.dtype) @ values.mT, lse))
+        output, lse = (x.flatten(2, 3)[:, :, :length] for x in (weights.to(value.dtype) @ values, lse))
         return output.gather(2, rank[..., None].expand(-1, -1, -1, head_dim)), lse.gather(2, rank)
 
     def reference(
@@ -356,6 +360,12 @@ def _places(buckets: Tensor, rank: Tensor, chunk_len: int) -> Tensor:
     falls along the sorted order, so tokens of two buckets differ by two at least.
     """
     return (rank // chunk_len + 2 * buckets).int()
+
+
+def _with_the_one_before(chunks: Tensor, dim: int) -> Tensor:
+    """Return each chunk but the first behind the one before it; `dim` counts chunks, the next one their tokens."""
+    count = chunks.shape[dim] - 1
+    return torch.cat([chunks.narrow(dim, 0, count), chunks.narrow(dim, 1, count)], dim=dim + 1)
 
 
 def _see_each_other(place: Tensor, key_place: Tensor) -> Tensor:
