@@ -281,7 +281,7 @@ class Reformer(AbstractMixer):
             that it counts only where no round shows it another one.
         """
         length, head_dim = query.shape[2:]
-        size = self.config.chunk_len if length > self.config.chunk_len else length  # no min: a compiler knows which
+        size = min(self.config.chunk_len, length)
         num_chunks = -(-length // size)
         tail = num_chunks * size - length
         rows, at = order[..., None].expand(-1, -1, -1, head_dim), order[:, :, None].expand_as(place)

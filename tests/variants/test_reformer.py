@@ -85,7 +85,7 @@ def attend(query: Tensor, value: Tensor, mixer: Reformer) -> Tensor:
             results.append(sum(math.exp(term - totals[-1]) * value[j] for j, term in terms.items()))
         shares = torch.tensor(totals, dtype=query.dtype).softmax(0)
         rows.append(sum(share * result for share, result in zip(shares, results, strict=True)))
-    return torch.stack(rows)  # type: ignore[arg-type]
+    return torch.stack(rows)
 
 
 @torch.no_grad()
