@@ -39,6 +39,8 @@ def forget():
         ("linear_attention", True, "none"),
         ("performer", True, "none"),
         ("nystrom", False, "none"),
+        ("sinkhorn", False, "none"),
+        ("sinkhorn", True, "none"),
     ],
 )
 def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is_training, is_padded, dropout_p):
@@ -64,7 +66,7 @@ def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is
         torch.testing.assert_close(traced, plain)
 
 
-@pytest.mark.parametrize("name", ["full", "linformer", "bigbird", "local_window", "nystrom"])
+@pytest.mark.parametrize("name", ["full", "linformer", "bigbird", "local_window", "nystrom", "sinkhorn"])
 def test_lengths_may_vary(name):
     """As batches of a training do: one graph then serves several lengths."""
     build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=LENGTH)
