@@ -10,8 +10,8 @@ projection less; a query's norm is its temperature, and scores have no factor 1 
 Rounds are computed one by one and merged by their log-sum-exp. A pair that several rounds see is left to the first of
 them; the appendix divides it by their number in each, which is the same sum. Symbols: the paper's l is our L, its m our
 C, its n_buckets b = 2 L / C.
-Cost: time O(B H R L (C + L / C) D), R = `num_rounds`: hashing is the second term, half as large as the first where
-L = 2 C^2; memory O(B H R L (C + D)).
+Cost: time O(B H R L (C + L / C) D), R = `num_rounds`: hashing is the second term, as large as the first at 4 C^2
+tokens, and linear where b is fixed; memory O(B H R L (C + D)).
 """
 
 from __future__ import annotations
@@ -241,9 +241,9 @@ class Reformer(AbstractMixer):
     def forward(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Attend in sorted chunks, round by round; shapes as in `AbstractMixer.forward`. Padded positions give zeros.
+        """Attend in sorted chunks, round by round; shapes as in `AbstractMixer.forward`.
 
-        They are zeros that see only themselves.
+        Padded positions are zeros that see only themselves, and give zeros.
         """
         del context  # the contract refuses one
         note_path("reformer.chunks")
