@@ -277,8 +277,9 @@ class SinkhornAttention(AbstractAttention):
         return balance(scores, self.config.num_iterations)
 
     def _scores(self, sums: Tensor, count: int) -> Tensor:
-        """Return R / tau `[B, G, N, count]` of sums of keys `[B, G, N, D]`."""
-        scores: Tensor = sums @ self.places[:, :count].to(sums.dtype).mT / self.config.temperature
+        """Return R / tau `[B, G, N, count]` of sums of keys `[B, G, N, D]`, in their dtype, under autocast too."""
+        with torch.autocast(sums.device.type, enabled=False):
+            scores: Tensor = sums @ self.places[:, :count].to(sums.dtype).mT / self.config.temperature
         return scores
 
     def _nothing_sorted(self, mask: Tensor) -> Tensor:

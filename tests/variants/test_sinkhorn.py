@@ -345,6 +345,14 @@ def test_sixteen_bits_come_near(dtype: torch.dtype, is_causal: bool):
     assert (output.double() - expected).abs().max() < 16 * torch.finfo(dtype).eps * expected.abs().max()
 
 
+def test_sorting_keeps_its_digits_under_autocast():
+    module, (_, key, _) = make().float(), draw(30)
+    blocks = torch.nn.functional.pad(key.float(), (0, 0, 0, 2)).unflatten(2, (-1, SIZE))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = module._sorting(blocks, None)
+    assert torch.equal(found, module._sorting(blocks, None))
+
+
 def test_dropout_acts_in_training_alone():
     module, inputs = make(build={"dropout_p": 0.5}).train(), draw(16)
     torch.manual_seed(0)
