@@ -30,6 +30,12 @@ def human_number(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+_FULL = 0.9995
+"""Share of a unit from which a value is given in it: three digits would be rounded up to it."""
+_LEAST, _MOST = 0.01, 1e4
+"""Of a unit that all numbers of a column have: no more zeros than one behind the point, no more than four digits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Units:
     """How one kind of quantity is written: with the unit that suits a value.
@@ -62,10 +68,11 @@ class Units:
         first, last = (human_number(each / size) for each in (low, high))
         return f"{self(value)} [{first}, {last}]"
 
-    def fixed(self, values: Iterable[float | None]) -> Units:
+    def fixed(self, values: Iterable[float | None], least: float = _LEAST) -> Units:
         """Return the one unit that suits all of these values best, for a column of them.
 
-        Where they lie so far apart that any unit makes some of them hard to read, each keeps its own.
+        Where they lie so far apart that any unit makes some of them hard to read, less than `least` of it or more than
+        four digits, each keeps its own.
 
         >>> human_ms.fixed([0.149, None, 5720])(0.149), human_ms.fixed([])(0.149)
         ('0.149 ms', '149 µs')
@@ -76,17 +83,13 @@ class Units:
         if not known:
             return self
         size, name = self._step(math.sqrt(min(known)) * math.sqrt(max(known)))
-        is_readable = min(known) >= _LEAST * size and max(known) < _MOST * size
+        is_readable = min(known) >= least * size and max(known) < _MOST * size
         return Units(((size, name),)) if is_readable else self
 
     def _step(self, value: float) -> tuple[float, str]:
         return next((step for step in reversed(self.steps) if abs(value) >= _FULL * step[0]), self.steps[0])
 
 
-_FULL = 0.9995
-"""Share of a unit from which a value is given in it: three digits would be rounded up to it."""
-_LEAST, _MOST = 0.01, 1e4
-"""Of a unit that all numbers of a column have: no more zeros than one behind the point, no more than four digits."""
 human_ms = Units(((1e-6, "ns"), (1e-3, "µs"), (1.0, "ms"), (1e3, "s"), (6e4, "min"), (3.6e6, "h")))
 """Durations given in milliseconds."""
 human_s = Units(tuple((size / 1e3, name) for size, name in human_ms.steps))

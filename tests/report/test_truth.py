@@ -841,7 +841,7 @@ def test_what_all_of_a_report_shares_has_no_column(tmp_path):
 
 def test_times_of_one_table_have_one_unit_where_they_can(tmp_path):
     records = [scaling("full", n, ms) for n, ms in ((512, 0.2), (1024, 50.0))]
-    records += [scaling("linformer", n, 0.1) for n in (512, 1024)]
+    records += [scaling("linformer", n, 0.15) for n in (512, 1024)]
     table = length_table(analyse([write_run(tmp_path / "near", records)]).panels[0], "time")
     assert {text.split()[1] for row in table.texts() for text in row[1:]} == {"ms"}
     records[1] = scaling("full", 1024, 50_000.0)
@@ -861,3 +861,21 @@ def test_tasks_that_the_front_table_leaves_out_have_the_first_lines(tmp_path):
     said = [text.partition(" on ")[2].partition(":")[0] for text in findings(analysis)]
     assert said[: len(left)] == left
     assert len(said) == 5
+
+
+def test_a_narrow_terminal_keeps_the_longest_length_and_cuts_no_number(tmp_path):
+    powers = {"full": 1.6, "a_mechanism_of_a_long_name": 1.25, "another_one_of_such_a_name": 0.3}
+    records = [scaling(name, n, n**power, spread=0.2) for name, power in powers.items() for n in LENGTHS]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    front = front_table(analysis)
+    assert front is not None
+    for width in (60, 80, 100):
+        for table in (front, exponent_table(analysis), measurement_table(analysis)):
+            out = io.StringIO()
+            to_terminal(table, Console(file=out, width=width, color_system=None))
+            shown = out.getvalue()
+            assert re.search(r"\d…|…\d|\[[^\]\n]*…", shown) is None, shown
+            assert max(map(len, shown.splitlines())) <= width
+    out = io.StringIO()
+    to_terminal(front, Console(file=out, width=60, color_system=None))
+    assert "64k" in out.getvalue().splitlines()[1]

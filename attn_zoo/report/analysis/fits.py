@@ -228,10 +228,10 @@ def _verdict(
     for power, word in _POWERS:
         if power - TOLERANCE <= exponent.low and exponent.high <= power + TOLERANCE:
             leading = fit.dominant(fit.lengths[-1])
-            return (word, "") if leading == word else (NOT_SETTLED, f"slope {ends}, but the {leading} term leads")
+            return (word, "") if leading == word else (NOT_SETTLED, f"slope {ends}: the {leading} term leads")
     if any(exponent.low <= power <= exponent.high for power, _ in _POWERS):
         return NOT_SETTLED, f"slope {ends}: too wide to tell"
-    return NOT_SETTLED, f"slope {ends} is no whole power"
+    return NOT_SETTLED, f"slope {ends}: no whole power"
 
 
 def slope_words(exponent: Exponent) -> str:

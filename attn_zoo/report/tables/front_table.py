@@ -51,10 +51,10 @@ def front_table(analysis: Analysis) -> Table | None:
         {*(one.label for one in (panel.series if panel else ())), *(label for one in scores for label in one.texts)},
         key=lambda label: (_standing(label, panel, scores), label),
     )
-    rows = [_row(label, panel, lengths, shown) for label in labels]
+    rows, ranks = [_row(label, panel, lengths, shown) for label in labels], by_importance(lengths) if lengths else []
     columns = [
         text_column("variant", priority=0),
-        *(_column(human_length(length), str(length), 0.1 * place) for place, length in enumerate(lengths)),
+        *(_column(human_length(length), str(length), 0.1 * ranks.index(length)) for length in lengths),
     ]
     best = {"variant": "best"} | {one.key: one.best for one in scores}
     if panel is not None and lengths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from dataclasses import replace
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
@@ -69,7 +70,7 @@ def exponent_table(analysis: Analysis) -> Table:
             number_column("formula", "formula_exponent", human_slope, priority=4),
             interval_column("last slope", "last_slope", human_slope, priority=4, marks="last_slope_marks"),
             text_column("reading", priority=2),
-            text_column("why", priority=2.5),
+            replace(text_column("why", priority=2.5), brief=lambda text: text.rpartition(": ")[2]),
             text_column("lengths", priority=5),
         ),
         rows=tuple(rows),

@@ -57,7 +57,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     shown = shown_doubts(panel.points)
     columns = [text_column("variant", priority=0)]
     units, value = (human_ms, _median) if quantity == "time" else (human_bytes, _peak)
-    every = units.fixed(map(value, panel.points))  # rows and columns are read alike, unless values lie too far apart
+    every = units.fixed(map(value, panel.points), least=0.1)  # one may read along rows too, where that hides no digit
     for length in lengths:
         here = every.fixed(value(point) for point in panel.points if point.seq_len == length)
         text = partial(_time, shown=shown, units=here) if quantity == "time" else partial(_memory, units=here)

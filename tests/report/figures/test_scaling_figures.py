@@ -170,7 +170,7 @@ def test_slopes_are_stated_as_far_as_they_are_known(tmp_path):
     records = [replace(scaling("bigbird", n), memory=Memory(peak_bytes=int(n**1.5))) for n in DOUBLINGS]
     _, memory = pictures(tmp_path / "more", records)
     assert "slope 1.50" in words(memory.figure)
-    assert "slope 1.50 is no whole power" in memory.alt
+    assert "slope 1.50: no whole power" in memory.alt
     assert "[" not in memory.alt + words(memory.figure)
 
 
