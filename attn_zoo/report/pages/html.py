@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment as Jinja
 from jinja2 import StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from attn_zoo.folder import Run
 from attn_zoo.records import Environment
@@ -154,7 +154,8 @@ def _table(table: Table) -> dict[str, Any]:
         "name": table.name,
         "title": table.title,
         "note": table.note,
-        "columns": table.columns,
+        "columns": [(column.heading, f"{column.align}{_extra(column)}") for column in table.columns],
+        "unprinted": ", ".join(column.heading for column in table.columns if _extra(column)),
         "rows": [
             [_entry(column, text, row) for column, text in zip(table.columns, texts, strict=True)]
             for row, texts in zip(table.rows, table.texts(), strict=True)
@@ -162,6 +163,8 @@ def _table(table: Table) -> dict[str, Any]:
     }
 
 
+PAPER = 4
+"""Columns of this priority and above are not printed: see `Column`."""
 ONE_LINE = 48
 """Characters of words beside numbers that are not broken: a wide table is scrolled anyway."""
 
@@ -169,15 +172,22 @@ ONE_LINE = 48
 def _entry(column: Column, text: str, row: Row) -> tuple[str, Markup, str]:
     """Return the classes, the text and what to sort by of one entry."""
     classes = f"{column.align} short" if column.align == "left" and len(text) <= ONE_LINE else column.align
-    words = escape(_unbroken(text))
+    words = _whole_intervals(text)
     if column.is_address:
         words = Markup('<a href="{}">{}</a>').format(text, text.removeprefix("https://"))
-    return classes, words, _sort_value(column.sort(row) if column.sort else None)
+    return f"{classes}{_extra(column)}", words, _sort_value(column.sort(row) if column.sort else None)
 
 
-def _unbroken(text: str) -> str:
-    """Return `text` with its intervals on one line each."""
-    return re.sub(r"\[[^\[\]]{1,40}\]( \S)?", lambda match: match[0].replace(" ", "\u00a0"), text)
+def _whole_intervals(text: str) -> Markup:
+    """Return `text` with its intervals on one line each, as far as there is room: on paper there is less."""
+    parts = re.split(r"(\[[^\[\]]{1,40}\](?: \S)?)", text)
+    span = Markup('<span class="ends">{}</span>')
+    return Markup("").join(span.format(part) if place % 2 else part for place, part in enumerate(parts))
+
+
+def _extra(column: Column) -> str:
+    """Return the class of a column that paper has no room for."""
+    return " extra" if column.priority >= PAPER else ""
 
 
 def _sort_value(value: float | str | None) -> str:

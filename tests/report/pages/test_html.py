@@ -373,3 +373,17 @@ def test_a_question_is_no_heading_twice(page):
     headings = re.findall(r"<h[23][^>]*>([^<]*)</h[23]>", page.read_text(encoding="utf-8"))
     assert len(headings) > 8
     assert len({text.rstrip("?") for text in headings}) == len(headings)
+
+
+def test_paper_has_room_for_whole_numbers(page):
+    """Columns that it has none for are said; an interval is broken between its ends, a number never is."""
+    text = page.read_text(encoding="utf-8")
+    (table,) = re.findall(r'<h3 id="table-scaling">.*?<p class="note paper">[^<]*</p>', text, re.DOTALL)
+    headings = re.findall(r'<th scope="col" class="([^"]*)"><button type="button">([^<]*)</button>', table)
+    unprinted = [heading for classes, heading in headings if "extra" in classes.split()]
+    assert "kernel" in unprinted
+    assert {"variant", "time", "speed-up"}.isdisjoint(unprinted)
+    assert f'<p class="note paper">Not printed: {", ".join(unprinted)}.</p>' in table
+    (row,) = re.findall(r"<tr><th [^>]*>full</th>.*?</tr>", table)[:1]
+    assert len(re.findall(r'class="[^"]*\bextra"', row)) == len(unprinted)
+    assert re.search(r'ms <span class="ends">\[[\d.]+, [\d.]+\]', row)
