@@ -45,7 +45,7 @@ class FigureEntry:
 
 FIGURES = (
     FigureEntry("time", "panel", "time", "How long does it take, by length?", draw_time),
-    FigureEntry("speedup", "panel", "growth", "How much faster is it than the fastest exact kernel?", draw_speed_up),
+    FigureEntry("speedup", "panel", "growth", "How many times as fast is it as exact attention?", draw_speed_up),
     FigureEntry("memory-peak", "panel", "memory", "How much memory must there be?", draw_memory),
     FigureEntry("roofline", "panel", "efficiency", "How near does a kernel come to the machine's roof?", draw_roofline),
     FigureEntry("bubbles", "overview", "accuracy", "What does speed cost in accuracy over tasks?", draw_task_means),

@@ -146,7 +146,12 @@ def imported_packages(analysis: Analysis) -> str:
 
 
 def _finished(value: Any) -> Any:
-    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return _with_units(clean(value)) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _with_units(text: str) -> str:
+    """Return `text` with every number on one line with its unit."""
+    return re.sub(r"(\d) (%|[nµm]?s|min|h|[KMGT]?i?B)(?!\w)", "\\1\u00a0\\2", text)
 
 
 def _table(table: Table) -> dict[str, Any]:
@@ -180,7 +185,7 @@ def _entry(column: Column, text: str, row: Row) -> tuple[str, Markup, str]:
 
 def _whole_intervals(text: str) -> Markup:
     """Return `text` with its intervals on one line each, as far as there is room: on paper there is less."""
-    parts = re.split(r"(\[[^\[\]]{1,40}\](?: \S)?)", text)
+    parts = re.split(r"(\[[^\[\]]{1,40}\](?: \S)?)", _with_units(text))
     span = Markup('<span class="ends">{}</span>')
     return Markup("").join(span.format(part) if place % 2 else part for place, part in enumerate(parts))
 

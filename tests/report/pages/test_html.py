@@ -387,3 +387,10 @@ def test_paper_has_room_for_whole_numbers(page):
     (row,) = re.findall(r"<tr><th [^>]*>full</th>.*?</tr>", table)[:1]
     assert len(re.findall(r'class="[^"]*\bextra"', row)) == len(unprinted)
     assert re.search(r'ms <span class="ends">\[[\d.]+, [\d.]+\]', row)
+
+
+def test_a_number_stays_with_its_unit(written):
+    text = written[1][0].read_text(encoding="utf-8")
+    assert len(re.findall(r"\d\u00a0(?:%|ms|MiB)", text)) > 20
+    shown = re.sub(r"<[^>]*>", " ", re.sub(r"<(script|style|svg)\b.*?</\1>", "", text, flags=re.DOTALL))
+    assert re.findall(r"\d (?:%|ms|MiB)", shown) == []
