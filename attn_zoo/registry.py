@@ -281,9 +281,11 @@ class Registry(Generic[_Entry]):
         if plain_file and not is_trial():
             self._load()  # so that a name that is taken is refused here, where it can be changed
         if name in self._entries and not (is_typed(plain_file) and is_typed(self._plain_files.get(name, ("", ""))[0])):
+            other = self._plain_files.get(name, (self._providers[name], ""))[0]
+            if other == plain_file:
+                other = f"another class of {provider}"
             raise ConfigError(
-                provider,
-                [("", f"{self.kind} {name!r} is already registered by {self._providers[name]}; choose another name")],
+                provider, [("", f"{self.kind} {name!r} is already registered by {other}; choose another name")]
             )
         self._entries[name] = entry
         self._providers[name] = provider
@@ -546,6 +548,9 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
         origin = _origin(cls, name, sys._getframe(1))
         tasks.add(name, cls, origin.provider, origin.plain_file, origin.digest)
         cls.name = name  # type: ignore[attr-defined]
+        if origin.plain_file:
+            # The digest of its data is of its version, which nobody raises who tries things out in a file.
+            cls.version = f"{getattr(cls, 'version', 0)} of {origin.digest}"  # type: ignore[attr-defined]
         return cls
 
     return decorate

@@ -245,6 +245,18 @@ def test_a_taken_name_in_a_file_names_both(tmp_path):
         load_file(path, None)
 
 
+def test_a_name_that_is_taken_by_a_file_names_that_file(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(TASK.format(name="from_file"))
+    load_file(tmp_path / "a" / "mine.py", None)
+    with pytest.raises(ConfigError, match=f"already registered by {tmp_path}/a/mine.py; choose another name"):
+        load_file(tmp_path / "b" / "mine.py", None)
+    (tmp_path / "twice.py").write_text(2 * TASK.format(name="twice"))
+    with pytest.raises(ConfigError, match=r"'twice' is already registered by another class of twice\.py; choose"):
+        load_file(tmp_path / "twice.py", None)
+
+
 def test_a_file_that_is_loaded_before_anything_is_looked_up_takes_no_name_and_no_other(tmp_path):
     """Its own registration discovers the others: it is refused, not they, and they stay when it fails."""
     path = tmp_path / "mine.py"
@@ -327,6 +339,24 @@ def test_an_edit_of_the_file_or_of_what_lies_beside_it_counts_when_it_is_loaded_
     (beside / "mine.py").unlink()
     with pytest.raises(ConfigError, match=r"renamed: .*mine\.py, which registers it, is gone"):
         tasks.plain_file("renamed")
+
+
+def test_an_edit_of_a_task_in_a_file_makes_other_data(beside):
+    """They are kept by their digest, which of other tasks only the version changes."""
+    path = beside / "own_task.py"
+    lines = ["from attn_zoo.tasks.mqar import MultiQueryRecall", "import zoo_scale", "@register_task('own_task')"]
+    digests = []
+    for edit in ("", "# edited", "# edited"):
+        path.write_text(
+            "\n".join(["from attn_zoo.registry import register_task", *lines, "class Own(MultiQueryRecall):"])
+        )
+        path.write_text(path.read_text() + f"\n    version = 3  {edit}\n")
+        load_file(path, None)
+        digests.append(tasks["own_task"].digest("short"))
+    assert digests[0] != digests[1] == digests[2]
+    (beside / "zoo_scale.py").write_text("SCALE = 2.0\n")
+    load_file(path, None)
+    assert tasks["own_task"].digest("short") != digests[2]
 
 
 def test_two_files_cannot_import_two_modules_of_one_name(beside, tmp_path):

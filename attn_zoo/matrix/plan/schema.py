@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -327,5 +328,6 @@ def plain_problems(value: Any, path: str) -> list[Problem]:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return [(path, f"expected an integer of 64 bits; got {value}")]
     if not isinstance(value, str | int | float | None):
-        return [(path, f"expected a string, number, true or false; got {shown(value)}")]
+        means = f", which a file calls {value.value!r}" if isinstance(value, Enum) else ""
+        return [(path, f"expected a string, number, true or false, or a list of these; got {shown(value)}{means}")]
     return []

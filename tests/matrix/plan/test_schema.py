@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,11 @@ dtypes = ["fp32"]
             "[{name = 'full', options = {nope = 1}}]",
             "scaling[0].variants[0].options: unknown option 'nope'",
         ),
-        ('["full"]', "[{name = 'full', options = {a = 2020-01-01}}]", "expected a string, number, true or false"),
+        (
+            '["full"]',
+            "[{name = 'full', options = {a = 2020-01-01}}]",
+            "expected a string, number, true or false, or a list",
+        ),
         ('["full"]', "['full', {name = 'full', label = 'a/b'}]", "scaling[0].variants[1].label: expected letters"),
         ("[[scaling]]", "[options.fulll]\n[[scaling]]", "options.fulll: unknown variant 'fulll'"),
         ("[[scaling]]", "[scaling]", "scaling: expected a list of groups, written [[scaling]]"),
@@ -251,3 +256,19 @@ def test_the_matrices_of_peers_can_be_planned_with_their_files(path):
 
 def test_there_are_matrices():
     assert {"quick", "scaling-cpu", "scaling-gpu"} <= {path.stem for path in MATRICES}
+
+
+def test_what_python_has_and_a_file_has_not_is_said_as_a_file_would():
+    class Mode(Enum):
+        FAST = "fast"
+
+    for value, said in ((Mode.FAST, "got <Mode.FAST: 'fast'>, which a file calls 'fast'"), ({1}, "or a list of these")):
+        with pytest.raises(ConfigError, match=said):
+            parse_matrix(
+                {
+                    "name": "x",
+                    "options": {"full": {"backend": value}},
+                    "scaling": [{"variants": "full", "seq_len": 16}],
+                },
+                "x",
+            )
