@@ -483,13 +483,15 @@ def check(
 
     Raises:
         UnknownNameError: no such variant or check.
-        ConfigError: an option is unknown or impossible.
+        ConfigError: an option is unknown or impossible; or its file was changed since it was loaded.
         UnsupportedError: no such device here, or it does not run there.
     """
     from attn_zoo.conformance import run_checks
     from attn_zoo.console import told_if_slow
+    from attn_zoo.registry import variants
 
     name = variant if isinstance(variant, str) else _name_of(variant)
+    variants.plain_file(name)  # or what is checked is no more what its file says
     around = told_if_slow if progress else nullcontext
     checks = _listed(only) or None
     results = Checks(run_checks(name, options or None, device=_device(device), checks=checks, around=around))

@@ -280,12 +280,14 @@ class Registry(Generic[_Entry]):
             )
         if plain_file and not is_trial():
             self._load()  # so that a name that is taken is refused here, where it can be changed
-        if name in self._entries and not (is_typed(plain_file) and is_typed(self._plain_files.get(name, ("", ""))[0])):
-            other = self._plain_files.get(name, (self._providers[name], ""))[0]
-            if other == plain_file:
-                other = f"another class of {provider}"
+        other, before = self._plain_files.get(name, ("", ""))
+        is_same = plain_file != "" and plain_file == other
+        # Typed anew, or a module of a notebook that was changed and reloaded.
+        is_anew = (is_typed(plain_file) and is_typed(other)) or (is_same and digest != before)
+        if name in self._entries and not is_anew:
+            whose = f"another class of {provider}" if is_same else other or self._providers[name]
             raise ConfigError(
-                provider, [("", f"{self.kind} {name!r} is already registered by {other}; choose another name")]
+                provider, [("", f"{self.kind} {name!r} is already registered by {whose}; choose another name")]
             )
         self._entries[name] = entry
         self._providers[name] = provider

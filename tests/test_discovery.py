@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import attn_zoo
 from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
 from attn_zoo.discovery import ask_python, discover, importable, plain_files, tried_imports
@@ -357,6 +359,32 @@ def test_an_edit_of_a_task_in_a_file_makes_other_data(beside):
     (beside / "zoo_scale.py").write_text("SCALE = 2.0\n")
     load_file(path, None)
     assert tasks["own_task"].digest("short") != digests[2]
+
+
+def test_what_was_changed_since_it_was_loaded_is_not_checked_as_it_was(beside):
+    path = beside / "own_variant.py"
+    path.write_text(VARIANT.format(name="own_variant"))
+    load_file(path, None)
+    check = partial(attn_zoo.check, "own_variant", only="modes", progress=False)
+    assert check().is_ok
+    path.write_text(path.read_text().replace("return value", "return value + self.training"))
+    with pytest.raises(ConfigError, match="changed since it was loaded: load it again"):
+        check()
+    load_file(path, None)
+    assert not check().is_ok
+
+
+def test_a_module_of_a_notebook_may_be_changed_and_reloaded(beside, monkeypatch):
+    monkeypatch.syspath_prepend(str(beside))
+    path = beside / "zoo_plugin_module.py"
+    path.write_text(TASK.format(name="from_module"))
+    module = importlib.import_module("zoo_plugin_module")
+    assert tasks.plain_file("from_module") == str(path)
+    path.write_text(TASK.format(name="from_module") + "# changed\n")
+    importlib.reload(module)
+    assert tasks["from_module"] is module.Task
+    with pytest.raises(ConfigError, match="already registered by another class of zoo_plugin_module"):
+        importlib.reload(module)
 
 
 def test_two_files_cannot_import_two_modules_of_one_name(beside, tmp_path):
