@@ -2,16 +2,20 @@
 
 Imports are followed through the text of the files, also those inside functions, but only in rooms whose code runs
 while something is measured. How it is measured is in the protocol versions, and what reads results decides nothing.
-Of other projects' packages the versions count, where a variant that is not ours imports them.
+Of other projects' packages the versions count, where a variant that is not ours imports them; of those that are used
+from their source tree, as editable ones are, the files too that it imports.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import attn_zoo
@@ -80,19 +84,42 @@ def _distributions() -> dict[str, list[str]]:
     return dict(metadata.packages_distributions())
 
 
+def _source_root(name: str) -> Path | None:
+    """Return the folder that holds a package of which the source is used: editable, or on the path only."""
+    for package in _distributions().get(name, ()):
+        told = json.loads(metadata.distribution(package).read_text("direct_url.json") or "{}")
+        if not told.get("dir_info", {}).get("editable"):
+            return None
+    spec = PathFinder.find_spec(name)
+    places = [spec.origin] if spec and spec.has_location else []
+    tops = [Path(place).parent if Path(place).stem == "__init__" else Path(place) for place in places if place]
+    return tops[0].resolve().parent if tops and "site-packages" not in tops[0].parts else None
+
+
 @cache
 def _packages(source: Path, rooms: tuple[str, ...], is_plain: bool, content: str) -> dict[str, str]:
     del content  # a file that is loaded anew may import others
     root = Path(attn_zoo.__path__[0])
-    own = [path for path in source_files(source, rooms, is_plain=is_plain).values() if not path.is_relative_to(root)]
-    names = {name.partition(".")[0] for path in own for level, name in imported_names(path) if level == 0}
-    names -= {_PACKAGE, *PACKAGES, *sys.stdlib_module_names}
-    found = {package for name in names for package in _distributions().get(name, ())} if names else set()
-    return {package: metadata.version(package) for package in sorted(found - {*PACKAGES})}
+    files = source_files(source, rooms, is_plain=is_plain)
+    own = {name: path for name, path in files.items() if not path.is_relative_to(root)}
+    names = {name.partition(".")[0] for path in own.values() for level, name in imported_names(path) if level == 0}
+    names -= {_PACKAGE, *PACKAGES, *sys.stdlib_module_names, *(re.split("[./]", name)[0] for name in own)}
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        versions = {package: metadata.version(package) for package in _distributions().get(name, ())}
+        if (folder := _source_root(name)) is not None:  # its version says little: it is edited under one
+            digest = hashlib.sha256()
+            imported = {key: path for each in own.values() for key, path in own_files(each, folder).items()}
+            for key in sorted(imported.keys() - {path.name for path in own.values()}):
+                digest.update(key.encode() + b"\0" + hashlib.sha256(imported[key].read_bytes()).digest())
+            code = f"source {digest.hexdigest()[:12]}"
+            versions = {package: f"{version}, {code}" for package, version in versions.items()} or {name: code}
+        found |= versions
+    return {package: version for package, version in sorted(found.items()) if package not in PACKAGES}
 
 
 def imported_packages(variant: Variant, rooms: tuple[str, ...] = CALL_ROOMS) -> dict[str, str]:
-    """Return versions of the packages that a variant's own files import, by name.
+    """Return versions of the packages that a variant's own files import, by name; of a source tree a digest too.
 
     Those that every environment records are there, and empty is what our own variants import besides.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -136,6 +138,38 @@ def test_of_packages_that_a_file_imports_the_versions_count(tmp_path, monkeypatc
     assert not set(found[0]) & set(found[1])
     assert not set(found[0]) & set(before)
     assert imported_packages(variants["full"]) == {}
+
+
+@pytest.mark.parametrize("is_editable", [None, True, False], ids=["on the path only", "editable", "installed"])
+def test_of_a_package_that_is_used_from_its_source_the_files_count(tmp_path, monkeypatch, is_editable):
+    """Its version stays while it is edited, and a run that is gone on with would keep what the old one measured."""
+    source, tree = tmp_path / "mine" / "plug_in.py", tmp_path / "tree"
+    (tree / "kernels_of_mine").mkdir(parents=True)
+    source.parent.mkdir()
+    source.write_text("import beside\n")
+    (source.parent / "beside.py").write_text("from kernels_of_mine import fast\n")
+    for name in ("__init__", "fast", "unused"):
+        (tree / "kernels_of_mine" / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tree)
+    if is_editable is not None:
+        (info := tmp_path / "site" / "Kernels.dist-info").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: Kernels\nVersion: 1.0\n")
+        (info / "top_level.txt").write_text("kernels_of_mine\n")
+        (info / "direct_url.json").write_text(json.dumps({"url": "file:///", "dir_info": {"editable": is_editable}}))
+    variant = replace(variants["full"], source=str(source), provider=source.name)
+    found = []
+    for name in ("fast", "unused"):
+        found += [(digests(source, source.name), imported_packages(variant))]
+        edit(tree / "kernels_of_mine" / f"{name}.py")
+    found += [(digests(source, source.name), imported_packages(variant))]
+    before, fast, unused = found
+    assert fast == unused
+    assert (set(before[0]) & set(fast[0]) == set()) is (is_editable is not False)
+    ((name, version),) = before[1].items()
+    assert name == ("kernels_of_mine" if is_editable is None else "Kernels")
+    code = r"source \w{12}"
+    assert re.fullmatch({None: code, True: f"1.0, {code}", False: "1.0"}[is_editable], version)
 
 
 def test_a_module_of_another_package_counts_with_that_package(tmp_path):
