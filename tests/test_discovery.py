@@ -421,6 +421,18 @@ def test_a_fault_beside_a_file_is_named_there_and_can_be_mended(beside, source, 
     assert "from_beside" in tasks
 
 
+def test_a_file_of_a_package_is_loaded_by_one_beside_the_package(beside):
+    module = beside / "zoo_parts" / "deep" / "mine.py"
+    module.write_text("from .more import __name__\n" + TASK.format(name="from_package"))
+    (beside / "zoo_parts" / "__init__.py").write_text("")
+    with pytest.raises(ConfigError) as refusal:
+        load_file(module, None)
+    assert str(refusal.value).endswith("load a file beside zoo_parts that says `import zoo_parts.deep.mine`")
+    (beside / "entry.py").write_text("import zoo_parts.deep.mine")
+    load_file(beside / "entry.py", None)
+    assert tasks.plain_file("from_package") == str(beside / "entry.py")
+
+
 def test_what_a_module_beside_a_file_registers_is_known_by_that_file(beside):
     """Another process loads the file; loading the module too would register it twice."""
     (beside / "zoo_scale.py").write_text("SCALE = 1.0\n" + TASK.format(name="zoo_scaled"))

@@ -135,6 +135,19 @@ def _where(error: BaseException, path: Path) -> str:
     return f" (line {frames[-1].lineno})" if name == path.name else f" ({name}, line {frames[-1].lineno})"
 
 
+def _hint(path: Path, said: str) -> str:
+    """Return what to do about a name that cannot be imported as a package would."""
+    names, folder = [path.stem], path.parent
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    if len(names) > 1:
+        return f"; it lies in a package: load a file beside {names[0]} that says `import {'.'.join(names)}`"
+    if "relative import" in said:
+        return "; a plain file belongs to no package: name what lies beside it without a dot"
+    return ""
+
+
 def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
     """Import a plain Python file under a name of its own, and what it imports from beside it.
 
@@ -181,6 +194,5 @@ def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT
             if error.source != path.name:
                 raise
             raise ConfigError(str(path), [(key, f"{text}{where}") for key, text in error.problems]) from error
-        if isinstance(error, ImportError) and "relative import" in str(error):
-            where += "; a plain file belongs to no package: name what lies beside it without a dot"
-        raise ConfigError(str(path), [("", f"cannot be imported: {reason_of(error)}{where}")]) from error
+        hint = _hint(path, str(error)) if isinstance(error, ImportError) else ""
+        raise ConfigError(str(path), [("", f"cannot be imported: {reason_of(error)}{where}{hint}")]) from error
