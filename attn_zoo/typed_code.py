@@ -17,6 +17,7 @@ import subprocess
 import symtable
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -247,12 +248,16 @@ class _Written:
         filename: of the cell.
         root: text of the statement that registers.
         folder: of the notebook or script.
-        values: of the names that the file binds, as they were then.
+        namespace: of what was typed.
+        names: that the file binds.
+        values: of these, as they were then.
     """
 
     filename: str
     root: str
     folder: Path
+    namespace: dict[str, Any]
+    names: frozenset[str]
     values: dict[str, str]
 
 
@@ -294,8 +299,8 @@ def write_typed(owner: type, frame: FrameType, name: str) -> str:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.read_bytes())
     typed = [one for one in _statements(text) if not isinstance(one.node, ast.Import | ast.ImportFrom)]
-    names = {name for one in typed for name in one.binds}
-    _written[str(path)] = _Written(filename, root, folder, _values(frame.f_globals, names))
+    names, namespace = frozenset(name for one in typed for name in one.binds), frame.f_globals
+    _written[str(path)] = _Written(filename, root, folder, namespace, names, _values(namespace, names))
     return str(path)
 
 
@@ -356,12 +361,20 @@ def require_same_values(source: str) -> None:
     """Compare what a typed file binds, loaded by another process, with what the same names were where it was typed.
 
     Whatever changes a value without its name (a function that was called, another name of the same object, a draw
-    without a seed) is not in the file.
+    without a seed) is not in the file. What has changed since is only told: it may be what was kept of earlier calls.
 
     Raises:
         ConfigError: a value differs.
     """
-    here = _written[source].values if source in _written else {}
+    if source not in _written:
+        return
+    written = _written[source]
+    here, now = written.values, _values(written.namespace, written.names)
+    for name, text in here.items():
+        if name in now and now[name] != text:
+            was = f"{name} was {_short(text)} when the class was registered, and so it is measured"
+            text = f"{Path(source).stem}: {was}; it is {_short(now[name])} now: run the cell again if that counts"
+            warnings.warn(text, stacklevel=2)
     there = _values_elsewhere(source, own_digest(Path(source)), tuple(here)) if here else None
     if there is None:  # a worker will say why
         return

@@ -311,6 +311,19 @@ def test_what_another_process_cannot_know_is_said_before_anything_is_measured(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_was_changed_unseen_since_is_told(prompt):
+    """No error, as it may be a memory of calls that the class made."""
+    cells = ["TABLE = [1.0]", "def grow():\n    TABLE.append(3)"]
+    prompt(IMPORTS, *cells, CARD, SCORED.replace("FACTOR", "len(TABLE)"), MINE)
+    require_same_values(variants["typed_mine"].source)
+    prompt("grow()")
+    plan_of("typed_mine")
+    with pytest.warns(
+        UserWarning, match=r"typed_mine: TABLE was \[1\.0\] when .*; it is \[1\.0, 3\] now: run the cell"
+    ):
+        require_same_values(variants["typed_mine"].source)
+
+
 def test_values_that_are_the_same_in_another_process_are_measured(prompt):
     """Of every kind that is compared, and objects that are not."""
     cells = ["import numpy", "VALUES = {'b': 1, 'a': [True, None, 2j, b'x', ('y', 1e-9)], 'set': {'p', 'q', 'r'}}"]
