@@ -11,7 +11,7 @@ WORKERS ?= 3
 JOBS ?= 8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench bench-all peers test lint typecheck format docs docs-site gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-accuracy clean
+.PHONY: help setup bench bench-all peers test lint typecheck format docs docs-site gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-decode gpu-accuracy clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -60,7 +60,7 @@ docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an 
 	@echo "open site/index.html"
 
 # These run from the checkout with what PYTHON has installed, and with what lies on the caller's PYTHONPATH.
-gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-accuracy: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-decode gpu-accuracy: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
 	$(PYTHON) -m pytest tests -m gpu -q -n $(JOBS) --dist worksteal --benchmark-disable
@@ -79,6 +79,10 @@ gpu-peers:  ## exact kernels and other projects' implementations on the GPU, lik
 gpu-energy:  ## joules of three mechanisms on the GPU, where its counter can be read, likewise
 	$(PYTHON) -m attn_zoo run benchmarks/energy-gpu.toml --device cuda --out $(OUT)/energy-gpu --time-limit $(TIME_LIMIT)
 	$(PYTHON) -m attn_zoo report $(OUT)/energy-gpu
+
+gpu-decode:  ## prefill and decoded tokens of every mechanism with a state on the GPU, likewise
+	$(PYTHON) -m attn_zoo run benchmarks/decode-gpu.toml --device cuda --out $(OUT)/decode-gpu --time-limit $(TIME_LIMIT)
+	$(PYTHON) -m attn_zoo report $(OUT)/decode-gpu
 
 gpu-accuracy:  ## benchmarks/lra-small.toml on the GPU, JOBS trainings at once, likewise
 	$(PYTHON) -m attn_zoo run benchmarks/lra-small.toml --device cuda --jobs $(JOBS) --out $(OUT)/lra-small --time-limit $(TIME_LIMIT)

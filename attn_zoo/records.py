@@ -73,7 +73,7 @@ STOPPERS = frozenset({"oom_device", "oom_host", "skipped_after_oom", "timeout"})
 CallPass = Literal["infer", "fwd", "bwd", "fwd_bwd"]
 """Passes of one call; see `PASSES`."""
 
-PassName = CallPass | Literal["decode", "step"]
+PassName = CallPass | Literal["prefill", "decode", "step"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +113,7 @@ PASSES: dict[str, Pass] = {
         Pass(name="fwd", title="forward", has_graph=True, forwards=1, backwards=0),
         Pass(name="bwd", title="backward", has_graph=True, forwards=0, backwards=1),
         Pass(name="fwd_bwd", title="forward + backward", has_graph=True, forwards=1, backwards=1),
+        Pass(name="prefill", title="prefill to the first token", has_graph=False, forwards=1, backwards=0),
         Pass(name="decode", title="one decoded token", has_graph=False, forwards=1, backwards=0, is_one_token=True),
         Pass(name="step", title="training step", has_graph=True, forwards=1, backwards=1),
     )
@@ -443,8 +444,8 @@ class Cell(Json, _Keyed):
     """One point of a matrix. Fields that do not apply to its kind are None.
 
     Args:
-        kind: `"scaling"` (time and memory of one call or training step), `"decode"` (of one decoded token),
-            `"accuracy"` (a training run), or another of `attn_zoo.matrix.kinds`.
+        kind: `"scaling"` (time and memory of one call or training step), `"decode"` (of one decoded token, or of the
+            prefill before it), `"accuracy"` (a training run), or another of `attn_zoo.matrix.kinds`.
         variant: registered name.
         label: what plots call it; the variant's name unless the matrix gives option sets names of their own.
         options: the variant's options as given.
@@ -460,7 +461,7 @@ class Cell(Json, _Keyed):
         scope: `"attention"` (heads in, heads out), `"mixer"` (hidden states, projections included) or `"model"` (all of
             the backbone).
         pass_: what is timed; of a model `"step"`: a training step.
-        seq_len: tokens; of a decoded one those before it.
+        seq_len: tokens; of a decoded one those before it, which prefill reads.
         num_heads: H.
         num_kv_heads: G.
         head_dim: D.
@@ -588,10 +589,12 @@ class Cell(Json, _Keyed):
         """Tokens that one timing is about; None where a call is one of whole sequences, or the batch is not known.
 
         Of a training step those that it learns from, padding excluded, as a mean over batches; of a decoded token one
-        for each sequence.
+        for each sequence, of a prefill all.
         """
         if is_one_token(self.pass_):
             return self.batch_size
+        if self.pass_ == "prefill" and self.batch_size is not None and self.seq_len is not None:
+            return self.batch_size * self.seq_len
         if self.scope != "model" or self.batch_size is None or self.seq_len is None:
             return None
         padded = self.seq_len // 4 / 2 if self.has_padding else 0.0  # a quarter of every second sequence

@@ -106,7 +106,9 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="peers", minutes=6.5, matrix="peers-gpu"),
     Stage(name="energy", minutes=1, matrix="energy-gpu"),
     Stage(name="accuracy", minutes=6, matrix="lra-small", more=("--jobs", "8")),
-    Stage(name="peers again", minutes=0, matrix="peers-gpu", again="-again"),  # where time is left
+    # Where time is left:
+    Stage(name="peers again", minutes=0, matrix="peers-gpu", again="-again"),
+    Stage(name="decode", minutes=0, matrix="decode-gpu"),
 )
 
 

@@ -36,6 +36,8 @@ def test_every_stage_has_its_matrix_and_the_visit_fits_its_time(script):
     assert sum(stage.minutes for stage in script.STAGES) <= 25
     for stage in script.STAGES:
         assert not stage.matrix or (PATH.parent / f"{stage.matrix}.toml").is_file()
+    decode = next(stage for stage in script.STAGES if stage.matrix == "decode-gpu")
+    assert decode.minutes == 0, "it takes what others leave"
     tests, host = [script.command(stage, Path(), 1.0, "cuda") for stage in script.STAGES if not stage.matrix]
     assert tests[1:3] == ["-m", "pytest"]
     assert (PATH.parent.parent / host[1]).is_file()

@@ -1,9 +1,9 @@
-"""`[[decode]]`: time and memory of one token that is decoded from a state, over the number of tokens read before.
+"""`[[decode]]`: one token that is decoded from a state, over the number of tokens read before, and reading those.
 
 The state is made by one prefill. Then the same token is decoded again and again, each time from the state that the step
 before left, as a model that writes does; when the state has grown by a 64th it begins again from where it was. So
 buffers that have room are written in place, and neither prefill nor the growth of a buffer is in any sample: a buffer
-that doubles has room from three tokens on.
+that doubles has room from three tokens on. Prefill is a pass of its own, timed as other calls are.
 """
 
 from __future__ import annotations
@@ -16,91 +16,81 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention.decode import state_bytes
-from attn_zoo.attention.generators import seed_generators
-from attn_zoo.conformance import gate
 from attn_zoo.conformance.checks.decoding import state_tensors
-from attn_zoo.conformance.subject import has_routing
-from attn_zoo.conformance.tolerance import largest_error, rounding
-from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, config_of, form_of, forward_flops
+from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forward_flops
 from attn_zoo.matrix.kinds.kind import Forecast
-from attn_zoo.matrix.kinds.scaling import draw_inputs
-from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, TimedForecast, make_module
-from attn_zoo.matrix.plan.estimate import Estimate, call_seconds
+from attn_zoo.matrix.kinds.read_tokens import AbstractReadWorkload, PrefillWorkload, most_steps, with_room
+from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, TimedForecast, seconds_of_calls
+from attn_zoo.matrix.plan.estimate import Estimate, call_seconds, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_update
-from attn_zoo.metadata import Capabilities, Request
-from attn_zoo.records import Cell, Memory
+from attn_zoo.metadata import Request
+from attn_zoo.records import Cell, Memory, Record
 from attn_zoo.registry import variants
-
-MOVED_FRAC = 1 / 64
-"""A state begins again when it has grown by this share of its tokens, or by one token where that is more."""
-
-CAPTURED_STEPS = 64
-"""Steps at most that a CUDA graph holds, within which a state cannot begin again."""
 
 
 class DecodeGroup(CallGroup):
-    """Time and memory of one decoded token over the number of tokens before it.
+    """Time and memory of one decoded token, or of reading those before it, over their number.
 
     Args:
-        seq_len: tokens before it.
+        seq_len: tokens before the decoded one.
         batch_size: B sequences, of each of which one token is decoded.
+        has_prefill: also time the prefill of these tokens, in cells of its own: what the first token waits for.
     """
+
+    has_prefill: bool = False
+
+    def axes(self) -> dict[str, Sequence[Any]]:
+        axes = super().axes()
+        seeds = axes.pop("seed")
+        return {**axes, "pass_": ("prefill", "decode") if self.has_prefill else ("decode",), "seed": seeds}
 
 
 class Decode(CallKind):
-    """One decoded token."""
+    """One decoded token, or the prefill before it."""
 
     name = "decode"
     group = DecodeGroup
-    fixed = {"pass_": "decode", "is_causal": True}  # noqa: RUF012 - as the base class has it
+    fixed = {"is_causal": True}  # noqa: RUF012 - as the base class has it
+
+    def counts_all_lengths(self, cell: Cell) -> bool:
+        """Tell whether it is a step: no formula says its FLOPs, and it is cheap once the counter is loaded."""
+        return cell.pass_ == "decode"
 
     def request(self, cell: Cell) -> Request:
         # A state is of any length: it is whole calls that have a multiple.
         return replace(super().request(cell), needs_decode=True, seq_len=None)
 
     def estimate(self, item: PlannedCell) -> Estimate:
-        """Return the cost of the prefill of each repeat, and of the forward with which one of them compares a step."""
+        """Return the cost of reading the tokens in each repeat, once for a step, and of the forward to compare with."""
         cell = item.cell
         try:
             flops = forward_flops(cell, shape := call_shape(cell))
         except Exception:  # somebody else's formula must not stop a plan; the worker will report it
             return Estimate()
         tensors = 12 * shape.batch_size * shape.num_heads * shape.key_len * shape.head_dim
-        seconds = item.budget_s + (1 + 1 / item.repeats) * call_seconds(flops, cell)
+        if cell.pass_ == "prefill":
+            seconds = rough_seconds(flops, cell, item.budget_s)
+        else:
+            seconds = item.budget_s + (1 + 1 / item.repeats) * call_seconds(flops, cell)
         return Estimate(seconds, tensors * DTYPE_BYTES[cell.dtype])
 
     def forecast(self) -> Forecast:
-        """Return one by which it is the prefill that grows, and the forward that a step is compared with."""
-        return TimedForecast(lambda known: known.phases.get("build", 0.0) + known.phases.get("probe", 0.0))
+        return TimedForecast(_growing)
 
     def build_on_meta(self, cell: Cell) -> None:
-        super().build_on_meta(_with_room(cell))
+        super().build_on_meta(with_room(cell))
 
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
-        return DecodeWorkload(cell, inputs)
+        return (PrefillWorkload if cell.pass_ == "prefill" else DecodeWorkload)(cell, inputs)
 
 
-def _most_steps(seq_len: int) -> int:
-    return max(1, int(seq_len * MOVED_FRAC))
-
-
-def _with_room(cell: Cell) -> Cell:
-    """Return the cell of the longest sequence that its module may come to, of a length that it takes as a whole."""
-    assert cell.seq_len is not None  # every cell of this kind has one
-    return cell.at(_fitting(cell, cell.seq_len + _most_steps(cell.seq_len) + CAPTURED_STEPS))
-
-
-def _fitting(cell: Cell, seq_len: int) -> int:
-    """Return the least length of a whole call that is no shorter."""
-    multiple = _capabilities(cell).seq_len_multiple
-    return -(-seq_len // multiple) * multiple
-
-
-def _capabilities(cell: Cell) -> Capabilities:
-    return variants[cell.variant].capabilities_of(config_of(cell))
+def _growing(known: Record) -> float:
+    """Return the seconds that grow: of a token those of the prefill, and of the forward that it is compared with."""
+    if known.cell.pass_ == "prefill":
+        return seconds_of_calls(known)
+    return known.phases.get("build", 0.0) + known.phases.get("probe", 0.0)
 
 
 @dataclass(slots=True)
@@ -139,60 +129,31 @@ class _Steps:
 
 
 @final
-class DecodeWorkload(AbstractWorkload):
+class DecodeWorkload(AbstractReadWorkload):
     """One token, decoded after `seq_len` others.
 
     Args:
-        cell: of the kind `decode`.
-        inputs: `seq_len` tokens and one more, as queries, keys and values or as hidden states; drawn if absent.
-
-    Raises:
-        UnsupportedError: the variant refuses what the cell asks.
+        cell: of the pass `"decode"`.
+        inputs: `seq_len` tokens and one more; drawn if absent.
     """
 
     def __init__(self, cell: Cell, inputs: Sequence[Tensor] | None) -> None:
         assert cell.seq_len is not None  # every cell of this kind has one
-        dtype: torch.dtype = getattr(torch, cell.dtype)
-        seed_generators(cell.seed)
-        module, self._build = make_module(_with_room(cell))
-        self._cell, self._seq_len = cell, cell.seq_len
-        is_free = _capabilities(cell).variable_seq_len
-        self._whole_len = _fitting(cell, cell.seq_len + 1) if is_free else self._build.max_seq_len
-        self._module = module.to(device=cell.device, dtype=dtype).eval()
-        self.inputs = draw_inputs(cell.at(cell.seq_len + 1), dtype) if inputs is None else inputs
+        super().__init__(cell, inputs, cell.seq_len + 1)
         with torch.no_grad():
             # Of one token less: a cache that is continued a second time is copied, which `_begin` does beforehand.
-            self._start = module.init_state(self.inputs[0].shape[0], device=cell.device, dtype=dtype)
-            if cell.seq_len > 1:
-                _, self._start = self._read(range(cell.seq_len - 1), self._start)
+            self._start = self._empty()
+            if before := range(cell.seq_len - 1):
+                _, self._start = self._read(before, self._start, at_once=len(before) > 1)
         self._first: Tensor | None = None
 
-    def _read(self, part: range, state: Any) -> tuple[Tensor, Any]:
-        """Read the tokens at some positions: one by a step, several by prefill."""
-        read: Callable[..., tuple[Tensor, Any]] = self._module.step if len(part) == 1 else self._module.prefill
-        return read(*(tensor[..., part.start : part.stop, :] for tensor in self.inputs), state)
-
+    @torch.no_grad()
     def _begin(self) -> Any:
-        with torch.no_grad():
-            return self._read(range(self._seq_len - 1, self._seq_len), self._start)[1]
+        return self._read(range(self._seq_len - 1, self._seq_len), self._start, at_once=False)[1]
 
     def _steps(self) -> _Steps:
         last = range(self._seq_len, self._seq_len + 1)
-        return _Steps(lambda state: self._read(last, state), self._begin, _most_steps(self._seq_len))
-
-    def gate(self) -> tuple[str, ...]:
-        cell = self._cell
-        return gate(
-            cell.variant,
-            cell.options,
-            self._build,
-            dtype=cell.dtype,
-            device=cell.device,
-            seq_len=self._whole_len,
-            form=form_of(cell),
-            has_padding=False,
-            needs_decode=True,
-        )
+        return _Steps(lambda state: self._read(last, state, at_once=False), self._begin, most_steps(self._seq_len))
 
     def make_call(self) -> tuple[Call, Call | None]:
         steps = self._steps()
@@ -200,43 +161,23 @@ class DecodeWorkload(AbstractWorkload):
 
     @torch.no_grad()
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
-        """Compare with the last row of the causal forward over all tokens: that is what a step has to give.
-
-        Of a variant that chooses by the data, rounding may flip a choice in any type but float64.
-        """
+        """Compare with the row of the causal forward over all tokens: that is what a step has to give."""
         assert isinstance(output, Tensor)
-        last = self.inputs[0][..., -1:, :]
-        if output.shape != last.shape or output.dtype != last.dtype or not bool(torch.isfinite(output).all()):
-            found = f"{tuple(output.shape)} {output.dtype}, expected {tuple(last.shape)} {last.dtype}, all finite"
-            raise GateError("own_shape", f"{self._cell.variant}: the output of a step is {found}")
+        self._expect_shape(output, 1, "a step")
         self._first = output.clone()
-        if is_repeat or (has_routing(self._module) and output.dtype != torch.float64):
+        if is_repeat or not self._is_comparable(output):
             return ("own_shape",)
-        self._compare("own_step", self._row_of_forward(), "a step", "the causal forward")
+        words = "a step is off by {} from the causal forward"
+        self._compare("own_step", output, self._row_after(self._forward()), words)
         return ("own_shape", "own_step")
-
-    def _row_of_forward(self) -> Tensor:
-        """Return the row of the decoded token in one causal forward, with as many tokens after it as that needs."""
-        num_more, inputs = self._whole_len - self._seq_len - 1, self.inputs
-        if num_more:
-            inputs = [torch.cat([each, *[each[..., -1:, :]] * num_more], dim=-2) for each in inputs]
-        output: Tensor = self._module(*inputs)
-        return output[..., self._seq_len : self._seq_len + 1, :]
 
     def check_again(self) -> tuple[str, ...]:
         """Compare with another step from the same state, which all the steps between must have left as it was."""
+        assert self._first is not None  # the first call was checked
         steps = self._steps()
         steps.settle()
-        self._compare("own_last", steps(), "after the samples a step", "the first one")
+        self._compare("own_last", steps(), self._first, "after the samples a step is off by {} from the first one")
         return ("own_last",)
-
-    def _compare(self, check: str, other: Tensor, what: str, beside: str) -> None:
-        assert self._first is not None  # the first call was checked
-        error = largest_error(self._first, other)
-        allowed = rounding(other, self._seq_len + self.inputs[0].shape[-1])
-        if error > allowed:
-            text = f"{what} is off by {error:.2g} from {beside}, allowed {allowed:.2g}"
-            raise GateError(check, f"{self._cell.variant}, after {self._seq_len} tokens: {text}")
 
     def memory(self) -> Memory:
         """Measure one step beside its state and weights, which are there before; buffers count with all their room."""
@@ -247,10 +188,6 @@ class DecodeWorkload(AbstractWorkload):
             steps, lambda: [*self._module.parameters(), *state_tensors(steps.state)], device=self._cell.device
         )
         return replace(found, state_bytes=size, saved_bytes=None)
-
-    @property
-    def num_params(self) -> int:
-        return sum(item.numel() for item in self._module.parameters())
 
     def claims(self) -> Claims:
         """Return the bytes that a step must move at least; the other formulas are of whole sequences."""

@@ -107,7 +107,8 @@ class CallGroup(TimedGroup):
         }
 
 
-def _seconds_of_calls(record: Record) -> float:
+def seconds_of_calls(record: Record) -> float:
+    """Return the seconds of a cell that its calls took."""
     timing = record.timing
     return math.inf if timing is None else CALLS * (timing.graph_ms or timing.median_ms) / 1e3
 
@@ -121,7 +122,7 @@ class TimedForecast(Forecast):
         growing: returns the seconds of a cell that grow.
     """
 
-    def __init__(self, growing: Callable[[Record], float] = _seconds_of_calls) -> None:
+    def __init__(self, growing: Callable[[Record], float] = seconds_of_calls) -> None:
         self._growing = growing
         self._latest: dict[str, Record] = {}
 

@@ -206,12 +206,16 @@ def _member(entry: Entry, options: Mapping[str, Any], kind: AbstractKind) -> Mem
 def _counted_once(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
     """Leave the count of FLOPs to the first of the cells that differ in length and pass only: a forward is a forward.
 
-    The counter takes up to a second to load, so only a process that runs many lengths counts all of them.
+    The counter takes up to a second to load, so only a process that runs many lengths counts all of them, and a kind
+    that needs them.
     """
     counted: list[PlannedCell] = []
     forwards: dict[str, str] = {}  # by curve
     first: dict[str, PlannedCell] = {}  # by forward
     for item in cells:
+        if kind_of(item.cell).counts_all_lengths(item.cell):
+            counted.append(replace(item, has_count=True))
+            continue
         if (curve := item.cell.curve) not in forwards:
             forwards[curve] = item.cell.all_but("seq_len", "pass_", "together")
         seen = first.setdefault(forwards[curve], item)

@@ -28,7 +28,8 @@ class PlannedCell(Json):
         budget_s: seconds of sampling in each process.
         has_energy: measure energy too.
         has_count: count FLOPs too. One length and pass checks the formula, and the counter takes up to a second to
-            load, so isolated cells leave it to the first that differs in length and pass only.
+            load, so isolated cells leave it to the first that differs in length and pass only; but for kinds that have
+            no formula.
         keep_weights: store what was trained.
         estimate_s: rough seconds, set-up included; None where nothing is known (training).
         estimate_bytes: rough bytes at the peak; None likewise.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +36,9 @@ class Efficiency:
         device_ms: of the GPU alone, or None where that was not measured.
         is_waiting: `time_ms` is that of a call that waits for the host: the shares say little of the kernel.
         doubts: what makes `time_ms` doubtful.
-        flops: useful ones of the pass; of a decoded token as counted, and not a number at lengths where they were not.
+        flops: useful ones of the pass; of a decoded token as counted, and None at lengths where they were not.
         min_bytes: that the pass must move at least.
+        backward_ratio: FLOPs of the backward over those of the forward; None of a decoded token.
         roof_frac: time that the measured ceilings allow over the time it took.
         mfu: share of the product rate on the data sheet, or None where there is none.
         realised: measured speed-up over exact attention as a share of what the FLOPs promise; None for exact variants,
@@ -53,9 +53,9 @@ class Efficiency:
     device_ms: float | None
     is_waiting: bool
     doubts: tuple[str, ...]
-    flops: float
+    flops: float | None
     min_bytes: float
-    backward_ratio: float
+    backward_ratio: float | None
     roof_frac: float
     mfu: float | None
     realised: float | None
@@ -68,9 +68,9 @@ class Efficiency:
         return self.device_ms or self.median_ms
 
     @property
-    def flops_per_s(self) -> float:
+    def flops_per_s(self) -> float | None:
         """Useful operations per second."""
-        return self.flops / self.time_ms * 1e3
+        return None if self.flops is None else self.flops / self.time_ms * 1e3
 
     @property
     def bytes_per_s(self) -> float:
@@ -78,9 +78,9 @@ class Efficiency:
         return self.min_bytes / self.time_ms * 1e3
 
     @property
-    def flops_per_byte(self) -> float:
+    def flops_per_byte(self) -> float | None:
         """FLOP per byte."""
-        return self.flops / self.min_bytes
+        return None if self.flops is None else self.flops / self.min_bytes
 
 
 def efficiencies(
@@ -125,11 +125,10 @@ def pass_flops(record: Record, pass_: str) -> float | None:
 
 
 def _row(series: Series, point: Point, beside: SpeedUp | None, pass_: str, ceilings: Ceilings) -> Efficiency:
-    known = pass_flops(point.record, pass_)
-    flops = known or 0.0
+    flops = pass_flops(point.record, pass_)
     min_bytes = float(point.record.min_bytes or 0) * PASSES[pass_].num_forwards(_BACKWARD_BYTES)
     time_ms = point.device_ms or point.median_ms
-    roof_frac = ceilings.floor_s(flops, min_bytes) / (time_ms * 1e-3)
+    roof_frac = ceilings.floor_s(flops or 0.0, min_bytes) / (time_ms * 1e-3)
     peak = ceilings.sheet_flops_per_s
     promised = pass_flops(beside.exact.record, pass_) if beside is not None and not is_one_token(pass_) else None
     return Efficiency(
@@ -139,12 +138,12 @@ def _row(series: Series, point: Point, beside: SpeedUp | None, pass_: str, ceili
         device_ms=point.device_ms,
         is_waiting=point.is_waiting and point.device_ms is None,
         doubts=_doubts(point),
-        flops=math.nan if known is None else known,
+        flops=flops,
         min_bytes=min_bytes,
-        backward_ratio=point.record.backward_ratio or 0.0,
+        backward_ratio=point.record.backward_ratio,
         roof_frac=roof_frac,
         mfu=flops / (time_ms * 1e-3) / peak if peak and flops else None,
-        realised=_times_as_fast(beside) * flops / promised if beside is not None and promised else None,
+        realised=_times_as_fast(beside) * flops / promised if beside is not None and flops and promised else None,
         realised_doubts=_doubts(beside.point, beside.exact) if beside is not None else (),
         doubt=_doubt(roof_frac, ceilings),
     )

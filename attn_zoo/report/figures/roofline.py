@@ -1,7 +1,7 @@
 """The roofline: what each kernel reaches beside what the machine can do (Williams, Waterman, Patterson 2009).
 
-Above: useful FLOP/s against FLOP per byte, under the measured roof. Below: the bytes per second that moved at least,
-against length.
+Above: useful FLOP/s against FLOP per byte, under the measured roof. Below, or alone where copies are the only roof: the
+bytes per second that moved at least, against length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from attn_zoo.records import Ceilings
+from attn_zoo.records import Ceilings, is_one_token
 from attn_zoo.report.analysis.efficiency import Efficiency
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.figures.axes import length_axis, log_axis, value_axis
@@ -21,7 +21,15 @@ from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_number, percent
+from attn_zoo.report.units import (
+    human_bandwidth,
+    human_flop_rate,
+    human_flops,
+    human_length,
+    human_number,
+    percent,
+    some,
+)
 from attn_zoo.report.wording import MARKS, ceilings_words
 
 SMALLEST, LARGEST = 3.0, 8.5
@@ -33,53 +41,96 @@ FAINT = 0.35
 
 
 def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
-    """Return achieved rates under the measured roof; None without measured ceilings, or without some FLOPs."""
+    """Return achieved rates under the measured roof, or those of bytes alone; None without measured ceilings."""
     ceilings, rows = panel.ceilings, panel.efficiency
     if ceilings is None or not rows:
         return None
     every = [row for series in rows.values() for row in series]
-    if any(math.isnan(row.flops) for row in every):  # decoded tokens, whose FLOPs are counted at some lengths only
-        return None
+    rated = {label: found for label, series in rows.items() if (found := [row for row in series if row.flops])}
     lengths = sorted({row.seq_len for row in every})
+    counted = sorted({row.seq_len for series in rated.values() for row in series})
     note = f"{panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
-    if len(lengths) > 1:
-        ends = f"{human_length(lengths[0])} to {human_length(lengths[-1])}"
+    what = "counted" if is_one_token(panel.pass_) else "useful"
+    if is_of_bytes := _is_of_bytes(rated, ceilings):
+        note += f"; {_bytes_words(rated, what)}"
+    elif len(counted) > 1:
+        ends = f"{human_length(counted[0])} to {human_length(counted[-1])}"
         note += f"; marks grow with the length, {ends}; share of the roof: at the longest of each"
+    if rated and sum(map(len, rated.values())) < len(every):
+        note += f"; FLOPs were counted at {some(map(human_length, counted))} only"
     if any(row.doubt for row in every):
         note += "; hollow: above the measured roof"
     if any(row.device_ms for row in every):
         note += "; times of the GPU alone where they were measured"
     if any(row.is_waiting for row in every):
         note += f"; faint: {MARKS['host'][2]}"
-    names, rates = [], []
+    shares = {label: f"{percent(series[-1].roof_frac)} of the roof" for label, series in rows.items()}
+    names = (
+        []
+        if is_of_bytes
+        else [
+            EndLabel(plain(label), (shares[label],), looks[label].colour, *_place(series[-1]), label)
+            for label, series in rated.items()
+        ]
+    )
+    rates = []
     for label, series in rows.items():
         last, colour = series[-1], looks[label].colour
-        share, rate = (f"{percent(last.roof_frac)} of the roof",), (human_bandwidth(last.bytes_per_s),)
-        names.append(EndLabel(plain(label), share, colour, last.flops_per_byte, last.flops_per_s, label))
-        rates.append(EndLabel(plain(label), rate, colour, last.seq_len, last.bytes_per_s, label))
+        details = (human_bandwidth(last.bytes_per_s), *([shares[label]] if is_of_bytes else ()))
+        rates.append(EndLabel(plain(label), details, colour, last.seq_len, last.bytes_per_s, label))
     right = max(label_room(names), label_room(rates))
     page = Page(f"Roofline: {panel.title}", note)
     sheet = [Line2D([], [], label="data sheet", **_SHEET)] if ceilings.peak_bytes_per_s else []
     page.legend([Line2D([], [], label="roof, measured", **_ROOF), *sheet], left=0.86, colour=MUTED)
-    (roof,) = page.panels(height=labels_height(names, 3.6), left=1.0, right=right)
+    above = [] if is_of_bytes else page.panels(height=labels_height(names, 3.6), left=1.0, right=right)
     (below,) = page.panels(height=labels_height(rates, 1.7), left=1.0, right=right, above=0.12)
-    _draw_roof(roof, every, ceilings)
+    for roof in above:
+        _draw_roof(roof, [_place(row) for series in rated.values() for row in series], ceilings, what)
+        sizes = {length: _mark_size(length, counted) for length in counted}
+        for label, series in rated.items():
+            _draw_points(roof, series, _place, looks[label], sizes, 1.1)
+        draw_end_labels(roof, names)
     _set_up_bytes(below, every, lengths, ceilings)
-    sizes = {length: _mark_size(length, lengths) for length in lengths}
+    alike = dict.fromkeys(lengths, 5.5)
     for label, series in rows.items():
-        look = looks[label]
-        _draw_points(roof, series, lambda row: (row.flops_per_byte, row.flops_per_s), look, sizes, 1.1)
-        _draw_points(below, series, lambda row: (row.seq_len, row.bytes_per_s), look, dict.fromkeys(sizes, 5.5), 1.9)
-    draw_end_labels(roof, names)
+        _draw_points(below, series, lambda row: (row.seq_len, row.bytes_per_s), looks[label], alike, 1.9)
     draw_end_labels(below, rates)
     return page.describe(_alt(label, row[-1]) for label, row in rows.items())
 
 
+_Rated = Mapping[str, Sequence[Efficiency]]
+"""Rows whose FLOPs are known, by label."""
+
+
+def _is_of_bytes(rated: _Rated, ceilings: Ceilings) -> bool:
+    """Tell whether all are bound by copies at about the same FLOP per byte, as tokens are that are decoded one by one.
+
+    Marks in one column below the slope say nothing that their bytes do not say better.
+    """
+    places = [_place(row)[0] for series in rated.values() for row in series]
+    ridge = ceilings.matmul_flops_per_s / ceilings.copy_bytes_per_s
+    return not places or max(places) < min(2 * min(places), ridge)
+
+
+def _bytes_words(rated: _Rated, what: str) -> str:
+    """Say why copies are the only roof that is drawn."""
+    places = [_place(row)[0] for series in rated.values() for row in series]
+    if not places:
+        return "FLOPs are not known: the roof is that of copies"
+    ends = dict.fromkeys(f"{end:.2g}" for end in (min(places), max(places)))
+    return f"{' to '.join(ends)} {what} FLOP per byte: the roof is that of copies"
+
+
+def _place(row: Efficiency) -> tuple[float, float]:
+    """Return where a row that has FLOPs stands under the roof."""
+    assert row.flops is not None
+    return row.flops / row.min_bytes, row.flops / row.time_ms * 1e3
+
+
 def _alt(label: str, last: Efficiency) -> str:
-    return (
-        f"{label}: {human_flops(last.flops_per_s)}/s, {human_bandwidth(last.bytes_per_s)}, {percent(last.roof_frac)} "
-        f"of the roof at {human_length(last.seq_len)}"
-    )
+    rate = "" if last.flops_per_s is None else f"{human_flops(last.flops_per_s)}/s, "
+    share = f"{percent(last.roof_frac)} of the roof at {human_length(last.seq_len)}"
+    return f"{label}: {rate}{human_bandwidth(last.bytes_per_s)}, {share}"
 
 
 def _mark_size(length: int, lengths: Sequence[int]) -> float:
@@ -88,13 +139,13 @@ def _mark_size(length: int, lengths: Sequence[int]) -> float:
     return SMALLEST + (LARGEST - SMALLEST) * lengths.index(length) / (len(lengths) - 1)
 
 
-def _draw_roof(axes: Axes, every: Sequence[Efficiency], ceilings: Ceilings) -> None:
+def _draw_roof(axes: Axes, places: Sequence[tuple[float, float]], ceilings: Ceilings, what: str) -> None:
     """Set up the axes, draw the roof and the data sheet's."""
     product, copy, sheet = ceilings.matmul_flops_per_s, ceilings.copy_bytes_per_s, ceilings.sheet_flops_per_s
-    intensities, rates = [row.flops_per_byte for row in every], [row.flops_per_s for row in every]
+    intensities, rates = zip(*places, strict=True)
     left, right = min(*intensities, product / copy) / 2.5, max(*intensities, product / copy) * 3
     log_axis(axes, "x", left, right, lambda value: human_length(value) if value >= 1 else human_number(value), 2)
-    axes.set_xlabel("useful FLOP per byte that must move")
+    axes.set_xlabel(f"{what} FLOP per byte that must move")
     values = [*rates, min(product, left * copy * 2), max(product, sheet or 0.0, *rates)]
     value_axis(axes, values, human_flop_rate, 10, 1.6)
     if sheet is not None and ceilings.peak_bytes_per_s is not None:

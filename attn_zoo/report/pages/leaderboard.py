@@ -206,7 +206,11 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
     )
 
 
-_QUESTIONS = {"step": "What does a training step take?", "decode": "What does the next token take?"}
+_QUESTIONS = {
+    "step": "What does a training step take?",
+    "prefill": "How soon is the first token there?",
+    "decode": "What does the next token take?",
+}
 
 
 def _question(panel: Panel) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from attn_zoo.records import is_one_token
@@ -31,7 +30,7 @@ def _conventions(*panels: Panel) -> str:
     by_label: dict[str, list[float]] = {}
     for panel in whole:
         for label, rows in panel.efficiency.items():
-            by_label.setdefault(label, []).extend(row.backward_ratio for row in rows)
+            by_label.setdefault(label, []).extend(row.backward_ratio or 0.0 for row in rows)
     by_ratio: dict[str, list[str]] = {}
     for label, ratios in sorted(by_label.items(), key=lambda item: (min(item[1]), item[0])):
         ends = dict.fromkeys(f"{end:.3g}" for end in (min(ratios), max(ratios)))
@@ -100,11 +99,6 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     )
 
 
-def _is_unknown(value: Any) -> bool:
-    """Return whether a number of an `Efficiency` is not known."""
-    return isinstance(value, float) and math.isnan(value)
-
-
 def _realised(row: Row) -> str:
     return "" if row["realised"] is None else marked(percent(row["realised"]), row["realised_marks"])
 
@@ -124,7 +118,7 @@ def _long_row(panel: Panel, point: Efficiency, shown: frozenset[str]) -> dict[st
         "pass": panel.title,
         "settings": panel.subtitle,
         "marks": marks_of(point.doubts, shown),
-        **{name: None if _is_unknown(value := getattr(point, name)) else value for name in _NUMBERS},
+        **{name: getattr(point, name) for name in _NUMBERS},
         "ceiling_flops_per_s": ceilings.matmul_flops_per_s,
         "ceiling_bytes_per_s": ceilings.copy_bytes_per_s,
         "realised_marks": marks_of(point.realised_doubts, shown) if point.realised is not None else "",

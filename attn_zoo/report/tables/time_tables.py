@@ -272,6 +272,7 @@ def measurement_table(analysis: Analysis) -> Table:
             _interval_remark(points),
             Remark(f"Extra memory: peak {_extra_words(passes)}.", heading="extra memory"),
             Remark("Saved: kept for backward.", heading="saved"),
+            Remark("Tokens per second: read or written, of all sequences of the batch (k: 1000).", heading="tokens/s"),
             Remark("State: what a decoded token starts from, without the room in its buffers.", heading="state"),
             *_energy_words(rows),
             Remark(_SPEED_UP, heading="speed-up"),
@@ -285,6 +286,7 @@ def measurement_table(analysis: Analysis) -> Table:
             number_column("length", "seq_len", human_length, priority=0),
             time_column("time", priority=0),
             interval_column("speed-up", "speed_up", ratio, 3, show_end=human_number, marks="speed_up_marks"),
+            *([_TOKENS_PER_S] if passes & {"prefill", "decode"} else []),
             *_measured("scaling"),
             number_column("processes", "num_processes", str, priority=5),
             number_column("parameters", "num_params", "{:,.0f}".format, priority=6),
@@ -359,13 +361,7 @@ def step_table(analysis: Analysis) -> Table | None:
             number_column("length", "seq_len", human_length, priority=0),
             Column(heading="mode", show=_mode, align="left", priority=3),
             time_column("time", priority=0),
-            Column(
-                heading="tokens/s",
-                show=_rate,
-                brief=without_interval,
-                sort=lambda row: row["tokens_per_s"],
-                priority=0,
-            ),
+            replace(_TOKENS_PER_S, priority=0),
             *_measured("steps"),
         ),
         rows=tuple(rows),
@@ -378,6 +374,11 @@ def _mode(row: Row) -> str:
 
 def _rate(row: Row) -> str:
     return "" if row["tokens_per_s"] is None else human_rate.interval(*(row[name] for name in _RATES))
+
+
+_TOKENS_PER_S = Column(
+    heading="tokens/s", show=_rate, brief=without_interval, sort=lambda row: row["tokens_per_s"], priority=2
+)
 
 
 def turns_table(analysis: Analysis) -> Table | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 from attn_zoo import VariantConfig, build_attention, build_mixer, register_attention
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.errors import ConfigError, UnsupportedError
-from attn_zoo.matrix.claimed_costs import build_context, form_of
-from attn_zoo.matrix.kinds import decoded_token
+from attn_zoo.matrix.claimed_costs import build_context, claims, form_of
+from attn_zoo.matrix.kinds import read_tokens
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.kinds.decoded_token import DecodeWorkload, _Steps
 from attn_zoo.matrix.kinds.timed import make_module
@@ -38,6 +40,10 @@ def plan(names: list[Any], **changes: Any) -> Plan:
 
 def cells(names: list[Any], **changes: Any) -> list[Cell]:
     return [item.cell for item in plan(names, **changes).cells]
+
+
+def prefills(names: list[Any], **changes: Any) -> list[Cell]:
+    return [cell for cell in cells(names, has_prefill=True, **changes) if cell.pass_ == "prefill"]
 
 
 def decoding(form: str) -> list[str]:
@@ -125,6 +131,77 @@ def test_kernels_are_those_of_the_steps_not_of_what_they_are_compared_with():
     [cell] = cells(["linear_attention"])
     found = [run_cell(cell, is_repeat=is_repeat) for is_repeat in (False, True)]
     assert [record.kernels for record in found] == [(), ()]
+
+
+@pytest.mark.parametrize("name", decoding("mixer"))
+def test_a_prefill_becomes_a_record(name):
+    """Its formulas are those of the causal forward; what it keeps is the state that a token is decoded from."""
+    scope = "mixer" if variants[name].attention is None else "attention"
+    [cell] = prefills([name], scope=scope, batch_size=2)
+    assert (cell.id.split("/")[1:4], cell.num_tokens) == (["decode", "prefill", "L100"], 200)
+    record = run_cell(cell)
+    assert record.status == "ok", record.reason + record.trace
+    assert record.timing is not None
+    assert {"decode", "decode_states", "own_shape", "own_last"} <= set(record.gate)
+    assert ({"own_prefill", "own_step"} <= set(record.gate)) == (name != "moba"), "its choices may be flipped"
+    [token] = cells([name], scope=scope, batch_size=2)
+    whole = replace(cell, kind="scaling", pass_="infer")
+    assert record.flops == claims(whole).flops
+    assert record.min_bytes == claims(whole).min_bytes
+    assert record.time_exponent == claims(whole).time_exponent
+    assert record.memory is not None
+    size = DecodeWorkload(token, None).memory().state_bytes
+    assert size is not None
+    assert record.memory.state_bytes == size
+    assert record.memory.extra_bytes is not None
+    assert record.memory.extra_bytes >= size
+    assert record.memory.saved_bytes is None
+    assert Record.from_dict(record.to_dict()) == record
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 65, 130])
+def test_a_prompt_of_any_length_is_read_and_checked_to_its_last_row(broken, seq_len):
+    class WrongAtTheEnd(Exact):
+        def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+            output, state = super().prefill(query, key, value, state)
+            if query.shape[2] == seq_len and query.shape[0] == 7:  # of the cell, not in the gate
+                output[:, :, -1] += 1
+            return output, state
+
+    [right] = prefills(["full"], seq_len=[seq_len])
+    assert run_cell(right).status == "ok", run_cell(right).reason
+    [wrong] = prefills([broken(WrongAtTheEnd)], seq_len=[seq_len], batch_size=7)
+    record = run_cell(wrong)
+    assert (record.status, "own_prefill" in record.reason) == ("gate_failed", True), record
+
+
+def test_a_state_that_prefill_leaves_wrong_is_never_timed(broken):
+    class Forgets(Exact):
+        def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:
+            output, state = super().prefill(query, key, value, state)
+            return output, replace(state, length=state.length - 600) if state.length > 600 else state
+
+    record = run_cell(*prefills([broken(Forgets)], seq_len=[701]))
+    assert (record.status, "own_step" in record.reason) == ("gate_failed", True), record
+
+
+def test_both_passes_of_one_group_are_cells_of_their_own_and_old_cells_keep_their_keys():
+    both = plan(["full"], has_prefill=True, seq_len=[100, 200]).cells
+    assert [(item.cell.pass_, item.has_count) for item in both] == [
+        ("prefill", True),
+        ("prefill", False),
+        ("decode", True),
+        ("decode", True),
+    ]
+    alone = plan(["full"], seq_len=[100, 200]).cells
+    assert [item.cell for item in both[2:]] == [item.cell for item in alone]
+    [turns] = plan(["full"], isolation="interleaved").cells
+    point = {"kind": "decode", "protocol_version": PROTOCOL_VERSION, "pass_": "decode", "is_causal": True}
+    point |= {"scope": "attention", "dtype": "float32", "batch_size": 1, "num_heads": 2, "num_kv_heads": 2}
+    point |= {"head_dim": 8, "seed": 0, "device": "cpu", "threads": 1}
+    member = {"variant": "full", "label": "full", "options": {}, "variant_digest": turns.cell.variant_digest}
+    text = json.dumps([[member], 1, point], sort_keys=True)
+    assert turns.cell.together == hashlib.sha256(text.encode()).hexdigest()[:20], "as those that are published"
 
 
 @pytest.mark.parametrize("seq_len", [1, 2])
@@ -259,12 +336,20 @@ class Exact(variants["full"].attention):  # type: ignore[misc]
         super().__init__(variants["full"].config(), build)
 
 
-@pytest.mark.parametrize("scope", ["attention", "mixer"])
-@pytest.mark.parametrize("changes", [{"seq_len_multiple": 4}, {"variable_seq_len": False}], ids=["multiple", "fixed"])
+@pytest.mark.parametrize(
+    ("changes", "scope"),
+    [
+        ({"seq_len_multiple": 4}, "attention"),
+        ({"seq_len_multiple": 4}, "mixer"),
+        ({"variable_seq_len": False}, "mixer"),
+    ],
+    ids=["multiple", "multiple-mixer", "fixed"],
+)
 def test_a_state_is_of_any_length_where_whole_calls_are_not(broken, changes, scope):
     """A step is then compared with a forward that has more tokens after it."""
     name = broken(type("Whole", (Exact,), {}), **changes)
-    for cell in cells([name], scope=scope, seq_len=[1, 8, 9, 11, 150]):
+    shapes = {"num_heads": 1, "scope": scope}
+    for cell in (*cells([name], seq_len=[1, 11], **shapes), *prefills([name], seq_len=[9], **shapes)):
         record = run_cell(cell)
         assert record.status == "ok", record.reason + record.trace
         assert {"decode", "own_step", "own_last"} <= set(record.gate)
@@ -355,17 +440,21 @@ def test_a_state_that_can_be_used_once_is_refused(broken):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pass_", ["prefill", "decode"])
 @pytest.mark.parametrize("name", decoding("mixer"))
-def test_tokens_on_a_gpu_are_timed_on_the_gpu_alone(name):
-    [cell] = cells([name], scope="mixer", device="cuda", threads=None, dtypes=["bfloat16"], seq_len=[512])
+def test_tokens_on_a_gpu_are_timed_on_the_gpu_alone(name, pass_):
+    whole = {"scope": "mixer", "device": "cuda", "threads": None, "dtypes": ["bfloat16"], "seq_len": [512]}
+    [cell] = [cell for cell in cells([name], has_prefill=True, **whole) if cell.pass_ == pass_]
     record = run_cell(cell, budget_s=0.1)
     assert record.status == "ok", record.reason + record.trace
     assert record.timing is not None
-    assert record.timing.graph_reason == ""
-    assert record.timing.graph_ms is not None
+    assert record.timing.timer == "cuda_event"
+    if pass_ == "decode":  # a prefill may wait for the GPU
+        assert record.timing.graph_reason == ""
+        assert record.timing.graph_ms is not None
 
 
 def test_capture_has_room_for_the_steps_of_its_graphs():
     from attn_zoo.measure.stopwatch import NUM_WARMUP, SEVERAL
 
-    assert decoded_token.CAPTURED_STEPS >= 2 * (NUM_WARMUP + SEVERAL)
+    assert read_tokens.CAPTURED_STEPS >= 2 * (NUM_WARMUP + SEVERAL)

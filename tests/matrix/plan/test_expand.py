@@ -234,6 +234,9 @@ def test_flops_are_counted_once_for_cells_that_differ_in_length_and_pass():
     assert counted() == [("fwd", 16)]
     assert counted(isolation="lane") == [("fwd", 16), ("fwd", 64)]
     assert counted(isolation="interleaved") == [("fwd", 16)]
+    group = {"variants": ["full"], "seq_len": [16, 64], "device": "cpu"}
+    tokens = make_plan(parse_matrix({"name": "x", "decode": [group]}, "x"))
+    assert [item.has_count for item in tokens.cells] == [True, True], "no formula says them, and a step is cheap"
 
 
 def test_a_formula_is_asked_once_for_each_shape():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ import pytest
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.contradictions import contradicted_exponents
-from attn_zoo.report.figures.all_figures import make_pictures
+from attn_zoo.report.figures.all_figures import Picture, make_pictures
 from attn_zoo.report.figures.scaling_curves import _growth_words
 from attn_zoo.report.pages.findings import explanation, findings, headline, memory_findings, panel_findings
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
+from attn_zoo.report.tables.table import MISSING, to_csv, to_latex, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
+from tests.report.figures.legible import assert_legible, words
 from tests.report.synthetic import DOUBLINGS, roof, scaling, write_run
 
 DECODE: dict[str, Any] = {"kind": "decode", "pass_": "decode", "is_causal": True, "batch_size": 4}
@@ -73,6 +78,11 @@ def test_the_state_is_shown_and_the_peak_says_what_it_includes(tmp_path: Path):
     row = next(row for row in table.rows if row["variant"] == "full" and row["seq_len"] == 1024)
     assert row["state_bytes"] == 4096 * 1024
     assert row["tokens_per_s"] == pytest.approx(4 / 0.1024 * 1e3, rel=1e-3)
+    shown = next(column for column in table.columns if column.heading == "tokens/s")
+    assert shown.show(row).startswith("39 k [")
+    assert "Tokens per second: read or written" in table.note
+    whole = measurement_table(reported(tmp_path / "calls", [scaling("full", 1024)]))
+    assert "tokens/s" not in [column.heading for column in whole.columns]
     assert any("State: what a decoded token starts from" in str(note) for note in table.notes)
     assert not any("training step" in str(note) for note in table.notes)
     [panel] = analysis.panels
@@ -132,6 +142,63 @@ def test_a_token_stands_beside_the_roof_by_what_it_must_read(tmp_path: Path):
     assert "a backward counts" not in table.note
 
 
+def roofline(path: Path, flops: dict[str, int], lengths: Sequence[int] = DOUBLINGS) -> Picture:
+    """Return the roofline of tokens of 1 MB whose FLOPs were counted at some lengths."""
+    records = [
+        replace(record, min_bytes=10**6, counted_flops=flops[name] if record.cell.seq_len in lengths else None)
+        for record in tokens()
+        if (name := record.cell.variant) in flops
+    ]
+    found = make_pictures(analyse([write_run(path, records, ceilings=[roof()])]))
+    (picture,) = (each for each in found if each.name.startswith("roofline"))
+    assert_legible(picture.figure)
+    return picture
+
+
+def test_where_copies_are_the_only_roof_bytes_are_drawn_and_nothing_else(tmp_path: Path):
+    picture = roofline(tmp_path, {"full": 500_000, "linformer": 600_000}, DOUBLINGS[:2])
+    said = " ".join(words(picture.figure).split())
+    assert "0.5 to 0.6 counted FLOP per byte: the roof is that of copies" in said
+    assert "FLOPs were counted at 512, 1k only" in said
+    assert "% of the roof" in said
+    (below,) = picture.figure.axes
+    assert sum(line.get_marker() not in {"None", ""} for line in below.lines) == 2 * len(DOUBLINGS)
+    assert "full: 305 MB/s, 3.1 % of the roof at 32k" in picture.alt, "FLOP/s of the longest nobody knows"
+    other = roofline(tmp_path / "unknown", {"full": 1}, [])
+    assert "FLOPs are not known: the roof is that of copies" in " ".join(words(other.figure).split())
+
+
+@pytest.mark.parametrize("flops", [{"full": 500_000, "linformer": 2_000_000}, {"full": 10**9}], ids=["apart", "right"])
+def test_where_arithmetic_differs_or_counts_its_rate_stands_under_the_roof(tmp_path: Path, flops: dict[str, int]):
+    picture = roofline(tmp_path, flops, DOUBLINGS[:2])
+    above, below = (sum(line.get_marker() not in {"None", ""} for line in axes.lines) for axes in picture.figure.axes)
+    assert (above, below) == (2 * len(flops), len(DOUBLINGS) * len(flops))
+    said = " ".join(words(picture.figure).split())
+    assert "marks grow with the length, 512 to 1k; share of the roof: at the longest of each" in said
+    assert "counted FLOP per byte that must move" in said
+
+
+def test_a_count_that_is_missing_is_missing_in_every_format(tmp_path: Path):
+    record = token("full", 1024, 200.0, 10**9)
+    records = [
+        replace(record, cell=record.cell.at(length), min_bytes=10**9, counted_flops=count)
+        for length, count in ((1024, 10**9), (2048, None))
+    ]
+    run = write_run(tmp_path / "run", records, ceilings=[roof()])
+    table = efficiency_table(analyse([run]))
+    assert table is not None
+    (known, missing), names = csv.DictReader(io.StringIO(to_csv(table))), ("flops", "flops_per_s", "flops_per_byte")
+    assert [missing[name] for name in names] == ["", "", ""]
+    assert "" not in [known[name] for name in names]
+    assert missing["backward_ratio"] == ""
+    assert f"| {MISSING} | {MISSING} | 5 GB/s |" in to_markdown(table)
+    assert " & -- & -- & 5 GB/s & " in to_latex(table)
+    assert table.texts()[1][4:6] == [MISSING, MISSING]
+    for text in (to_csv(table), to_markdown(table), to_latex(table), " ".join(table.texts()[1])):
+        assert "nan" not in text.lower()
+        assert "None" not in text
+
+
 def test_a_token_whose_flops_were_not_counted_has_its_share_of_the_roof_and_no_rate(tmp_path: Path):
     record = replace(token("full", 1024, 200.0, 10**9), min_bytes=10**9)
     analysis = analyse([write_run(tmp_path / "run", [record], ceilings=[roof(copy_bytes_per_s=1e10)])])
@@ -140,4 +207,3 @@ def test_a_token_whose_flops_were_not_counted_has_its_share_of_the_roof_and_no_r
     [row] = table.rows
     assert (row["flops"], row["flops_per_s"], row["flops_per_byte"], row["mfu"]) == (None, None, None, None)
     assert row["roof_frac"] == pytest.approx(0.5, rel=1e-3)
-    assert not any(picture.name.startswith("roofline") for picture in make_pictures(analysis))
