@@ -426,7 +426,7 @@ def accuracy_findings(group: AccuracyGroup) -> list[str]:
     metric = group.metric
     means = [f"{score.name} {metric.show(score.mean or 0.0)} (n={len(score.values)})" for score in scored[:MOST]]
     if len(scored) > MOST:
-        means.append(f"{len(scored) - MOST} more below")
+        means.append(f"{len(scored) - MOST} more")
     said = [f"{metric.title} on {group.title}: {', '.join(means)}"]
     if group.best_mark:
         name, value = group.best_mark

@@ -152,3 +152,11 @@ def test_boards_are_in_the_order_of_what_they_measure(machines, tmp_path):
     write_run(tmp_path / "box" / "run", scores)
     (board,) = read_machines(tmp_path)[0].runs[0].boards
     assert [entries[0].text for entries in board.rows] == ["b_first", "c_middle", "a_last"]
+
+
+def test_an_answer_points_at_nothing_that_is_not_there(tmp_path):
+    scores = [accuracy(f"v{number}", seed, 0.5 + number / 50) for number in range(9) for seed in range(2)]
+    write_run(tmp_path / "box" / "run", scores)
+    ((run,),) = (machine.runs for machine in read_machines(tmp_path))
+    assert " 3 more; to beat: " in " ".join(run.said)
+    assert "below" not in leaderboard_readme(read_machines(tmp_path))
