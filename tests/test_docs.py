@@ -34,7 +34,9 @@ def test_generated_tables_are_current(name):
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").split()) < 1000
+    """But for the generated table, which grows with the zoo."""
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert sum(len(line.split()) for line in lines if not line.startswith("|")) < 900
 
 
 def test_the_table_of_variants_tells_what_is_causal_only():
