@@ -99,7 +99,7 @@ def test_anything_that_the_gate_depends_on_is_another_subject() -> None:
 
 def test_code_in_no_file_is_asked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with registered(Broken(cls=Counts, check="")) as name, monkeypatch.context() as patch:
-        patch.setitem(variants._entries, name, replace(variants[name], source="<a cell of a notebook>"))
+        patch.setitem(variants._entries, name, replace(variants[name], source="<a cell of a notebook>", digest=""))
         gate(name, {}, BUILD, seq_len=1024)
         monkeypatch.setattr(Counts, "is_wrong", True)
         with pytest.raises(GateError):
