@@ -293,7 +293,7 @@ def test_the_variant_of_the_cross_attention_counts_in_the_digest():
 def test_nothing_trains_before_its_mixers_pass_the_gate(name, status):
     """A training runs in training mode, so that is what is checked."""
     record = run_cell(training_plan([name]).cells[0].cell)
-    assert record.status == status
+    assert record.status == status, record.reason + record.trace
     if status == "ok":
         assert {"shape_and_dtype", "matches_oracle", "modes"} <= set(record.gate)
     else:
