@@ -21,8 +21,10 @@ def chunk_sizes(length: int, chunk_len: int) -> tuple[int, int]:
 
 def split_chunks(rows: Tensor, count: int, size: int) -> Tensor:
     """Return `[B, H, L, ...]` as `[B, H, count, size, ...]`, filled up with zeros."""
-    filled = pad(rows, (*(0, 0) * (rows.dim() - 3), 0, count * size - rows.shape[2]))
-    return filled.view(*rows.shape[:2], count, size, *rows.shape[3:])
+    missing = count * size - rows.shape[2]
+    if missing:  # torch copies even for nothing
+        rows = pad(rows, (*(0, 0) * (rows.dim() - 3), 0, missing))
+    return rows.reshape(*rows.shape[:2], count, size, *rows.shape[3:])
 
 
 def decay_in_chunk(log_decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,25 +47,31 @@ def memories(factor: Tensor, addition: Tensor, start: Tensor) -> tuple[Tensor, T
     Groups of at least sqrt(n) steps are composed side by side, then the groups one after another.
 
     Args:
-        factor: P: matrices `[B, H, n, D, D]`, or numbers, one for each column of a memory, `[B, H, n, 1, V]`.
+        factor: P: matrices `[B, H, n, D, D]`, or numbers, one for each column of a memory, `[B, H, n, 1, V]`, or one
+            for all, `[B, H, n, 1, 1]`; B may be 1.
         addition: R, `[B, H, n, D, V]`.
         start: S_0, `[B, H, D, V]`.
     """
-    times = torch.mul if factor.shape[-2] == 1 else torch.matmul
+    is_numbers = factor.shape[-2] == 1
+    times = torch.mul if is_numbers else torch.matmul
+
+    def step(factor: Tensor, addition: Tensor, memory: Tensor) -> Tensor:
+        return torch.addcmul(addition, factor, memory) if is_numbers else factor @ memory + addition
+
     count, size = factor.shape[2], group_size(factor.shape[2])
     num_groups = (count + size - 1) // size
     factors, additions = (split_chunks(x, num_groups, size).unbind(3) for x in (factor, addition))
     up_to = [(factors[0], additions[0])]  # each step of a group, with all steps of the group before it
     for later, added in zip(factors[1:], additions[1:], strict=True):
         product, total = up_to[-1]
-        up_to.append((times(later, product), times(later, total) + added))
+        up_to.append((times(later, product), step(later, added, total)))
     groups, starts = up_to.pop(), [start]
     for whole, added in zip(*(x.unbind(2)[:-1] for x in groups), strict=True):
-        starts.append(times(whole, starts[-1]) + added)
+        starts.append(step(whole, added, starts[-1]))
     first = torch.stack(starts, 2)  # before each group
-    before = torch.stack([first, *(times(product, first) + total for product, total in up_to)], 3)
+    before = torch.stack([first, *(step(product, total, first) for product, total in up_to)], 3)
     before = before.flatten(2, 3)[:, :, :count]
-    return before, times(factor[:, :, -1], before[:, :, -1]) + addition[:, :, -1]
+    return before, step(factor[:, :, -1], addition[:, :, -1], before[:, :, -1])
 
 
 def group_size(count: int) -> int:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from attn_zoo.kernels.chunked_recurrence import chunk_sizes, memories, split_chunks
+from attn_zoo.kernels.own_dtype import in_own_dtype
 
 
+@in_own_dtype
 def chunked_sums(
     query: Tensor,
     key: Tensor,
@@ -36,12 +39,10 @@ def chunked_sums(
         `[B, H, L, V]`, and the state after the last position `[B, H, D, V]`.
     """
     length = query.shape[2]
-    # A minimum would stay one in every shape that the compiler reasons about.
-    size = chunk_len if chunk_len < length else length  # noqa: FURB136
-    count = (length + size - 1) // size
+    count, size = chunk_sizes(length, chunk_len)
     if start is None:
         start = value.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
-    query, key, value = (_split(x, count, size) for x in (query, key, value))  # [B, H, n, C, D or V]
+    query, key, value = (split_chunks(x, count, size) for x in (query, key, value))  # [B, H, n, C, D or V]
     weights = query @ key.mT  # [B, H, n, C, C]
     if decay is None:
         weights = weights.tril()
@@ -55,8 +56,7 @@ def chunked_sums(
         chunk_end = (length - chunk * size).clamp(max=size)  # the last chunk may be shorter, [n, 1, 1]
         weights = weights * (gamma ** (at - at.mT).clamp(min=0)).tril()
         parts = (key * gamma ** (chunk_end - 1 - at).clamp(min=0)).mT @ value  # [B, H, n, D, V]
-        before = _states(parts, start, gamma**size)
-        last = gamma[..., 0] ** chunk_end[-1] * before[:, :, -1] + parts[:, :, -1]
+        before, last = memories((gamma**chunk_end)[None], parts, start)
         carried = (query @ before) * gamma ** (at + 1)
     return (weights @ value + carried).flatten(2, 3)[:, :, :length], last
 
@@ -66,36 +66,3 @@ def chunked_sums_flops(length: int, chunk_len: int, key_dim: int, value_dim: int
     size = min(chunk_len, length)
     rows = -(-length // size) * size
     return 2 * rows * (size * (key_dim + value_dim) + 2 * key_dim * value_dim)
-
-
-def _states(parts: Tensor, start: Tensor, decay: Tensor) -> Tensor:
-    """Return S_0 .. S_{n-1} of S_i = decay S_{i-1} + part_i, `[B, H, n, D, V]`, in O(sqrt(n)) steps.
-
-    Groups of at least sqrt(n) parts are summed side by side, then the groups one after another.
-
-    Args:
-        parts: `[B, H, n, D, V]`.
-        start: S_0 `[B, H, D, V]`.
-        decay: `[H, 1, 1, 1]`.
-    """
-    count, size = parts.shape[2], 1
-    while size * size < count:
-        size *= 2
-    groups = _split(parts, (count + size - 1) // size, size)
-    inside = [torch.zeros_like(groups[:, :, :, 0])]  # of each group, from zero
-    for index in range(size):
-        inside.append(decay * inside[-1] + groups[:, :, :, index])
-    starts, whole = [start], decay[..., 0] ** size
-    for total in inside.pop().unbind(2)[:-1]:
-        starts.append(whole * starts[-1] + total)
-    age = torch.arange(size, device=parts.device)[:, None, None]
-    from_start = decay[..., None] ** age * torch.stack(starts, 2)[:, :, :, None]
-    return (torch.stack(inside, 3) + from_start).flatten(2, 3)[:, :, :count]
-
-
-def _split(rows: Tensor, count: int, size: int) -> Tensor:
-    """Return `[B, H, L, ...]` as `[B, H, n, C, ...]`, filled up with zeros."""
-    missing = count * size - rows.shape[2]
-    if missing:  # torch copies even for nothing
-        rows = pad(rows, (*(0, 0) * (rows.dim() - 3), 0, missing))
-    return rows.reshape(*rows.shape[:2], count, size, *rows.shape[3:])

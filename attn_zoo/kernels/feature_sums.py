@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_zoo.kernels.chunked_sums import chunked_sums, chunked_sums_flops
+from attn_zoo.kernels.own_dtype import in_own_dtype
 
 
+@in_own_dtype
 def attend(query: Tensor, key: Tensor, value: Tensor, *, eps: float, chunk_len: int | None) -> Tensor:
     """Return what the queries read, normalised, `[B, H, L, D]`.
 
@@ -40,6 +42,7 @@ def attend_flops(num_features: int, head_dim: int, query_len: int, key_len: int,
     return chunked_sums_flops(seeing, chunk_len, num_features, head_dim + 1) + past
 
 
+@in_own_dtype
 def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
     """Add one position to the sums and read them; `[B, H, 1, D]` and the new state.
 
@@ -59,6 +62,7 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor, *, eps: float
     return _normalised(query @ _for_each_query_head(state, query), eps), state
 
 
+@in_own_dtype
 def prefill(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, *, eps: float, chunk_len: int
 ) -> tuple[Tensor, Tensor]:

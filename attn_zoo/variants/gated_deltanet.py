@@ -34,6 +34,7 @@ from attn_zoo.kernels.chunked_recurrence import (
     short_convolution,
     split_chunks,
 )
+from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_mixer
@@ -103,6 +104,7 @@ class Writes:
     strength: Tensor
 
 
+@in_own_dtype
 def recur(writes: Writes, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Compute equation 10 position by position: the output `[B, H, n, V]` and the memory after the last."""
     outputs = []
@@ -116,6 +118,7 @@ def recur(writes: Writes, memory: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(outputs, dim=2), memory
 
 
+@in_own_dtype
 def gated_delta_rule(writes: Writes, memory: Tensor, *, chunk_len: int) -> tuple[Tensor, Tensor]:
     """Compute what `recur` does, a chunk at a time.
 

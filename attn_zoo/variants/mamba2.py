@@ -33,6 +33,7 @@ from attn_zoo.kernels.chunked_recurrence import (
     short_convolution,
     split_chunks,
 )
+from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_mixer
@@ -100,6 +101,7 @@ class Inputs:
     log_decay: Tensor
 
 
+@in_own_dtype
 def recur(inputs: Inputs, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Compute equation 1 position by position: the outputs `[B, n, H, V]`, and the memory after the last."""
     outputs = []
@@ -111,6 +113,7 @@ def recur(inputs: Inputs, memory: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(outputs, dim=1).view_as(written), memory
 
 
+@in_own_dtype
 def state_space_dual(inputs: Inputs, memory: Tensor, *, chunk_len: int) -> tuple[Tensor, Tensor]:
     """Compute what `recur` does, a chunk at a time.
 

@@ -28,6 +28,7 @@ from attn_zoo.kernels.blocks.block_attention import block_sparse_attention_with_
 from attn_zoo.kernels.blocks.call import Backend, merge_attention
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
@@ -140,10 +141,16 @@ def choose_blocks(query: Tensor, key: Tensor, config: MobaConfig, *, is_causal: 
     for queries, own_block in zip(query.split(step, dim=2), own.split(step), strict=True):
         is_choice = block < own_block[:, None] if is_causal else block != own_block[:, None]
         is_choice = is_choice & (counts[..., 0] > 0)[:, :, None]
-        scores = (queries.to(wide) @ means).masked_fill(~is_choice, float("-inf"))  # [B, H, some of L, blocks]
+        scores = _liking(queries, means).masked_fill(~is_choice, float("-inf"))  # [B, H, some of L, blocks]
         best, blocks = scores.topk(num_choices, dim=-1)
         routing.append(blocks.masked_fill(best.isneginf(), -1))
     return routing[0] if len(routing) == 1 else torch.cat(routing, dim=2)
+
+
+@in_own_dtype
+def _liking(query: Tensor, means: Tensor) -> Tensor:
+    """Return the scores of blocks with the means `[.., D, blocks]`, in their dtype."""
+    return query.to(means.dtype) @ means
 
 
 def routing_mask(routing: Tensor, key_len: int, config: MobaConfig, *, is_causal: bool) -> Tensor:
@@ -452,7 +459,7 @@ class MobaAttention(AbstractAttention):
         num_chosen = min(self.config.top_k - 1, num_past)
         if num_chosen == 0:
             return (scores.softmax(-1) @ cache.values[:, :, own]).flatten(1, 2)[:, :, None], state
-        liking = query.to(state.means.dtype) @ state.means[:, :, :num_past].mT
+        liking = _liking(query, state.means[:, :, :num_past].mT)
         chosen = liking.topk(num_chosen, dim=-1).indices  # [B, G, H / G, chosen]
         batch, group = (torch.arange(n, device=query.device) for n in query.shape[:2])
         place = batch[:, None, None, None], group[:, None, None], chosen

@@ -22,6 +22,7 @@ from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.masks import blank_padding, keep_mask
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.kernels import feature_sums
+from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
@@ -176,6 +177,7 @@ class Performer(AbstractAttention):
         rows = draw_rows(config.num_features, build.head_dim, build.seed + 1009 * build.layer_index)
         self.register_buffer("rows", rows.to(torch.get_default_dtype()))  # stored with the weights, which fit no others
 
+    @in_own_dtype
     def _project(self, heads: Tensor) -> Tensor:
         """Return w x of x = heads / D^(1/4), `[B, H or G, tokens, m]`."""
         scale: float = self.build.head_dim**-0.25

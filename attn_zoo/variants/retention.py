@@ -24,6 +24,7 @@ from attn_zoo.attention.masks import blank_padding, causal_keep
 from attn_zoo.attention.rotary import rotate
 from attn_zoo.errors import ConfigError
 from attn_zoo.kernels.chunked_sums import chunked_sums, chunked_sums_flops
+from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_mixer
@@ -67,6 +68,13 @@ class RetentionState:
 
     sums: Tensor
     position: int = 0
+
+
+@in_own_dtype
+def recur(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute equation 6 for one position: what it reads, `[B, H, 1, V]`, and the sums with it."""
+    sums = decay[:, None, None] * sums + key.mT @ value
+    return query @ sums, sums
 
 
 def _options(shape: Shape) -> RetentionConfig:
@@ -235,12 +243,12 @@ class Retention(AbstractMixer):
         return RetentionState(torch.zeros(sizes, device=device, dtype=wide))
 
     def step(self, hidden: Tensor, state: RetentionState) -> tuple[Tensor, RetentionState]:
-        """Compute the recurrent form, equation 6, for one position `[B, 1, E]`: O(B H D V)."""
+        """Compute the recurrent form for one position `[B, 1, E]`: O(B H D V)."""
         if hidden.dim() != 3 or hidden.shape[1] != 1:
             raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         query, key, value = self._project(hidden, state.sums.dtype, state.position)
-        sums = self._decay(query)[:, None, None] * state.sums + key.mT @ value
-        return self._merge(query @ sums, hidden), RetentionState(sums, state.position + 1)
+        retained, sums = recur(query, key, value, self._decay(query), state.sums)
+        return self._merge(retained, hidden), RetentionState(sums, state.position + 1)
 
     def prefill(self, hidden: Tensor, state: RetentionState | None = None) -> tuple[Tensor, RetentionState]:
         """Compute the chunkwise form for positions `[B, n, E]`, from the sums of those before."""

@@ -30,6 +30,7 @@ from attn_zoo.kernels.blocks.call import Backend
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 from attn_zoo.kernels.exact.sdpa import exact_attention
+from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
@@ -276,10 +277,10 @@ class SinkhornAttention(AbstractAttention):
             scores = scores.masked_fill(~(is_real | stays), float("-inf"))
         return balance(scores, self.config.num_iterations)
 
+    @in_own_dtype
     def _scores(self, sums: Tensor, count: int) -> Tensor:
-        """Return R / tau `[B, G, N, count]` of sums of keys `[B, G, N, D]`, in their dtype, under autocast too."""
-        with torch.autocast(sums.device.type, enabled=False):
-            scores: Tensor = sums @ self.places[:, :count].to(sums.dtype).mT / self.config.temperature
+        """Return R / tau `[B, G, N, count]` of sums of keys `[B, G, N, D]`, in their dtype."""
+        scores: Tensor = sums @ self.places[:, :count].to(sums.dtype).mT / self.config.temperature
         return scores
 
     def _nothing_sorted(self, mask: Tensor) -> Tensor:
