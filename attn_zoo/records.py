@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from itertools import accumulate
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
@@ -249,6 +250,12 @@ class Timing(Json):
         if self.process_sizes and sum(self.process_sizes) != len(self.samples_ms):
             sizes = " + ".join(map(str, self.process_sizes))
             raise ValueError(f"expected {sizes} samples, those of all processes; got {len(self.samples_ms)}")
+
+    @property
+    def by_process(self) -> tuple[tuple[float, ...], ...]:
+        """The samples of each process."""
+        sizes = self.process_sizes or (len(self.samples_ms),)
+        return tuple(self.samples_ms[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from math import isclose
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -116,9 +115,7 @@ def _medians(timing: Timing) -> Iterator[float]:
     """Yield the median of all samples, which older records hold, and that which counts all processes alike."""
     yield median(timing.samples_ms)
     if timing.process_sizes:
-        ends = accumulate(timing.process_sizes)
-        sides = zip(ends, timing.process_sizes, strict=True)
-        yield geometric_mean(median(timing.samples_ms[end - size : end]) for end, size in sides)
+        yield geometric_mean(map(median, timing.by_process))
 
 
 def _limits(subject: _Subject) -> Found:

@@ -24,7 +24,7 @@ from attn_zoo.statistics.medians import (
     time_ratio,
     time_summary,
 )
-from attn_zoo.statistics.paired import PairedDifference, mean_interval, paired_difference
+from attn_zoo.statistics.paired import PairedDifference, interval_of_means, mean_interval, paired_difference
 from attn_zoo.statistics.pooling import pool_records
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "crossover",
     "fit_cost",
     "fit_exponent",
+    "interval_of_means",
     "local_slopes",
     "mean_interval",
     "median_interval",

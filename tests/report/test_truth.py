@@ -1,6 +1,7 @@
 """A report says nothing that its records contradict: unfinished, launch-bound, short, level, doubtful ones."""
 
 import io
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ from attn_zoo.report.tables.time_tables import length_table, measurement_table, 
 from attn_zoo.report.units import TIMES
 from attn_zoo.statistics import time_summary
 from tests.report.figures.legible import assert_legible, words
-from tests.report.synthetic import CLAIMS, accuracy, costed, roof, scaling, trained, write_run, zoo
+from tests.report.synthetic import CLAIMS, accuracy, costed, roof, scaling, timing, trained, write_run, zoo
 
 LENGTHS = [512 * 2**power for power in range(8)]
 HOST_MS = 0.7
@@ -825,6 +826,23 @@ def test_samples_too_short_for_the_clock_have_a_mark_as_other_doubts_have(tmp_pa
     assert [text.endswith(" ¶") for text in table.texts()[1][1:]] == [True, False, False]
     assert "¶: the clock is a part of samples this short." in table.note
     assert any("1 of 6 times too short for the clock\u00a0¶" in text for text in findings(analysis))
+
+
+def test_tokens_of_which_some_are_dearer_have_a_mark(tmp_path):
+    """The median of a mechanism that now and then does the work of many tokens is not what a token costs."""
+
+    def decoded(variant: str, *processes: list[float]) -> Record:
+        record = scaling(variant, 1024, kind="decode", pass_="decode", is_causal=True)
+        samples, sizes = tuple(itertools.chain(*processes)), tuple(map(len, processes))
+        return replace(record, timing=replace(timing(1.0), samples_ms=samples, process_sizes=sizes))
+
+    even, dear = [1.0] * 9 + [1.2], [1.0] * 9 + [9.0]
+    records = [decoded("full", even, even), decoded("lstm", even, dear), decoded("sinkhorn", dear, dear)]
+    table = length_table(analyse([write_run(tmp_path / "run", records)]).panels[0], "time")
+    assert {row[0]: row[1].endswith(" ‖") for row in table.texts()} == {"full": False, "lstm": False, "sinkhorn": True}
+    assert "‖: some tokens take longer" in table.note
+    whole = [replace(scaling("full", 1024), timing=records[2].timing)]
+    assert "‖" not in length_table(analyse([write_run(tmp_path / "whole", whole)]).panels[0], "time").note
 
 
 def test_what_all_of_a_report_shares_has_no_column(tmp_path):

@@ -6,16 +6,19 @@ import math
 from fractions import Fraction
 from itertools import pairwise
 from math import comb
+from statistics import fmean
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from attn_zoo.statistics import (
     crossover,
     fit_cost,
     fit_exponent,
+    interval_of_means,
     local_slopes,
     mean_interval,
     median_interval,
@@ -79,6 +82,20 @@ def test_median_interval_knows_no_order_and_scales(samples, random, factor):
     assert median_interval(shuffled) == (low, high)
     assert median_interval([factor * x for x in samples]) == pytest.approx((factor * low, factor * high), rel=1e-12)
     assert min(samples) <= low <= quartiles(samples)[1] <= high <= max(samples)
+
+
+def test_the_interval_of_means_is_welchs():
+    """Beside scipy's test of two means: the half of their difference has the standard error of half their sum."""
+    first, second = [0.1, 0.4, 0.2, 0.35], [2.0, 2.9, 2.2]
+    test = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.9)
+    low, high = interval_of_means([first, second], confidence=0.9)
+    assert high - low == pytest.approx((test.high - test.low) / 2)
+    assert (low + high) / 2 == pytest.approx((fmean(first) + fmean(second)) / 2)
+    assert interval_of_means([first, [2.0, 2.0]]) == pytest.approx(
+        tuple((end + 2.0) / 2 for end in mean_interval(first)), abs=1e-12
+    )
+    assert interval_of_means([[1.0, 1.0], [2.0, 2.0]]) == (1.5, 1.5)
+    assert interval_of_means([first, [2.0]]) is None
 
 
 def test_mean_interval_is_students():

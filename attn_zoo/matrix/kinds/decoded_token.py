@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 from typing import Any, final
 
 import torch
@@ -91,6 +92,12 @@ def _growing(known: Record) -> float:
     if known.cell.pass_ == "prefill":
         return seconds_of_calls(known)
     return known.phases.get("build", 0.0) + known.phases.get("probe", 0.0)
+
+
+def _usual(counts: Sequence[int | None]) -> int | None:
+    """Return the median, as times of steps are medians; None where something cannot be counted."""
+    known = [count for count in counts if count is not None]
+    return median_low(known) if len(known) == len(counts) else None
 
 
 @dataclass(slots=True)
@@ -193,7 +200,9 @@ class DecodeWorkload(AbstractReadWorkload):
         """Return the bytes that a step must move at least; the other formulas are of whole sequences."""
         cell = self._cell
         try:
-            return Claims(min_bytes=variants[cell.variant].step_bytes(call_shape(cell), DTYPE_BYTES[cell.dtype]))
+            shape, variant, itemsize = call_shape(cell), variants[cell.variant], DTYPE_BYTES[cell.dtype]
+            later = [replace(shape, key_len=shape.key_len + num_more) for num_more in range(self._num_looked_at)]
+            return Claims(min_bytes=_usual([variant.step_bytes(each, itemsize) for each in later]))
         except Exception:  # somebody else's formula must not spoil a measurement that is done
             return Claims()
 
@@ -202,7 +211,12 @@ class DecodeWorkload(AbstractReadWorkload):
 
         steps = self._steps()
         steps.settle()
-        return count_flops(steps)
+        return _usual([count_flops(steps) for _ in range(self._num_looked_at)])
+
+    @property
+    def _num_looked_at(self) -> int:
+        """How many steps in a row say what a usual one does: some begin a block, and do the work of many."""
+        return min(3, most_steps(self._seq_len))
 
     def release(self) -> None:
         """Keep the state that steps begin from."""

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from statistics import geometric_mean, median
 
@@ -152,11 +151,8 @@ def _with_current_summary(record: Record) -> Record:
     timing = record.timing
     if timing is None or not timing.process_sizes:
         return record
-    if min(timing.samples_ms) > 0:
-        ends = accumulate(timing.process_sizes)
-        parts = [timing.samples_ms[end - size : end] for end, size in zip(ends, timing.process_sizes, strict=True)]
-        if math.isclose(geometric_mean(map(median, parts)), timing.median_ms):
-            return record
+    if min(timing.samples_ms) > 0 and math.isclose(geometric_mean(map(median, timing.by_process)), timing.median_ms):
+        return record
     return replace(record, timing=replace(timing, **time_summary(timing.samples_ms, timing.process_sizes)))
 
 

@@ -8,10 +8,11 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
+from statistics import fmean, median
 from typing import get_args
 
 from attn_zoo.folder import Claim
-from attn_zoo.records import CallPass, Memory, Record, Timing
+from attn_zoo.records import CallPass, Memory, Record, Timing, is_one_token
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.measurements import token_rates
@@ -26,6 +27,10 @@ BUSY_SLOPE = 0.9
 """A GPU that is busy takes at least this power of the length longer, and this share of the slope at the longest."""
 LEAST_BUSY = 3
 """Lengths on one such line before all of them are taken to be the GPU's: two would lie on any."""
+
+
+UNEVEN = 1.15
+"""A mean of this times the median: noise alone gave 1.07 in the calmest of five processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +109,19 @@ class Point:
         return " + ".join(self.timing.flags)
 
     @property
+    def _is_uneven(self) -> bool:
+        """Whether some of the tokens that were decoded one after another are dearer, so that the median is not all."""
+        return is_one_token(self.record.cell.pass_) and all(
+            fmean(samples) >= UNEVEN * median(samples) for samples in self.timing.by_process
+        )
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """What a reader must know of the time where it stands: names of `attn_zoo.report.wording.MARKS`."""
         found = {FLAG_MARKS[flag] for flag in self.timing.flags if flag in FLAG_MARKS}
         found |= {"host"} if self.is_waiting else set()
         found |= {"shared"} if self.record.num_jobs > 1 else set()
+        found |= {"uneven"} if self._is_uneven else set()
         if self.num_processes == 1:  # of several, Student's t knows how few there are
             found |= {"alone", "few"} if "few_samples" in self.timing.flags else {"alone"}
         return tuple(mark for mark in MARKS if mark in found)

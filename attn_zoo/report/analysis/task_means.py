@@ -12,6 +12,7 @@ from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.units import slug, unique_name
+from attn_zoo.statistics import interval_of_means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,14 @@ class Overview:
         """Return the mean over the common tasks; None for a label without a score in one of them."""
         values = [score.mean for score in self.scores(label) if score.mean is not None]
         return fmean(values) if len(values) == len(self.common) and len(values) > 1 else None
+
+    def interval(self, label: str) -> tuple[float, float] | None:
+        """Return the 95 % t-interval of that mean, over seeds; None where a task has one seed."""
+        if self.mean(label) is None:
+            return None
+        ends = interval_of_means([list(score.values.values()) for score in self.scores(label)])
+        least, most = self.metric.bounds
+        return ends and (max(ends[0], least), min(ends[1], most))
 
     @property
     def means(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ PAPER = "#ffffff"
 WHITE, BLACK = "#fefefe", "#010101"
 """On colours of our own, such as those of a heat map: they stay what they are on a dark screen."""
 
-EXACT_COLOURS = ("#1f2328", "#6e7781", "#4d4d4d")
+EXACT_COLOURS = ("#6e7781", "#1f2328", "#4d4d4d")
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a"),
     *("#b2182b", "#8a8d0f", "#1b7f8c", "#f781bf"),  # further apart than a second round with other dashes

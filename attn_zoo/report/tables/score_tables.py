@@ -361,7 +361,7 @@ def overview_table(overview: Overview) -> Table:
         rows.append(
             {
                 "variant": label,
-                "mean": overview.mean(label) if has_mean else None,
+                **interval_values("mean", *_mean(overview, label)),
                 **{title: score.mean if score else None for title, score in cells.items()},
                 **{f"no score: {title}": score.failed if score else "" for title, score in cells.items()},
             }
@@ -377,10 +377,13 @@ def overview_table(overview: Overview) -> Table:
     return Table(
         name=f"overview-{overview.name}",
         title=f"{overview.metric.title} on all tasks, {overview.groups[0].setting.protocol}",
-        notes=(f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",),
+        notes=(
+            f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
+            Remark("In brackets: 95 % t-interval over seeds, each task with its own spread.", sign="["),
+        ),
         columns=(
             text_column("variant", priority=0),
-            *([number_column("mean", "mean", show, priority=0)] if has_mean else []),
+            *([interval_column("mean", "mean", show, priority=0, show_end=overview.metric.end)] if has_mean else []),
             *(
                 # What the mean is over goes last: nobody could tell whence it comes.
                 _task_column(group.task_title, overview.metric, 1 + index / 100 + (group not in overview.common))
@@ -389,6 +392,13 @@ def overview_table(overview: Overview) -> Table:
         ),
         rows=tuple(rows),
     )
+
+
+def _mean(overview: Overview, label: str) -> tuple[float | None, float | None, float | None]:
+    """Return the mean over tasks, and its interval."""
+    if len(overview.common) < 2:
+        return None, None, None
+    return overview.mean(label), *(overview.interval(label) or (None, None))
 
 
 def _task_column(title: str, metric: Metric, priority: float) -> Column:

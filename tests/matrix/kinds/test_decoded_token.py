@@ -126,6 +126,19 @@ def test_flops_of_one_step_are_counted():
     assert run_cell(cell).counted_flops == 4 * 2 * 8 * 101
 
 
+def test_costs_are_those_of_a_usual_token_as_times_are_medians():
+    """Every 64th token of sinkhorn sorts a block, which reads everything; it comes right after 256 others."""
+    [cell] = cells(["sinkhorn"], seq_len=[256])
+    record, num_seen = run_cell(cell), 64 + 3  # the sorted block, and what the middle of three costs sees of its own
+    assert record.counted_flops == 4 * 2 * 8 * num_seen
+    variant = variants["sinkhorn"]
+    dear, usual = (
+        variant.step_bytes(build_context(cell).shape(1, 1, num_tokens, variant.config(), form_of(cell)), 4)
+        for num_tokens in (256, 258)
+    )
+    assert record.min_bytes == usual != dear
+
+
 def test_kernels_are_those_of_the_steps_not_of_what_they_are_compared_with():
     """Else repeats, which compare nothing, would seem to run others."""
     [cell] = cells(["linear_attention"])

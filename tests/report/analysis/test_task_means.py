@@ -11,6 +11,7 @@ from attn_zoo.report.pages.findings import headline, overview_finding
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import overview_table
 from attn_zoo.report.tables.table import to_terminal
+from attn_zoo.statistics import interval_of_means
 from tests.report.synthetic import accuracy, write_run
 
 
@@ -126,3 +127,25 @@ def test_a_protocol_whose_name_begins_another_one_needs_no_number(tmp_path):
     records = runs("a", scores, protocol="cpu-small") + runs("b", scores, protocol="cpu-small")
     records += runs("b", scores, protocol="cpu") + runs("c", scores, protocol="cpu")
     assert [each.name for each in overviews(tmp_path, records)] == ["tasks-accuracy-cpu-small", "tasks-accuracy-cpu"]
+
+
+def test_the_mean_has_an_interval_over_seeds_where_every_task_has_seeds(tmp_path):
+    values = {"a": [0.42, 0.44, 0.47], "b": [0.97, 0.98, 1.0]}
+    records = [accuracy("full", seed, value, task=task) for task in values for seed, value in enumerate(values[task])]
+    records += [accuracy("bigbird", 0, 0.5, task=task) for task in values]
+    (found,) = overviews(tmp_path, records)
+    low, high = found.interval("full")
+    assert (low, high) == interval_of_means(list(values.values()))
+    assert found.interval("bigbird") is None
+    table = overview_table(found)
+    shown = {row[0]: row[1] for row in table.texts()}
+    assert shown["full"] == f"71.3 % [{100 * low:.1f}, {100 * high:.1f}]"
+    assert shown["bigbird"] == "50.0 %"
+    assert shown["chance"] == "10.0 %"
+    assert "each task with its own spread" in table.note
+
+
+def test_the_interval_of_a_mean_stays_within_what_a_score_can_be(tmp_path):
+    records = [accuracy("full", seed, 0.6 + 0.4 * seed, task=task) for task in "ab" for seed in (0, 1)]
+    (found,) = overviews(tmp_path, records)
+    assert found.interval("full")[1] == 1.0
