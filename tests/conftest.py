@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +31,18 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_is_frozen_stays_so() -> Iterator[None]:
+    """Let no timing in this process thaw all that is loaded (`quiet_collector`).
+
+    Else every collection by hand from then on, some for each cell, would look through all of it: half a second and more
+    each time. What thawing is for is tested by `tests.measure.test_timing`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attn_zoo.measure.timing.gc", SimpleNamespace(**{**vars(gc), "unfreeze": lambda: None}))
+        yield
 
 
 def pytest_unconfigure() -> None:

@@ -16,6 +16,14 @@ def clock():
     return FakeClock()
 
 
+@pytest.fixture(autouse=True)
+def real_collector(monkeypatch):
+    """With which what is frozen is thawed; other tests are better off without. All is frozen again in the end."""
+    monkeypatch.setattr("attn_zoo.measure.timing.gc", gc)
+    yield
+    gc.freeze()
+
+
 @pytest.fixture(params=[False, True])
 def frozen_before(request):
     """Whether what the process has loaded is frozen, as in a worker."""
