@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -20,6 +21,23 @@ from attn_zoo import cli
 _place: dict[str, Any] = {} if os.access(Path.cwd(), os.W_OK) else {"database": None}
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], **_place)
 settings.load_profile("any machine")
+
+
+def _keep_what_is_freed() -> None:
+    """Have the GNU C library keep freed memory, as in processes that measure (`MEASURING_VARIABLES`).
+
+    Else every large tensor is memory touched for the first time, which may take longer than to compute it. It is said
+    here and not in the environment, which is recorded and which other processes inherit.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(mmap_max, 0)
+
+
+_keep_what_is_freed()
 
 
 @pytest.hookimpl(wrapper=True)
