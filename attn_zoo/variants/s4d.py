@@ -179,7 +179,8 @@ class _ToWaves(torch.autograd.Function):
         if rows.shape[0] == 0:  # the library transforms no empty batch
             zeros = rows.new_zeros(*rows.shape[:-1], size // 2 + 1)
             return torch.complex(zeros, zeros)
-        return torch.fft.rfft(rows, size, norm="ortho")
+        waves: Tensor = torch.fft.rfft(rows, size, norm="ortho")
+        return waves
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -195,7 +196,8 @@ class _FromWaves(torch.autograd.Function):
         ctx.size = size
         if waves.shape[0] == 0:
             return waves.real.new_zeros(*waves.shape[:-1], length)
-        return torch.fft.irfft(waves, size, norm="ortho")[..., :length]
+        rows: Tensor = torch.fft.irfft(waves, size, norm="ortho")
+        return rows[..., :length]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
