@@ -41,7 +41,7 @@ def interval_of_means(groups: Sequence[Sequence[float]], confidence: float = 0.9
 
     >>> low, high = interval_of_means([[0.42, 0.44, 0.47], [0.97, 0.98, 1.0]])
     >>> f"{low:.3f} {high:.3f}"
-    '0.689 0.738'
+    '0.688 0.739'
     """
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
