@@ -167,7 +167,11 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
     "throttled": ("\u2020", "of a throttled GPU", "the GPU was throttled or changed its clock"),
     "shared": ("\u2021", "of a busy machine", "something else used the machine meanwhile"),
     "short": ("\u00b6", "too short for the clock", "the clock is a part of samples this short"),
-    "uneven": ("\u2016", "of a usual token where some are dearer", "some tokens take longer: their mean, in every process, by 15 % or more"),
+    "uneven": (
+        "\u2016",
+        "of a usual token where some are dearer",
+        "some tokens take longer: their mean, in every process, by 15 % or more",
+    ),
     "alone": ("\u00b9", "of one process", "one process only"),
     "few": ("\u00a7", "of few samples", "fewer than five samples, and the interval is no more than their range"),
 }
