@@ -29,7 +29,7 @@ PAPER = "#ffffff"
 WHITE, BLACK = "#fefefe", "#010101"
 """On colours of our own, such as those of a heat map: they stay what they are on a dark screen."""
 
-EXACT_COLOURS = ("#6e7781", "#1f2328", "#4d4d4d")
+EXACT_COLOURS = ("#6e7781", "#4d4d4d", "#1f2328")
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a"),
     *("#b2182b", "#8a8d0f", "#1b7f8c", "#f781bf"),  # further apart than a second round with other dashes
@@ -69,7 +69,7 @@ DARK: Mapping[str, str] = {
 FONTS = "DejaVu Sans, Verdana, sans-serif"
 """Of the words in an SVG: the font that they are laid out in, one of the same widths, any that is narrower."""
 
-_SALT = 16682964
+_SALT = 268063432
 """Found by search: it gives mechanisms that are often drawn together colours of their own."""
 
 Line = str | tuple[int, tuple[float, ...]]
