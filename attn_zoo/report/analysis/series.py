@@ -27,8 +27,6 @@ BUSY_SLOPE = 0.9
 """A GPU that is busy takes at least this power of the length longer, and this share of the slope at the longest."""
 LEAST_BUSY = 3
 """Lengths on one such line before all of them are taken to be the GPU's: two would lie on any."""
-
-
 UNEVEN = 1.15
 """A mean of this times the median: noise alone gave 1.07 in the calmest of five processes."""
 

@@ -47,13 +47,12 @@ class Overview:
         values = [score.mean for score in self.scores(label) if score.mean is not None]
         return fmean(values) if len(values) == len(self.common) and len(values) > 1 else None
 
-    def interval(self, label: str) -> tuple[float, float] | None:
-        """Return the 95 % t-interval of that mean, over seeds; None where a task has one seed."""
+    def interval(self, label: str) -> tuple[float | None, float | None]:
+        """Return the ends of the 95 % t-interval of that mean, over seeds; None where a task has one seed."""
         if self.mean(label) is None:
-            return None
-        ends = interval_of_means([list(score.values.values()) for score in self.scores(label)])
-        least, most = self.metric.bounds
-        return ends and (max(ends[0], least), min(ends[1], most))
+            return None, None
+        ends = interval_of_means([list(score.values.values()) for score in self.scores(label)]) or (None, None)
+        return self.metric.inside(ends[0]), self.metric.inside(ends[1])
 
     @property
     def means(self) -> dict[str, float]:

@@ -67,7 +67,8 @@ def log_axis(
     if base == 10 and top - bottom <= 3:
         steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5)
     ticks: list[float] = []
-    for own in (steps, (1, 1.5), (1, 1.25, 1.5, 1.75)):  # one tick or two say little of a scale
+    finer = ((1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),) if base == 10 else ((1, 1.5), (1, 1.25, 1.5, 1.75))
+    for own in (steps, *finer):  # one tick or two say little of a scale
         if len(ticks) < 3:
             every = (step * float(base) ** power for power in range(bottom, top + 1) for step in own)
             ticks = [tick for tick in every if low <= tick <= high]

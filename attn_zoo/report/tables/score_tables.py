@@ -361,7 +361,7 @@ def overview_table(overview: Overview) -> Table:
         rows.append(
             {
                 "variant": label,
-                **interval_values("mean", *_mean(overview, label)),
+                **interval_values("mean", overview.mean(label), *overview.interval(label)),
                 **{title: score.mean if score else None for title, score in cells.items()},
                 **{f"no score: {title}": score.failed if score else "" for title, score in cells.items()},
             }
@@ -392,13 +392,6 @@ def overview_table(overview: Overview) -> Table:
         ),
         rows=tuple(rows),
     )
-
-
-def _mean(overview: Overview, label: str) -> tuple[float | None, float | None, float | None]:
-    """Return the mean over tasks, and its interval."""
-    if len(overview.common) < 2:
-        return None, None, None
-    return overview.mean(label), *(overview.interval(label) or (None, None))
 
 
 def _task_column(title: str, metric: Metric, priority: float) -> Column:

@@ -136,7 +136,7 @@ def test_the_mean_has_an_interval_over_seeds_where_every_task_has_seeds(tmp_path
     (found,) = overviews(tmp_path, records)
     low, high = found.interval("full")
     assert (low, high) == interval_of_means(list(values.values()))
-    assert found.interval("bigbird") is None
+    assert found.interval("bigbird") == (None, None)
     table = overview_table(found)
     shown = {row[0]: row[1] for row in table.texts()}
     assert shown["full"] == f"71.3 % [{100 * low:.1f}, {100 * high:.1f}]"

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
 from attn_zoo.records import Memory
 from attn_zoo.registry import variants
+from attn_zoo.report.figures.axes import log_axis
 from attn_zoo.report.figures.labels import EndLabel, label_room, spread, wrap_detail
 from attn_zoo.report.figures.style import DOTTED, EXACT_COLOURS, MUTED, make_looks, plain
 from attn_zoo.report.figures.svg import render
@@ -300,3 +302,13 @@ def test_no_line_crosses_a_length_of_which_only_a_call_is_known(tmp_path):
     figure = pictures(tmp_path, [*records, on_gpu("full", 2 * lengths[-1], 9.0)])[0].figure
     curve = next(line for line in figure.axes[0].get_lines() if line.get_linewidth() == 1.9)
     assert [math.isnan(value) for value in curve.get_ydata()] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("base", [2, 10])
+@pytest.mark.parametrize("factor", [2.5, 3.0, 8.0, 200.0, 1e5])
+def test_a_logarithmic_axis_says_its_scale_wherever_it_begins(base, factor):
+    axes = Figure().add_subplot()
+    for step in range(100):
+        low = 10 ** (-2 + 4 * step / 100)
+        log_axis(axes, "y", low, factor * low, str, base)
+        assert sum(low <= tick <= factor * low for tick in axes.get_yticks()) >= 3, low
