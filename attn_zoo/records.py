@@ -36,13 +36,16 @@ self-pretraining; 3, the digest of a variant covers all of this package that tra
 STEP_VERSION = 100 * PROTOCOL_VERSION + TRAINING_VERSION
 """Of training steps that are timed, which depend on both."""
 
+APPROXIMATION_VERSION = 1
+"""Of the way distances from exact attention are measured, the kinds of inputs included. History: 1, first."""
+
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """Of bytes, operations, parameters, steps: what no table or file of 64-bit numbers could hold is no count."""
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Positive = Annotated[float, Field(gt=0)]
 
-MEASURED_PHASES = frozenset({"timing", "memory", "energy", "training"})
+MEASURED_PHASES = frozenset({"timing", "memory", "energy", "training", "comparing"})
 """Of `Record.phases`, those in which the harness measures; the others are what it adds."""
 
 Status = Literal[
@@ -73,6 +76,9 @@ STOPPERS = frozenset({"oom_device", "oom_host", "skipped_after_oom", "timeout"})
 
 CallPass = Literal["infer", "fwd", "bwd", "fwd_bwd"]
 """Passes of one call; see `PASSES`."""
+
+InputKind = Literal["diffuse", "peaked", "local", "topics"]
+"""Kinds of random queries, keys and values that a distance from exact attention is measured on."""
 
 PassName = CallPass | Literal["prefill", "decode", "step"]
 
@@ -286,6 +292,28 @@ class Memory(Json):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Approximation(Json):
+    """How far an output is from that of exact softmax attention on the same queries, keys and values, in float64.
+
+    Args:
+        error: norm of the difference over the norm of the exact output, over all rows that were compared. Zeros have 1.
+        mean_error: likewise of the mean of the values that a row sees: what equal weights give.
+        rounding_error: likewise of exact attention computed in the dtype of the cell, softmax in float32 at least.
+        num_effective_keys: over how many keys a row's exact weights spread, 1 / sum of their squares: median over rows.
+        num_rows: that were compared.
+        has_budget: options of the variant become exact where their budget grows; else it is no approximation, or one
+            that converges without an end.
+    """
+
+    error: float
+    mean_error: float
+    rounding_error: float
+    num_effective_keys: float
+    num_rows: Count
+    has_budget: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Score(Json):
     """Result of one training run.
 
@@ -475,6 +503,7 @@ class Cell(Json, _Keyed):
         is_causal: later keys hidden.
         has_padding: the last quarter of every second sequence is padding; see `least_pairs_frac`.
         dropout_p: on attention weights.
+        inputs: kind of the queries, keys and values that an approximation is measured on; empty for normal numbers.
         task: registered task.
         level: difficulty of the task.
         protocol: named training protocol.
@@ -484,7 +513,8 @@ class Cell(Json, _Keyed):
         data_digest: of the task's data.
         together: digest of all that are timed in turns with this cell, itself included, and of the number of
             repeats; empty where it is timed alone. The same for all lengths.
-        protocol_version: `PROTOCOL_VERSION` or, for accuracy, `TRAINING_VERSION`; for training steps `STEP_VERSION`.
+        protocol_version: `PROTOCOL_VERSION` or, for accuracy, `TRAINING_VERSION`; `STEP_VERSION` for training steps,
+            `APPROXIMATION_VERSION` for approximations.
     """
 
     kind: str
@@ -507,6 +537,7 @@ class Cell(Json, _Keyed):
     is_causal: bool = False
     has_padding: bool = False
     dropout_p: float = 0.0
+    inputs: InputKind | Literal[""] = ""
     task: str | None = None
     level: str | None = None
     protocol: str | None = None
@@ -538,7 +569,7 @@ class Cell(Json, _Keyed):
             return cast(_Curve, shared)
         data = self.values()
         # Newer than the first results, whose keys must stay what they are.
-        for name, default in (("grid", ()), ("together", ""), ("data_parallel", 1)):
+        for name, default in (("grid", ()), ("together", ""), ("data_parallel", 1), ("inputs", "")):
             if data[name] == default:
                 del data[name]
         head, tail = ({name: data[name] for name in data if (name < "seq_len") is first} for first in (True, False))
@@ -575,6 +606,7 @@ class Cell(Json, _Keyed):
             (str(self.level), is_training),
             (str(self.protocol), is_training),
             (str(self.pass_), self.pass_ not in (None, self.kind)),
+            (self.inputs, self.inputs != ""),
             (f"L{self.seq_len}", self.seq_len is not None),
             (short, not is_training or self.dtype != "float32"),
             ("mixer", self.scope == "mixer"),
@@ -734,7 +766,7 @@ class Record(Json):
         clocks_mhz: GPU clock before and after.
         num_params: of the module under test.
         packages: versions of what the variant's own files import, beyond what the environment records.
-        timing, memory, score: measurements.
+        timing, memory, score, approximation: measurements.
         trace: end of the traceback, for failures.
         schema: see `SCHEMA_VERSION`.
     """
@@ -768,6 +800,7 @@ class Record(Json):
     timing: Timing | None = None
     memory: Memory | None = None
     score: Score | None = None
+    approximation: Approximation | None = None
     trace: str = ""
     phases: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
@@ -776,11 +809,11 @@ class Record(Json):
     def overhead_s(self) -> float | None:
         """Seconds that the harness took around what it measured, or None where nothing is known.
 
-        All phases but `"timing"` (first call, warm-up, samples), `"memory"`, `"energy"` and `"training"`: what is left
-        is `"driver"` (storing the record before, choosing this cell), `"start"` (waiting for a process that has loaded
-        torch), `"build"`, `"gate"`, `"probe"` (of calls at the cell's own length; part of the gate in older records),
-        `"count"` and `"exchange"` (requests, answers, ending the process). Where several processes start at once, their
-        cells share that time equally.
+        All phases but `"timing"` (first call, warm-up, samples), `"memory"`, `"energy"`, `"training"` and `"comparing"`
+        (of an output with the exact one): what is left is `"driver"` (storing the record before, choosing this cell),
+        `"start"` (waiting for a process that has loaded torch), `"build"`, `"gate"`, `"probe"` (of calls at the cell's
+        own length; part of the gate in older records), `"count"` and `"exchange"` (requests, answers, ending the
+        process). Where several processes start at once, their cells share that time equally.
         """
         if not self.phases:
             return None

@@ -41,6 +41,8 @@ def describe(record: Record) -> str:
         text += f", peak {peak / 2**20:.4g} MiB" if peak is not None else ""
         doubts = ", ".join(flag.replace("_", " ") for flag in timing.flags)
         return f"{text}, doubtful: {doubts}" if doubts else text
+    if (found := record.approximation) is not None:
+        return f"error {found.error:.3g} (mean of the values: {found.mean_error:.3g})"
     if record.score is not None:
         return f"{record.score.metric} {record.score.value:.3f} (guessing: {record.score.chance:.3f})"
     return "ok"

@@ -22,7 +22,7 @@ from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forward_flops
 from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.kinds.read_tokens import AbstractReadWorkload, PrefillWorkload, most_steps, with_room
-from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, TimedForecast, seconds_of_calls
+from attn_zoo.matrix.kinds.timed import TimedCallGroup, TimedCallKind, TimedForecast, seconds_of_calls
 from attn_zoo.matrix.plan.estimate import Estimate, call_seconds, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_update
@@ -31,7 +31,7 @@ from attn_zoo.records import Cell, Memory, Record
 from attn_zoo.registry import variants
 
 
-class DecodeGroup(CallGroup):
+class DecodeGroup(TimedCallGroup):
     """Time and memory of one decoded token, or of reading those before it, over their number.
 
     Args:
@@ -48,7 +48,7 @@ class DecodeGroup(CallGroup):
         return {**axes, "pass_": ("prefill", "decode") if self.has_prefill else ("decode",), "seed": seeds}
 
 
-class Decode(CallKind):
+class Decode(TimedCallKind):
     """One decoded token, or the prefill before it."""
 
     name = "decode"

@@ -21,8 +21,9 @@ from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, form_of
+from attn_zoo.matrix.kinds.call import make_module
 from attn_zoo.matrix.kinds.kind import Axis
-from attn_zoo.matrix.kinds.timed import CallGroup, CallKind, make_module
+from attn_zoo.matrix.kinds.timed import TimedCallGroup, TimedCallKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_pass
@@ -30,7 +31,7 @@ from attn_zoo.measure.passes import clear_grads, make_pass
 from attn_zoo.records import PASSES, CallPass, Cell, Memory
 
 
-class ScalingGroup(CallGroup):
+class ScalingGroup(TimedCallGroup):
     """Time and memory of one call over lengths. Where several values are given, every combination is a cell.
 
     Args:
@@ -58,7 +59,7 @@ class ScalingGroup(CallGroup):
         }
 
 
-class Scaling(CallKind):
+class Scaling(TimedCallKind):
     """One call of a variant."""
 
     name = "scaling"

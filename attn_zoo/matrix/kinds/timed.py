@@ -10,58 +10,40 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, build_attention, build_mixer
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
-from attn_zoo.matrix.claimed_costs import build_context, config_of, form_of
-from attn_zoo.matrix.kinds.kind import (
-    AbstractKind,
-    Axis,
-    Forecast,
-    Group,
-    Length,
-    Member,
-    Problem,
-    Seconds,
-    Size,
-    as_axis,
-    combinations,
-)
+from attn_zoo.matrix.claimed_costs import config_of
+from attn_zoo.matrix.kinds.call import CallGroup, CallKind, LengthGroup, make_module
+from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Member, Seconds
 from attn_zoo.matrix.plan.estimate import CALLS
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
-from attn_zoo.matrix.plan.source_digest import CALL_ROOMS
 from attn_zoo.matrix.plan.work_order import WorkOrder
-from attn_zoo.metadata import Request
-from attn_zoo.records import PROTOCOL_VERSION, Cell, Record
+from attn_zoo.records import Cell, Record
 from attn_zoo.registry import variants
 
 
-class TimedGroup(Group):
+class TimedGroup(LengthGroup):
     """What groups that are timed over lengths may say.
 
     Args:
-        seq_len: tokens.
         isolation: a process for each cell, one for all lengths of a lane, or one in which all variants of the group are
             timed in turns (`"interleaved"`): the way to compare peers.
         repeats: how many processes time each cell; with several, intervals cover what differs between them. They are
             far apart in time: the run goes over all cells once, then again; only those that are timed in turns follow
             each other. Two say little (Student's t has one degree of freedom then): take three or more.
-        timeout_s: seconds one repeat of a cell may take.
         budget_s: seconds of sampling per cell, shared by its repeats; fewer samples, wider intervals.
         has_energy: also measure the energy of a call: some seven seconds more per cell, on a GPU that tells.
     """
 
-    seq_len: Axis[Length]
     isolation: Literal["cell", "lane", "interleaved"] = "cell"
     repeats: Annotated[int, Field(ge=1, le=20)] = 1
-    timeout_s: Seconds = 600.0
     budget_s: Seconds = 1.0
     has_energy: bool = False
 
@@ -70,41 +52,18 @@ class TimedGroup(Group):
         """Seconds of sampling in each process."""
         return self.budget_s / self.repeats
 
-    def axes(self) -> dict[str, Sequence[Any]]:
-        """Return the values of each field of a cell that may have several, but for the length."""
-        return {"dtype": self.dtypes, "seed": self.seeds}
 
-    @property
-    def num_cells(self) -> int:
-        return len(self.variants) * math.prod(map(len, self.axes().values())) * len(self.seq_len)
-
-
-class CallGroup(TimedGroup):
+class TimedCallGroup(CallGroup, TimedGroup):
     """What groups may say that time one mechanism by itself.
 
     Args:
-        batch_size: B; fixed while the length grows, so that exponents mean something.
-        num_heads: H.
-        num_kv_heads: G; default H.
-        head_dim: D.
         scope: heads in and out (`"attention"`), or hidden states with projections (`"mixer"`).
     """
 
-    batch_size: Axis[Size] = (1,)
-    num_heads: Axis[Size] = (8,)
-    num_kv_heads: Size | None = None
-    head_dim: Axis[Size] = (64,)
     scope: Axis[Literal["attention", "mixer"]] = ("attention",)
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        return {
-            "scope": self.scope,
-            "dtype": self.dtypes,
-            "batch_size": self.batch_size,
-            "num_heads": self.num_heads,
-            "head_dim": self.head_dim,
-            "seed": self.seeds,
-        }
+        return {"scope": self.scope, **super().axes()}
 
 
 def seconds_of_calls(record: Record) -> float:
@@ -212,67 +171,8 @@ class TimedKind(AbstractKind):
         return self.workload(cell, inputs)
 
 
-class CallKind(TimedKind):
-    """A kind whose cells time one mechanism by itself.
-
-    Attributes:
-        fixed: fields that all its cells have in common.
-    """
-
-    rooms = CALL_ROOMS
-    fixed: ClassVar[Mapping[str, Any]] = {}
-
-    def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
-        num_kv_heads = group.get("num_kv_heads")
-        if not isinstance(num_kv_heads, int) or num_kv_heads < 1:
-            return []
-        heads = as_axis(group.get("num_heads", list(CallGroup.model_fields["num_heads"].default)))
-        return [
-            (f"{where}.num_kv_heads", f"expected a divisor of num_heads = {num_heads}; got {num_kv_heads}")
-            for num_heads in heads
-            if isinstance(num_heads, int) and num_heads % num_kv_heads
-        ]
-
-    def points(self, group: CallGroup) -> Iterator[dict[str, Any]]:
-        for point in combinations(group.axes()):
-            yield {
-                "kind": self.name,
-                "protocol_version": PROTOCOL_VERSION,
-                "num_kv_heads": group.num_kv_heads or point["num_heads"],
-                **self.fixed,
-                **point,
-            }
-
-    def refusals(self, cells: Sequence[Cell]) -> list[Refusal | None]:
-        first, variant = cells[0], variants[cells[0].variant]
-        if form_of(first) == "attention" and variant.attention is None:
-            return [("attention", 'needs hidden states [B, L, E]: scope = "mixer"')] * len(cells)
-        offered = variant.capabilities_of(config_of(first))
-        return [offered.missing(self.request(cell)) for cell in cells]
-
-    def request(self, cell: Cell) -> Request:
-        """Return what a cell asks of its variant."""
-        return Request(
-            is_causal=cell.is_causal,
-            has_key_padding_mask=cell.has_padding,
-            is_grouped_query=cell.num_kv_heads != cell.num_heads,
-            dropout_p=cell.dropout_p,
-            seq_len=cell.seq_len,
-            dtype=cell.dtype,
-            device=cell.device,
-        )
-
-
-def make_module(cell: Cell) -> tuple[AbstractAttention | AbstractMixer, BuildContext]:
-    """Build the cell's variant where torch's default device is, and return it with what it was built for.
-
-    Raises:
-        UnsupportedError: the variant refuses what the cell asks.
-    """
-    build = build_context(cell)
-    if form_of(cell) == "attention":
-        return build_attention(cell.variant, build, **cell.options), build
-    return build_mixer(cell.variant, build, **cell.options), build
+class TimedCallKind(CallKind, TimedKind):
+    """A kind whose cells time one mechanism by itself."""
 
 
 def _together(group: TimedGroup, members: Sequence[Member], point: Mapping[str, Any]) -> str:

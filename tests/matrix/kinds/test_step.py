@@ -79,7 +79,8 @@ def test_to_compile_is_no_choice_of_a_call():
 
 
 def test_a_matrix_without_groups_hears_of_every_kind():
-    assert "expected at least one group ([[scaling]], [[decode]], [[step]], [[accuracy]]); got none" in problems()
+    kinds = "[[scaling]], [[decode]], [[step]], [[approximation]], [[accuracy]]"
+    assert f"expected at least one group ({kinds}); got none" in problems()
 
 
 def test_a_cell_says_all_that_decides_a_step():
