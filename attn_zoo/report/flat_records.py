@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from attn_zoo.errors import StoreError
-from attn_zoo.records import Cell, Memory, Record, Score, Timing
+from attn_zoo.records import Approximation, Cell, Memory, Record, Score, Timing
 
-_LEFT_OUT = {"label", "environment", "trace", "cell", "timing", "memory", "score"}
+_LEFT_OUT = {"label", "environment", "trace", "cell", "timing", "memory", "score", "approximation"}
 _RENAMED = {(Cell, "pass_"): "pass", (Record, "kernels"): "kernel", (Score, "peak_bytes"): "train_peak_bytes"}
+_PARTS = (Cell, Record, Timing, Memory, Score, Approximation)
 _JOINED = {"kernel", "gate", "flags"}
 _JOINT = " + "
 
@@ -30,7 +31,7 @@ class Field:
 
 
 def _stored() -> Iterator[Field]:
-    for part in (Cell, Record, Timing, Memory, Score):
+    for part in _PARTS:
         hints = get_type_hints(part)
         for attribute in (field.name for field in fields(part) if field.name not in _LEFT_OUT):
             name, hint = _RENAMED.get((part, attribute), attribute), hints[attribute]
@@ -51,8 +52,8 @@ FIELDS = tuple(_stored())
 
 def flat_row(record: Record) -> dict[str, Any]:
     """Return one value for each column of `FIELDS`; what is absent is None, or empty where the column holds text."""
-    parts = {Cell: record.cell, Record: record, Timing: record.timing, Memory: record.memory, Score: record.score}
-    values = {part: {} if one is None else one.values() for part, one in parts.items()}
+    parts = record.cell, record, record.timing, record.memory, record.score, record.approximation
+    values = {part: {} if one is None else one.values() for part, one in zip(_PARTS, parts, strict=True)}
     row: dict[str, Any] = {}
     for field in FIELDS:
         value, name = values[field.part].get(field.attribute), field.name
@@ -79,7 +80,7 @@ def record_of(row: Mapping[str, Any], source: str) -> Record:
     Raises:
         StoreError: the row has not the columns of a record, or a value is of another type.
     """
-    parts: dict[type, dict[str, Any]] = {part: {} for part in (Cell, Record, Timing, Memory, Score)}
+    parts: dict[type, dict[str, Any]] = {part: {} for part in _PARTS}
     for field in FIELDS:
         value = row.get(field.name)
         if value is None or (isinstance(value, str) and value == "") or (isinstance(value, float) and value != value):
@@ -90,7 +91,8 @@ def record_of(row: Mapping[str, Any], source: str) -> Record:
             raise StoreError(f"{source}: {field.name}: expected a list or JSON; got {str(value)[:40]!r}") from None
     data: dict[str, Any] = {**parts[Record], "environment": row.get("environment") or ""}
     data["cell"] = {**parts[Cell], "label": row.get("label") or ""}
-    for part, mark in ((Timing, "median_ms"), (Score, "metric")):  # what a row has that has the part
+    # What a row has that has the part.
+    for part, mark in ((Timing, "median_ms"), (Score, "metric"), (Approximation, "error")):
         if mark in parts[part]:
             data[part.__name__.lower()] = parts[part]
     if parts[Memory]:

@@ -65,7 +65,9 @@ class PlannedCell(Json):
             return self.cell.together
         if self.isolation == "cell":
             return self.cell.curve
-        return hashlib.sha256(self.cell.all_but("seq_len", "pass_").encode()).hexdigest()[:20]
+        # Where nothing is timed, what a process ran before cannot matter.
+        also = () if self.cell.pass_ else ("inputs", "seed")
+        return hashlib.sha256(self.cell.all_but("seq_len", "pass_", *also).encode()).hexdigest()[:20]
 
     @property
     def process(self) -> Hashable:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
+from attn_zoo.report.analysis.approximation_errors import ErrorGroup, make_error_groups
 from attn_zoo.report.analysis.observations import Results, read_results
 from attn_zoo.report.analysis.panels import Panel, choose_panels, make_panels, measured_size
 from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
@@ -25,6 +26,7 @@ class Analysis:
     Args:
         results: the records.
         panels: scaling.
+        errors: distances from exact attention.
         accuracy: training.
         overviews: of several tasks trained alike.
         labels: of everything, sorted: the position decides colour, marker and line style in every figure.
@@ -32,6 +34,7 @@ class Analysis:
 
     results: Results
     panels: tuple[Panel, ...]
+    errors: tuple[ErrorGroup, ...]
     accuracy: tuple[AccuracyGroup, ...]
     overviews: tuple[Overview, ...]
     labels: tuple[str, ...]
@@ -94,6 +97,7 @@ def analyse(dirs: Iterable[str | Path], *, is_brief: bool = False) -> Analysis:
     return Analysis(
         results=replace(results, warnings=(*results.warnings, *doubts)),
         panels=panels,
+        errors=tuple(make_error_groups(results)),
         accuracy=groups,
         overviews=tuple(make_overviews(groups)),
         labels=tuple(sorted({one.label for one in every}, key=lambda label: (label.casefold(), label))),

@@ -44,8 +44,13 @@ class Observation:
 
     @property
     def is_training(self) -> bool:
-        """Whether it is a training run; everything else is a call or step to be timed."""
+        """Whether it is a training run."""
         return self.cell.kind == "accuracy"
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether it is a call or step to be timed."""
+        return self.cell.pass_ is not None
 
     @property
     def is_timed(self) -> bool:
@@ -122,10 +127,13 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
     places: dict[tuple[bool, str, str], set[int]] = {}
     for (run, _), one in zip(pairs, every, strict=True):
         if one.record.status != NOT_RUN:  # times of two machines are apart, a score is that of any
-            cell = one.is_training, one.cell.key, "" if one.is_training else one.environment
+            cell = one.is_timing, one.cell.key, one.environment if one.is_timing else ""
             places.setdefault(cell, set()).add(id(run))
-    for is_training, becomes in ((False, "their samples are pooled"), (True, "of these trainings the last counts")):
-        repeated = sum(len(where) > 1 for (kind, *_), where in places.items() if kind is is_training)
+    for is_timing, becomes in (
+        (True, "their samples are pooled"),
+        (False, "of these the last counts"),
+    ):
+        repeated = sum(len(where) > 1 for (kind, *_), where in places.items() if kind is is_timing)
         if repeated:
             warnings.append(f"{repeated} cells occur in more than one folder; {becomes}")
     left = tuple(one for one in every if one.record.status == NOT_RUN)

@@ -26,7 +26,7 @@ def timed_cells(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], Ob
 
     Of a variant whose source changed meanwhile, the latest counts.
     """
-    timed = (one for one in results.observations if not one.is_training)
+    timed = (one for one in results.observations if one.is_timing)
     found = {}
     for key, every in grouped(timed, lambda one: _identity(one, allowed)).items():
         able = [one for one in every if one.is_timed] or every

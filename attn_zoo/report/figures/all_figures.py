@@ -12,6 +12,7 @@ from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.figures.breakdown_panels import draw_breakdown
 from attn_zoo.report.figures.bubbles import draw_bubbles, draw_task_means
+from attn_zoo.report.figures.error_curves import draw_error_costs, draw_errors
 from attn_zoo.report.figures.learning_curves import draw_learning
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.roofline import draw_roofline
@@ -20,8 +21,8 @@ from attn_zoo.report.figures.score_rows import draw_scores
 from attn_zoo.report.figures.style import Looks, make_looks, styled
 from attn_zoo.report.figures.tuning_curves import draw_tuning
 
-Subject = Literal["panel", "overview", "accuracy"]
-"""A panel of scaling, an overview of several tasks, a group of trainings."""
+Subject = Literal["panel", "errors", "overview", "accuracy"]
+"""A panel of scaling, distances from exact attention, an overview of several tasks, a group of trainings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ FIGURES = (
     FigureEntry("speedup", "panel", "growth", "How many times as fast is it as exact attention?", draw_speed_up),
     FigureEntry("memory-peak", "panel", "memory", "How much memory must there be?", draw_memory),
     FigureEntry("roofline", "panel", "efficiency", "How near does a kernel come to the machine's roof?", draw_roofline),
+    FigureEntry("approximation", "errors", "approximation", "How near is it to exact attention?", draw_errors),
+    FigureEntry("approximation-cost", "errors", "approximation", "What does nearness cost?", draw_error_costs),
     FigureEntry("bubbles", "overview", "accuracy", "What does speed cost in accuracy over tasks?", draw_task_means),
     FigureEntry("accuracy", "accuracy", "accuracy", "Which scores best, and does it beat the floors?", draw_scores),
     FigureEntry("bubbles", "accuracy", "accuracy", "What does speed cost in accuracy?", draw_bubbles),
@@ -83,6 +86,8 @@ def front_picture(analysis: Analysis, pictures: Sequence[Picture]) -> Picture | 
     panel = lead_panel(analysis.panels)
     groups = sorted(analysis.accuracy, key=lambda group: -len(group.means))
     wanted = f"time-{panel.name}" if panel is not None else f"accuracy-{groups[0].name}" if groups else ""
+    if not wanted and analysis.errors:
+        wanted = f"approximation-{analysis.errors[0].name}"
     return next((picture for picture in pictures if picture.name == wanted), None)
 
 
@@ -90,6 +95,7 @@ def _subjects(analysis: Analysis, panels: Sequence[Panel]) -> list[tuple[FigureE
     """Return what may be drawn, each with the name of its figure."""
     subjects: list[tuple[Subject, str, Any]] = [
         *(("panel", panel.name, panel) for panel in panels if panel.points),
+        *(("errors", group.name, group) for group in analysis.errors),
         *(("overview", overview.name, overview) for overview in analysis.overviews),
         *(("accuracy", group.name, group) for group in analysis.accuracy),
     ]

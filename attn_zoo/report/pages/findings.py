@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from attn_zoo.folder import Run
 from attn_zoo.records import is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.approximation_errors import ErrorGroup
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
 from attn_zoo.report.analysis.fits import GROWTH_WORDS, NOT_SETTLED, Crossing
 from attn_zoo.report.analysis.floor import floor_words
@@ -18,6 +19,7 @@ from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelSco
 from attn_zoo.report.analysis.series import Series, doubt_counts
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner
+from attn_zoo.report.tables.error_tables import error_text
 from attn_zoo.report.tables.front_table import shown_groups
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
@@ -61,6 +63,7 @@ def headline(analysis: Analysis) -> str:
         return f"{capital(panel.title)}{where}: {_winners(panel)}."
     best = [text for each in analysis.overviews if (text := _mean_line(each))]
     best += [text for group in analysis.accuracy if (text := _score_line(group))]
+    best += [text for group in analysis.errors if (text := nearest_line(group))]
     if best:
         return best[0]
     return "No cell gave a measurement." if analysis.results.observations else "No cell has been run yet."
@@ -73,6 +76,27 @@ def _mean_line(overview: Overview) -> str:
     over = some((group.task_title for group in overview.common), joint=" and ")
     apart = f" ({overview.apart})" if overview.apart else ""
     return f"{overview.metric.title}, mean over {over}{apart}: {said}{beside}." if said else ""
+
+
+def nearest_line(group: ErrorGroup) -> str:
+    """Return which approximation is nearest to exact attention on each kind of inputs at the longest length."""
+    said = []
+    for panel in group.panels:
+        point = panel.ranked[0].at(panel.lengths[-1]) if panel.lengths and panel.ranked else None
+        if point is not None and point.value is not None:
+            mean = error_text(panel.mean_error[panel.lengths[-1]])
+            said.append(f"{panel.inputs} {panel.ranked[0].label} {error_text(point.value)} (mean of the values {mean})")
+    lengths = {panel.lengths[-1] for panel in group.panels if panel.lengths}
+    at = f" at {human_length(lengths.pop())} tokens" if len(lengths) == 1 else ""
+    return f"Nearest to exact attention{at}, relative error by kind of inputs: {', '.join(said)}." if said else ""
+
+
+def error_findings(group: ErrorGroup) -> list[str]:
+    """Return what is nearest, and what is no nearer than the mean of the values, which needs no attention."""
+    useless = {panel.inputs: [curve.label for curve in panel.useless] for panel in group.panels if panel.lengths}
+    said = [f"on {inputs} inputs {some(labels)}" for inputs, labels in useless.items() if labels]
+    floor = f"No nearer than the mean of the values: {'; '.join(said)}." if said else ""
+    return [text for text in (nearest_line(group), floor) if text]
 
 
 def _winners(panel: Panel) -> str:
@@ -261,6 +285,8 @@ def findings(analysis: Analysis) -> list[str]:
     columns = shown_groups(analysis) if panel is None else ()
     beside = sorted(analysis.accuracy, key=lambda group: group in columns)  # the table beside it has the others
     said += [_score_line(group) for group in beside[: 2 if panel is not None else MOST_SCORES]]
+    for group in analysis.errors[:1]:
+        said += error_findings(group)[0 if panel is not None or analysis.accuracy else 1 :]
     said += [_doubt_line(analysis), _missing_line(analysis)]
     said = [text for text in said if text]
     return said[:MOST_BULLETS]

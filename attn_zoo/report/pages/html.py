@@ -24,6 +24,7 @@ from attn_zoo.report.figures.svg import dark_rules, inline_figures
 from attn_zoo.report.pages.findings import (
     accuracy_findings,
     completeness,
+    error_findings,
     explanation,
     findings,
     headline,
@@ -52,7 +53,9 @@ def build_page(
     front = front_picture(analysis, [picture for picture, _ in pictures])
     scores = [overview_finding(overview) for overview in analysis.overviews]
     scores += [text for group in analysis.accuracy for text in accuracy_findings(group)]
-    sentences = {"time": panel_findings(analysis), "memory": memory_findings(analysis), "accuracy": scores}
+    errors = [text for group in analysis.errors for text in error_findings(group)]
+    sentences = {"time": panel_findings(analysis), "memory": memory_findings(analysis)}
+    sentences |= {"approximation": errors, "accuracy": scores}
     return render_page(
         "report.html.j2",
         fonts=FONTS,

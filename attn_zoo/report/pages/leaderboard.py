@@ -13,7 +13,7 @@ from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.analysis.series import Failure, Point, Series
-from attn_zoo.report.pages.findings import accuracy_findings, completeness, findings, headline
+from attn_zoo.report.pages.findings import accuracy_findings, completeness, findings, headline, nearest_line
 from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
@@ -189,16 +189,20 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
     lead = lead_panel(analysis.panels)
     if lead is not None:
         answers.append((_question(lead), clean(headline(analysis))))
-    elif not analysis.accuracy:
+    elif not analysis.accuracy and not analysis.errors:
         answers.append(("What came out?", clean(headline(analysis))))
     told = [texts[0] for group in analysis.accuracy if (texts := accuracy_findings(group))]
     if told:
         answers.append(("What does it buy in accuracy?", clean(told[0] if lead is not None else headline(analysis))))
+    near = [text for group in analysis.errors if (text := nearest_line(group))]
+    answers += [("How near does it come to exact attention?", clean(text)) for text in near[:1]]
     return RunPage(
         name=clean(folder.name),
         where=where,
         answers=tuple(answers),
-        said=tuple(clean(text) for text in findings(analysis)[:MOST_FINDINGS]) if lead else tuple(map(clean, told)),
+        said=tuple(clean(text) for text in findings(analysis)[:MOST_FINDINGS])
+        if lead or not told
+        else tuple(map(clean, told)),
         unfinished=clean(completeness(analysis)) if analysis.results.left else "",
         num_cells=len(observations),
         measured=min((one.record.started[:10] for one in observations if one.record.started), default=""),

@@ -9,6 +9,13 @@ from attn_zoo.errors import UnknownNameError
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.tables.efficiency_tables import efficiency_table, flops_table
+from attn_zoo.report.tables.error_tables import (
+    all_errors_table,
+    error_budget_table,
+    error_overview_table,
+    error_table,
+)
+from attn_zoo.report.tables.front_table import front_errors
 from attn_zoo.report.tables.growth_tables import crossover_table, exponent_table
 from attn_zoo.report.tables.published import published_table, sources_table
 from attn_zoo.report.tables.score_tables import (
@@ -38,6 +45,7 @@ QUESTIONS: Mapping[str, str] = {
     "growth": "How does it grow, and from where is it cheaper than exact attention?",
     "memory": "How much memory does it take?",
     "efficiency": "How much of the machine does it use?",
+    "approximation": "How near does it come to exact attention?",
     "accuracy": "What does it score?",
     "missing": "What did not run, and why?",
 }
@@ -59,6 +67,12 @@ def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
         "growth": [exponent_table(analysis), crossover_table(analysis)] if analysis.panels else [],
         "memory": [length_table(panel, "memory") for panel in wide],
         "efficiency": [efficiency_table(analysis, is_brief=True), flops_table(analysis), efficiency_table(analysis)],
+        "approximation": [
+            *(error_overview_table(group) for group in analysis.errors if group is not front_errors(analysis)),
+            *(error_table(group, panel) for group in analysis.errors for panel in group.panels),
+            *(error_budget_table(group) for group in analysis.errors),
+            all_errors_table(analysis),
+        ],
         "accuracy": [
             *(overview_table(overview) for overview in analysis.overviews),
             *(table for group in analysis.accuracy for table in _accuracy(group, analysis)),
@@ -78,7 +92,8 @@ def shown_tables(analysis: Analysis, tables: Iterable[Table], most: int) -> list
 
 def summary_tables(analysis: Analysis) -> list[Table]:
     """Return the tables for people: all but those with a row for every measurement."""
-    return [table for table in make_tables(analysis) if table.name not in {"efficiency", "flops", "scaling"}]
+    long = {"efficiency", "flops", "scaling", "approximation"}
+    return [table for table in make_tables(analysis) if table.name not in long]
 
 
 def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table | None]:
@@ -116,7 +131,7 @@ def status_table(analysis: Analysis) -> Table:
         cell, record = one.cell, one.record
         if record.status != "ok":
             training = f"{cell.task} {cell.level or ''}".strip()
-            what = training if one.is_training else PASS_TITLES.get(cell.pass_ or "", "")
+            what = training if one.is_training else cell.inputs or PASS_TITLES.get(cell.pass_ or "", "")
             key = (one.label, record.status, cell.dtype, cell.device, record.reason, what)
             grouped.setdefault(key, []).append(0 if one.is_training else cell.seq_len or 0)
     joined: dict[tuple[str, ...], tuple[list[str], int]] = {}

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.approximation_errors import ErrorGroup
 from attn_zoo.report.analysis.floor import Standing
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.analysis.task_means import Overview
+from attn_zoo.report.tables.error_tables import error_overview_table
 from attn_zoo.report.tables.table import BRACKETS, Column, Note, Remark, Table, marked, text_column, without_interval
 from attn_zoo.report.tables.time_tables import (
     by_importance,
@@ -39,11 +41,15 @@ def front_table(analysis: Analysis) -> Table | None:
     """Return the fastest of each length, then one row per variant: speed-up, memory, weights, scores; None for nothing.
 
     The fastest at the longest length come first, or the best scores where nothing was timed.
-    Speed-ups are over the fastest exact variant, whose row has the times themselves.
+    Speed-ups are over the fastest exact variant, whose row has the times themselves. Where nothing was timed or
+    trained, these are the errors at the longest length.
     """
     panel = lead_panel(analysis.panels)
     lengths = _lengths(panel) if panel else []
     scores = _score_columns(analysis)
+    if (group := front_errors(analysis)) is not None:
+        front = error_overview_table(group)
+        return replace(front, name="front") if front else None
     if panel is None and not scores:
         return None
     shown = shown_doubts(panel.points) if panel else frozenset()
@@ -79,6 +85,13 @@ def front_table(analysis: Analysis) -> Table | None:
         rows=tuple(rows),
         is_view=True,
     )
+
+
+def front_errors(analysis: Analysis) -> ErrorGroup | None:
+    """Return the errors at the top of the report of a run that neither timed nor trained anything."""
+    if lead_panel(analysis.panels) is not None or _score_columns(analysis):
+        return None
+    return next((group for group in analysis.errors if any(panel.lengths for panel in group.panels)), None)
 
 
 def _standing(label: str, panel: Panel | None, scores: Sequence[_Scores]) -> tuple[float, ...]:

@@ -1,0 +1,242 @@
+"""Distances from exact attention: a curve over lengths for each mechanism on each kind of inputs, means over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import get_args
+
+from attn_zoo.records import Approximation, Cell, InputKind, Record
+from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.report.analysis.observations import Observation, Results
+from attn_zoo.report.analysis.scores import mean_with_interval
+from attn_zoo.report.units import slug, unique_name
+from attn_zoo.report.wording import missing_word, setting_words
+
+GROUP_FIELDS = (
+    *("device", "dtype", "is_causal", "batch_size", "num_heads", "num_kv_heads", "head_dim", "protocol_version"),
+)
+"""Everything but mechanism, length, inputs and seed that decides an error."""
+
+BETTER = 0.95
+"""Share of the error of the mean of the values below which attention was of use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorPoint:
+    """The error at one length.
+
+    Args:
+        seq_len: tokens.
+        value: mean over seeds; None where none gave a number.
+        low: lower end of the 95 % t-interval; None for fewer than two seeds.
+        high: upper end, likewise.
+        records: of all seeds.
+    """
+
+    seq_len: int
+    value: float | None
+    low: float | None
+    high: float | None
+    records: tuple[Record, ...]
+
+    @property
+    def found(self) -> list[Approximation]:
+        """What was measured, seed by seed."""
+        return [record.approximation for record in self.records if record.approximation is not None]
+
+    @property
+    def word(self) -> str:
+        """What a table says where there is no number."""
+        return missing_word(next(record for record in self.records if record.approximation is None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorCurve:
+    """One mechanism on one kind of inputs; `points` ascend."""
+
+    label: str
+    variant: str
+    points: tuple[ErrorPoint, ...]
+    is_exact: bool
+
+    @property
+    def measured(self) -> tuple[ErrorPoint, ...]:
+        """The points with a number."""
+        return tuple(point for point in self.points if point.value is not None)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether options of the variant become exact where their budget grows."""
+        return any(found.has_budget for point in self.points for found in point.found)
+
+    @property
+    def family(self) -> tuple[str, str]:
+        """Equal for sets of options of one variant that differ in numbers only, which are its budget."""
+        options = self.points[0].records[0].cell.options
+        words = {name: value for name, value in options.items() if isinstance(value, str)}
+        return self.variant, str(sorted(words.items()))
+
+    def at(self, seq_len: int) -> ErrorPoint | None:
+        """Return the point of a length."""
+        return next((point for point in self.points if point.seq_len == seq_len), None)
+
+    def value(self, seq_len: int) -> float | None:
+        """Return the error at a length."""
+        point = self.at(seq_len)
+        return point.value if point is not None else None
+
+    def flops(self, seq_len: int) -> int | None:
+        """Return the FLOPs of one forward at a length, by the variant's formula."""
+        point = self.at(seq_len)
+        return point.records[0].flops if point is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorPanel:
+    """All mechanisms on one kind of inputs, by label."""
+
+    inputs: InputKind
+    curves: tuple[ErrorCurve, ...]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The lengths that were measured, ascending."""
+        return sorted({point.seq_len for curve in self.curves for point in curve.measured})
+
+    def _mean(self, name: str) -> dict[int, float]:
+        values: dict[int, list[float]] = {}
+        for curve in self.curves:
+            for point in curve.measured:
+                values.setdefault(point.seq_len, []).extend(getattr(found, name) for found in point.found)
+        return {length: fmean(values[length]) for length in self.lengths}
+
+    @cached_property
+    def mean_error(self) -> dict[int, float]:
+        """The error of the mean of the values, by length."""
+        return self._mean("mean_error")
+
+    @cached_property
+    def rounding_error(self) -> dict[int, float]:
+        """The error of exact attention in the dtype of the cells, by length."""
+        return self._mean("rounding_error")
+
+    @cached_property
+    def num_effective_keys(self) -> dict[int, float]:
+        """Over how many keys the exact weights of a row spread, by length."""
+        return self._mean("num_effective_keys")
+
+    @cached_property
+    def over_lengths(self) -> list[ErrorCurve]:
+        """The curves of more than one length, exact ones first, then the nearest at the longest; all where none has."""
+        every = [curve for curve in self.curves if len(curve.points) > 1] or list(self.curves)
+        longest = self.lengths[-1] if self.lengths else 0
+
+        def place(curve: ErrorCurve) -> tuple[bool, float, str]:
+            value = curve.value(longest)
+            return not curve.is_exact, math.inf if value is None else value, curve.label
+
+        return sorted(every, key=place)
+
+    @property
+    def ranked(self) -> list[ErrorCurve]:
+        """Those of `over_lengths` that are not exact and were measured at the longest length, the nearest first."""
+        return [each for each in self.over_lengths if not each.is_exact and each.value(self.lengths[-1]) is not None]
+
+    @property
+    def useless(self) -> list[ErrorCurve]:
+        """Those of `ranked` that are not nearer than the mean of the values, as far as the interval tells."""
+        longest = self.lengths[-1] if self.lengths else 0
+        found = [(curve, curve.at(longest)) for curve in self.ranked]
+        least = [(curve, point.low or point.value or 0.0) for curve, point in found if point is not None]
+        return [curve for curve, low in least if low >= BETTER * self.mean_error[longest]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorGroup:
+    """Mechanisms that were compared alike, on several kinds of inputs.
+
+    Args:
+        name: for file names.
+        subtitle: what all cells share.
+        panels: one for each kind of inputs.
+    """
+
+    name: str
+    subtitle: str
+    panels: tuple[ErrorPanel, ...]
+
+    @cached_property
+    def budget_len(self) -> int | None:
+        """The length at which most families were measured with several budgets; None for none with two."""
+        counts: dict[int, int] = {}
+        for panel in self.panels:
+            for own in grouped(panel.curves, lambda curve: curve.family).values():
+                for length in panel.lengths:
+                    counts[length] = counts.get(length, 0) + (sum(each.value(length) is not None for each in own) > 1)
+        return max((length for length in counts if counts[length]), key=lambda each: (counts[each], each), default=None)
+
+
+def make_error_groups(results: Results) -> list[ErrorGroup]:
+    """Return one group for each setting, in a stable order."""
+    every = [one for one in (*results.observations, *results.left) if one.cell.inputs]
+    groups, names, exact = grouped(every, lambda one: _setting(one.cell)), set[str](), _exact(results, every)
+    settings = {key: dict(zip(GROUP_FIELDS, key, strict=True)) for key in sorted(groups, key=repr)}
+    varying = {name for name in GROUP_FIELDS if len({setting[name] for setting in settings.values()}) > 1}
+    found = []
+    for key, setting in settings.items():
+        usual = {"num_kv_heads"} if setting["num_kv_heads"] == setting["num_heads"] else set()
+        words = setting_words(setting, {*GROUP_FIELDS} - usual - ({"protocol_version"} - varying))
+        short = [str(setting[name]) for name in ("device", "dtype") if name in varying]
+        short += ["causal" if setting["is_causal"] else "bidirectional"] if "is_causal" in varying else []
+        by_inputs = grouped(groups[key], lambda one: one.cell.inputs)
+        kinds = [kind for kind in get_args(InputKind) if kind in by_inputs]
+        found.append(
+            ErrorGroup(
+                name=unique_name(slug("error", *short), names),
+                subtitle=", ".join([str(setting["device"]).upper(), *words]),
+                panels=tuple(ErrorPanel(inputs=kind, curves=_curves(by_inputs[kind], exact)) for kind in kinds),
+            )
+        )
+    return found
+
+
+def _setting(cell: Cell) -> tuple[object, ...]:
+    return tuple(getattr(cell, name) for name in GROUP_FIELDS)
+
+
+def _exact(results: Results, every: Iterable[Observation]) -> Mapping[str, bool]:
+    """Tell by label which variants claim to be exact."""
+    claims = {one.label: results.claim(one.cell.variant) for one in every}
+    return {label: claim is not None and claim.is_exact for label, claim in claims.items()}
+
+
+def _curves(members: Sequence[Observation], exact: Mapping[str, bool]) -> tuple[ErrorCurve, ...]:
+    by_label = grouped(members, lambda one: one.label)
+    return tuple(
+        ErrorCurve(
+            label=label,
+            variant=by_label[label][0].cell.variant,
+            points=tuple(_point(seq_len, own) for seq_len, own in sorted(grouped(by_label[label], _length).items())),
+            is_exact=exact[label],
+        )
+        for label in sorted(by_label)
+    )
+
+
+def _length(one: Observation) -> int:
+    return one.cell.seq_len or 0
+
+
+def _point(seq_len: int, members: Sequence[Observation]) -> ErrorPoint:
+    latest = {one.cell.seed: one.record for one in sorted(members, key=lambda one: one.record.started)}
+    records = tuple(latest[seed] for seed in sorted(latest))
+    value, low, high = mean_with_interval(
+        [record.approximation.error for record in records if record.approximation is not None]
+    )
+    return ErrorPoint(
+        seq_len=seq_len, value=value, low=None if low is None else max(low, 0.0), high=high, records=records
+    )

@@ -1,0 +1,159 @@
+"""Distance from exact attention against length, a panel for each kind of inputs; and against cost, at one length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from attn_zoo.report.analysis.approximation_errors import ErrorCurve, ErrorGroup, ErrorPanel
+from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.report.figures.axes import draw_curve, draw_intervals, length_axis, value_axis
+from attn_zoo.report.figures.page import Page
+from attn_zoo.report.figures.style import INK, MARK, MUTED, Looks, plain
+from attn_zoo.report.figures.svg import Tag
+from attn_zoo.report.tables.error_tables import MEAN, error_text
+from attn_zoo.report.units import human_length, percent, some
+
+LEAST = 1e-3
+"""An error below is drawn here: what rounds is exact, and would press all others together."""
+
+WIDTH = 7.4
+
+
+def draw_errors(group: ErrorGroup, looks: Looks) -> Page | None:
+    """Return a panel for each kind of inputs with two lengths or more; None where there is none, or only exact ones."""
+    panels = [panel for panel in group.panels if len(panel.lengths) > 1 and _drawn(panel)]
+    if not panels:
+        return None
+    labels = sorted({curve.label for panel in panels for curve in _drawn(panel)})
+    exact = [curve for panel in panels for curve in panel.curves if curve.is_exact and curve.measured]
+    note = f"{group.subtitle}; mean over seeds with its 95 % interval; dashed: {MEAN}, which needs no attention"
+    if exact:
+        worst = max(point.value or 0.0 for curve in exact for point in curve.measured)
+        names = some(dict.fromkeys(curve.label for curve in exact), joint=" and ")
+        note += f"; not drawn: {names}, exact (at most {error_text(worst)})"
+    values = [max(value, LEAST) for panel in panels for value in _values(panel)]
+    if any(value < LEAST for panel in panels for value in _values(panel)):
+        note += f"; at the lower edge: below {error_text(LEAST)}"
+    page = Page("Error beside exact attention, by length", note, width=WIDTH)
+    page.legend([_entry(label, looks) for label in labels], keys=labels)
+    every = page.panels(len(panels), height=2.5, columns=2, left=0.72, right=0.2, gap=0.55, above=0.3)
+    for place, (axes, panel) in enumerate(zip(every, panels, strict=True)):
+        page.may_be_linear(axes)
+        length_axis(axes, panel.lengths)
+        value_axis(axes, values, error_text, 10)
+        axes.set_title(f"{panel.inputs} inputs", loc="left", color=INK)
+        if place % 2 == 0:
+            axes.set_ylabel("relative error")
+        lengths = panel.lengths
+        axes.plot(lengths, [panel.mean_error[length] for length in lengths], color=MUTED, ls=MARK, lw=1.2, zorder=2)
+        for curve in _drawn(panel):
+            _draw_curve(axes, curve, looks)
+    return page.describe(_alt(panel) for panel in panels)
+
+
+def draw_error_costs(group: ErrorGroup, looks: Looks) -> Page | None:
+    """Return error against the share of exact attention's FLOPs, at the length where variants have several budgets.
+
+    Curves join the sets of options of one variant. None where no variant has two, or exact attention is not there.
+    """
+    length = group.budget_len
+    if length is None:
+        return None
+    exact = {curve.flops(length) for panel in group.panels for curve in panel.curves if curve.is_exact} - {None}
+    panels = [panel for panel in group.panels if length in panel.lengths]
+    families = {panel.inputs: _families(panel, length) for panel in panels}
+    names = sorted({name for own in families.values() for name in own})
+    if not exact or not names:
+        return None
+    whole = float(max(flops for flops in exact if flops))
+    every = [place for own in families.values() for places in own.values() for place in places]
+    values = [max(value, LEAST) for _, _, value in every] + [panel.mean_error[length] for panel in panels]
+    note = f"{group.subtitle}; at {human_length(length)} tokens; mean over seeds; dashed: {MEAN}"
+    if any(value < LEAST for _, _, value in every):
+        note += f"; at the lower edge: below {error_text(LEAST)}"
+    page = Page("Error beside exact attention, by cost", note, width=WIDTH)
+    page.legend([_entry(name, looks) for name in names], keys=names)
+    axes_of = page.panels(len(panels), height=2.5, columns=2, left=0.72, right=0.2, gap=0.55, above=0.3)
+    for place, (axes, panel) in enumerate(zip(axes_of, panels, strict=True)):
+        page.may_be_linear(axes)
+        value_axis(axes, [flops / whole for _, flops, _ in every], percent, 10, name="x")
+        value_axis(axes, values, error_text, 10)
+        axes.set_title(f"{panel.inputs} inputs", loc="left", color=INK)
+        axes.set_xlabel("FLOPs of exact attention's")
+        if place % 2 == 0:
+            axes.set_ylabel("relative error")
+        axes.axhline(panel.mean_error[length], color=MUTED, ls=MARK, lw=1.2, zorder=2)
+        for name, places in families[panel.inputs].items():
+            tips = tuple(f"{label}: {error_text(value)} at {percent(flops / whole)}" for label, flops, value in places)
+            points = [(flops / whole, max(value, LEAST)) for _, flops, value in places]
+            draw_curve(axes, points, looks[name], looks[name].line, tag=Tag(of=name, tips=tips))
+    return page.describe(_cost_alt(panel, families[panel.inputs], whole) for panel in panels)
+
+
+_Place = tuple[str, float, float]
+"""Label, FLOPs, error."""
+
+
+def _families(panel: ErrorPanel, length: int) -> dict[str, list[_Place]]:
+    """Return the places of each family that is not exact, the cheapest first, by the label that has most lengths."""
+    curves = [curve for curve in panel.curves if not curve.is_exact and curve.value(length) is not None]
+    found: dict[str, list[_Place]] = {}
+    for own in grouped(curves, lambda curve: curve.family).values():
+        head = min(own, key=lambda curve: (-len(curve.points), len(curve.label), curve.label))
+        places = [(curve.label, float(curve.flops(length) or 0), curve.value(length) or 0.0) for curve in own]
+        found[head.label] = sorted((place for place in places if place[1] > 0), key=lambda place: place[1])
+    return {head: places for head, places in found.items() if places}
+
+
+def _cost_alt(panel: ErrorPanel, families: dict[str, list[_Place]], whole: float) -> str:
+    said = [
+        f"{label} {error_text(value)} at {percent(flops / whole)}"
+        for places in families.values()
+        for label, flops, value in places
+    ]
+    return f"{panel.inputs} inputs: {', '.join(said)}"
+
+
+def _drawn(panel: ErrorPanel) -> list[ErrorCurve]:
+    return [curve for curve in panel.over_lengths if len(curve.measured) > 1 and not curve.is_exact]
+
+
+def _values(panel: ErrorPanel) -> list[float]:
+    found = [point for curve in _drawn(panel) for point in curve.measured]
+    ends = [end for point in found for end in (point.value, point.high) if end is not None]
+    return [*ends, *panel.mean_error.values()]
+
+
+def _entry(label: str, looks: Looks) -> Line2D:
+    look = looks[label]
+    mark: dict[str, Any] = {"marker": look.marker, "ms": 5.5, "mfc": look.colour, "mec": "white", "mew": 0.7}
+    return Line2D([], [], color=look.colour, ls=look.line, lw=1.9, label=plain(label, 30), **mark)
+
+
+def _draw_curve(axes: Axes, curve: ErrorCurve, looks: Looks) -> None:
+    look = looks[curve.label]
+    known = [(point, point.value) for point in curve.measured if point.value is not None]
+    bars = [
+        (point.seq_len, (max(point.low, LEAST), max(point.high, LEAST)))
+        for point, _ in known
+        if point.low is not None and point.high is not None
+    ]
+    style: dict[str, Any] = {"color": look.colour, "lw": 1.4, "alpha": 0.8, "zorder": 2.5}
+    draw_intervals(axes, bars, (LEAST / 2, float("inf")), tag=Tag(of=curve.label), **style)
+    tips = tuple(f"{curve.label}, {human_length(point.seq_len)} tokens: {error_text(value)}" for point, value in known)
+    points = [(point.seq_len, max(value, LEAST)) for point, value in known]
+    draw_curve(axes, points, look, look.line, tag=Tag(of=curve.label, tips=tips))
+
+
+def _alt(panel: ErrorPanel) -> str:
+    length = panel.lengths[-1]
+    said = []
+    for curve in panel.ranked:
+        point = curve.at(length)
+        if point is not None and point.value is not None:
+            said.append(f"{curve.label} {error_text(point.value)}")
+    beside = f"{MEAN} {error_text(panel.mean_error[length])}"
+    return f"{panel.inputs} inputs at {human_length(length)} tokens: {', '.join([*said, beside])}"

@@ -1,0 +1,237 @@
+"""Tables of distances from exact attention: one a kind of inputs over lengths, all of one length, and every number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.approximation_errors import ErrorCurve, ErrorGroup, ErrorPanel, ErrorPoint
+from attn_zoo.report.tables.table import (
+    BRACKETS,
+    Column,
+    Note,
+    Row,
+    Table,
+    interval_column,
+    interval_values,
+    number_column,
+    text_column,
+    without_interval,
+)
+from attn_zoo.report.tables.time_tables import by_importance
+from attn_zoo.report.units import capital, human_flops, human_length, human_number, percent
+from attn_zoo.report.wording import NO_RECORD
+
+MEAN = "mean of the values"
+"""What needs no attention: equal weights for all that a row sees."""
+
+INPUT_WORDS = {
+    "diffuse": "normal queries and keys: a third of all keys shares the weight of a row",
+    "peaked": "normal ones with scores four times as large: a few keys at random places have nearly all of it",
+    "local": "the weight lies within 32 positions",
+    "topics": "the weight lies on tokens of the same topic of 16, in runs of 64 all over the sequence",
+}
+"""What each kind of inputs is."""
+
+
+def _how_to_read(curves: Iterable[ErrorCurve]) -> Note:
+    measured = [curve for curve in curves if curve.measured and not curve.is_exact]
+    endless = sorted({curve.label for curve in measured if not curve.has_budget})
+    return (
+        "Norm of the difference from exact attention in float64 over the norm of that: 0 is exact, zeros have 1.",
+        "Mean over seeds; weights are random, as drawn.",
+        BRACKETS,
+        f"No budget makes these exact: {', '.join(endless)}." if endless else "",
+    )
+
+
+def error_text(value: float) -> str:
+    """Return an error: three digits, or below a thousandth one with an exponent."""
+    return human_number(value) if value >= 1e-3 else f"{value:.0e}"
+
+
+def _text(point: ErrorPoint | float | None) -> str:
+    if point is None:
+        return NO_RECORD
+    if isinstance(point, float):
+        return error_text(point)
+    if point.value is None:
+        return point.word
+    ends = "" if point.low is None or point.high is None else f" [{error_text(point.low)}, {error_text(point.high)}]"
+    return f"{error_text(point.value)}{ends}"
+
+
+def _value(row: Row, key: str) -> float | None:
+    one = row[key]
+    return one.value if isinstance(one, ErrorPoint) else one
+
+
+def _error_column(heading: str, key: str, priority: float) -> Column:
+    return Column(
+        heading=heading,
+        show=lambda row: _text(row[key]),
+        brief=without_interval,
+        sort=partial(_value, key=key),
+        priority=priority,
+    )
+
+
+def error_table(group: ErrorGroup, panel: ErrorPanel) -> Table | None:
+    """Return variants down, lengths across, the nearest at the longest first; None where nothing was measured."""
+    lengths = panel.lengths
+    if not lengths:
+        return None
+    ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
+    rows: list[dict[str, Any]] = [
+        {"variant": curve.label, **{str(length): curve.at(length) for length in lengths}}
+        for curve in panel.over_lengths
+    ]
+    rows.append({"variant": MEAN, **{str(length): panel.mean_error[length] for length in lengths}})
+    spread = [f"{human_number(count)} at {human_length(length)}" for length, count in panel.num_effective_keys.items()]
+    return Table(
+        name=f"{group.name}-{panel.inputs}",
+        title=f"Error on {panel.inputs} inputs",
+        notes=(
+            *_how_to_read(panel.over_lengths),
+            f"{capital(panel.inputs)}: {INPUT_WORDS[panel.inputs]}.",
+            f"Effective keys: {', '.join(spread)}.",
+            f"{group.subtitle}.",
+        ),
+        columns=(
+            text_column("variant", priority=0),
+            *(
+                _error_column(human_length(length), str(length), 1 + ranks[length] / (len(ranks) + 1))
+                for length in lengths
+            ),
+        ),
+        rows=tuple(rows),
+        is_view=True,
+    )
+
+
+def error_overview_table(group: ErrorGroup) -> Table | None:
+    """Return variants down, kinds of inputs across, at the longest length; None where nothing was measured.
+
+    The nearest on most kinds come first: by the mean of their ranks.
+    """
+    panels = [panel for panel in group.panels if panel.lengths]
+    if not panels:
+        return None
+    longest = max(panel.lengths[-1] for panel in panels)
+    places = [[curve.label for curve in panel.ranked] for panel in panels]
+    labels = {curve.label: curve for panel in panels for curve in panel.over_lengths}
+    order = sorted(
+        labels.values(),
+        key=lambda curve: (
+            not curve.is_exact,
+            sum(own.index(curve.label) if curve.label in own else len(own) for own in places),
+            curve.label,
+        ),
+    )
+    return _by_inputs(group, f"{group.name}-overview", longest, order)
+
+
+def error_budget_table(group: ErrorGroup) -> Table | None:
+    """Return sets of options down, kinds of inputs across, at one length; None where no variant has several there."""
+    length = group.budget_len
+    if length is None:
+        return None
+    labels = {curve.label: curve for panel in group.panels for curve in panel.curves if curve.value(length) is not None}
+    order = sorted(
+        labels.values(),
+        key=lambda curve: (not curve.is_exact, curve.variant, curve.flops(length) or 0, curve.label),
+    )
+    return _by_inputs(group, f"{group.name}-budgets", length, order)
+
+
+def _by_inputs(group: ErrorGroup, name: str, length: int, order: Sequence[ErrorCurve]) -> Table:
+    """Return a row for each curve, with its label's error on each kind of inputs at a length."""
+    panels = [panel for panel in group.panels if panel.lengths]
+    exact = next((flops for curve in order if curve.is_exact and (flops := curve.flops(length))), None)
+    rows: list[dict[str, Any]] = []
+    for curve in order:
+        own = {panel.inputs: next((one for one in panel.curves if one.label == curve.label), None) for panel in panels}
+        points = {str(inputs): one.at(length) if one else None for inputs, one in own.items()}
+        flops = curve.flops(length)
+        share = flops / exact if flops and exact else None
+        rows.append({"variant": curve.label, "flops": flops, "flops_frac": share, **points})
+    means = {str(panel.inputs): panel.mean_error.get(length) for panel in panels}
+    rows.append({"variant": MEAN, "flops": None, "flops_frac": None, **means})
+    return Table(
+        name=name,
+        title=f"{'Error by budget' if name.endswith('budgets') else 'Error'} at {human_length(length)} tokens",
+        notes=(
+            *_how_to_read(order),
+            *(f"{capital(panel.inputs)}: {INPUT_WORDS[panel.inputs]}." for panel in panels),
+            f"{group.subtitle}.",
+        ),
+        columns=(
+            text_column("variant", priority=0),
+            *(_error_column(panel.inputs, panel.inputs, 0.5) for panel in panels),
+            number_column("FLOPs", "flops", human_flops, 2),
+            number_column("of exact", "flops_frac", percent, 1),
+        ),
+        rows=tuple(rows),
+        is_view=True,
+    )
+
+
+def all_errors_table(analysis: Analysis) -> Table | None:
+    """Return every error, a row for each mechanism, kind of inputs and length; None where there are none."""
+    rows = [
+        _row(group, panel, curve, point)
+        for group in analysis.errors
+        for panel in group.panels
+        for curve in panel.curves
+        for point in curve.points
+    ]
+    if not rows:
+        return None
+    return Table(
+        name="approximation",
+        title="All errors",
+        notes=(
+            *_how_to_read(curve for group in analysis.errors for panel in group.panels for curve in panel.curves),
+            "Effective keys: 1 / sum of the squares of exact weights, median over rows.",
+        ),
+        columns=(
+            text_column("variant", priority=0),
+            text_column("inputs", priority=0),
+            *([text_column("settings", priority=3)] if len(analysis.errors) > 1 else []),
+            number_column("length", "seq_len", human_length, priority=0),
+            interval_column("error", "error", error_text, 0),
+            text_column("outcome", "word", priority=4),
+            number_column(MEAN, "mean_error", error_text, 1),
+            number_column("rounding", "rounding_error", error_text, 3),
+            number_column("effective keys", "num_effective_keys", human_number, 2),
+            number_column("FLOPs", "flops", human_flops, 2),
+            number_column("seeds", "num_seeds", str, 3),
+            text_column("kernel", priority=5),
+        ),
+        rows=tuple(rows),
+    )
+
+
+_FOUND = ("mean_error", "rounding_error", "num_effective_keys")
+
+
+def _row(group: ErrorGroup, panel: ErrorPanel, curve: ErrorCurve, point: ErrorPoint) -> dict[str, Any]:
+    found, record = point.found, point.records[0]
+    means = {name: sum(getattr(one, name) for one in found) / len(found) if found else None for name in _FOUND}
+    return {
+        "variant": curve.label,
+        "inputs": panel.inputs,
+        "settings": group.subtitle,
+        "seq_len": point.seq_len,
+        "word": "" if found else point.word,
+        "status": "ok" if found else record.status,
+        "reason": record.reason,
+        **interval_values("error", point.value, point.low, point.high),
+        **means,
+        "has_budget": curve.has_budget if found else None,
+        "flops": record.flops,
+        "num_seeds": len(found),
+        "kernel": " + ".join(record.kernels),
+    }
