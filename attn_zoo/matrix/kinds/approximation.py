@@ -10,7 +10,8 @@ Which structure a mechanism relies on shows where the inputs have it, and where 
 s_ij = q_i k_j / sqrt(D), values have unit variance:
     diffuse: everything is normal, so s ~ N(0, 1): about S / e keys share the weight of a row.
     peaked:  likewise with s ~ N(0, 4^2): a few keys at random places have nearly all of it.
-    local:   keys and queries follow one smooth path: s_ij is about 12 (1 - |i - j| / 32) within 32 positions.
+    local:   keys and queries follow one smooth path: s_ii = 12, and s_ij is about 12 (1 - |i - j| / 32) within 32
+             positions, beyond them about N(0, 12^2 / D).
     topics:  runs of 64 tokens have one of 16 topics, which their keys, queries and values share: s_ij is about 8 within
              a topic, which lies in runs all over the sequence, and 0 across topics.
 """
@@ -286,11 +287,14 @@ def _peaked(_: Cell, query: Tensor, key: Tensor, value: Tensor) -> _Drawn:
     return PEAK * query, key, value
 
 
-def _local(_: Cell, query: Tensor, key: Tensor, value: Tensor) -> _Drawn:
-    """Queries are keys, made longer; keys are moving sums of normal numbers, of unit variance."""
-    sums = torch.nn.functional.pad(key, (0, 0, LOCAL_LEN, 0)).double().cumsum(2)
-    path = ((sums[:, :, LOCAL_LEN:] - sums[:, :, :-LOCAL_LEN]) / math.sqrt(LOCAL_LEN)).to(key.dtype)
-    gain = LOCAL_SCORE / math.sqrt(key.shape[-1])
+def _local(cell: Cell, query: Tensor, key: Tensor, value: Tensor) -> _Drawn:
+    """Queries are keys, made longer; keys are moving sums of normal numbers, all of one norm, sqrt(D)."""
+    batch_size, groups, _, dim = key.shape
+    before = normal((batch_size, groups, LOCAL_LEN, dim), (cell.seed, 3), key.dtype).to(key.device)
+    sums = torch.cat([before, key], dim=2).double().cumsum(2)
+    path = sums[:, :, LOCAL_LEN:] - sums[:, :, :-LOCAL_LEN]
+    path = (path / path.square().mean(-1, keepdim=True).sqrt()).to(key.dtype)
+    gain = LOCAL_SCORE / math.sqrt(dim)
     return gain * expand_kv_heads(path, query.shape[1]), path, value
 
 
