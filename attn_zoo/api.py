@@ -153,7 +153,7 @@ def run(
         shard: `"I/N"`: the I-th of N parts only.
         time_limit_min: minutes after which no further cell starts.
         retry: statuses of records that are run again.
-        jobs: trainings at once, on Ray for each GPU or node; timings always run alone.
+        jobs: trainings at once, or other cells without a timing, on Ray for each GPU or node; timings run alone.
         engine: `"local"` or `"ray"`.
         address: of the Ray cluster.
         data_dir: where tasks find local data.

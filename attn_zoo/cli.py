@@ -230,7 +230,7 @@ def _options(pairs: list[str] | None) -> dict[str, Any]:
 OnlyCells = Annotated[list[str] | None, typer.Option("--only", help="Keep cells whose id matches, such as 'full/*'.")]
 Add = Annotated[list[str] | None, typer.Option("--add", help="Add this variant to every group; may be repeated.")]
 Jobs = Annotated[
-    int, typer.Option("--jobs", "-j", help="Trainings at once, with Ray per GPU or node; timings always run alone.")
+    int, typer.Option("--jobs", "-j", help="Cells at once (per GPU or node with Ray); timings always run alone.")
 ]
 AllowCells = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Take a matrix of more than 20 000 cells, up to N.")

@@ -1,0 +1,219 @@
+"""Distances from exact attention in a report: curves, floors, what is said of them, and that nothing is invented."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attn_zoo.records import Approximation, Cell, Record, Status
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.export import flat_frame
+from attn_zoo.report.figures.all_figures import figure_names, make_pictures
+from attn_zoo.report.flat_records import flat_row, record_of
+from attn_zoo.report.pages.findings import error_findings, findings, headline
+from attn_zoo.report.pages.leaderboard import leaderboard_readme, read_machines
+from attn_zoo.report.pages.write import write_report
+from attn_zoo.report.tables.all_tables import make_tables, status_table
+from attn_zoo.report.tables.front_table import front_table
+from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
+
+
+def approximation(
+    variant: str,
+    seq_len: int,
+    error: float,
+    *,
+    inputs: str = "peaked",
+    seed: int = 0,
+    status: Status = "ok",
+    has_budget: bool = True,
+    **cell: Any,
+) -> Record:
+    """Return one invented record."""
+    sizes = {"batch_size": 1, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "scope": "attention"}
+    fields: dict[str, Any] = {"kind": "approximation", "protocol_version": 1, "label": variant, **sizes, **cell}
+    found = Approximation(
+        error=error,
+        mean_error=0.9,
+        rounding_error=1e-7,
+        num_effective_keys=seq_len / 100,
+        num_rows=2048,
+        has_budget=has_budget,
+    )
+    return Record(
+        cell=Cell(**{"variant": variant, **fields}, seq_len=seq_len, inputs=inputs, seed=seed),  # type: ignore[arg-type]
+        status=status,
+        environment=MACHINE.digest,
+        flops=seq_len**2 if variant == "full" else seq_len * 100,
+        approximation=found if status == "ok" else None,
+    )
+
+
+def over_lengths(variant: str, *errors: float, seeds: int = 2, **more: Any) -> list[Record]:
+    """Return records of 512, 1024, ... tokens, of which the seeds differ by a hundredth."""
+    return [
+        approximation(variant, 512 * 2**place, error * (1 + 0.01 * seed), seed=seed, **more)
+        for place, error in enumerate(errors)
+        for seed in range(seeds)
+    ]
+
+
+RECORDS = [
+    *over_lengths("full", 1e-7, 1e-7),
+    *over_lengths("linformer", 0.8, 1.2),
+    *over_lengths("bigbird", 0.1, 0.2),
+    *over_lengths("full", 1e-7, 1e-7, inputs="local"),
+    *over_lengths("linformer", 0.3, 0.4, inputs="local"),
+    *over_lengths("bigbird", 0.5, 0.6, inputs="local"),
+]
+
+
+def analysed(tmp_path, records):
+    return analyse([write_run(tmp_path / "run", records)])
+
+
+def test_a_curve_is_the_mean_over_seeds_with_its_interval(tmp_path):
+    (group,) = analysed(tmp_path, RECORDS).errors
+    assert [panel.inputs for panel in group.panels] == ["peaked", "local"]
+    peaked = group.panels[0]
+    assert [curve.label for curve in peaked.over_lengths] == ["full", "bigbird", "linformer"]
+    (point,) = [one for one in peaked.ranked[0].points if one.seq_len == 1024]
+    assert point.value == pytest.approx(0.201)
+    assert point.low is not None
+    assert point.high is not None
+    assert point.low < 0.2 < 0.202 < point.high
+    assert peaked.mean_error == pytest.approx({512: 0.9, 1024: 0.9})
+    assert peaked.num_effective_keys == pytest.approx({512: 5.12, 1024: 10.24})
+
+
+def test_one_seed_has_no_interval(tmp_path):
+    (group,) = analysed(tmp_path, over_lengths("bigbird", 0.1, 0.2, seeds=1)).errors
+    points = group.panels[0].curves[0].points
+    assert [(point.low, point.high) for point in points] == [(None, None)] * 2
+
+
+def test_what_is_nearest_is_said_and_what_is_no_nearer_than_the_mean(tmp_path):
+    analysis = analysed(tmp_path, RECORDS)
+    said = headline(analysis)
+    assert "at 1k tokens" in said
+    assert "peaked bigbird 0.201 (mean of the values 0.9)" in said
+    assert "local linformer 0.402 (mean of the values 0.9)" in said
+    (group,) = analysis.errors
+    assert error_findings(group)[1] == "No nearer than the mean of the values: on peaked inputs linformer."
+    assert "No nearer than the mean of the values: on peaked inputs linformer." in findings(analysis)
+
+
+def test_the_front_table_has_every_kind_of_inputs_at_the_longest_length(tmp_path):
+    analysis = analysed(tmp_path, RECORDS)
+    table = front_table(analysis)
+    assert table is not None
+    rows = {row[0]: row for row in table.texts()}
+    assert [column.heading for column in table.columns] == ["variant", "peaked", "local", "FLOPs", "of exact"]
+    assert list(rows) == ["full", "bigbird", "linformer", "mean of the values"]
+    assert rows["bigbird"][1].startswith("0.201 [")
+    assert rows["mean of the values"][1] == "0.9"
+    assert rows["bigbird"][-1] == "9.8 %"
+    names = [table.name for table in make_tables(analysis)]
+    assert names == ["error-peaked", "error-local", "approximation", "status"]
+
+
+def test_what_has_no_budget_is_named(tmp_path):
+    records = [*RECORDS, *over_lengths("linear_attention", 0.9, 0.9, has_budget=False)]
+    table = front_table(analysed(tmp_path, records))
+    assert table is not None
+    assert "No budget makes these exact: linear_attention." in table.note
+    named = front_table(analysed(tmp_path / "other", RECORDS))
+    assert named is not None
+    assert "No budget" not in named.note
+
+
+def test_errors_stand_beside_times_and_scores_and_in_no_panel_of_theirs(tmp_path):
+    times = [scaling(name, length) for name in ("full", "bigbird") for length in (512, 1024)]
+    scores = [accuracy("full", seed, 0.5) for seed in range(3)]
+    analysis = analysed(tmp_path, [*RECORDS, *times, *scores])
+    assert [series.label for panel in analysis.panels for series in panel.series] == ["bigbird", "full"]
+    front = front_table(analysis)
+    assert front is not None
+    assert "peaked" not in [column.heading for column in front.columns]
+    names = [table.name for table in make_tables(analysis)]
+    assert "error-overview" in names
+    assert any("Nearest to exact attention" in text for text in findings(analysis))
+
+
+def test_figures_are_drawn_of_several_lengths_and_of_several_budgets(tmp_path):
+    analysis = analysed(tmp_path, RECORDS)
+    assert figure_names(analysis) == ["approximation-error", "approximation-cost-error"]
+    (picture,) = make_pictures(analysis)
+    assert picture.name == "approximation-error"
+    assert "bigbird 0.201" in picture.alt
+    assert "not drawn: full, exact (at most 1e-07)" in picture.alt
+    small = approximation("bigbird", 1024, 0.7, label="bigbird small", options={"block_size": 8})
+    more = analysed(tmp_path / "more", [*RECORDS, small])
+    curves, costs = make_pictures(more)
+    assert "bigbird small" not in curves.alt, "it has one length"
+    assert "bigbird small 0.7 at 9.8 %" in costs.alt
+    assert "error-budgets" in [table.name for table in make_tables(more)]
+
+
+def test_errors_of_the_lower_edge_are_said_to_be_there(tmp_path):
+    records = [*RECORDS, *over_lengths("moba", 1e-7, 0.1)]
+    assert "at the lower edge: below 0.001" in make_pictures(analysed(tmp_path, records))[0].alt
+
+
+def test_settings_do_not_mix(tmp_path):
+    records = [*RECORDS, *over_lengths("bigbird", 0.3, 0.4, is_causal=True)]
+    groups = analysed(tmp_path, records).errors
+    assert sorted(group.name for group in groups) == ["error-bidirectional", "error-causal"]
+    causal = next(group for group in groups if group.name == "error-causal")
+    assert [curve.label for panel in causal.panels for curve in panel.curves] == ["bigbird"]
+
+
+def test_a_cell_without_a_number_is_a_word(tmp_path):
+    failed = approximation("linformer", 2048, 0.0, status="oom_host")
+    analysis = analysed(tmp_path, [*RECORDS, approximation("bigbird", 2048, 0.3), failed])
+    table = next(table for table in make_tables(analysis) if table.name == "error-peaked")
+    rows = {row[0]: row for row in table.texts()}
+    assert rows["linformer"][-1] == "OOM"
+    assert rows["full"][-1] == "no record"
+    (row,) = status_table(analysis).rows
+    assert (row["variant"], row["what"], row["lengths"]) == ("linformer", "peaked", "2k")
+
+
+def test_only_failures_make_no_figure_and_no_claim(tmp_path):
+    analysis = analysed(tmp_path, [approximation("linformer", 512, 0.0, status="gate_failed")])
+    assert headline(analysis) == "No cell gave a measurement."
+    assert make_pictures(analysis) == []
+    assert front_table(analysis) is None
+
+
+def test_of_a_cell_in_two_folders_the_last_counts(tmp_path):
+    first, second = (approximation("bigbird", 512, error) for error in (0.5, 0.1))
+    folders = [
+        write_run(tmp_path / name, [Record.from_dict({**record.to_dict(), "started": started})])
+        for name, record, started in (("a", first, "2026-01-01T00:00:00"), ("b", second, "2026-01-02T00:00:00"))
+    ]
+    analysis = analyse(folders)
+    assert analysis.errors[0].panels[0].curves[0].value(512) == 0.1
+    assert "1 cells occur in more than one folder; of these the last counts" in analysis.results.warnings
+
+
+def test_an_export_holds_every_number_and_is_read_back(tmp_path):
+    record = RECORDS[0]
+    row = flat_row(record)
+    assert (row["error"], row["inputs"], row["num_effective_keys"]) == (1e-7, "peaked", 5.12)
+    again = record_of({**row, "label": "full", "environment": record.environment}, "row")
+    assert again.approximation == record.approximation
+    frame = flat_frame(analysed(tmp_path, RECORDS).results.observations)
+    assert frame["mean_error"].notna().all()
+
+
+def test_pages_show_them(tmp_path):
+    folder = write_run(tmp_path / "run", RECORDS)
+    write_report([folder], folder)
+    page = (folder / "report.html").read_text()
+    assert "How near does it come to exact attention?" in page
+    assert (folder / "figures" / "approximation-error.svg").is_file()
+    assert "bigbird,peaked" in (folder / "tables" / "approximation.csv").read_text()
+    readme = leaderboard_readme(read_machines(tmp_path))
+    assert "**How near does it come to exact attention?** Nearest to exact attention at 1k tokens" in readme
