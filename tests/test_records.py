@@ -205,7 +205,7 @@ def test_a_cell_at_another_length_is_as_if_made_anew(cell, seq_len, is_asked_fir
 
 def another(hint: Any, value: object) -> Any:
     """Return a value of the field's type that differs from `value`."""
-    candidates: list[Any] = ["x", 7, 0.5, not value, {"x": 1}, "mixer", "bwd", "accuracy", ("x",)]
+    candidates: list[Any] = ["x", 7, 0.5, not value, {"x": 1}, "mixer", "bwd", "accuracy", "local", ("x",)]
     for candidate in candidates:
         try:
             TypeAdapter(hint).validate_python(candidate, strict=True)

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from attn_zoo.records import Memory, Record, Score, Timing
+from attn_zoo.records import Approximation, Memory, Record, Score, Timing
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.export import COLUMNS
 from attn_zoo.report.measurements import CALLS, COSTS
@@ -12,9 +12,15 @@ from attn_zoo.report.tables.score_tables import cost_table
 from attn_zoo.report.tables.time_tables import measurement_table
 from tests.report.synthetic import accuracy, scaling, write_run
 
-PARTS = {"record": Record, "timing": Timing, "memory": Memory, "score": Score}
+PARTS = {
+    "record": Record,
+    "timing": Timing,
+    "memory": Memory,
+    "score": Score,
+    "approximation": Approximation,
+}
 RENAMED = {"kernels": "kernel"}  # joined
-LEFT_OUT = {"cell", "timing", "memory", "score", "trace"}
+LEFT_OUT = {"cell", "timing", "memory", "score", "approximation", "trace"}
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)

@@ -48,8 +48,8 @@ from attn_zoo.matrix.claimed_costs import (
     form_of,
     forward_flops,
 )
-from attn_zoo.matrix.kinds.call import CallGroup, CallKind
 from attn_zoo.matrix.kinds.kind import Axis, Forecast, Member, Seed
+from attn_zoo.matrix.kinds.one_call import CallGroup, CallKind
 from attn_zoo.matrix.kinds.scaling import draw_inputs, normal
 from attn_zoo.matrix.kinds.timed import TimedForecast
 from attn_zoo.matrix.plan.estimate import Estimate, call_seconds

@@ -17,7 +17,7 @@ from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import Claims, claims, config_of, form_of
-from attn_zoo.matrix.kinds.call import make_module
+from attn_zoo.matrix.kinds.one_call import make_module
 from attn_zoo.matrix.kinds.scaling import draw_inputs
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.metadata import Capabilities

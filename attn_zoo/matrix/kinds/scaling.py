@@ -21,8 +21,8 @@ from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, form_of
-from attn_zoo.matrix.kinds.call import make_module
 from attn_zoo.matrix.kinds.kind import Axis
+from attn_zoo.matrix.kinds.one_call import make_module
 from attn_zoo.matrix.kinds.timed import TimedCallGroup, TimedCallKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell

@@ -20,8 +20,8 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import config_of
-from attn_zoo.matrix.kinds.call import CallGroup, CallKind, LengthGroup, make_module
 from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Member, Seconds
+from attn_zoo.matrix.kinds.one_call import CallGroup, CallKind, LengthGroup, make_module
 from attn_zoo.matrix.plan.estimate import CALLS
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.work_order import WorkOrder

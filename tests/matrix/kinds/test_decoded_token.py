@@ -21,8 +21,8 @@ from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.claimed_costs import build_context, claims, form_of
 from attn_zoo.matrix.kinds import read_tokens
 from attn_zoo.matrix.kinds.all_kinds import kind_of
-from attn_zoo.matrix.kinds.call import make_module
 from attn_zoo.matrix.kinds.decoded_token import DecodeWorkload, _Steps
+from attn_zoo.matrix.kinds.one_call import make_module
 from attn_zoo.matrix.plan.estimate import START_S
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
