@@ -22,6 +22,7 @@ import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.records import Cell, Environment, Score
+from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGroup, make_error_groups
 from attn_zoo.report.analysis.floor import TWO_SIDED
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
@@ -35,7 +36,15 @@ from attn_zoo.report.analysis.scores import (
     pair,
 )
 from attn_zoo.report.analysis.timed_cells import MATCH, SIDE, setting_of, side_of, timed_cells
-from attn_zoo.report.tables.comparison_tables import RATIO, SAME_WITHIN, scores_table, settings_apart, times_table
+from attn_zoo.report.compare_errors import compare_errors
+from attn_zoo.report.tables.comparison_tables import (
+    RATIO,
+    SAME_WITHIN,
+    errors_table,
+    scores_table,
+    settings_apart,
+    times_table,
+)
 from attn_zoo.report.tables.table import Row, Table, escape_markdown, interval_values, plain_rows
 from attn_zoo.report.tables.table import to_markdown as table_markdown
 from attn_zoo.report.units import human_number, percent
@@ -74,17 +83,19 @@ class Comparison:
         scores: one row for each variant of each task that a side has trained; see `difference` (b minus a, paired by
             seed) and `verdict`: `better` or `worse` where that is settled; `same` where a difference by more than the
             limit is excluded; `cannot say` otherwise, and below three common seeds.
+        errors: likewise for each error beside exact attention: `ratio` is b's over a's, paired by seed.
         limit: share by which b may be slower, larger or worse.
     """
 
     times: pd.DataFrame
     scores: tuple[dict[str, Any], ...]
+    errors: tuple[dict[str, Any], ...] = ()
     limit: float = LIMIT
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """All rows as plain data, times first; what is not known is None."""
-        return [*plain_rows(self.times), *self.scores]
+        return [*plain_rows(self.times), *self.errors, *self.scores]
 
     @property
     def worse(self) -> list[str]:
@@ -101,6 +112,12 @@ class Comparison:
                 said.append(f"{name}: {RATIO.show(row)} times the time")
             if (row["memory_ratio"] or 0.0) > 1 + self.limit:
                 said.append(f"{name}: {human_number(row['memory_ratio'])} times the memory")
+        for row, setting in zip(self.errors, settings_apart(self.errors), strict=True):
+            name = f"{row['label']} on {row['inputs']} inputs L{row['seq_len']}" + (f" ({setting})" if setting else "")
+            if row["verdict"] == "failed in b":
+                said.append(f"{name}: no error any more")
+            if row["verdict"] == "worse" and row["ratio_low"] > 1 + self.limit:
+                said.append(f"{name}: {RATIO.show(row)} times the error")
         for row, setting in zip(self.scores, settings_apart(self.scores), strict=True):
             name = f"{row['label']} on {row['task']}" + (f" ({setting})" if setting else "")
             if row["verdict"] == "failed in b":
@@ -112,7 +129,7 @@ class Comparison:
         return said
 
     def tables(self, most: int | None = None) -> list[Table]:
-        """Return what both runs have, for people: times, and scores.
+        """Return what both runs have, for people: times, errors and scores.
 
         Args:
             most: rows of a table; of more, those that differ most, the worst first. None for all.
@@ -121,15 +138,17 @@ class Comparison:
             ConfigError: they have nothing in common; the message names what differs.
         """
         timed = plain_rows(self.times[~self.times["verdict"].isin(_ALONE)])
-        scored = [row for row in self.scores if row["verdict"] not in _ALONE]
-        if not timed and not scored:
+        erring, scored = ([row for row in rows if row["verdict"] not in _ALONE] for rows in (self.errors, self.scores))
+        if not (timed or erring or scored):
             raise ConfigError("compare", [("", self._why_nothing())])
-        return [_worst(table, rows, most) for table, rows in ((times_table, timed), (scores_table, scored)) if rows]
+        every = (times_table, timed), (errors_table, erring), (scores_table, scored)
+        return [_worst(table, rows, most) for table, rows in every if rows]
 
     def _why_nothing(self) -> str:
-        timed, scored = plain_rows(self.times), self.scores
-        why = _why_apart(timed, MATCH) if timed else _why_apart(scored, _SCORE_MATCH)
-        sides = [[row for row in timed or scored if row["verdict"] == alone] for alone in _ALONE]
+        every = (plain_rows(self.times), MATCH), (self.errors, _ERROR_MATCH), (self.scores, _SCORE_MATCH)
+        rows, names = next((each for each in every if each[0]), ((), ()))
+        why = _why_apart(rows, names)
+        sides = [[row for row in rows if row["verdict"] == alone] for alone in _ALONE]
         examples = [_example(side) for side in sides]
         text = f"expected two runs with cells in common; the first has {examples[0]}, the second {examples[1]}"
         return f"{text}{f': they differ in {why}' if why else ''}"
@@ -237,7 +256,9 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
         raise ConfigError("compare", [("", text)])
     first, second = sides
     scores = _compare_scores(first.groups, second.groups, allowed, limit)
-    return Comparison(times=_compare_times(first, second, allowed, limit), scores=tuple(scores), limit=limit)
+    errors = compare_errors(first.errors, second.errors, allowed, limit)
+    times = _compare_times(first, second, allowed, limit)
+    return Comparison(times=times, scores=tuple(scores), errors=tuple(errors), limit=limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +292,7 @@ class _Side:
         used: digests of the machines that its cells are of.
         environments: machines by digest.
         groups: what it trained.
+        errors: what it compared with exact attention.
         cells: what it timed or failed at, by what must agree before two times may be compared.
         spread: how much its processes differ in the middle of its cells; 0 where each has one process.
     """
@@ -278,6 +300,7 @@ class _Side:
     used: frozenset[str]
     environments: Mapping[str, Environment]
     groups: Sequence[AccuracyGroup]
+    errors: Sequence[ErrorGroup]
     cells: Mapping[tuple[Any, ...], _Timed]
     spread: float
 
@@ -290,6 +313,7 @@ def _read(source: str | Path, allowed: set[str]) -> _Side:
         used=frozenset(one.environment for one in results.observations) - {""},
         environments=results.environments,
         groups=make_accuracy_groups(results),
+        errors=make_error_groups(results),
         cells=cells,
         spread=median(spread for spread in spreads if spread is not None) if spreads else 0.0,
     )
@@ -365,6 +389,8 @@ def _judge(
 def _is_within(ratio: Ratio, share: float) -> bool:
     return ratio.low >= 1 / (1 + share) and ratio.high <= 1 + share
 
+
+_ERROR_MATCH = ("label", "inputs", "seq_len", *GROUP_FIELDS)
 
 _SCORE_MATCH = (
     *("label", "start", "task", "level", "protocol", "overrides", "tuned", "is_causal", "dtype", "device", "threads"),
@@ -481,6 +507,8 @@ def _example(rows: Sequence[Mapping[str, Any]]) -> str:
     row = rows[0]
     if "task" in row:
         return f"{len(rows)}, such as {row['label']} on {row['task']} by {row['protocol']}"
+    if "inputs" in row:
+        return f"{len(rows)}, such as {row['label']} on {row['inputs']} inputs L{row['seq_len']} {row['dtype']}"
     return f"{len(rows)}, such as {row['label']} {row['pass']} L{row['seq_len']} {row['dtype']} on {row['device']}"
 
 

@@ -1,4 +1,4 @@
-"""Two runs side by side, for people: times cell by cell, scores task by task."""
+"""Two runs side by side, for people: times cell by cell, errors by inputs, scores task by task."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
+from attn_zoo.report.tables.error_tables import error_text
 from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column, time_column
 from attn_zoo.report.units import human_length, human_number
 from attn_zoo.report.wording import PANEL_FIELDS, doubt_words, setting_words
@@ -84,6 +85,36 @@ def _verdict_word(row: Row) -> str:
     word = "agree" if row["verdict"] == "same" else str(row["verdict"])
     kernels = [row.get(f"kernel_{side}") for side in "ab"]
     return f"{word}, {' -> '.join(map(str, kernels))}" if all(kernels) and kernels[0] != kernels[1] else word
+
+
+def errors_table(rows: Sequence[Row]) -> Table:
+    """Return the errors beside exact attention that both runs measured."""
+    settings = settings_apart(rows)
+    return Table(
+        name="compare-errors",
+        title="Two runs, error by error",
+        notes=(
+            (
+                "Errors beside exact attention, means over seeds; the ratio is that of the second over the first, "
+                "paired by seed, with its 95 % interval."
+            ),
+            (
+                f"Better or worse only where the interval excludes 1; {LEAST_SEEDS} common seeds are needed. They "
+                "agree where a change by more than the limit is excluded, or where only rounding is left in both."
+            ),
+        ),
+        columns=(
+            text_column("variant", "label", priority=0),
+            text_column("inputs", priority=0),
+            number_column("length", "seq_len", human_length, priority=0),
+            *([text_column("setting", priority=0)] if any(settings) else []),
+            number_column("first", "error_a", error_text, priority=1),
+            number_column("second", "error_b", error_text, priority=1),
+            RATIO,
+            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
+        ),
+        rows=tuple({**row, "setting": setting} for row, setting in zip(rows, settings, strict=True)),
+    )
 
 
 def scores_table(rows: Sequence[Row]) -> Table:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_zoo.attention import build_attention
 from attn_zoo.attention.oracle import attention_weights, softmax_attention
 from attn_zoo.errors import ConfigError, GateError
 from attn_zoo.matrix.drive.progress import describe
@@ -218,7 +219,7 @@ def test_what_fails_its_gate_has_no_error(monkeypatch):
 
 
 def test_an_output_that_is_not_finite_is_no_error_but_a_failure(monkeypatch):
-    original = approximation.build_attention
+    original = build_attention
 
     def spoiled(*given: Any, **options: Any) -> Any:
         module = original(*given, **options)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from attn_zoo.errors import ConfigError
 from attn_zoo.records import Approximation, Cell, Record, Status
 from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.compare import compare
 from attn_zoo.report.export import flat_frame
 from attn_zoo.report.figures.all_figures import figure_names, make_pictures
 from attn_zoo.report.flat_records import flat_row, record_of
@@ -217,3 +219,54 @@ def test_pages_show_them(tmp_path):
     assert "bigbird,peaked" in (folder / "tables" / "approximation.csv").read_text()
     readme = leaderboard_readme(read_machines(tmp_path))
     assert "**How near does it come to exact attention?** Nearest to exact attention at 1k tokens" in readme
+
+
+def compared(tmp_path, first, second, **more):
+    folders = [write_run(tmp_path / name, records) for name, records in (("a", first), ("b", second))]
+    found = compare(*folders, **more)
+    return found, {(row["label"], row["inputs"], row["seq_len"]): row for row in found.errors}
+
+
+def test_two_runs_are_compared_error_by_error(tmp_path):
+    first = [*over_lengths("bigbird", 0.1, 0.2, seeds=3), *over_lengths("linformer", 0.5, 0.5, seeds=3)]
+    first += [*over_lengths("full", 1e-7, 1e-7, seeds=3), *over_lengths("moba", 0.3, 0.3, seeds=2)]
+    second = [*over_lengths("bigbird", 0.1, 0.3, seeds=3), *over_lengths("linformer", 0.25, 0.505, seeds=3)]
+    second += [*over_lengths("full", 1.9e-7, 5e-8, seeds=3), *over_lengths("moba", 0.6, 0.3, seeds=2)]
+    found, rows = compared(tmp_path, first, second)
+    verdicts = {(label, length): row["verdict"] for (label, _, length), row in rows.items()}
+    assert verdicts == {
+        ("bigbird", 512): "same",
+        ("bigbird", 1024): "worse",
+        ("linformer", 512): "better",
+        ("linformer", 1024): "same",
+        ("full", 512): "same",
+        ("full", 1024): "same",
+        ("moba", 512): "cannot say",
+        ("moba", 1024): "same",
+    }, "of exact attention rounding is left; two seeds are too few"
+    assert rows["bigbird", "peaked", 1024]["ratio"] == pytest.approx(1.5)
+    assert found.worse == ["bigbird on peaked inputs L1024: 1.5 [1.5, 1.5] times the error"]
+    (table,) = found.tables()
+    assert table.name == "compare-errors"
+    assert "1 worse by more than 10 %" in found.markdown()
+    assert [row["error_b"] for row in found.rows if row["label"] == "moba"] == pytest.approx([0.603, 0.3015])
+
+
+def test_an_error_that_is_gone_or_new_is_said(tmp_path):
+    gone = [approximation("bigbird", 512, 0.0, status="gate_failed", seed=seed) for seed in range(3)]
+    first = [*over_lengths("bigbird", 0.1, seeds=3), *over_lengths("linformer", 0.5, seeds=3)]
+    found, rows = compared(tmp_path, first, [*gone, *over_lengths("moba", 0.5, seeds=3)])
+    assert {label: row["verdict"] for (label, *_), row in rows.items()} == {
+        "bigbird": "failed in b",
+        "linformer": "only in a",
+        "moba": "only in b",
+    }
+    assert found.worse == ["bigbird on peaked inputs L512: no error any more"]
+
+
+def test_two_runs_without_a_common_error_say_what_differs(tmp_path):
+    found, _ = compared(tmp_path, over_lengths("bigbird", 0.1), over_lengths("bigbird", 0.1, inputs="local"))
+    with pytest.raises(
+        ConfigError, match=r"such as bigbird on peaked inputs L512 float32.*inputs \(peaked against local"
+    ):
+        found.tables()

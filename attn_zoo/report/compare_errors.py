@@ -1,0 +1,96 @@
+"""Compare the errors beside exact attention that two runs measured: the same seeds draw the same inputs in both."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from attn_zoo.records import Record
+from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGroup, ErrorPoint
+from attn_zoo.report.analysis.scores import LEAST_SEEDS
+from attn_zoo.report.tables.table import interval_values
+from attn_zoo.statistics import mean_interval
+
+_Key = tuple[Any, ...]
+
+
+def compare_errors(
+    a: Sequence[ErrorGroup], b: Sequence[ErrorGroup], allowed: set[str], limit: float
+) -> list[dict[str, Any]]:
+    """Return one row for each mechanism, kind of inputs and length that a side measured; see `Comparison`."""
+    sides = _by_mechanism(a, allowed), _by_mechanism(b, allowed)
+    rows = []
+    for key in dict.fromkeys([*sides[0], *sides[1]]):
+        first, second = (side.get(key) for side in sides)
+        known = second or first
+        assert known is not None
+        label, point = known
+        before, after = (side[1] if side else None for side in (first, second))
+        if not any(each is not None and each.value is not None for each in (before, after)):
+            continue
+        cell = point.records[0].cell
+        ratio, num_paired = _ratio(before, after)
+        rows.append(
+            {name: getattr(cell, name) for name in GROUP_FIELDS}
+            | {"label": label, "inputs": cell.inputs, "seq_len": cell.seq_len}
+            | {"error_a": before.value if before else None, "error_b": after.value if after else None}
+            | interval_values("ratio", *ratio)
+            | {"num_paired": num_paired, "verdict": _verdict(before, after, ratio, num_paired, limit)}
+        )
+    return rows
+
+
+def _by_mechanism(groups: Sequence[ErrorGroup], allowed: set[str]) -> dict[_Key, tuple[str, ErrorPoint]]:
+    """Return label and point by what must agree before two errors may be compared: a label says less, or more."""
+    found = {}
+    names = [name for name in GROUP_FIELDS if name != "protocol_version" or "protocol" not in allowed]
+    for group in groups:
+        for panel in group.panels:
+            for curve in panel.curves:
+                for point in curve.points:
+                    cell = point.records[0].cell
+                    own = cell.variant, json.dumps(cell.options, sort_keys=True), cell.inputs, cell.seq_len
+                    found[*own, *(getattr(cell, name) for name in names)] = curve.label, point
+    return found
+
+
+def _by_seed(point: ErrorPoint | None) -> dict[int, Record]:
+    records = point.records if point is not None else ()
+    return {record.cell.seed: record for record in records if record.approximation is not None}
+
+
+_Ratio = tuple[float | None, float | None, float | None]
+
+
+def _ratio(before: ErrorPoint | None, after: ErrorPoint | None) -> tuple[_Ratio, int]:
+    """Return the geometric mean over common seeds of b's error over a's with its 95 % interval, and their number."""
+    first, second = _by_seed(before), _by_seed(after)
+    common = [(first[seed].approximation, second[seed].approximation) for seed in sorted(first.keys() & second.keys())]
+    logs = [math.log(b.error / a.error) for a, b in common if a and b and a.error > 0 and b.error > 0]
+    if not logs:
+        return (None, None, None), len(common)
+    value, ends = math.exp(sum(logs) / len(logs)), mean_interval(logs)
+    return (value, math.exp(ends[0]), math.exp(ends[1])) if ends else (value, None, None), len(logs)
+
+
+def _is_rounding(point: ErrorPoint) -> bool:
+    return all(found.error <= 2 * found.rounding_error for found in point.found)
+
+
+def _verdict(before: ErrorPoint | None, after: ErrorPoint | None, ratio: _Ratio, num_paired: int, limit: float) -> str:
+    if before is None or after is None:
+        return "only in a" if after is None else "only in b"
+    if before.value is None or after.value is None:
+        return "failed in a" if before.value is None else "failed in b"
+    value, low, high = ratio
+    if before.value == after.value or (_is_rounding(before) and _is_rounding(after)):
+        return "same"
+    if value is None or low is None or high is None or num_paired < LEAST_SEEDS:
+        return "cannot say"
+    if low >= 1 / (1 + limit) and high <= 1 + limit:
+        return "same"
+    if low <= 1.0 <= high:
+        return "cannot say"
+    return "worse" if low > 1.0 else "better"
