@@ -82,7 +82,7 @@ def draw_error_costs(group: ErrorGroup, looks: Looks) -> Page | None:
         value_axis(axes, [flops / whole for _, flops, _ in every], percent, 10, name="x")
         value_axis(axes, values, error_text, 10)
         axes.set_title(f"{panel.inputs} inputs", loc="left", color=INK)
-        axes.set_xlabel("FLOPs of exact attention's")
+        axes.set_xlabel("FLOPs (exact attention: 100 %)")
         if place % 2 == 0:
             axes.set_ylabel("relative error")
         axes.axhline(panel.mean_error[length], color=MUTED, ls=MARK, lw=1.2, zorder=2)

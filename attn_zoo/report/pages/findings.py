@@ -40,6 +40,12 @@ EXPLANATION_OF_DECODING = (
     "log-log figures. A window, or a state of fixed size, costs the same after any number of tokens: slope 0."
 )
 
+EXPLANATION_OF_ERRORS = (
+    "An error is the distance from what exact attention computes on the same queries, keys and values, as a share of it: "
+    "0 is exact, and zeros would have 1. Equal weights for all keys, which give the mean of the values, need no "
+    "attention: what is no nearer than that has found nothing on such inputs."
+)
+
 WHY_LINEAR = (
     "Exact attention's memory is linear here: its fused kernels never store the scores of all pairs, only a running "
     "maximum and sum for each token."
@@ -83,9 +89,13 @@ def nearest_line(group: ErrorGroup) -> str:
     said = []
     for panel in group.panels:
         point = panel.ranked[0].at(panel.lengths[-1]) if panel.lengths and panel.ranked else None
-        if point is not None and point.value is not None:
-            mean = error_text(panel.mean_error[panel.lengths[-1]])
-            said.append(f"{panel.inputs} {panel.ranked[0].label} {error_text(point.value)} (mean of the values {mean})")
+        if point is None or point.value is None:
+            continue
+        mean = f"mean of the values {error_text(panel.mean_error[panel.lengths[-1]])}"
+        if panel.ranked[0] in panel.useless:
+            said.append(f"{panel.inputs} none (none is nearer than the {mean})")
+        else:
+            said.append(f"{panel.inputs} {panel.ranked[0].label} {error_text(point.value)} ({mean})")
     lengths = {panel.lengths[-1] for panel in group.panels if panel.lengths}
     at = f" at {human_length(lengths.pop())} tokens" if len(lengths) == 1 else ""
     return f"Nearest to exact attention{at}, relative error by kind of inputs: {', '.join(said)}." if said else ""
@@ -394,9 +404,10 @@ def memory_findings(analysis: Analysis) -> list[str]:
 
 
 def explanation(analysis: Analysis) -> str:
-    """Return what slopes mean, of whole sequences and of decoded tokens; empty where nothing was timed."""
+    """Return what slopes mean, of whole sequences and of decoded tokens, and errors; empty where there are none."""
     said = {False: EXPLANATION, True: EXPLANATION_OF_DECODING}
-    return " ".join(said[each] for each in sorted({is_one_token(panel.pass_) for panel in analysis.panels}))
+    texts = [said[each] for each in sorted({is_one_token(panel.pass_) for panel in analysis.panels})]
+    return " ".join([*texts, *([EXPLANATION_OF_ERRORS] if analysis.errors else [])])
 
 
 def _has_linear_memory(panel: Panel) -> bool:

@@ -48,8 +48,12 @@ def _how_to_read(curves: Iterable[ErrorCurve]) -> Note:
 
 
 def error_text(value: float) -> str:
-    """Return an error: three digits, or below a thousandth one with an exponent."""
-    return human_number(value) if value >= 1e-3 else f"{value:.0e}"
+    """Return an error: three digits, or below a thousandth one with an exponent.
+
+    >>> error_text(0.12345), error_text(3.96e-7), error_text(0.0)
+    ('0.123', '4e-07', '0')
+    """
+    return f"{value:.0e}" if 0.0 < value < 1e-3 else human_number(value)
 
 
 def _text(point: ErrorPoint | float | None) -> str:

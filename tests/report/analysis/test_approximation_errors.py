@@ -106,6 +106,11 @@ def test_what_is_nearest_is_said_and_what_is_no_nearer_than_the_mean(tmp_path):
     assert "No nearer than the mean of the values: on peaked inputs linformer." in findings(analysis)
 
 
+def test_nothing_is_called_nearest_that_is_no_nearer_than_the_mean(tmp_path):
+    records = over_lengths("linformer", 0.9, 1.2)
+    assert "peaked none (none is nearer than the mean of the values 0.9)" in headline(analysed(tmp_path, records))
+
+
 def test_the_front_table_has_every_kind_of_inputs_at_the_longest_length(tmp_path):
     analysis = analysed(tmp_path, RECORDS)
     table = front_table(analysis)
