@@ -41,8 +41,8 @@ EXPLANATION_OF_DECODING = (
 )
 
 EXPLANATION_OF_ERRORS = (
-    "An error is the distance from what exact attention computes on the same queries, keys and values, as a share of it: "
-    "0 is exact, and zeros would have 1. Equal weights for all keys, which give the mean of the values, need no "
+    "An error is the distance from what exact attention computes on the same queries, keys and values, as a share of "
+    "it: 0 is exact, and zeros would have 1. Equal weights for all keys, which give the mean of the values, need no "
     "attention: what is no nearer than that has found nothing on such inputs."
 )
 
@@ -404,10 +404,9 @@ def memory_findings(analysis: Analysis) -> list[str]:
 
 
 def explanation(analysis: Analysis) -> str:
-    """Return what slopes mean, of whole sequences and of decoded tokens, and errors; empty where there are none."""
+    """Return what slopes mean, of whole sequences and of decoded tokens; empty where nothing was timed."""
     said = {False: EXPLANATION, True: EXPLANATION_OF_DECODING}
-    texts = [said[each] for each in sorted({is_one_token(panel.pass_) for panel in analysis.panels})]
-    return " ".join([*texts, *([EXPLANATION_OF_ERRORS] if analysis.errors else [])])
+    return " ".join(said[each] for each in sorted({is_one_token(panel.pass_) for panel in analysis.panels}))
 
 
 def _has_linear_memory(panel: Panel) -> bool:

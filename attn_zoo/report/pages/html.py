@@ -22,6 +22,7 @@ from attn_zoo.report.figures.all_figures import Picture, front_picture
 from attn_zoo.report.figures.style import DARK, FONTS
 from attn_zoo.report.figures.svg import dark_rules, inline_figures
 from attn_zoo.report.pages.findings import (
+    EXPLANATION_OF_ERRORS,
     accuracy_findings,
     completeness,
     error_findings,
@@ -55,7 +56,7 @@ def build_page(
     scores += [text for group in analysis.accuracy for text in accuracy_findings(group)]
     errors = [text for group in analysis.errors for text in error_findings(group)]
     sentences = {"time": panel_findings(analysis), "memory": memory_findings(analysis)}
-    sentences |= {"approximation": errors, "accuracy": scores}
+    sentences |= {"approximation": [EXPLANATION_OF_ERRORS, *errors], "accuracy": scores}
     return render_page(
         "report.html.j2",
         fonts=FONTS,
