@@ -239,3 +239,14 @@ def test_results_from_before_keep_their_keys():
     assert files
     for file in files:
         assert Record.from_dict(json.loads(file.read_text())).cell.key == file.stem
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["full", "linformer", "bigbird"])
+def test_a_gpu_measures_the_same_but_for_rounding(name):
+    sizes = {"seq_len": 1024, "head_dim": 64, "inputs": "topics", "dtypes": "bfloat16"}
+    here, there = (measured(name, **sizes, device=device).approximation for device in ("cpu", "cuda"))
+    assert here is not None
+    assert there is not None
+    assert there.rounding_error < 1e-2
+    assert there.error == pytest.approx(here.error, rel=0.3, abs=1e-2), "other random numbers of the same kind"
