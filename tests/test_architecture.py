@@ -218,7 +218,7 @@ def _loaded_by(code: str) -> set[str]:
     return {line.partition(".")[0] for line in done.stdout.splitlines()}
 
 
-OPTIONAL = {"datasets", "xformers", "ray", "triton", "fla"}  # pynvml is loaded by torch itself where it is installed
+OPTIONAL = {"datasets", "xformers", "ray", "triton"}  # pynvml is loaded by torch itself where it is installed
 
 
 def test_import_loads_neither_plotting_nor_optional_packages():
