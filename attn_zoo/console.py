@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from enum import Enum
+from inspect import formatannotation
 from operator import itemgetter
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 from rich.markup import escape
@@ -181,7 +183,29 @@ def capability_rows(info: VariantInfo) -> list[tuple[str, str]]:
 
 def option_rows(info: VariantInfo) -> list[tuple[str, str, str]]:
     """Return each option with its default and what it does."""
-    return [(one.name, str(one.default), f"{one.summary} ({one.type})".strip()) for one in info.options]
+    types = _option_types(info)
+    return [(one.name, str(one.default), f"{one.summary} ({types[one.name]})".strip()) for one in info.options]
+
+
+def _option_types(info: VariantInfo) -> dict[str, str]:
+    """Return the type of each option in words."""
+    from attn_zoo.registry import variants
+
+    hints = get_type_hints(variants[info.name].config)
+    return {one.name: _type_words(hints[one.name]) for one in info.options}
+
+
+def _type_words(hint: Any) -> str:
+    """Return a type in words; where its values can be counted, these, as a matrix file writes them."""
+    if get_origin(hint) is Literal:
+        return " | ".join(json.dumps(value) for value in get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " | ".join(json.dumps(one.value) for one in hint)
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join("None" if one is NoneType else _type_words(one) for one in get_args(hint))
+    if isinstance(origin := get_origin(hint), type):
+        return f"{origin.__name__}[{', '.join('...' if one is ... else _type_words(one) for one in get_args(hint))}]"
+    return formatannotation(hint).replace("typing.", "")
 
 
 def print_complexity(rows: Sequence[MeasuredComplexity]) -> None:
@@ -201,6 +225,7 @@ def print_complexity(rows: Sequence[MeasuredComplexity]) -> None:
 def variant_data(info: VariantInfo) -> dict[str, Any]:
     """Return a `VariantInfo` as plain data, without the formulas."""
     cost = {key: value for key, value in asdict(info.complexity).items() if not callable(value)}
+    types = _option_types(info)
     return {
         "name": info.name,
         "summary": info.summary,
@@ -210,13 +235,9 @@ def variant_data(info: VariantInfo) -> dict[str, Any]:
         | {"why": dict(info.capabilities.why)},
         "complexity": cost,
         "reference": asdict(info.reference),
-        "options": [asdict(option) for option in info.options],
+        "options": [asdict(option) | {"type": types[option.name]} for option in info.options],
         "provider": info.provider,
     }
-
-
-_PLACE = re.compile(r"[\w.]+\.py:\d+\)")
-"""End of the message of a check in which something was raised."""
 
 
 def print_checks(results: Checks) -> None:
@@ -227,8 +248,8 @@ def print_checks(results: Checks) -> None:
     out.print()
     faults: dict[str, list[CheckResult]] = {}
     for result in results.failed:  # whatever raises at one place is one fault, which most checks meet
-        _, opening, place = result.message.rpartition(" (")
-        faults.setdefault(place if opening and _PLACE.fullmatch(place) else result.message, []).append(result)
+        place = result.message.rpartition(" (")[2] if result.has_raised else ""
+        faults.setdefault(place or result.message, []).append(result)
     for first, *others in faults.values():
         names = ", ".join(result.check for result in (first, *others))
         out.print(f"[bold red]{escape(names)}[/bold red]: {escape(first.message)}")

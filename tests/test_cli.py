@@ -113,6 +113,25 @@ def test_show_explains_every_option(call):
     assert "window_size 128 W, positions on either side of a query" in text
 
 
+def test_show_names_the_values_that_an_option_can_have(call, tmp_path):
+    text = " ".join(call("show", "linformer").out.split())
+    assert '("none" | "headwise" | "key_value" | "layerwise")' in text
+    file = tmp_path / "sorted_out.py"
+    options = """
+    kind: Kind = Kind.SOFT
+    mode: Literal["a", "b"] | None = None
+    several: tuple[Literal["x", "y"], ...] = ("x",)
+"""
+    enum = 'class Kind(StrEnum):\n    SOFT = "soft"\n    HARD = "hard"\n\n\n@dataclass(frozen'
+    call("new", "sorted_out", "--folder", str(tmp_path))
+    source = file.read_text().replace("    temperature: float = 1.0\n", options.lstrip("\n"))
+    source = source.replace("/ self.config.temperature", "").replace("@dataclass(frozen", enum, 1)
+    file.write_text(source.replace("from torch", "from enum import StrEnum\nfrom typing import Literal\n\nfrom torch"))
+    answer = call("show", "sorted_out", "--variant-file", str(file), "--json")
+    types = {option["name"]: option["type"] for option in json.loads(answer.out)["options"]}
+    assert types == {"kind": '"soft" | "hard"', "mode": '"a" | "b" | None', "several": 'tuple["x" | "y", ...]'}
+
+
 def test_a_typo_is_one_line_with_the_nearest_name(call):
     answer = call("show", "linfromer")
     assert answer.code == 2
@@ -209,7 +228,15 @@ def test_what_raises_at_one_place_is_told_once(capsys):
     places = {"modes": "mine.py:3", "causality": "mine.py:3", "dropout": "mine.py:4"}
     messages = {check: f"IndexError: {number} ({place})" for number, (check, place) in enumerate(places.items())}
     messages |= {"decode": "differs", "carry": "differs (a lot)"}
-    failed = [CheckResult(check=name, outcome="failed", message=text, example="") for name, text in messages.items()]
+    failed = [
+        CheckResult(
+            check=name,
+            outcome="failed",
+            message=text,
+            has_raised=text.endswith(tuple(f"({at})" for at in places.values())),
+        )
+        for name, text in messages.items()
+    ]
     results = Checks(failed)
     results.variant = "mine"
     print_checks(results)

@@ -90,12 +90,14 @@ class CheckResult:
             variant; `"not_applicable"`: there is nothing to check, the message says why.
         message: what was found.
         example: for a failure, the smallest call that shows it, in words.
+        has_raised: the variant raised something: most checks that call it meet the same fault.
     """
 
     check: str
     outcome: Outcome
     message: str = ""
     example: str = ""
+    has_raised: bool = False
 
     @property
     def is_bad(self) -> bool:

@@ -45,6 +45,9 @@ GATE_CHECKS = (
 CHECKS_AGAIN = ("shape_and_dtype", "causality", "padding_content", "matches_reference", "matches_oracle")
 """What is checked again where all of it held at another length or in another layer: parameters and patterns differ."""
 
+TELLING = ("shape_and_dtype", "gradients_reach_every_parameter", "padding_content", "modes")
+"""Whose name says what raised: a call, its backward, its mask, its training. Other checks may meet it before."""
+
 CHECKS_OF_DROPOUT = ("matches_reference", "gradients_reach_every_parameter", "modes")
 """What is checked once more of a cell with dropout, at one length: a path with dropout is often another."""
 
@@ -132,6 +135,7 @@ def gate(
         return verdict.checked()
     known = find(subject_key(*any_length)) if span > long or build.layer_index else None
     held: dict[str, None] = dict.fromkeys(known.held if known else ())
+    raised: list[Verdict] = []
     for each in forms:
         subject = Subject(
             variant=variant,
@@ -169,11 +173,17 @@ def gate(
                 raise torch.OutOfMemoryError(result.message) if device != "cpu" else MemoryError(result.message)
             if result.is_bad:
                 detail = f"{result.message} ({result.example})" if result.example else result.message
-                return keep(key, Verdict(failed=check.name, message=f"{name}: {detail}{beside}")).checked()
+                fault = Verdict(failed=check.name, message=f"{name}: {detail}{beside}")
+                if not result.has_raised:
+                    return keep(key, fault).checked()
+                raised.append(fault)
             if result.outcome == "refused" and form in (None, each) and check.name == "shape_and_dtype":
                 raise UnsupportedError("options", result.message)
             if result.outcome == "passed":
                 held[check.name] = None
+    if raised:
+        told = {fault.failed: fault for fault in reversed(raised)}
+        return keep(key, next((told[name] for name in TELLING if name in told), raised[0])).checked()
     keep(subject_key(*any_length), Verdict(held=tuple(held)))
     return keep(key, Verdict(held=tuple(held))).checked()
 

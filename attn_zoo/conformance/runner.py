@@ -230,7 +230,7 @@ def _run_once(check: Check, subject: Subject) -> CheckResult:
         return result(outcome=outcome, message=str(error), example=_words(subject))
     except (Exception, SystemExit) as error:  # a variant may raise anything: the finding; no memory says nothing of it
         outcome = "error" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "failed"
-        return result(outcome=outcome, message=_describe(error), example=_words(subject, error))
+        return result(outcome=outcome, message=_describe(error), example=_words(subject, error), has_raised=True)
     return result(outcome=finding.outcome, message=finding.message)
 
 

@@ -83,6 +83,32 @@ def test_stops_broken_variants_by_name(broken: Broken, is_causal: bool, dtype: s
     assert name in str(raised.value)
 
 
+class Raises(Softmax):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        raise ValueError("not written yet")
+
+
+class RaisesBackwards(Softmax):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        output = self.attend(query, key, value, key_padding_mask)
+        if output.requires_grad:
+            output.register_hook(self.refuse)
+        return output
+
+    def refuse(self, gradient: Tensor) -> Tensor:
+        raise ValueError("not written yet")
+
+
+@pytest.mark.parametrize(
+    ("cls", "check"), [(Raises, "shape_and_dtype"), (RaisesBackwards, "gradients_reach_every_parameter")]
+)
+def test_what_raises_is_stopped_by_a_check_of_what_raised(cls: type[Softmax], check: str) -> None:
+    with registered(Broken(cls=cls, check="")) as name:
+        for _ in range(2):  # also where the verdict is remembered
+            with pytest.raises(GateError, match=f"{check}: {name}: ValueError: not written yet"):
+                gate(name, {}, build(), seq_len=256, is_training=True)
+
+
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize("cls", [broken.cls for broken in MODES], ids=lambda cls: cls.__name__)
