@@ -184,13 +184,14 @@ def covered(boxes: Sequence[Box], others: Sequence[Box]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class PointName:
-    """The name of a data point whose mark has a radius in points."""
+    """The name of a data point whose mark has a radius in points; pressing it hides the curve `of`, if given."""
 
     name: str
     colour: str
     x: float
     y: float
     radius: float
+    of: str = ""
 
 
 def mark_boxes(axes: Axes, names: Sequence[PointName]) -> list[Box]:
@@ -224,10 +225,14 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
         near = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
         if math.dist(near, (x, y)) > radius + 9:
             ends = axes.transData.inverted().transform([near, (x, y)])
-            axes.plot(ends[:, 0], ends[:, 1], color=name.colour, lw=0.7, alpha=0.6, zorder=2.2)
+            line = axes.plot(ends[:, 0], ends[:, 1], color=name.colour, lw=0.7, alpha=0.6, zorder=2.2)
+            Tag(of=name.of).put_on(*line)
         across, up = _middle(box)
         style: dict[str, Any] = {"fontsize": POINT_NAME_SIZE, "fontweight": "bold", "color": name.colour}
-        figure.text(across / figure.bbox.width, up / figure.bbox.height, name.name, ha="center", va="center", **style)
+        text = figure.text(
+            across / figure.bbox.width, up / figure.bbox.height, name.name, ha="center", va="center", **style
+        )
+        Tag(of=name.of, is_key=bool(name.of)).put_on(text)
 
 
 def _middle(box: Box) -> tuple[float, float]:

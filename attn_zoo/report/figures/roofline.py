@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -17,7 +18,16 @@ from attn_zoo.records import Ceilings, is_one_token
 from attn_zoo.report.analysis.efficiency import Efficiency
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.figures.axes import length_axis, log_axis, value_axis
-from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
+from attn_zoo.report.figures.labels import (
+    Box,
+    EndLabel,
+    PointName,
+    draw_end_labels,
+    draw_point_names,
+    label_room,
+    labels_height,
+    square,
+)
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
@@ -38,6 +48,10 @@ _ROOF: dict[str, Any] = {"color": INK, "lw": 1.8}
 _SHEET: dict[str, Any] = {"color": MUTED, "lw": 0.8}
 FAINT = 0.35
 """Alpha of a rate that says more of the host than of the kernel."""
+MOST_BESIDE = 8
+"""Names that stand beside the roof; lines to more of them would cross each other and the marks of all lengths."""
+CROWDED_HEIGHT = 5.6
+"""Inches of a roof with more names than that, which stand at their marks."""
 
 
 def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
@@ -51,8 +65,12 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     counted = sorted({row.seq_len for series in rated.values() for row in series})
     note = f"{panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
     what = "counted" if is_one_token(panel.pass_) else "useful"
-    if is_of_bytes := _is_of_bytes(rated, ceilings):
+    is_of_bytes = _is_of_bytes(rated, ceilings)
+    is_crowded = len(rated) > MOST_BESIDE and not is_of_bytes
+    if is_of_bytes:
         note += f"; {_bytes_words(rated, what)}"
+    elif is_crowded:
+        note += "; marks: the longest length of each" + (", lines from the shortest" if len(counted) > 1 else "")
     elif len(counted) > 1:
         ends = f"{human_length(counted[0])} to {human_length(counted[-1])}"
         note += f"; marks grow with the length, {ends}; share of the roof: at the longest of each"
@@ -67,7 +85,7 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     shares = {label: f"{percent(series[-1].roof_frac)} of the roof" for label, series in rows.items()}
     names = (
         []
-        if is_of_bytes
+        if is_of_bytes or is_crowded
         else [
             EndLabel(plain(label), (shares[label],), looks[label].colour, *_place(series[-1]), label)
             for label, series in rated.items()
@@ -76,16 +94,22 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     rates = []
     for label, series in rows.items():
         last, colour = series[-1], looks[label].colour
-        details = (human_bandwidth(last.bytes_per_s), *([shares[label]] if is_of_bytes else ()))
+        details = (human_bandwidth(last.bytes_per_s), *([] if names else [shares[label]]))
         rates.append(EndLabel(plain(label), details, colour, last.seq_len, last.bytes_per_s, label))
     right = max(label_room(names), label_room(rates))
     page = Page(f"Roofline: {panel.title}", note)
     sheet = [Line2D([], [], label="data sheet", **_SHEET)] if ceilings.peak_bytes_per_s else []
     page.legend([Line2D([], [], label="roof, measured", **_ROOF), *sheet], left=0.86, colour=MUTED)
-    above = [] if is_of_bytes else page.panels(height=labels_height(names, 3.6), left=1.0, right=right)
+    if is_crowded:
+        above = page.panels(height=CROWDED_HEIGHT, left=1.0)
+    else:
+        above = [] if is_of_bytes else page.panels(height=labels_height(names, 3.6), left=1.0, right=right)
     (below,) = page.panels(height=labels_height(rates, 1.7), left=1.0, right=right, above=0.12)
     for roof in above:
         _draw_roof(roof, [_place(row) for series in rated.values() for row in series], ceilings, what)
+        if is_crowded:
+            _draw_crowd(roof, rated, ceilings, looks)
+            continue
         sizes = {length: _mark_size(length, counted) for length in counted}
         for label, series in rated.items():
             _draw_points(roof, series, _place, looks[label], sizes, 1.1)
@@ -159,6 +183,24 @@ def _draw_ceiling(axes: Axes, product: float, copy: float, style: Mapping[str, A
     start = max(left, bottom / copy)
     points = [(start, start * copy), (product / copy, product), (right, product)]
     axes.plot(*zip(*points, strict=True), zorder=1.2, **style)
+
+
+def _draw_crowd(axes: Axes, rated: _Rated, ceilings: Ceilings, looks: Looks) -> None:
+    """Draw the longest length of each with its name at the mark, and faint lines from the shorter ones."""
+    names, taken = [], list[Box]()
+    for label, series in rated.items():
+        for points in filter(None, _lines(series, _place)):
+            line: dict[str, Any] = {"color": looks[label].colour, "lw": 0.9, "alpha": FAINT, "zorder": 2.4}
+            Tag(of=label).put_on(*axes.plot(*zip(*points, strict=True), **line))
+        taken += [square(x, y, 1.5) for x, y in axes.transData.transform([_place(row) for row in series]).tolist()]
+        _draw_points(axes, series[-1:], _place, looks[label], {series[-1].seq_len: LARGEST}, 0.0)
+        names.append(PointName(plain(label, 30), looks[label].colour, *_place(series[-1]), LARGEST / 2, of=label))
+    (left, right), copy, product = axes.get_xlim(), ceilings.copy_bytes_per_s, ceilings.matmul_flops_per_s
+    along = np.geomspace(left, right, 200)
+    roof = np.column_stack([along, np.minimum(along * copy, product)])
+    taken += [square(x, y, 3) for x, y in axes.transData.transform(roof).tolist()]
+    inside = axes.get_window_extent()
+    draw_point_names(axes, names, (inside.x0 + 2, inside.y0 + 2, inside.x1 + 24, inside.y1 - 2), taken)
 
 
 def _draw_points(

@@ -11,6 +11,7 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.figures.all_figures import make_pictures
+from attn_zoo.report.figures.roofline import MOST_BESIDE
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import MISSING, to_csv, to_markdown
@@ -237,6 +238,23 @@ def test_names_stand_beside_the_roofline_and_cover_none_of_it(tmp_path):
     names = [box for text, box in shown if text.endswith("% of the roof") or text in MANY[:6]]
     assert len(names) == 6 + 2 * 6, "each with its share, and once more beside its bytes"
     assert min(box.x0 for box in names) > picture.figure.axes[0].get_window_extent().x1
+
+
+def test_of_many_the_names_stand_at_their_marks_and_cover_none_of_them(tmp_path):
+    names = [f"variant_{index}" for index in range(MOST_BESIDE + 4)]
+    found = pictures(tmp_path, sweep(names, DOUBLINGS), ceilings=[roof()])
+    (picture,) = (one for one in found if one.name.startswith("roofline"))
+    shown, (roofline, below) = texts(picture.figure), picture.figure.axes
+    frame = roofline.get_window_extent()
+    inside = [box for text, box in shown if text in names and frame.contains(*box.min)]
+    assert len(inside) == len(names)
+    marks = [line for line in roofline.get_lines() if line.get_marker() not in ("None", "")]
+    assert len(marks) == len(names), "one of each, at its longest length"
+    for x, y in (roofline.transData.transform(line.get_xydata()[0]) for line in marks):
+        assert not any(box.contains(x, y) for box in inside)
+    shares = [box for text, box in shown if text.endswith("% of the roof")]
+    assert len(shares) == len(names)
+    assert min(box.x0 for box in shares) > below.get_window_extent().x1, "beside their bytes"
 
 
 @pytest.mark.parametrize(
