@@ -114,10 +114,14 @@ class Panel:
     @cached_property
     def ranked(self) -> list[Series]:
         """The fastest at the longest length first; who is not judged comes last."""
+        return self.ranked_by(lambda point: point.median_ms)
+
+    def ranked_by(self, cost: Callable[[Point], float | None]) -> list[Series]:
+        """Return the series with the least cost at the longest length first; who is not judged comes last."""
 
         def standing(series: Series) -> tuple[float, ...]:
-            times = {point.seq_len: point.median_ms for point in series.points}
-            return not series.is_judged, *(times.get(length, math.inf) for length in reversed(self.lengths))
+            costs = {point.seq_len: found for point in series.points if (found := cost(point)) is not None}
+            return not series.is_judged, *(costs.get(length, math.inf) for length in reversed(self.lengths))
 
         return sorted(self.series, key=standing)
 

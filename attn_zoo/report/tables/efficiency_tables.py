@@ -57,7 +57,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
     rows = [
         _long_row(panel, point, shown)
         for panel in panels
-        for label in sorted(panel.efficiency)
+        for label in _by_share(panel)
         for point in panel.efficiency[label][-1 if is_brief else 0 :]
     ]
     times = human_ms.fixed(row["time_ms"] for row in rows)
@@ -97,6 +97,12 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         rows=tuple(rows),
         is_view=is_brief,
     )
+
+
+def _by_share(panel: Panel) -> list[str]:
+    """Return the labels with the largest share of the roof first; who is not judged comes last."""
+    judged = {series.label for series in panel.series if series.is_judged}
+    return sorted(panel.efficiency, key=lambda label: (label not in judged, -panel.efficiency[label][-1].roof_frac))
 
 
 def _realised(row: Row) -> str:

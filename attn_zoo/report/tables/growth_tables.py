@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import math
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +36,7 @@ def exponent_table(analysis: Analysis) -> Table:
         {"panel": panel.title, "settings": panel.subtitle, **_growth_row(growth, shown)}
         for panel in analysis.panels
         for fits in (panel.time, panel.memory)
-        for growth in fits.values()
-        if growth.slopes
+        for growth in _slowest_growth_first(panel, fits)
     ]
     return Table(
         name="exponents",
@@ -76,6 +76,16 @@ def exponent_table(analysis: Analysis) -> Table:
         rows=tuple(rows),
         fields_if_empty=("variant", "quantity", "exponent", "claimed_exponent"),
     )
+
+
+def _slowest_growth_first(panel: Panel, fits: Mapping[str, Growth]) -> list[Growth]:
+    """Return what has slopes; without an exponent it comes after those that have one, who is not judged last."""
+    judged = {series.label for series in panel.series if series.is_judged}
+
+    def standing(growth: Growth) -> tuple[bool, float]:
+        return growth.label not in judged, growth.exponent.value if growth.exponent else math.inf
+
+    return sorted((growth for growth in fits.values() if growth.slopes), key=standing)
 
 
 def _claimed(row: Row) -> str:

@@ -24,7 +24,8 @@ Row = Mapping[str, Any]
 
 MISSING = "\u2013"  # en dash
 
-_NAME_WIDTH = 24
+_WIDTHS = (48, 40, 32, 24, 18)
+"""Letters to which texts are cut where space is short: the first that fits."""
 _OPTIONAL = 3  # columns of this priority and above go before texts are made brief
 
 
@@ -354,7 +355,7 @@ def to_terminal(table: Table, console: Console) -> None:
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
     """Return the texts to print and the columns that fit: first without the optional columns, then with brief texts."""
     texts = table.texts()
-    full = [[shorten(text, _NAME_WIDTH * 2) for text in row] for row in texts]
+    full = [[shorten(text, _WIDTHS[0]) for text in row] for row in texts]
     wanted = list(range(len(table.columns)))
     while _width(table, full, wanted) > width:
         worst = max(wanted, key=lambda index: (table.columns[index].priority, index))
@@ -363,23 +364,22 @@ def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
         wanted = [index for index in wanted if index != worst]
     else:
         return full, wanted
-    brief = full
-    for longest in (40, 32, _NAME_WIDTH, 18):
-        brief = [
+    briefs = [
+        [
             [shorten(column.brief(text), longest) for column, text in zip(table.columns, row, strict=True)]
             for row in texts
         ]
-        if _width(table, brief, wanted) <= width:
-            return brief, wanted
+        for longest in _WIDTHS
+    ]
     kept = wanted
-    while _width(table, brief, kept) > width:
+    while _width(table, briefs[-1], kept) > width:
         worst = max(kept, key=lambda index: (table.columns[index].priority, index))
         if table.columns[worst].priority == 0:
             break
         kept = [index for index in kept if index != worst]
-    return brief, kept
+    return next((brief for brief in briefs if _width(table, brief, kept) <= width), briefs[-1]), kept
 
 
 def _width(table: Table, texts: Sequence[Sequence[str]], kept: Sequence[int]) -> int:
     widths = [max([cell_len(table.columns[index].heading), *(cell_len(row[index]) for row in texts)]) for index in kept]
-    return sum(widths) + 2 * len(kept)
+    return sum(widths) + 2 * (len(kept) - 1)

@@ -50,7 +50,8 @@ _GRAPHS = Remark(
 def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     """Return variants down, lengths across: median time with its interval and what makes it doubtful, or peak memory.
 
-    Where space is short, middle lengths go first. Weights that grow with the length stand beside the numbers.
+    The least at the longest length comes first. Where space is short, middle lengths go first. Weights that grow with
+    the length stand beside the numbers.
     """
     lengths = panel.lengths
     ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
@@ -76,7 +77,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
         rows=tuple(
             {"variant": series.label, "weights": weights[series.label]}
             | {str(length): series.outcomes.get(length) for length in lengths}
-            for series in panel.series
+            for series in panel.ranked_by(value)
         ),
         is_view=True,
     )
@@ -229,7 +230,7 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
 
 
 def _rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    return [_row(panel, series, point, shown) for series in panel.series for point in series.outcomes.values()]
+    return [_row(panel, series, point, shown) for series in panel.ranked for point in series.outcomes.values()]
 
 
 def _measured(table: Literal["scaling", "steps"]) -> list[Column]:
@@ -259,7 +260,7 @@ def measurement_table(analysis: Analysis) -> Table:
     for panel in analysis.panels:
         rows += [
             _row(panel, series, point, shown) | _times_as_fast(panel, series, point.seq_len, shown)
-            for series in panel.series
+            for series in panel.ranked
             for point in series.outcomes.values()
         ]
     passes = {panel.pass_ for panel in analysis.panels}

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from attn_zoo.records import Memory
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.tables.all_tables import make_tables
+from attn_zoo.report.tables.growth_tables import exponent_table
 from attn_zoo.report.tables.table import (
     BRACKETS,
     MARK_REMARKS,
@@ -27,7 +29,7 @@ from attn_zoo.report.tables.table import (
     to_terminal,
 )
 from attn_zoo.report.units import human_bytes
-from tests.report.synthetic import scaling, trained, write_run, zoo
+from tests.report.synthetic import CLAIMS, DOUBLINGS, costed, roof, scaling, trained, write_run, zoo
 
 NASTY = [
     "=HYPERLINK(1)",
@@ -210,6 +212,42 @@ def test_columns_of_panels_are_told_apart_where_they_are_cut(tmp_path):
         kinds = {"time", "memory"} if name == "exponents" else set()
         passes = {next(word for word in row[1:] if word not in kinds) for row in rows}
         assert len(passes) == 4, text
+
+
+def test_a_name_is_cut_no_shorter_than_the_columns_that_are_left_ask():
+    columns = [text_column("pass", priority=0), text_column("kernel", priority=2), text_column("reading", priority=1)]
+    row = {"pass": "fwd_bwd-bidirectional", "kernel": "x" * 18, "reading": "not settled"}
+    table = Table(name="t", title="T", notes=(), columns=tuple(columns), rows=(row,))
+    assert printed(table, 34).splitlines()[3].split("  ") == ["fwd_bwd-bidirectional", "not settled"]
+    assert "…" in printed(table, 33)
+
+
+def test_the_best_come_first_and_who_is_not_judged_last(tmp_path):
+    costs = {"pooling": 0.01, "bigbird": 2.0, "linformer": 1.0, "full": 5.0}
+    lengths = [512 * 2**power for power in range(7)]
+    records = [
+        costed(
+            replace(scaling(name, n, ms * n / 512), memory=Memory(peak_bytes=int(1e8 / ms) * n)), int(1e6 * n), 10**6
+        )
+        for name, ms in costs.items()
+        for n in lengths
+        if name != "full" or n < lengths[-1]
+    ]
+    claims = CLAIMS | {"pooling": {"time_exponent": 1, "memory_exponent": 1, "is_exact": False, "is_control": True}}
+    analysis = analyse([write_run(tmp_path / "run", records, claims=claims, ceilings=[roof()])])
+    tables = {table.name: table for table in make_tables(analysis)}
+    order = {name: list(dict.fromkeys(row["variant"] for row in table.rows)) for name, table in tables.items()}
+    fastest = ["linformer", "bigbird", "full", "pooling"]
+    for name in ("time-fwd", "scaling", "efficiency", "efficiency-longest"):
+        assert order[name] == fastest, name
+    assert order["memory-fwd"] == ["bigbird", "linformer", "full", "pooling"]
+
+
+def test_growth_is_listed_from_the_slowest(tmp_path):
+    powers = {"full": 2.0, "bigbird": 1.3, "linformer": 1.0}
+    records = [scaling(name, n, 1e-4 * n**power, spread=0.0) for name, power in powers.items() for n in DOUBLINGS]
+    table = exponent_table(analyse([write_run(tmp_path / "run", records)]))
+    assert [row["variant"] for row in table.rows if row["quantity"] == "time"] == ["linformer", "bigbird", "full"]
 
 
 def test_a_column_has_one_unit():
