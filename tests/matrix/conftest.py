@@ -16,6 +16,8 @@ from attn_zoo.registry import load_file, tasks, variants
 
 VARIANT_FILE = str(Path(__file__).with_name("misbehaving.py"))
 TRAINING_FILE = str(Path(__file__).with_name("training_subjects.py"))
+BUDGET_S = 0.02
+"""Of samples: enough for one of each kind, since no test asks how good a time is."""
 TINY_TRAINING = {
     "num_layers": 1,
     "embed_dim": 8,
@@ -71,7 +73,7 @@ def make_matrix(names: list[Any], **changes: Any):
         "head_dim": 8,
         "device": "cpu",
         "threads": 1,
-        "budget_s": 0.02,
+        "budget_s": BUDGET_S,
         "timeout_s": 120,
         **changes,
     }
@@ -94,17 +96,21 @@ def training_plan(names: list[Any], **changes: Any) -> Plan:
     return make_plan(parse_matrix({"name": "test", "accuracy": [group]}, "test.toml"))
 
 
-def run_cell(cell: Cell, *, has_count: bool = True, **order: Any) -> Record:
+def run_cell(cell: Cell, *, has_count: bool = True, budget_s: float = BUDGET_S, **order: Any) -> Record:
     """Run one cell in this process."""
-    (record,) = run_order(WorkOrder(cells=(cell,), has_count=(has_count,), **order))
+    (record,) = run_order(WorkOrder(cells=(cell,), has_count=(has_count,), budget_s=budget_s, **order))
     return record
 
 
 def run_cells_in_turns(
-    cells: Sequence[Cell], *, tell: Callable[[int], object] | None = None, **order: Any
+    cells: Sequence[Cell],
+    *,
+    tell: Callable[[int], object] | None = None,
+    budget_s: float = BUDGET_S,
+    **order: Any,
 ) -> list[Record]:
     """Run cells in this process, timed in turns."""
-    whole = WorkOrder(cells=tuple(cells), isolation="interleaved", **order)
+    whole = WorkOrder(cells=tuple(cells), isolation="interleaved", budget_s=budget_s, **order)
     return run_order(whole, tell or (lambda _: None))
 
 

@@ -124,7 +124,7 @@ def test_all_share_their_inputs_and_one_round_is_one_round(monkeypatch):
     monkeypatch.setattr(Trial, "prepare", noting)
     told: list[int] = []
     names = ["full", "fake_ok", "fake_loud"]
-    found = run_cells_in_turns(cells(names, seq_len=[64]), budget_s=0.02, tell=told.append, bundle="b")
+    found = run_cells_in_turns(cells(names, seq_len=[64]), tell=told.append, bundle="b")
     assert [record.status for record in found] == ["ok"] * 3
     assert len(set(seen)) == 1
     assert set(told) == {0, 1, 2}
@@ -132,17 +132,17 @@ def test_all_share_their_inputs_and_one_round_is_one_round(monkeypatch):
 
 
 def test_a_repeat_takes_times_only_but_still_checks_the_output():
-    (record,) = run_cells_in_turns(cells(["full"]), budget_s=0.02, is_repeat=True)
+    (record,) = run_cells_in_turns(cells(["full"]), is_repeat=True)
     assert record.timing is not None
     assert record.memory is None
     assert record.gate == ("own_shape", "own_rows", "own_last")
-    (wrong,) = run_cells_in_turns(cells(["fake_nan"]), budget_s=0.02, is_repeat=True)
+    (wrong,) = run_cells_in_turns(cells(["fake_nan"]), is_repeat=True)
     assert (wrong.status, wrong.timing) == ("gate_failed", None)
 
 
 def test_a_device_that_an_error_left_unusable_ends_the_process(monkeypatch):
     monkeypatch.setattr("attn_zoo.matrix.cell.trial._tidy", lambda device: False)
-    found = run_cells_in_turns(cells(["fake_ok", "fake_bug", "full"]), budget_s=0.02)
+    found = run_cells_in_turns(cells(["fake_ok", "fake_bug", "full"]))
     assert [(record.cell.label, record.status) for record in found] == [("fake_bug", "error")]
 
 
@@ -207,7 +207,7 @@ def test_peers_on_the_gpu_are_timed_in_turns(tmp_path):
 )
 def test_a_member_that_changes_the_process_fails_and_its_neighbours_do_not_notice(name, what, others):
     before = read_state(has_generators=False) | {"the number of threads": 1}
-    found = run_cells_in_turns(cells([name, *others], passes=["fwd_bwd"]), budget_s=0.02, bundle="b")
+    found = run_cells_in_turns(cells([name, *others], passes=["fwd_bwd"]), bundle="b")
     assert changes(before) == {}
     guilty, *rest = found
     assert (guilty.status, guilty.reason) == ("gate_failed", f"global_state: a call changes {what}")

@@ -263,7 +263,7 @@ def test_what_is_compared_at_its_own_length_is_no_part_of_the_gate(is_repeat):
 
 def test_tokens_are_decoded_in_turns_from_the_same_ones_before():
     names = ["full", "linear_attention", "local_window"]
-    found = run_cells_in_turns(cells(names, isolation="interleaved"), budget_s=0.02)
+    found = run_cells_in_turns(cells(names, isolation="interleaved"))
     assert [record.status for record in found] == ["ok"] * 3, [record.reason for record in found]
     assert len({record.bundle for record in found}) == 1
 

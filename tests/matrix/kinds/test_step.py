@@ -113,7 +113,7 @@ def test_steps_are_refused_where_a_training_would_be():
 @pytest.mark.parametrize("has_padding", [False, True])
 def test_a_step_becomes_a_record(dtype, has_padding):
     [cell] = cells(["full"], dtypes=dtype, has_padding=has_padding)
-    record = run_cell(cell, budget_s=0.02)
+    record = run_cell(cell)
     assert record.status == "ok", record.reason + record.trace
     assert record.timing is not None
     assert record.memory is not None
@@ -146,7 +146,7 @@ def test_what_is_timed_is_the_step_that_trainings_repeat(monkeypatch, tmp_path):
     assert seen == [("Trainer", step, step + 1) for step in range(4)]
     seen.clear()
     [cell] = cells(["full"])
-    record = run_cell(cell, budget_s=0.02)
+    record = run_cell(cell)
     assert record.timing is not None
     assert len(seen) > len(record.timing.samples_ms)
     assert seen == [("Trainer", step, step + 1) for step in range(len(seen))]
@@ -174,7 +174,7 @@ def graphs(monkeypatch):
 def test_a_compiled_step_is_compiled_once_and_weighed_as_it_runs(graphs):
     """In its first call, and not again while it is warmed up, timed in turns and weighed."""
     fast = {"name": "full", "label": "fast", "compile": True}
-    found = run_cells_in_turns(cells(["full", fast], isolation="interleaved"), budget_s=0.02)
+    found = run_cells_in_turns(cells(["full", fast], isolation="interleaved"))
     assert [record.status for record in found] == ["ok", "ok"], [record.reason + record.trace for record in found]
     assert len(graphs) == 1
     plain, compiled = found
@@ -191,11 +191,11 @@ def test_every_cell_of_a_process_is_compiled_or_fails(graphs, monkeypatch):
     """torch goes on uncompiled, without an error, when one source has been compiled for too many models."""
     config.recompile_limit = 1
     three = cells([{"name": "full", "compile": True}], seq_len=[16, 17, 18])
-    assert [run_cell(cell, budget_s=0.02).status for cell in three[:2]] == ["ok", "ok"]
+    assert [run_cell(cell).status for cell in three[:2]] == ["ok", "ok"]
     assert len(graphs) == 2
     config.recompile_limit = 1
     monkeypatch.setattr(updates, "MAX_COMPILED", 2)
-    record = run_cell(three[2], budget_s=0.02)
+    record = run_cell(three[2])
     assert record.status == "error", record
     assert "recompile_limit" in record.reason
 
@@ -218,7 +218,7 @@ def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike):
     monkeypatch.setattr(Sampling, "warm_up", warming)
     monkeypatch.setattr(updates.Updater, "num_unlike", num_unlike)
     [cell] = cells(["full"])
-    assert run_cell(cell, budget_s=0.02).status == "ok"
+    assert run_cell(cell).status == "ok"
     assert counts["before"] == max(1, num_unlike)
 
 
@@ -228,7 +228,7 @@ def test_energy_is_of_the_steps_that_were_timed(monkeypatch):
     monkeypatch.setattr(trial, "energy_of_call", lambda call, device: done.append("energy"))
     monkeypatch.setattr(updates.Updater, "launch_singly", lambda self: done.append("singly"))
     [cell] = cells(["full"])
-    assert run_cell(cell, budget_s=0.02, has_energy=True).status == "ok"
+    assert run_cell(cell, has_energy=True).status == "ok"
     assert done == ["energy", "singly"]
 
 
@@ -320,7 +320,7 @@ def test_a_model_of_its_own_is_held_to_ours(twin):
     found = {}
     for wrong in ({}, {"spoils_logits": True}, {"spoils_step": True}, {"is_partial": True}):
         [cell] = cells([twin(**wrong)])
-        found[next(iter(wrong), "nothing")] = run_cell(cell, budget_s=0.02)
+        found[next(iter(wrong), "nothing")] = run_cell(cell)
     fine = found["nothing"]
     assert fine.status == "ok", fine.reason + fine.trace
     assert {"own_logits", "step_learns"} <= set(fine.gate)
@@ -352,5 +352,5 @@ def test_steps_are_timed_in_turns_and_resumed(tmp_path: Path):
 def test_members_of_a_bundle_do_not_share_weights():
     both = cells(["full", {"name": "full", "label": "again", "options": {"backend": "math"}}], isolation="interleaved")
     assert both[0].together == both[1].together != ""
-    found = run_cells_in_turns(both, budget_s=0.02)
+    found = run_cells_in_turns(both)
     assert [record.status for record in found] == ["ok", "ok"], [record.reason + record.trace for record in found]
