@@ -124,3 +124,16 @@ def test_mixers_are_the_same_in_all_models_of_a_protocol():
     for name in ("bigbird", "local_window", "linear_attention"):
         assert {parameter for parameter, _ in build_mixer(name, build).named_parameters()} == names
     assert ModelConfig(variant="full", vocab_size=4, max_seq_len=8).num_heads == 2
+
+
+def test_a_test_in_a_folder_named_gpu_needs_none(request, monkeypatch):
+    """The names of all folders and functions around a test are keywords of it; in such a checkout all were skipped."""
+    from tests.conftest import pytest_collection_modifyitems
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain, marked = (
+        pytest.Function.from_parent(request.node.parent, name="gpu", callobj=lambda: None) for _ in range(2)
+    )
+    marked.add_marker(pytest.mark.gpu)
+    pytest_collection_modifyitems([plain, marked])
+    assert [len(list(item.iter_markers("skip"))) for item in (plain, marked)] == [0, 1]
