@@ -96,6 +96,49 @@ def test_a_peer_computes_its_equation(name, options):
     assert answer["training"]["reference"] < 1e-5
 
 
+FLEX_PROGRAM = """
+import importlib.util, sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from attn_zoo import BuildContext, UnsupportedError, build_attention, load_file
+from attn_zoo.kernels.blocks.layout import BlockLayout
+
+load_file(sys.argv[1], None)
+build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=1000, seed=3)
+module = build_attention("flex_bigbird", build)
+numbers = {"num_window_blocks": 3, "num_global_blocks": 2, "num_random_blocks": 3}
+layout = BlockLayout(query_len=1000, block_size=64, num_heads=2, seed=3, layer_index=build.layer_index, **numbers)
+keep = layout.pattern().to_dense()[0]
+value = torch.eye(1000).expand(1, 2, -1, -1)
+nothing = torch.zeros(1, 2, 1000, 16)
+assert torch.equal(module.reference(nothing, nothing, value)[0] > 0, keep)
+_, seen = module._mask(1000, torch.device("cpu"))
+assert seen.shape == (2, 16, 16), seen.shape
+mask = module._masks[1000][0]
+assert torch.equal(mask.to_dense()[0].bool(), seen)
+
+# As on a Hopper GPU, where blocks of 64 have no backward.
+importlib.util.find_spec = lambda name: object()
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+with FakeTensorMode():
+    inputs = [torch.empty(1, 2, 1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)] * 3
+    try:
+        module(*inputs)
+    except UnsupportedError as error:
+        print(error.reason)
+"""
+
+
+def test_flex_bigbird_holds_no_pairs_of_tokens_and_refuses_blocks_without_a_backward():
+    """Of 65 536 tokens and 16 heads they would be 69 GB on the host, twice while it is checked."""
+    [path] = [path for path in PEERS if path.stem == "flex_bigbird"]
+    command = [sys.executable, "-c", FLEX_PROGRAM, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    reason = "FlexAttention's backward needs block_size a multiple of 128 on this device; got 64"
+    assert done.stdout.strip().endswith(reason), done.stdout + done.stderr
+
+
 STEP_PROGRAM = """
 import json, sys
 import torch

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo import AbstractAttention, BuildContext, UnsupportedError, VariantConfig, register_attention
+from attn_zoo.kernels.blocks.call import why_not_flex
 from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 
@@ -93,9 +94,11 @@ class FlexBigBirdAttention(AbstractAttention):
 
         if seq_len not in self._masks:
             config = self.config
+            size = config.block_size
+            # Of blocks as if they were tokens: the draw is the same, and [H, L, L] would be 69 GB at 65 536 tokens.
             layout = BlockLayout(
-                query_len=seq_len,
-                block_size=config.block_size,
+                query_len=-(-seq_len // size),
+                block_size=1,
                 num_window_blocks=config.num_window_blocks,
                 num_global_blocks=config.num_global_blocks,
                 num_random_blocks=config.num_random_blocks,
@@ -106,9 +109,7 @@ class FlexBigBirdAttention(AbstractAttention):
                 seed=self.build.seed,
                 layer_index=self.build.layer_index,
             )
-            dense = layout.pattern().to_dense()[0]
-            seen = dense[:, :: config.block_size, :: config.block_size].contiguous().to(device)  # [H, blocks, blocks]
-            size = config.block_size
+            seen = layout.pattern().to_dense()[0].to(device)  # [H, blocks, blocks]
 
             def is_visible(batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:  # noqa: ARG001
                 return seen[head, query_at // size, key_at // size]
@@ -116,19 +117,26 @@ class FlexBigBirdAttention(AbstractAttention):
             mask = create_block_mask(
                 is_visible, None, self.build.num_heads, seq_len, seq_len, device=str(device), BLOCK_SIZE=size
             )
-            self._masks[seq_len] = (mask, dense)
+            self._masks[seq_len] = (mask, seen)
         return self._masks[seq_len]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         if query.device.type == "cpu":
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            if needs_grad:
                 raise UnsupportedError("devices", "flex_bigbird: FlexAttention has no backward pass on a CPU")
             query, key, value = (x.detach() for x in (query, key, value))  # it looks at requires_grad alone
+        elif needs_grad:
+            kind = query.device, query.dtype, query.shape[-1], self.config.block_size
+            if reason := why_not_flex(*kind, needs_grad=True):
+                raise UnsupportedError("options", f"flex_bigbird: {reason}")
         output: Tensor = _compiled()(query, key, value, block_mask=self._mask(query.shape[2], query.device)[0])
         return output
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """Compute softmax over the visible pairs, dense."""
         scores = query @ key.mT / query.shape[-1] ** 0.5
-        keep = self._mask(query.shape[2], query.device)[1].to(query.device)
+        seq_len, size = query.shape[2], self.config.block_size
+        seen = self._mask(seq_len, query.device)[1].to(query.device)
+        keep = seen.repeat_interleave(size, 1).repeat_interleave(size, 2)[:, :seq_len, :seq_len]
         return torch.softmax(scores.masked_fill(~keep, -torch.inf), dim=-1) @ value
