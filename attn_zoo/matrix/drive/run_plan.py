@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Protocol
 
 from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.matrix.cell.trial import ONCE_PHASES
 from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, measure_missing
@@ -105,7 +106,9 @@ class Session(Control):
     def forecast_s(self, item: PlannedCell) -> float:
         """Return the seconds that a cell, or its next repeat, will take."""
         if repeats := self._repeats.get(item.cell.key):
-            return repeats[-1].duration_s
+            phases = repeats[-1].phases
+            once_s = sum(phases.get(name, 0.0) for name in ONCE_PHASES)
+            return (sum(phases.values()) or repeats[-1].duration_s) - once_s
         return self._forecast_of(item.cell).seconds(item)
 
     def may_start(self, *bundle: PlannedCell) -> bool:

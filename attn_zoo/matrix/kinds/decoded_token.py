@@ -64,7 +64,7 @@ class Decode(TimedCallKind):
         return replace(super().request(cell), needs_decode=True, seq_len=None)
 
     def estimate(self, item: PlannedCell) -> Estimate:
-        """Return the cost of reading the tokens in each repeat, once for a step, and of the forward to compare with."""
+        """Return the cost of a prefill, or of reading the tokens before a step and, in one repeat, comparing it."""
         cell = item.cell
         try:
             flops = forward_flops(cell, shape := call_shape(cell))
@@ -72,7 +72,7 @@ class Decode(TimedCallKind):
             return Estimate()
         tensors = 12 * shape.batch_size * shape.num_heads * shape.key_len * shape.head_dim
         if cell.pass_ == "prefill":
-            seconds = rough_seconds(flops, cell, item.budget_s)
+            seconds = rough_seconds(flops, item)
         else:
             seconds = item.budget_s + (1 + 1 / item.repeats) * call_seconds(flops, cell)
         return Estimate(seconds, tensors * DTYPE_BYTES[cell.dtype])

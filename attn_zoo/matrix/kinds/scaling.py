@@ -69,7 +69,7 @@ class Scaling(TimedCallKind):
         return cell.kind == self.name and cell.scope != "model"  # training steps are stored under the same name
 
     def estimate(self, item: PlannedCell) -> Estimate:
-        return call_estimate(item.cell, item.budget_s)
+        return call_estimate(item)
 
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
         return make_call_workload(cell, inputs)

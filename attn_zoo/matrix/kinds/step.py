@@ -121,7 +121,7 @@ class Step(TimedKind):
         from attn_zoo.training.learner import step_protocol
 
         cell = item.cell
-        one = call_estimate(cell, item.budget_s)
+        one = call_estimate(item)
         if one.num_bytes is None:
             return Estimate()
         assert cell.seq_len is not None and cell.batch_size is not None  # noqa: PT018  every step has both
@@ -131,7 +131,7 @@ class Step(TimedKind):
         shape = call_shape(cell)
         num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(shape))
         flops = protocol.num_layers * (forward_flops(cell, shape) + feed_forward) * num_forwards
-        seconds = rough_seconds(flops, cell, item.budget_s)
+        seconds = rough_seconds(flops, item)
         saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
         return Estimate(
             seconds + (COMPILE_S if protocol.compile else 0.0), protocol.num_layers * (one.num_bytes + saved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, call_shape, config_of, forward_flops
+from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.environment import num_cores
 from attn_zoo.records import PASSES, Cell
 from attn_zoo.registry import variants
@@ -16,45 +17,46 @@ _HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
 START_S = 2.0
 """Of a process: until it has loaded torch and begins its first cell."""
 
-CALLS = 8  # in a cell of long calls: of the gate, warm-up, three samples, memory, counted FLOPs
+CALLS, REPEATED_CALLS = 8, 3
+"""In a cell of long calls: the first one and two samples, which each repeat takes; checks and memory, once for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of one repeat of a cell in a process that has begun, and bytes at the peak; None if nothing is known."""
+    """Seconds of a repeat, on average, in a process that has begun, and bytes at the peak; None if nothing is known."""
 
     seconds: float | None = None
     num_bytes: int | None = None
 
 
-def call_estimate(cell: Cell, budget_s: float) -> Estimate:
+def call_estimate(item: PlannedCell) -> Estimate:
     """Return the rough cost of timing one call of a cell's variant.
 
     Time: formula (or B H L^p D with the claimed exponent p) over an assumed rate. Memory: inputs, output and their
-    gradients, plus B H L^m of scores where the claimed exponent m is above 1.
-
-    Args:
-        cell: with all its sizes.
-        budget_s: seconds of sampling.
+    gradients, plus B H L^m of scores where the claimed exponent m is above 1, but no more than have FLOPs to use them.
     """
+    cell = item.cell
     shape, pass_ = call_shape(cell), PASSES[cell.pass_ or "fwd"]
     claim = variants[cell.variant].complexity_of(config_of(cell))
     try:
-        flops = forward_flops(cell, shape) * pass_.num_forwards(claim.ratio(shape))
+        forward = forward_flops(cell, shape)
+        flops = forward * pass_.num_forwards(claim.ratio(shape))
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
         return Estimate()
     has_grads = pass_.backwards > 0
     rows = float(shape.batch_size * shape.num_heads)
     tensors = 4 * rows * shape.query_len * shape.head_dim * (2 if has_grads else 1)
-    scores = rows * shape.query_len**claim.memory_exponent if claim.memory_exponent > 1 else 0.0
+    scores = 0.0
+    if claim.memory_exponent > 1:  # which says nothing of blocks: each score weighs one value at least
+        scores = min(rows * shape.query_len**claim.memory_exponent, forward / (2 * shape.head_dim))
     num_bytes = (tensors + scores * (3 if has_grads else 2)) * DTYPE_BYTES[cell.dtype]
-    return Estimate(rough_seconds(flops, cell, budget_s), int(num_bytes))
+    return Estimate(rough_seconds(flops, item), int(num_bytes))
 
 
-def rough_seconds(flops: float, cell: Cell, budget_s: float) -> float:
-    """Return the rough seconds of a cell where one call is `flops`; `budget_s` is that of samples."""
-    call_s = call_seconds(flops, cell)
-    return max(budget_s, 3 * call_s) + (CALLS - 3) * call_s
+def rough_seconds(flops: float, item: PlannedCell) -> float:
+    """Return the rough seconds of a repeat, on average, where one call is `flops`."""
+    call_s = call_seconds(flops, item.cell)
+    return max(item.budget_s, REPEATED_CALLS * call_s) + (CALLS - REPEATED_CALLS) / item.repeats * call_s
 
 
 def call_seconds(flops: float, cell: Cell) -> float:

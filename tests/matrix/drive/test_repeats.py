@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 
 from attn_zoo.errors import StoreError
-from attn_zoo.matrix.drive.progress import PlainProgress
-from attn_zoo.matrix.drive.run_plan import run, standing
+from attn_zoo.matrix.drive.progress import PlainProgress, Progress
+from attn_zoo.matrix.drive.run_plan import Session, run, standing
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
@@ -229,6 +229,14 @@ def test_the_budget_of_a_cell_is_shared_by_its_repeats_and_its_estimate_covers_a
     assert three.estimate_s > one.estimate_s, "three starts"
     (turns,) = plan_of([16], repeats=3, isolation="interleaved").cells
     assert turns.separate_repeats == 1, "its processes follow each other"
+
+
+def test_the_next_repeat_is_forecast_without_what_only_the_first_one_does(tmp_path):
+    (item,) = plan_of([16]).cells
+    phases = {"start": 1.0, "gate": 8.0, "timing": 2.0, "memory": 4.0, "count": 0.5, "exchange": 0.25}
+    first = Record(cell=item.cell, status="ok", timing=timing(1.0), duration_s=14.5, phases=phases)
+    session = Session(Store(tmp_path / "run"), Progress(), None, [item], [], 1, {item.cell.key: [first]})
+    assert session.forecast_s(item) == 3.25
 
 
 def test_records_of_two_environments_are_not_pooled():

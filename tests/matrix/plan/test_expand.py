@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attn_zoo.console import print_plan
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.matrix import claimed_costs
-from attn_zoo.matrix.plan.estimate import assumed_rate
+from attn_zoo.matrix.plan.estimate import CALLS, REPEATED_CALLS, START_S, assumed_rate
 from attn_zoo.matrix.plan.expand import estimated, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
 from attn_zoo.matrix.plan.source_digest import source_digest
@@ -110,6 +110,24 @@ def test_twice_the_threads_are_assumed_to_take_half_the_time_and_a_plan_says_at_
     assert all_three.estimate_s - start_s == pytest.approx((one.estimate_s - start_s) / 3, rel=0.01)
     print_plan(all_three)
     assert f"at an assumed {assumed_rate('cpu', 3) / 1e9:g} GFLOP/s in float32 on cpu" in capsys.readouterr().out
+
+
+def test_of_long_calls_a_repeat_takes_the_first_and_two_samples_and_one_repeat_checks_and_weighs_besides():
+    def calls_s(repeats: int) -> float:
+        plan = tiny_plan(["fake_ok"], seq_len=[2**17], budget_s=0.01, repeats=repeats)
+        return plan.estimate_s - repeats * START_S
+
+    assert calls_s(3) == pytest.approx(calls_s(1) * (CALLS + 2 * REPEATED_CALLS) / CALLS)
+
+
+def test_no_more_scores_are_forecast_than_there_are_flops_to_use_them():
+    """The first sorts blocks by scores of pairs of them: as L^2 in the end, and far below it before."""
+    sizes = {"num_heads": 1, "head_dim": 64, "seq_len": [2**10, 2**13]}
+    plan = tiny_plan(["sinkhorn", {"name": "full", "options": {"backend": "math"}}], **sizes)
+    [sorted_short, sorted_long, dense_short, dense_long] = [item.estimate_bytes or 0 for item in plan.cells]
+    assert dense_long > 50 * dense_short, "all pairs"
+    assert sorted_long < 16 * sorted_short
+    assert dense_long == 4 * (4 * 2**13 * 64 + 2 * 2**26)
 
 
 def test_refusals_say_why_and_need_no_worker():
