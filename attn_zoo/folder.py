@@ -177,7 +177,7 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
     ceilings: tuple[Ceilings, ...] = ()
     try:
         ceilings = read_ceilings(folder)
-    except StoreError as error:
+    except FolderError as error:
         problems.append(("ceilings.json", str(error)))
     is_wanted: Callable[[Cell], bool] = _is_cell
     unread = frozenset[str]()
@@ -406,18 +406,18 @@ def read_ceilings(folder: Path) -> tuple[Ceilings, ...]:
     """Return what `ceilings.json` of a folder says; nothing where there is none.
 
     Raises:
-        StoreError: it cannot be used.
+        FolderError: it cannot be used.
     """
     path = folder / "ceilings.json"
     if not path.exists():
         return ()
     try:
         entries = _read_object(path).get("ceilings")
+        if not isinstance(entries, list):
+            raise StoreError('expected an object with a list "ceilings"')
+        return tuple(Ceilings.from_dict(entry if isinstance(entry, dict) else {}, "an entry") for entry in entries)
     except StoreError as error:
-        raise StoreError(f"{path}: {error}") from None
-    if not isinstance(entries, list):
-        raise StoreError(f'{path}: expected an object with a list "ceilings"')
-    return tuple(Ceilings.from_dict(entry if isinstance(entry, dict) else {}, str(path)) for entry in entries)
+        raise FolderError(f"{path}: {error}") from None
 
 
 def record_text(record: Record) -> str:

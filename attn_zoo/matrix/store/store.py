@@ -379,7 +379,7 @@ class Store:
         """Return what machines could do before they timed anything; nothing in a folder of an older version.
 
         Raises:
-            StoreError: the file cannot be read.
+            FolderError: the file cannot be used.
         """
         return read_ceilings(self.folder)
 

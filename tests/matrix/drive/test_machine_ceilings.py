@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from attn_zoo.errors import StoreError
+from attn_zoo.errors import FolderError
 from attn_zoo.matrix.claimed_costs import Claims, claims
 from attn_zoo.matrix.drive import machine_ceilings as module
 from attn_zoo.matrix.drive import run_plan as runner
@@ -138,7 +138,7 @@ def test_ctrl_c_and_the_limit_end_it(store, monkeypatch):
 def test_a_damaged_file_is_named_and_left_alone(store, asked, text):
     path = store.folder / "ceilings.json"
     path.write_text(text)
-    with pytest.raises(StoreError, match=r"ceilings\.json"):
+    with pytest.raises(FolderError, match=r"ceilings\.json"):
         store.ceilings()
     said: list[str] = []
     run_once(tiny_plan(["fake_ok"]), store, said)
