@@ -93,9 +93,9 @@ def _slope(nudged: Tensor, result: Tensor) -> float:
     return largest_error(nudged, result) / (_STEP * _ORDINARY * scale) if scale else 0.0
 
 
-def same_shape_tolerance(expected: Tensor, dtype: torch.dtype | None = None) -> float:
+def same_shape_tolerance(expected: Tensor) -> float:
     """Return the tolerance where the same numbers are combined in the same shapes."""
-    return _allowance.get() * 8 * torch.finfo(expected.dtype if dtype is None else dtype).eps * largest(expected)
+    return _allowance.get() * 8 * torch.finfo(expected.dtype).eps * largest(expected)
 
 
 def rounding(expected: Tensor, num_terms: int, dtype: torch.dtype | None = None) -> float:

@@ -39,38 +39,15 @@ class Clocks:
 
     Args:
         sm_mhz: of the multiprocessors.
-        memory_mhz: of the memory.
         temperature_c: of the chip.
         power_w: drawn.
         throttles: why it is slowed down, if it is.
     """
 
     sm_mhz: float | None
-    memory_mhz: float | None
     temperature_c: float | None
     power_w: float | None
     throttles: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Energy:
-    """Of one call, gross: idling included.
-
-    Args:
-        joules: median over the windows.
-        low_joules: smallest window.
-        high_joules: largest window.
-        watts: mean power while running.
-        idle_watts: drawn just before, or None.
-        num_calls: in all windows together.
-    """
-
-    joules: float
-    low_joules: float
-    high_joules: float
-    watts: float
-    idle_watts: float | None
-    num_calls: int
 
 
 def _nvml() -> ModuleType | None:
@@ -133,7 +110,6 @@ def clocks(device: torch.device | str) -> Clocks | None:
     bits = _throttle_bits(nvml, handle)
     return Clocks(
         sm_mhz=_read(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-        memory_mhz=_read(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))),
         temperature_c=_read(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
         power_w=_power_w(nvml, handle),
         throttles=tuple(name for bit, name in _THROTTLES.items() if bits & bit),
@@ -176,11 +152,11 @@ def energy_of_call(
     window_s: float = 2.0,
     num_windows: int = 3,
     clock: Callable[[], float] = time.perf_counter,
-) -> Energy | None:
-    """Return the energy of one call from NVML's counter, or None where it cannot be read.
+) -> float | None:
+    """Return the joules of one call, idling included, from NVML's counter, or None where it cannot be read.
 
-    The call is repeated for `num_windows` windows of at least `window_s`; their lengths differ by a third of the
-    counter's slowest period, so that errors at the edges do not repeat.
+    They are the median of `num_windows` windows of at least `window_s`, in which the call is repeated; the lengths of
+    these differ by a third of the counter's slowest period, so that errors at the edges do not repeat.
 
     Args:
         call: to measure, warmed up.
@@ -199,26 +175,17 @@ def energy_of_call(
             call()
         torch.cuda.synchronize(device)  # else the host would queue calls long past the window
 
-    idle_watts = _power_w(nvml, handle)
     started = clock()
     repeat(1)
     per_batch = max(1, int(BATCH_S / max(clock() - started, 1e-6)))
-    windows: list[tuple[int, float, int]] = []
+    joules: list[float] = []
     for window in range(num_windows):
         before, started, num_calls = _counter_mj(nvml, handle), clock(), 0
         while num_calls == 0 or clock() - started < window_s + PHASE_S * window:
             repeat(per_batch)
             num_calls += per_batch
-        after, elapsed_s = _counter_mj(nvml, handle), clock() - started
+        after = _counter_mj(nvml, handle)
         if before is None or after is None or after <= before:
             return None
-        windows.append((after - before, elapsed_s, num_calls))
-    joules = [1e-3 * millijoules / num_calls for millijoules, _, num_calls in windows]
-    return Energy(
-        joules=statistics.median(joules),
-        low_joules=min(joules),
-        high_joules=max(joules),
-        watts=1e-3 * sum(part[0] for part in windows) / sum(part[1] for part in windows),
-        idle_watts=idle_watts,
-        num_calls=sum(part[2] for part in windows),
-    )
+        joules.append(1e-3 * (after - before) / num_calls)
+    return statistics.median(joules)

@@ -214,7 +214,6 @@ def memory_of_pass(
     pass_: CallPass,
     *,
     device: torch.device | str = "cpu",
-    has_process: bool = True,
 ) -> Memory:
     """Measure the memory of one pass of `forward`. It runs once before, so that caches and work spaces exist already.
 
@@ -236,7 +235,6 @@ def memory_of_pass(
         leaves: inputs and parameters; their gradients are None afterwards.
         pass_: `"infer"`, `"fwd"`, `"bwd"` or `"fwd_bwd"`.
         device: where the work runs.
-        has_process: measure the process too, which takes one more run.
 
     Raises:
         ValueError: see `passes.make_pass`.
@@ -249,7 +247,7 @@ def memory_of_pass(
     try:
         run = partial(_run, forward, _warm_up(forward, pass_), pass_)
         clear_grads(leaves)
-        process_bytes = _process_growth(run, is_backward_alone) if has_process and device.type == "cpu" else None
+        process_bytes = _process_growth(run, is_backward_alone) if device.type == "cpu" else None
         clear_grads(leaves)
         if device.type == "cuda":
             growth, output, saved_bytes = _cuda_growth(run, is_backward_alone, device)
@@ -278,7 +276,6 @@ def memory_of_update(
     held: Callable[[], Sequence[Tensor]],
     *,
     device: torch.device | str = "cpu",
-    has_process: bool = True,
 ) -> Memory:
     """Measure the memory of a call that changes what is held in place, such as a training step.
 
@@ -296,7 +293,6 @@ def memory_of_update(
         update: makes one update.
         held: returns the tensors that live from one update to the next.
         device: where the work runs.
-        has_process: measure the process too, which takes one more run.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory.
@@ -309,7 +305,7 @@ def memory_of_update(
 
     with SavedTensors() as saved:
         update()
-    process_bytes = _process_growth(run, False) if has_process and device.type == "cpu" else None
+    process_bytes = _process_growth(run, False) if device.type == "cpu" else None
     growth = _cuda_growth(run, False, device)[0] if device.type == "cuda" else _cpu_rise(update)
     held_bytes = sum(_storages(held()).values())
     return Memory(

@@ -37,12 +37,11 @@ class LocalSlope:
     ci_high: float
 
 
-def local_slopes(samples_by_length: Samples, seed: int = 0, sizes: Sizes | None = None) -> list[LocalSlope]:
+def local_slopes(samples_by_length: Samples, sizes: Sizes | None = None) -> list[LocalSlope]:
     """Return the slope of log median against log length between each two neighbours, shortest first.
 
     Args:
         samples_by_length: positive samples of one quantity, by sequence length; batch size must be the same for all.
-        seed: of the resampling.
         sizes: samples of each process, by length; lengths of one process may be left out.
 
     Raises:
@@ -51,7 +50,7 @@ def local_slopes(samples_by_length: Samples, seed: int = 0, sizes: Sizes | None 
     >>> [round(s.slope, 3) for s in local_slopes({256: [1.0], 512: [2.0], 1024: [8.0]})]
     [1.0, 2.0]
     """
-    lengths, logs, resampled = log_medians(samples_by_length, seed, sizes)
+    lengths, logs, resampled = log_medians(samples_by_length, 0, sizes)
     if len(lengths) < 2:
         return []
     steps = np.log([high / low for low, high in pairwise(lengths)])
@@ -72,9 +71,7 @@ class Exponent:
     lengths: tuple[int, ...]
 
 
-def fit_exponent(
-    samples_by_length: Samples, from_len: int | None = None, seed: int = 0, sizes: Sizes | None = None
-) -> Exponent:
+def fit_exponent(samples_by_length: Samples, from_len: int | None = None, sizes: Sizes | None = None) -> Exponent:
     """Fit one exponent by least squares of log median on log length.
 
     The interval covers the spread of the samples, and that between processes where `sizes` tells them apart. Where the
@@ -83,7 +80,6 @@ def fit_exponent(
     Args:
         samples_by_length: as in `local_slopes`.
         from_len: shortest length used; None takes the top decade (lengths above a tenth of the longest).
-        seed: of the resampling.
         sizes: as in `local_slopes`.
 
     Raises:
@@ -93,7 +89,7 @@ def fit_exponent(
     used = {n: s for n, s in samples_by_length.items() if (n >= from_len if from_len is not None else 10 * n > longest)}
     if len(used) < 2:
         raise ValueError(f"expected at least two lengths from {from_len or longest / 10:g} up; got {sorted(used)}")
-    lengths, logs, resampled = log_medians(used, seed, sizes)
+    lengths, logs, resampled = log_medians(used, 0, sizes)
     centred = np.log(lengths) - np.log(lengths).mean()
     weights = centred / (centred @ centred)
     low, high = np.quantile(np.ascontiguousarray(resampled.T) @ weights, TAILS)
@@ -228,7 +224,6 @@ def _last_crossings(log_lengths: NDArray[np.float64], gaps: NDArray[np.float64])
 def crossover(
     samples_x: Samples,
     samples_baseline: Samples,
-    seed: int = 0,
     *,
     sizes_x: Sizes | None = None,
     sizes_baseline: Sizes | None = None,
@@ -243,7 +238,6 @@ def crossover(
     Args:
         samples_x: samples by length.
         samples_baseline: likewise; only lengths that both have are used.
-        seed: of the resampling.
         sizes_x: samples of each process, by length; lengths of one process may be left out.
         sizes_baseline: likewise.
         paired: lengths at which sample k of both, of the same process, is that of the same round.
@@ -263,8 +257,8 @@ def crossover(
     for n in {*common} & {*paired}:  # a ratio, beside a baseline of one
         own[n], own_sizes[n] = paired_ratios(own[n], baseline[n], own_sizes.get(n, ()), its_sizes.pop(n, ()))
         baseline[n] = (1.0,)
-    _, logs_x, resampled_x = log_medians(own, seed, own_sizes)
-    _, logs_baseline, resampled_baseline = log_medians(baseline, seed + 1, its_sizes)
+    _, logs_x, resampled_x = log_medians(own, 0, own_sizes)
+    _, logs_baseline, resampled_baseline = log_medians(baseline, 1, its_sizes)
     log_lengths = np.log(common)
     point = float(_last_crossings(log_lengths, (logs_x - logs_baseline)[:, None])[0])
     gaps = resampled_x - resampled_baseline

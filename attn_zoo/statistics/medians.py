@@ -217,16 +217,13 @@ def _processes(samples: Sequence[float], sizes: Sequence[int], what: str) -> lis
     return _by_process(finite(samples, 1, what), sizes, what)
 
 
-def _tails(resampled: NDArray[np.float64], confidence: float) -> tuple[float, float]:
-    tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(resampled, [tail, 1.0 - tail])
+def _tails(resampled: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = np.quantile(resampled, TAILS)
     return float(low), float(high)
 
 
-def median_interval(
-    samples: Sequence[float], confidence: float = 0.95, seed: int = 0, process_sizes: Sequence[int] = ()
-) -> tuple[float, float]:
-    """Return the interval of the median that `quartiles` gives.
+def median_interval(samples: Sequence[float], process_sizes: Sequence[int] = ()) -> tuple[float, float]:
+    """Return the 95 % interval of the median that `quartiles` gives.
 
     Of one process it is the percentile bootstrap of its samples: the doubt **within that process only**. A process
     keeps the memory, the clocks and the neighbours it found; another one, or the same a few minutes later, may lie far
@@ -241,18 +238,14 @@ def median_interval(
 
     Args:
         samples: in any order within each process; the result does not depend on it.
-        confidence: probability the interval is meant to cover.
-        seed: of the resampling.
         process_sizes: how many samples each process took, in order (`Timing.process_sizes`); empty for one process.
 
     Raises:
-        ValueError: there is no sample, or one is not finite, `confidence` is not between 0 and 1, the sizes do not
-            add up, or a sample of several processes is not positive.
+        ValueError: there is no sample, or one is not finite, the sizes do not add up, or a sample of several processes
+            is not positive.
     """
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
     processes = _processes(samples, process_sizes, "samples")
-    return _tails(_resampled_medians(processes, *_draws(seed, _sizes(processes))), confidence)
+    return _tails(_resampled_medians(processes, *_draws(0, _sizes(processes))))
 
 
 def time_summary(samples_ms: Sequence[float], process_sizes: Sequence[int] = ()) -> dict[str, Any]:
@@ -295,10 +288,8 @@ def time_ratio(
     is_paired: bool,
     sizes_a: Sequence[int] = (),
     sizes_b: Sequence[int] = (),
-    confidence: float = 0.95,
-    seed: int = 0,
 ) -> Ratio:
-    """Return how many times a takes what b takes, with its interval.
+    """Return how many times a takes what b takes, with its 95 % interval.
 
     Samples taken in turns are pairs: sample k of both, of the same process, is that of the same round. What slowed the
     machine in that round slowed both, and drops out of their ratio. The series may differ in length, because a slower
@@ -314,8 +305,6 @@ def time_ratio(
         is_paired: both were taken in turns: their records have the same, non-empty `bundle`.
         sizes_a: samples of each process (`Timing.process_sizes`); empty for one.
         sizes_b: likewise.
-        confidence: probability the interval is meant to cover.
-        seed: of the resampling.
 
     Raises:
         ValueError: no samples, one that is not positive and finite, sizes that do not add up, or pairs of different
@@ -324,18 +313,16 @@ def time_ratio(
     >>> time_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0, 1.0], is_paired=True)
     Ratio(value=2.0, low=2.0, high=2.0, num_pairs=3)
     """
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
     first, second = _processes(samples_a, sizes_a, "samples_a"), _processes(samples_b, sizes_b, "samples_b")
     if min(float(part.min()) for part in (*first, *second)) <= 0:
         raise ValueError("expected positive samples; a time of zero has no ratio")
     if not is_paired:
         value = _middle(first) / _middle(second)
-        draws = _draws(seed, _sizes(first), _sizes(second))
-        low, high = _tails(_resampled_medians(first, draws[0]) / _resampled_medians(second, draws[1]), confidence)
+        draws = _draws(0, _sizes(first), _sizes(second))
+        low, high = _tails(_resampled_medians(first, draws[0]) / _resampled_medians(second, draws[1]))
         return Ratio(value=value, low=low, high=high, num_pairs=0)
     ratios = _ratios_of_rounds(first, second)
-    low, high = _tails(_resampled_medians(ratios, *_draws(seed, _sizes(ratios))), confidence)
+    low, high = _tails(_resampled_medians(ratios, *_draws(0, _sizes(ratios))))
     return Ratio(value=_middle(ratios), low=low, high=high, num_pairs=sum(_sizes(ratios)))
 
 

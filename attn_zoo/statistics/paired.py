@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attn_zoo.statistics.medians import finite
+from attn_zoo.statistics.medians import TAILS, finite
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return Student's t-interval of the mean: the honest one for a few seeds, where a bootstrap is too narrow.
 
     Returns:
         Low and high, or None for a single value, whose spread is unknown.
 
     Raises:
-        ValueError: there is no value, or one is not finite, or `confidence` is not between 0 and 1.
+        ValueError: there is no value, or one is not finite.
 
     >>> low, high = mean_interval([0.359, 0.361, 0.367])
     >>> f"{low:.3f} {high:.3f}"
     '0.352 0.373'
     """
-    return interval_of_means([values], confidence)
+    return interval_of_means([values])
 
 
-def interval_of_means(groups: Sequence[Sequence[float]], confidence: float = 0.95) -> tuple[float, float] | None:
+def interval_of_means(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     """Return Student's t-interval of the mean of the groups' means, whose values are independent.
 
     Each group counts once, whatever its size. The degrees of freedom are those of Welch and Satterthwaite (Welch 1947,
@@ -36,15 +36,12 @@ def interval_of_means(groups: Sequence[Sequence[float]], confidence: float = 0.9
         Low and high, or None if a group has a single value, whose spread is unknown.
 
     Raises:
-        ValueError: there is no group or a group has no value, or one is not finite, or `confidence` is not between 0
-            and 1.
+        ValueError: there is no group or a group has no value, or one is not finite.
 
     >>> low, high = interval_of_means([[0.42, 0.44, 0.47], [0.97, 0.98, 1.0]])
     >>> f"{low:.3f} {high:.3f}"
     '0.688 0.739'
     """
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence: expected a number between 0 and 1; got {confidence!r}")
     arrays = [finite(values, 1, "values") for values in groups]
     if min(array.size for array in arrays) == 1:
         return None
@@ -55,7 +52,7 @@ def interval_of_means(groups: Sequence[Sequence[float]], confidence: float = 0.9
     from scipy import special  # a fifth of a second that no worker needs
 
     num_free = sum(squares) ** 2 / sum(s * s / (a.size - 1) for s, a in zip(squares, arrays, strict=True))
-    half = float(special.stdtrit(num_free, 0.5 + confidence / 2.0)) * sum(squares) ** 0.5 / len(arrays)
+    half = float(special.stdtrit(num_free, TAILS[1])) * sum(squares) ** 0.5 / len(arrays)
     return mean - half, mean + half
 
 
@@ -114,7 +111,7 @@ def paired_difference(correct_a: str | Sequence[int], correct_b: str | Sequence[
     differing = only_a + only_b
     p_value = min(1.0, 2.0 * float(special.bdtr(min(only_a, only_b), differing, 0.5))) if differing else 1.0
     padded, shift = count + 2.0, (only_a - only_b) / (count + 2.0)
-    half = float(special.ndtri(0.975)) * ((differing + 1.0) / padded - shift**2) ** 0.5 / padded**0.5
+    half = float(special.ndtri(TAILS[1])) * ((differing + 1.0) / padded - shift**2) ** 0.5 / padded**0.5
     return PairedDifference(
         difference=(only_a - only_b) / count,
         low=max(-1.0, shift - half),

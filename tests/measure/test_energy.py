@@ -22,7 +22,7 @@ class NVMLError(Exception):
 class FakeNvml:
     """A GPU that idles at 70 W and draws 300 W while `now_s` advances."""
 
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -51,7 +51,7 @@ class FakeNvml:
         return self._answer("power", 70_000)
 
     def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> Any:
-        return self._answer("clock", {1: 1980, 2: 3201}[kind])
+        return self._answer("clock", {self.NVML_CLOCK_SM: 1980}[kind])
 
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> Any:
         return self._answer("temperature", 45)
@@ -74,7 +74,7 @@ def nvml(monkeypatch):
     return fake
 
 
-def energy(nvml: FakeNvml, seconds: float = 0.01) -> Any:
+def energy(nvml: FakeNvml, seconds: float = 0.01) -> float | None:
     def call() -> None:
         nvml.now_s += seconds
 
@@ -82,24 +82,19 @@ def energy(nvml: FakeNvml, seconds: float = 0.01) -> Any:
 
 
 def test_energy_of_a_call_is_power_times_time(nvml):
-    measured = energy(nvml, 0.01)
-    assert measured.joules == pytest.approx(3.0, rel=1e-3)
-    assert measured.low_joules == pytest.approx(measured.high_joules, rel=1e-3)
-    assert measured.watts == pytest.approx(300.0, rel=1e-3)
-    assert measured.idle_watts == 70.0
-    assert measured.num_calls >= 3 * 50
+    assert energy(nvml, 0.01) == pytest.approx(3.0, rel=1e-3)
+    assert nvml.now_s >= 3 * 0.5
 
 
 def test_a_call_longer_than_the_window_is_made_once_per_window(nvml):
-    measured = energy(nvml, 4.0)
-    assert measured.num_calls == 3
-    assert measured.joules == pytest.approx(1200.0)
+    assert energy(nvml, 4.0) == pytest.approx(1200.0)
+    assert nvml.now_s == 4 * 4.0, "and once before, to see how long it takes"
 
 
 def test_clocks_and_throttling(nvml):
     state = clocks("cuda")
     assert state is not None
-    assert (state.sm_mhz, state.memory_mhz, state.temperature_c, state.power_w) == (1980.0, 3201.0, 45.0, 70.0)
+    assert (state.sm_mhz, state.temperature_c, state.power_w) == (1980.0, 45.0, 70.0)
     assert state.throttles == ("power_cap", "hw_thermal")
 
 

@@ -161,7 +161,7 @@ def test_what_an_update_saves_is_counted_when_its_backward_begins(x: Tensor, is_
             called().backward()
 
     for num_backwards in (1, 2):
-        memory = memory_of_update(partial(update, num_backwards), lambda: [x], has_process=False)
+        memory = memory_of_update(partial(update, num_backwards), lambda: [x])
         assert memory.saved_bytes == 2 * UNIT
     assert num_graphs == is_compiled, "what is watched is the graph that was timed"
     torch.compiler.reset()
@@ -186,7 +186,7 @@ def test_gradients_that_are_parts_of_one_storage_are_all_gradients() -> None:
             return grad.expand(3, *grad.shape).clone().unbind()
 
     leaves = [torch.randn(N, N, requires_grad=True) for _ in range(3)]
-    measured = memory_of_pass(lambda: Sum.apply(*leaves), leaves, "bwd", has_process=False)
+    measured = memory_of_pass(lambda: Sum.apply(*leaves), leaves, "bwd")
     assert (measured.output_bytes, measured.extra_bytes) == (UNIT, 0)
 
 
@@ -219,7 +219,6 @@ def test_high_water_of_the_process_follows_a_large_temporary(x: Tensor) -> None:
     if measured.process_bytes is None:
         pytest.skip("this system does not let a process reset its high-water mark")
     assert 60 * 2**20 < measured.process_bytes < 90 * 2**20
-    assert memory_of_pass(forward, [x], "infer", has_process=False).process_bytes is None
 
 
 def test_no_high_water_where_the_system_does_not_tell(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,14 +67,6 @@ def test_identical_samples_give_a_width_of_zero_and_no_nan(samples):
     assert median_interval(samples) == (3.0, 3.0)
 
 
-def test_a_higher_confidence_is_wider():
-    samples = list(np.random.default_rng(0).normal(10, 1, 25))
-    narrow, wide = median_interval(samples, 0.5), median_interval(samples, 0.99)
-    assert wide[0] < narrow[0] < narrow[1] < wide[1]
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        median_interval(samples, 95)
-
-
 @given(sample_lists, st.randoms(use_true_random=False), st.sampled_from([0.25, 2.0, 1024.0]))
 def test_median_interval_knows_no_order_and_scales(samples, random, factor):
     low, high = median_interval(samples)
@@ -87,8 +79,8 @@ def test_median_interval_knows_no_order_and_scales(samples, random, factor):
 def test_the_interval_of_means_is_welchs():
     """Beside scipy's test of two means: the half of their difference has the standard error of half their sum."""
     first, second = [0.1, 0.4, 0.2, 0.35], [2.0, 2.9, 2.2]
-    test = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.9)
-    found, alone = interval_of_means([first, second], confidence=0.9), mean_interval(first)
+    test = stats.ttest_ind(first, second, equal_var=False).confidence_interval(0.95)
+    found, alone = interval_of_means([first, second]), mean_interval(first)
     assert found is not None
     assert alone is not None
     low, high = found
@@ -104,8 +96,6 @@ def test_mean_interval_is_students():
     assert mean_interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), abs=1e-5)
     assert mean_interval([2.0, 2.0]) == (2.0, 2.0)
     assert mean_interval([2.0]) is None
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        mean_interval([1.0, 2.0], confidence=1.0)
 
 
 # Pairs ----------------------------------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def test_no_power_of_every_memory_at_every_position_is_made(way: str):
         )
         return output
 
-    memory = memory_of_pass(run, [hidden, *mixer.parameters()], "fwd_bwd", has_process=False)
+    memory = memory_of_pass(run, [hidden, *mixer.parameters()], "fwd_bwd")
     assert memory.extra_bytes is not None
     assert memory.extra_bytes < 4 * embed_dim * state_dim * length / 2
 

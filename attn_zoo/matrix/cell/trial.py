@@ -26,7 +26,7 @@ from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.measure.capture import num_failed
 from attn_zoo.measure.ceilings import exceeds_physical
-from attn_zoo.measure.energy import Energy, energy_of_call
+from attn_zoo.measure.energy import energy_of_call
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_device_time, with_host_time
 from attn_zoo.measure.timing import Sampling, sample_in_turns
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO
@@ -78,7 +78,7 @@ class Trial:
     _timing: Timing | None = None
     _claims: Claims | None = None
     _memory: Memory | None = None
-    _energy: Energy | None = None
+    _joules: float | None = None
     _counted: int | None = None
     _checks: tuple[str, ...] = ()
     _kernels: tuple[str, ...] = ()
@@ -163,7 +163,7 @@ class Trial:
             work.release()
         if self.has_energy:  # before memory, for which a training step gives up the CUDA graphs that were timed
             with self.phase("energy"):
-                self._energy = _energy(work, cell.device)
+                self._joules = _joules(work, cell.device)
         with self.phase("memory"):
             self._memory = work.memory()
         if self.has_count and is_quick:
@@ -180,7 +180,6 @@ class Trial:
         assert work is not None
         assert timing is not None
         assert claims is not None
-        energy = self._energy
         if not self.is_repeat:
             why_not = work.why_not_captured or ("a capture before failed in this process" if num_failed() else "")
             with self.phase("timing"):
@@ -195,7 +194,7 @@ class Trial:
             gate=self._checks,
             timing=replace(timing, flags=(*timing.flags, *conditions.flags)),
             clocks_mhz=conditions.clocks_mhz,
-            energy_joules=energy.joules if energy else None,
+            energy_joules=self._joules,
             memory=self._memory,
             counted_flops=self._counted,
             num_params=work.num_params,
@@ -225,7 +224,7 @@ def _refuse_impossible(cell: Cell, claims: Claims, median_ms: float) -> None:
         raise AttnZooError(f"rejected: {problem}")
 
 
-def _energy(work: AbstractWorkload, device: str) -> Energy | None:
+def _joules(work: AbstractWorkload, device: str) -> float | None:
     call, setup = work.make_call()
 
     def whole() -> None:

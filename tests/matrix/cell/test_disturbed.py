@@ -99,7 +99,7 @@ def test_all_members_of_a_bundle_are_taken_again_together(disturbed):
 
 
 def test_a_process_on_the_gpu_that_left_meanwhile_is_seen(monkeypatch):
-    now = Clocks(sm_mhz=1000.0, memory_mhz=1.0, temperature_c=1.0, power_w=1.0, throttles=())
+    now = Clocks(sm_mhz=1000.0, temperature_c=1.0, power_w=1.0, throttles=())
     monkeypatch.setattr(conditions_module, "clocks", lambda _: now)
     monkeypatch.setattr(conditions_module, "SETTLING_S", 0.0)
     count: dict[str, int] = {}
@@ -113,7 +113,7 @@ def test_a_process_on_the_gpu_that_left_meanwhile_is_seen(monkeypatch):
 
 
 def test_a_throttled_gpu_is_not_tried_again(monkeypatch):
-    hot = Clocks(sm_mhz=1000.0, memory_mhz=1.0, temperature_c=90.0, power_w=1.0, throttles=("hw_thermal",))
+    hot = Clocks(sm_mhz=1000.0, temperature_c=90.0, power_w=1.0, throttles=("hw_thermal",))
     monkeypatch.setattr(conditions_module, "num_other_processes", lambda _: 0)
     for states, may_pass in (([hot, hot], False), ([hot, replace(hot, sm_mhz=500.0)], True)):
         waiting = iter(states)

@@ -335,7 +335,7 @@ def test_a_worker_that_times_calls_loads_neither_the_trainer_nor_triton():
 
 
 def test_what_has_just_ended_on_the_gpu_is_waited_for_and_what_stays_is_a_flag(monkeypatch):
-    steady = Clocks(sm_mhz=1000.0, memory_mhz=None, temperature_c=None, power_w=None, throttles=())
+    steady = Clocks(sm_mhz=1000.0, temperature_c=None, power_w=None, throttles=())
     place = "attn_zoo.matrix.cell.conditions"
     monkeypatch.setattr(f"{place}.clocks", lambda _: steady)
     monkeypatch.setattr(f"{place}.SETTLING_S", 0.2)
