@@ -414,7 +414,7 @@ def read_ceilings(folder: Path) -> tuple[Ceilings, ...]:
     try:
         entries = _read_object(path).get("ceilings")
         if not isinstance(entries, list):
-            raise StoreError('expected an object with a list "ceilings"')
+            raise StoreError('expected an object with a list "ceilings"')  # noqa: TRY301 - told as the others are
         return tuple(Ceilings.from_dict(entry if isinstance(entry, dict) else {}, "an entry") for entry in entries)
     except StoreError as error:
         raise FolderError(f"{path}: {error}") from None

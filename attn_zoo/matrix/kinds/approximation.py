@@ -231,6 +231,7 @@ def compare_rows(
     """
     length, num_heads = key.shape[2], query.shape[1]
     wide_key, wide_value = (expand_kv_heads(x.double(), num_heads) for x in (key, value))
+    means = wide_value.cumsum(2) / torch.arange(1, length + 1, device=rows.device)[:, None]  # of the first values
     sums = dict.fromkeys(("exact", "error", "mean_error", "rounding_error"), 0.0)
     spread: list[Tensor] = []
     step = max(1, CHUNK_SCORES // (query.shape[0] * num_heads * length))
@@ -240,13 +241,13 @@ def compare_rows(
         weights = _weights(part.double(), wide_key, hidden)  # [B, H, R, L]
         exact = weights @ wide_value
         spread.append(1 / weights.square().sum(-1).flatten())
-        equal = torch.ones_like(weights[:1, :1]) if hidden is None else (~hidden).double()[None, None]
+        last = own if is_causal else own.new_full((1,), length - 1)
         narrow_key, narrow_value = (expand_kv_heads(x, num_heads) for x in (key, value))
         plain = _weights(part, narrow_key, hidden).to(value.dtype) @ narrow_value
         for name, other in (
             ("exact", torch.zeros_like(exact)),
             ("error", output[:, :, own].double()),
-            ("mean_error", (equal / equal.sum(-1, keepdim=True)) @ wide_value),
+            ("mean_error", means[:, :, last]),
             ("rounding_error", plain.double()),
         ):
             sums[name] += float((other - exact).square().sum())
