@@ -78,7 +78,7 @@ class ApproximationGroup(CallGroup):
     """Distance from exact softmax attention over lengths. Where several values are given, every combination is a cell.
 
     Args:
-        inputs: kinds of queries, keys and values; see above.
+        inputs: kinds of queries, keys and values, which `docs/method.md` describes.
         is_causal: later keys hidden.
         seeds: of inputs, and of what a variant draws; errors are means over them.
     """
