@@ -207,12 +207,28 @@ def _run(lstm: nn.Module, hidden: Tensor, state: tuple[Tensor, Tensor] | None = 
     Autocast on a CPU hands a 16-bit LSTM to oneDNN, which ends where the processor has no instructions for it. Tensors
     that are 16-bit already go to whichever kernel the processor can run.
     """
+    if hidden.is_cuda and not torch.compiler.is_compiling():  # to which the operator is a loop over time
+        return _run_for_backward(lstm, hidden, state)
     if hidden.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return lstm(hidden, state)
     dtype = torch.get_autocast_dtype("cpu")
     weights = {name: weight.to(dtype) for name, weight in lstm.named_parameters()}
     lowered = None if state is None else (state[0].to(dtype), state[1].to(dtype))
     return functional_call(lstm, weights, (hidden.to(dtype), lowered))
+
+
+def _run_for_backward(lstm: nn.Module, hidden: Tensor, state: tuple[Tensor, Tensor] | None) -> Any:
+    """Call the kernel as the module does, but so that a backward may follow in evaluation mode too.
+
+    cuDNN keeps what that needs in training mode alone (github.com/pytorch/pytorch/issues/5878); without dropout inside
+    the layer that is all the mode decides.
+    """
+    assert isinstance(lstm, nn.LSTM)
+    zeros = hidden.new_zeros(1, hidden.shape[0], lstm.hidden_size)
+    weights: list[Tensor] = [*lstm.all_weights[0]]
+    keeps = torch.is_grad_enabled()
+    outputs, *ends = torch.lstm(hidden, state or (zeros, zeros), weights, True, 1, 0.0, keeps, False, True)
+    return outputs, tuple(ends)
 
 
 def _read_at_once(lstm: nn.LSTM, hidden: Tensor, mask: Tensor | None) -> Tensor:

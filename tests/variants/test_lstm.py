@@ -15,6 +15,7 @@ from attn_zoo.attention.decode import state_bytes
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.flop_count import count_flops, count_operations
 from attn_zoo.registry import variants
+from attn_zoo.variants.lstm import _run_for_backward
 
 BATCH, LENGTH, EMBED = 2, 7, 5
 
@@ -228,6 +229,21 @@ def test_autocast_needs_no_16_bit_instructions_of_the_cpu(is_causal: bool, dtype
     (wanted,) = torch.autograd.grad(expected.square().sum(), mixer.directions[0].weight_hh_l0)
     assert gradient.dtype == torch.float32
     assert (gradient - wanted).norm() <= 16 * torch.finfo(dtype).eps * wanted.norm()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_what_a_gpu_calls_is_the_layer(has_state):
+    """In evaluation mode too, in which cuDNN's layer has no backward."""
+    (layer, *_), hidden = make(True).directions, draw(50).requires_grad_()
+    first = draw(1).transpose(0, 1)
+    state = (0.5 * first, 2.0 * first) if has_state else None
+    parameters = [hidden, *layer.parameters()]
+    sides = [run(hidden, state) for run in (layer, partial(_run_for_backward, layer))]
+    for (ours, own_ends), (theirs, ends) in [sides]:
+        assert torch.equal(ours, theirs)
+        assert all(map(torch.equal, own_ends, ends))
+    gradients = [torch.autograd.grad(outputs.square().sum(), parameters) for outputs, _ in sides]
+    assert all(map(torch.equal, *gradients))
 
 
 def test_one_feature_has_no_cell_for_the_second_direction():
