@@ -84,7 +84,8 @@ class Sampling:
     The first call is reported apart (`first_ms`: compilation, autotuning, page faults). Warm-up goes on for at least
     three calls and 25 ms, until two calls in a row are about as fast as the fastest, and at most for `budget_s`. On CPU
     a sample holds as many calls as fill `min_sample_ms`; on GPU it is one call between two events after the cache was
-    emptied, and a short call is made untimed before some are timed. The garbage collector is off while a sample runs.
+    emptied, and a short call is made untimed before some are timed. The garbage collector is off while a sample runs;
+    what was frozen before (`gc.freeze`) is thawed in the end.
 
     A call that alone exceeds the budget is called three times in all: the first, and two samples. In turns with others
     it is called four times: what was before the first round is no sample.

@@ -105,7 +105,6 @@ class CostFit:
         b: per token.
         c: per pair of tokens.
         relative_rms: root mean square of (model / measured - 1): how well it describes the data.
-        aicc: corrected Akaike criterion of the chosen form; smaller is better, on the same data only.
         lengths: fitted, ascending.
     """
 
@@ -113,7 +112,6 @@ class CostFit:
     b: float
     c: float
     relative_rms: float
-    aicc: float
     lengths: tuple[int, ...]
 
     def predict(self, length: float) -> float:
@@ -177,7 +175,7 @@ def fit_cost(lengths: Sequence[int], values: Sequence[float]) -> CostFit:
                 best = (float(score), mean_square, full)
     assert best is not None  # a single positive column always has a positive coefficient
     a, b, c = (float(value / longest**power) for power, value in enumerate(best[2]))
-    return CostFit(a=a, b=b, c=c, relative_rms=best[1] ** 0.5, aicc=best[0], lengths=tuple(int(x) for x in n))
+    return CostFit(a=a, b=b, c=c, relative_rms=best[1] ** 0.5, lengths=tuple(int(x) for x in n))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

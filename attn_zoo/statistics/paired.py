@@ -66,8 +66,6 @@ class PairedDifference:
         high: upper end.
         p_value: probability of a split at least as uneven among the examples on which they differ, were both equally
             good (exact McNemar test, two-sided).
-        num_only_a: examples that only the first got right.
-        num_only_b: examples that only the second got right.
         num_examples: compared.
     """
 
@@ -75,8 +73,6 @@ class PairedDifference:
     low: float
     high: float
     p_value: float
-    num_only_a: int
-    num_only_b: int
     num_examples: int
 
 
@@ -95,8 +91,8 @@ def paired_difference(correct_a: str | Sequence[int], correct_b: str | Sequence[
         ValueError: the two are of different length, empty, or hold anything but 0 and 1.
 
     >>> result = paired_difference("1111100000", "1111000000")
-    >>> result.difference, result.num_only_a, result.p_value
-    (0.1, 1, 1.0)
+    >>> result.difference, result.p_value
+    (0.1, 1.0)
     """
     first, second = ([int(mark) for mark in marks] for marks in (correct_a, correct_b))
     if len(first) != len(second) or not first:
@@ -117,7 +113,5 @@ def paired_difference(correct_a: str | Sequence[int], correct_b: str | Sequence[
         low=max(-1.0, shift - half),
         high=min(1.0, shift + half),
         p_value=p_value,
-        num_only_a=only_a,
-        num_only_b=only_b,
         num_examples=count,
     )

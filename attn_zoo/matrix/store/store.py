@@ -223,10 +223,6 @@ class Store:
         """Whether there is a results folder here already."""
         return self._info.is_file()
 
-    def log(self, key: str) -> Path:
-        """Return where the cell's output goes."""
-        return self.logs / f"{key}.log"
-
     def check(self) -> None:
         """Raise `StoreError` unless the folder is absent, empty, or a results folder we can read."""
         if self.exists:

@@ -173,7 +173,7 @@ def crashes_keep_the_stack_of_the_variant(outcome):
     store, *_ = outcome
     record = next(item for item in store.records() if item.status == "crashed" and "SEGV" in item.reason)
     assert "misbehaving.py" in record.trace
-    assert "about to read address 0" in store.log(record.cell.key).read_text()
+    assert "about to read address 0" in (store.logs / f"{record.cell.key}.log").read_text()
     bug = next(item for item in store.records() if item.cell.variant == "fake_bug" and item.status == "error")
     assert "in misbehave" in bug.trace
 

@@ -227,7 +227,7 @@ def test_every_training_ends_in_its_own_status_and_disturbs_no_other(outcome):
 def test_threads_are_held_to_the_share_and_weights_are_kept(outcome):
     store, _, records, _ = outcome
     share = min(max(1, len(os.sched_getaffinity(0)) // 2), torch.get_num_threads())
-    log = store.log(records["fake_train_ok"].cell.key).read_text()
+    log = (store.logs / f"{records['fake_train_ok'].cell.key}.log").read_text()
     assert f"{share} threads" in log
     kept = {path.stem for path in store.weights.iterdir()}
     trained = [record for record in store.records() if record.score is not None]
