@@ -39,8 +39,8 @@ MakeWorkload = Callable[[Cell, Sequence[Tensor] | None], AbstractWorkload]
 ONCE_MORE_BELOW_MS = 2_000.0
 """The output is checked again and FLOPs are counted, by one more forward each, where that is cheap."""
 
-ONCE_PHASES = ("gate", "energy", "memory", "count")
-"""What a repeat of a cell goes without."""
+ONCE_PHASES = ("gate", "probe", "energy", "memory", "count")
+"""What a repeat of a cell goes without, but for a look at its first and last output, which is part of the probe."""
 
 RETAKES = 2
 """How often disturbed samples are thrown away and taken again; the last ones stay, flagged."""

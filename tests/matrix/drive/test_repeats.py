@@ -233,8 +233,8 @@ def test_the_budget_of_a_cell_is_shared_by_its_repeats_and_its_estimate_covers_a
 
 def test_the_next_repeat_is_forecast_without_what_only_the_first_one_does(tmp_path):
     (item,) = plan_of([16]).cells
-    phases = {"start": 1.0, "gate": 8.0, "timing": 2.0, "memory": 4.0, "count": 0.5, "exchange": 0.25}
-    first = Record(cell=item.cell, status="ok", timing=timing(1.0), duration_s=14.5, phases=phases)
+    phases = {"start": 1.0, "gate": 8.0, "probe": 16.0, "timing": 2.0, "memory": 4.0, "count": 0.5, "exchange": 0.25}
+    first = Record(cell=item.cell, status="ok", timing=timing(1.0), duration_s=30.5, phases=phases)
     session = Session(Store(tmp_path / "run"), Progress(), None, [item], [], 1, {item.cell.key: [first]})
     assert session.forecast_s(item) == 3.25
 
