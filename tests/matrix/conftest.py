@@ -17,7 +17,7 @@ from attn_zoo.registry import load_file, tasks, variants
 VARIANT_FILE = str(Path(__file__).with_name("misbehaving.py"))
 TRAINING_FILE = str(Path(__file__).with_name("training_subjects.py"))
 BUDGET_S = 0.02
-"""Of samples: enough for one of each kind, since no test asks how good a time is."""
+"""Of samples, in every cell of these tests that does not ask for more: none asks how good its time is."""
 TINY_TRAINING = {
     "num_layers": 1,
     "embed_dim": 8,

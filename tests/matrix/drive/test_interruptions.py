@@ -77,7 +77,7 @@ def records_on_disk(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_kill_9_at_many_moments_loses_at_most_the_running_cell(tmp_path, start_runner):
-    folder, lengths = tmp_path / "run", range(16, 336, 8)
+    folder, lengths = tmp_path / "run", range(16, 336, 16)
     known: dict[str, bytes] = {}
     for delay_s in (0.0, 0.02, 0.08, 0.25):
         runner = start_runner(folder, lengths=lengths)
