@@ -14,7 +14,14 @@ import psutil
 import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["attn_zoo.matrix.cell.trial", "attn_zoo.training", "tests.matrix.conftest"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "attn_zoo.matrix.cell.trial",
+        "attn_zoo.training",
+        "tests.matrix.conftest",
+        "torch._dynamo",  # the first optimiser of a process loads it for a second
+    ]
+)
 
 
 def start_process(work: Callable[..., object], *arguments: object, errors: Path) -> BaseProcess:
