@@ -200,3 +200,22 @@ def settings_kept() -> Iterator[None]:
         raise GateError("global_state", f"a call changes {name}: {how}") from cause
     if cause is not None:
         raise cause
+
+
+@contextmanager
+def all_digits() -> Iterator[None]:
+    """Let cuDNN round nothing of float32 in the block, as torch lets products of matrices round nothing.
+
+    Its convolutions and recurrent layers take TF32's ten bits by torch's default, so on a GPU a mechanism made of them
+    would compute in another precision than all others, and be off from its own equations by more than rounding.
+    """
+    try:
+        before = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # somebody has set convolutions and recurrent layers apart
+        yield
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext, build_mixer
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
 from attn_zoo.conformance.checks.all_checks import CHECKS
-from attn_zoo.conformance.global_state import restored
+from attn_zoo.conformance.global_state import all_digits, restored
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.lengths import FEW_LENGTHS, LENGTHS, LONGEST, SPANS, across_blocks, fitting
 from attn_zoo.conformance.subject import Module, Subject, gradients
@@ -216,7 +216,7 @@ def _run_once(check: Check, subject: Subject) -> CheckResult:
     devices: list[int] | None = None if subject.device != "cpu" else []
     result = partial(CheckResult, check=check.name)
     try:
-        with torch.random.fork_rng(devices=devices), restored():
+        with torch.random.fork_rng(devices=devices), restored(), all_digits():
             finding = check.run(subject)
     except Violation as violation:
         return result(outcome="failed", message=violation.message, example=violation.example)

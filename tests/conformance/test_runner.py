@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import CHECKS, CheckResult, exit_code, run_checks
+from attn_zoo.conformance.global_state import all_digits
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Capabilities, Complexity
 from attn_zoo.registry import VariantConfig, variants
@@ -193,6 +194,30 @@ def test_running_checks_leaves_the_global_generator_alone() -> None:
     with registered(Broken(cls=Softmax, check="")) as name:
         run_checks(name, checks=["dropout", "batch_invariance", "same_seed_same_output"])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_float32_is_checked_with_all_its_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for cuDNN, which by torch's default rounds what a convolution multiplies to TF32's ten bits."""
+    plain = torch.nn.Conv1d.forward
+
+    def by_cudnn(conv: torch.nn.Conv1d, tokens: Tensor) -> Tensor:
+        if tokens.dtype == torch.float32 and torch.backends.cudnn.allow_tf32:
+            rounded = ((tokens.detach().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+            tokens = tokens + (rounded - tokens.detach())
+        return plain(conv, tokens)
+
+    monkeypatch.setattr(torch.nn.Conv1d, "forward", by_cudnn)
+    assert torch.backends.cudnn.allow_tf32
+    [result] = run_checks("word_convolution", checks=["matches_reference"])
+    assert result.outcome == "passed", result.message
+    assert torch.backends.cudnn.allow_tf32, "what the process is set to comes back"
+    cudnn: Any = torch.backends.cudnn
+    cudnn.rnn.fp32_precision = "ieee"  # by somebody who knows why; torch then refuses to name one for both
+    try:
+        with all_digits():
+            assert cudnn.conv.fp32_precision == "tf32"
+    finally:
+        cudnn.rnn.fp32_precision = "tf32"
 
 
 def test_every_check_says_what_it_promises() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from attn_zoo.conformance.global_state import all_digits
 from attn_zoo.errors import AttnZooError, ConfigError
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import limit_memory
@@ -42,7 +43,7 @@ def _packages(cell: Cell) -> dict[str, str]:
 
 
 def answer(order: WorkOrder, tell: Callable[[int], object]) -> list[Record]:
-    """Run a bundle in a process of its own: with a limit on its memory, plain files loaded, sources compared."""
+    """Run a bundle in a process of its own: memory limited, files loaded, sources compared, all digits of float32."""
     room = limit_memory() if order.cells[0].device == "cpu" else None
     try:
         for path in order.variant_files:
@@ -53,4 +54,5 @@ def answer(order: WorkOrder, tell: Callable[[int], object]) -> list[Record]:
                 raise ConfigError(cell.variant, [("", problem)])
     except AttnZooError as error:
         return _empty_records(order, status="error", reason=str(error))
-    return run_order(order, tell, room)
+    with all_digits():
+        return run_order(order, tell, room)

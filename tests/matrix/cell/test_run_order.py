@@ -12,13 +12,14 @@ import torch
 
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import AttnZooError, GateError, UnsupportedError
-from attn_zoo.matrix.cell import trial
+from attn_zoo.matrix.cell import run_order, trial
 from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.cell.trial import _refuse_impossible
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.matrix.kinds.scaling import CallWorkload, make_call_workload, normal, padding_of
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
+from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure import capture
 from attn_zoo.measure.energy import Clocks
 from attn_zoo.records import Cell
@@ -131,6 +132,16 @@ def test_every_exception_has_a_status_and_one_line(error, status, reason):
     assert found[0] == status
     assert found[1].startswith(reason)
     assert "\n" not in found[1]
+
+
+def test_float32_is_measured_with_all_its_digits(monkeypatch):
+    """On a GPU convolutions and recurrent layers alone would be rounded: torch lets cuDNN, but not products."""
+    found = []
+    monkeypatch.setattr(run_order, "run_order", lambda *_: found.append(torch.backends.cudnn.allow_tf32))
+    on_gpu = WorkOrder(cells=(cell(device="cuda"),), budget_s=0.1)  # for one of a CPU this process would be limited
+    run_order.answer(on_gpu, lambda _: None)
+    assert found == [False]
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_traces_keep_the_end():
