@@ -101,6 +101,8 @@ def compare(
             to_terminal(table, console.out)
         if found.agreement:
             console.say(found.agreement)
+    for text in found.warnings[:MOST_LINES]:
+        console.err.print(f"warning: {text}", markup=False, soft_wrap=True)
     worse = found.worse if fail_above else []
     if worse and not markdown:
         more = [f"{len(worse) - MOST_LINES:,} more"] if len(worse) > MOST_LINES else []

@@ -44,7 +44,8 @@ def share(folder: str | Path, path: str | Path | None = None) -> Path:
     """
     folder = Path(folder)
     if not (folder / "run.json").is_file():
-        raise FolderError(f"{folder}: expected a results folder; it has no run.json")
+        why = "it has no run.json" if folder.is_dir() else "no such directory"
+        raise FolderError(f"{folder}: not a results folder: {why}")
     path = Path(path) if path is not None else Path(f"{folder.resolve().name}{SUFFIX}")
     if path.suffix != SUFFIX:
         raise FolderError(f"{path}: expected a name that ends in {SUFFIX}")

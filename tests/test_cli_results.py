@@ -87,6 +87,17 @@ def test_of_very_many_cells_and_faults_a_terminal_shows_some_and_says_so(call, t
     assert len(json.loads(call("compare", "many", "slow", "--json").out)) == 250
 
 
+def test_a_comparison_says_what_it_could_not_read(call, tmp_path):
+    records = [scaling("full", n) for n in (512, 1024)]
+    write_run(tmp_path / "before", records)
+    (write_run(tmp_path / "after", records) / "cells" / f"{records[0].cell.key}.json").write_text('{"x":')
+    answer = call("compare", str(tmp_path / "before"), str(tmp_path / "after"))
+    assert answer.code == 0
+    assert f"warning: after/cells/{records[0].cell.key}.json was skipped" in answer.err
+    comment = call("compare", str(tmp_path / "before"), str(tmp_path / "after"), "--markdown").out
+    assert "was skipped: not readable as JSON" in comment
+
+
 @pytest.mark.usefixtures("folders")
 def test_doubtful_rows_do_not_fail_a_build(call, tmp_path):
     loaded = timed("v", 512, 20.0)

@@ -85,12 +85,14 @@ class Comparison:
             limit is excluded; `cannot say` otherwise, and below three common seeds.
         errors: likewise for each error beside exact attention: `ratio` is b's over a's, paired by seed.
         limit: share by which b may be slower, larger or worse.
+        warnings: what could not be read of either, and is in no row.
     """
 
     times: pd.DataFrame
     scores: tuple[dict[str, Any], ...]
     errors: tuple[dict[str, Any], ...] = ()
     limit: float = LIMIT
+    warnings: tuple[str, ...] = ()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -197,6 +199,7 @@ class Comparison:
         lines = [f"## {head}", "", *(f"- {escape_markdown(text)}" for text in found[:worst])]
         lines += [f"- and {len(found) - worst} more"] * (len(found) > worst)
         lines += [escape_markdown(self.agreement), ""]
+        lines += [f"- warning: {escape_markdown(text)}" for text in self.warnings[:worst]] + [""] * bool(self.warnings)
         for table in self.tables():
             rows = sorted(table.rows, key=_severity)
             differing = tuple(row for row in rows if row["verdict"] != "same")[:worst]
@@ -256,9 +259,13 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: f
         raise ConfigError("compare", [("", text)])
     first, second = sides
     scores = _compare_scores(first.groups, second.groups, allowed, limit)
-    errors = compare_errors(first.errors, second.errors, allowed, limit)
-    times = _compare_times(first, second, allowed, limit)
-    return Comparison(times=times, scores=tuple(scores), errors=tuple(errors), limit=limit)
+    return Comparison(
+        times=_compare_times(first, second, allowed, limit),
+        scores=tuple(scores),
+        errors=tuple(compare_errors(first.errors, second.errors, allowed, limit)),
+        limit=limit,
+        warnings=tuple(dict.fromkeys((*first.warnings, *second.warnings))),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +302,7 @@ class _Side:
         errors: what it compared with exact attention.
         cells: what it timed or failed at, by what must agree before two times may be compared.
         spread: how much its processes differ in the middle of its cells; 0 where each has one process.
+        warnings: what could not be read.
     """
 
     used: frozenset[str]
@@ -303,6 +311,7 @@ class _Side:
     errors: Sequence[ErrorGroup]
     cells: Mapping[tuple[Any, ...], _Timed]
     spread: float
+    warnings: tuple[str, ...]
 
 
 def _read(source: str | Path, allowed: set[str]) -> _Side:
@@ -316,6 +325,7 @@ def _read(source: str | Path, allowed: set[str]) -> _Side:
         errors=make_error_groups(results),
         cells=cells,
         spread=median(spread for spread in spreads if spread is not None) if spreads else 0.0,
+        warnings=results.warnings,
     )
 
 

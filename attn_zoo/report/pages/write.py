@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from attn_zoo.errors import FolderError
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.figures.all_figures import Picture, draw_pictures, front_picture
 from attn_zoo.report.figures.page import NO_FIGURE
@@ -54,6 +55,8 @@ def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = Fa
     Figures and tables that an earlier report wrote and this one does not have are deleted, unless they were changed.
     """
     out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise FolderError(f"{out}: expected a folder for the report; there is a file of this name")
     refuse_links(out)
     by_question = tables_by_question(analysis)
     tables = [table for tables in by_question.values() for table in tables]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from attn_zoo.displays import Run
-from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.folder import pack_cells
 from attn_zoo.report import write_report, write_results_readme
 from attn_zoo.report.export import export
@@ -76,8 +76,10 @@ def test_no_results_folder_writes_nothing(tmp_path):
 def test_a_place_that_cannot_be_written_is_one_message(tmp_path):
     run = write_run(tmp_path / "run", [])
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(StoreError, match="cannot be written"):
+    with pytest.raises(FolderError, match="expected a folder for the report; there is a file of this name"):
         write_report([run], tmp_path / "out")
+    with pytest.raises(StoreError, match="cannot be written"):
+        write_report([run], tmp_path / "out" / "below")
 
 
 def test_readme_shows_machine_findings_figures_and_tables(tmp_path):
