@@ -56,7 +56,7 @@ def test_every_table_and_figure_of_a_causal_panel_says_so_once(run_of):
     assert {picture.name.partition("-fwd")[0] for picture in pictures} >= {"time", "speedup", "memory-peak", "roofline"}
     for picture in pictures:
         assert picture.alt.count(NOTE) == 1, picture.name
-    assert findings(analysis)[0] == f"{NOTE[:1].upper()}{NOTE[1:]}."
+    assert findings(analysis)[0] == f"Causal {NOTE}."
 
 
 def test_pages_and_files_say_so(run_of, tmp_path):

@@ -67,7 +67,7 @@ class Analysis:
     @property
     def caveats(self) -> str:
         """What a reader must know of single variants in the panels, as sentences; empty where there is nothing."""
-        return " ".join(dict.fromkeys(f"{caveat}." for panel in self.panels for caveat in panel.caveats))
+        return " ".join(dict.fromkeys(f"Causal {caveat}." for panel in self.panels for caveat in panel.caveats))
 
 
 def analyse(dirs: Iterable[str | Path], *, is_brief: bool = False) -> Analysis:

@@ -27,7 +27,7 @@ class Panel:
     Args:
         title: what is timed, such as `"forward + backward"`.
         subtitle: everything else that all series share, and the caveats.
-        caveats: what a reader must know of single series, one half-sentence each.
+        caveats: what a reader must know of single causal series, one half-sentence each.
         name: for file names; unique among the panels of one report.
         series: ordered by label.
         baseline: at each length the fastest exact series, or None where the run has none.

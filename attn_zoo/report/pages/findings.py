@@ -288,7 +288,7 @@ def _part_of_matrix(run: Run) -> str:
 def findings(analysis: Analysis) -> list[str]:
     """Return what to know beside the headline, the most important first, a line each: seven at most."""
     panel = lead_panel(analysis.panels)
-    said = list(dict.fromkeys(f"{capital(caveat)}." for one in analysis.panels for caveat in one.caveats))[:2]
+    said = list(dict.fromkeys(f"Causal {caveat}." for one in analysis.panels for caveat in one.caveats))[:2]
     said += _contradictions(analysis)
     if panel is not None:
         said += [_growth_line(panel), _crossing_line(panel), _memory_line(panel), _weights_line(panel)]
