@@ -21,7 +21,7 @@ from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import BLACK, DASHED, MARK, MUTED, SOLID, WHITE, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_length, human_number
+from attn_zoo.report.units import human_length, human_number, some
 
 LOGARITHMIC_FROM = 8
 """Ratio of the largest to the smallest value of an axis from which it is drawn logarithmically."""
@@ -114,6 +114,8 @@ def _draw_curves(
         drawn = [*(part.mean for _, curve in curves for part in curve), *floors.values()]
         is_near = min(abs(value - chance) for value in drawn) <= FAR * ((max(drawn) - min(drawn)) or 0.1)
         note += f"; {'level line' if is_near else 'off the scale'}: chance {metric.show(chance)}"
+    if vague := [score.name for score, curve in curves if any(_says_nothing(part, metric) for part in curve)]:
+        note += f"; no bar where the interval holds every possible value: {some(vague, len(vague))}"
     labels = []
     for score, curve in curves:
         ((x,), y) = curve[-1].place, curve[-1].mean
@@ -137,7 +139,9 @@ def _draw_curves(
         tag = Tag(of=score.name, tips=tips)
         draw_curve(panel, points, look, DASHED if score.start else SOLID, tag=tag)
         bars = [
-            (part.place[0], (part.low, part.high)) for part in curve if part.low is not None and part.high is not None
+            (part.place[0], (part.low, part.high))
+            for part in curve
+            if part.low is not None and part.high is not None and not _says_nothing(part, metric)
         ]
         style: dict[str, Any] = {"color": look.colour, "lw": 1.2, "alpha": 0.7, "zorder": 2}
         draw_intervals(panel, bars, metric.bounds, tag=Tag(of=score.name), **style)
@@ -145,6 +149,12 @@ def _draw_curves(
     score_axis(panel.yaxis, metric, f"{metric.axis} on test")
     draw_end_labels(panel, labels)
     return page
+
+
+def _says_nothing(part: Part, metric: Metric) -> bool:
+    """Tell whether an interval excludes nothing: bars from end to end of several curves would hide each other."""
+    least, most = metric.bounds
+    return part.low is not None and part.high is not None and part.low <= least and part.high >= most
 
 
 def _property_axis(axes: Axes, values: Sequence[float], words: str) -> None:

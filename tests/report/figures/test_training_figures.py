@@ -175,6 +175,21 @@ def test_curves_at_the_end_of_the_scale_are_drawn_whole(tmp_path):
         assert not any(line.get_clip_on() for line in at_end)
 
 
+def test_an_interval_that_excludes_nothing_is_said_and_not_drawn(tmp_path):
+    scores = {"full": (0.1, 0.5, 0.9), "linformer": (0.5, 0.51, 0.52)}  # t-intervals beyond 0 and 1, and of 0.05
+    records = [
+        training(name, seed, value, breakdown=({"pairs": 2.0, "value": value, "num_items": 9.0},))
+        for name, values in scores.items()
+        for seed, value in enumerate(values)
+    ]
+    picture = by_kind(pictures(tmp_path, records))["breakdown"]
+    assert "no bar where the interval holds every possible value: full" in " ".join(words(picture.figure).split())
+    drawn = [line.get_ydata() for line in picture.figure.axes[0].get_lines()]
+    heights = [max(ends) - min(ends) for ends in drawn if len(ends) == 2 and ends[0] != ends[1]]
+    assert len(heights) == 1, "of linformer"
+    assert heights[0] == pytest.approx(0.05, rel=0.01)
+
+
 def test_a_hole_in_a_heat_map_is_empty_and_not_nought(tmp_path):
     cells = ({"a": 1.0, "b": 1.0, "value": 0.5, "num_items": 1.0}, {"a": 2.0, "b": 2.0, "value": 0.7, "num_items": 1.0})
     picture = by_kind(pictures(tmp_path, [training("full", 0, 0.5, breakdown=cells)]))["breakdown"]
