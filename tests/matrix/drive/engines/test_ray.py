@@ -160,7 +160,7 @@ def test_a_node_that_is_lost_in_the_middle_of_a_lane_changes_no_record(tmp_path,
     assert outcomes(there) == outcomes(here)
     records = there.records()
     assert any("lost" in text and "under way" in text for text in lines.said)
-    assert all(there.log(item.cell.key).is_file() for item in records)
+    assert all((there.logs / f"{item.cell.key}.log").is_file() for item in records)
     environments = there.info().environments
     assert {item.environment for item in records} == set(environments), "not the driver's"
     for digest in environments:
@@ -183,7 +183,7 @@ def test_a_training_goes_on_elsewhere_when_its_node_is_lost(tmp_path, cluster, s
         summary = run(plan, there, engine=RayEngine(cluster.address))
     assert summary.left == ()
     (again,) = [item for item in there.records() if item.attempt == 2]
-    assert there.log(again.cell.key).read_text().count("step") <= 40 - 12, "it did not begin anew"
+    assert (there.logs / f"{again.cell.key}.log").read_text().count("step") <= 40 - 12, "it did not begin anew"
     whole = run_cell(again.cell)
     assert again.score is not None
     assert whole.score is not None
