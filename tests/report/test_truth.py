@@ -112,6 +112,9 @@ def test_a_cell_that_waits_for_processes_is_shown_with_those_it_has(tmp_path):
     ((points),) = [series.points for panel in analysis.panels for series in panel.series]
     assert [point.seq_len for point in points] == LENGTHS[:3]
     assert [point.num_processes for point in points] == [1, 1, 2]
+    stale = scaling("full", LENGTHS[2], variant_digest="0123")  # of a source that was edited meanwhile
+    (begun / f"{stale.cell.key}-1.json").write_text(stale.to_json(), encoding="utf-8")
+    assert "1 with fewer processes than planned" in completeness(analyse([run]))
 
 
 def test_a_variant_of_which_nothing_was_run_has_its_row(tmp_path):

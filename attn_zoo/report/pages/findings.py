@@ -242,7 +242,7 @@ def completeness(analysis: Analysis) -> str:
         elif run.left:
             left = [one for one in analysis.results.left if one.run == run.name]
             why = f" ({run.stopped})" if run.stopped else ""
-            num_begun = len({record.cell.key for record in run.begun})
+            num_begun = len({record.cell.key for record in run.begun} & {cell.key for cell in run.left})
             begun = f"{num_begun} with fewer processes than planned, shown all the same" if num_begun else ""
             listed = "; ".join(part for part in (begun, some(one.cell.id for one in left)) if part)
             listed = f": {listed}" if listed else ""
