@@ -28,10 +28,10 @@ MEAN = "mean of the values"
 """What needs no attention: equal weights for all that a row sees."""
 
 INPUT_WORDS = {
-    "diffuse": "normal queries and keys: a third of all keys shares the weight of a row",
-    "peaked": "normal ones with scores four times as large: a few keys at random places have nearly all of it",
-    "local": "the weight lies within 32 positions",
-    "topics": "the weight lies on tokens of the same topic of 16, in runs of 64 all over the sequence",
+    "diffuse": "normal queries and keys; a third of all keys shares the weight of a row",
+    "peaked": "normal ones with scores four times as large; a few keys at random places have nearly all of it",
+    "local": "most of the weight lies within 32 positions",
+    "topics": "nearly all of it lies on tokens of the same topic of 16, in runs of 64 all over the sequence",
 }
 """What each kind of inputs is."""
 
