@@ -230,7 +230,8 @@ def compare_rows(
         is_causal: hide keys j > i.
     """
     length, num_heads = key.shape[2], query.shape[1]
-    wide_key, wide_value = (expand_kv_heads(x.double(), num_heads) for x in (key, value))
+    key, value = (expand_kv_heads(x, num_heads) for x in (key, value))
+    wide_key, wide_value = key.double(), value.double()
     means = wide_value.cumsum(2) / torch.arange(1, length + 1, device=rows.device)[:, None]  # of the first values
     sums = dict.fromkeys(("exact", "error", "mean_error", "rounding_error"), 0.0)
     spread: list[Tensor] = []
@@ -242,8 +243,7 @@ def compare_rows(
         exact = weights @ wide_value
         spread.append(1 / weights.square().sum(-1).flatten())
         last = own if is_causal else own.new_full((1,), length - 1)
-        narrow_key, narrow_value = (expand_kv_heads(x, num_heads) for x in (key, value))
-        plain = _weights(part, narrow_key, hidden).to(value.dtype) @ narrow_value
+        plain = _weights(part, key, hidden).to(value.dtype) @ value
         for name, other in (
             ("exact", torch.zeros_like(exact)),
             ("error", output[:, :, own].double()),

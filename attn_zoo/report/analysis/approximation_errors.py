@@ -120,11 +120,6 @@ class ErrorPanel:
         return self._mean("mean_error")
 
     @cached_property
-    def rounding_error(self) -> dict[int, float]:
-        """The error of exact attention in the dtype of the cells, by length."""
-        return self._mean("rounding_error")
-
-    @cached_property
     def num_effective_keys(self) -> dict[int, float]:
         """Over how many keys the exact weights of a row spread, by length."""
         return self._mean("num_effective_keys")
@@ -144,15 +139,20 @@ class ErrorPanel:
     @property
     def ranked(self) -> list[ErrorCurve]:
         """Those of `over_lengths` that are not exact and were measured at the longest length, the nearest first."""
-        return [each for each in self.over_lengths if not each.is_exact and each.value(self.lengths[-1]) is not None]
+        (longest,) = self.lengths[-1:] or (0,)
+        return [each for each in self.over_lengths if not each.is_exact and each.value(longest) is not None]
 
     @property
     def useless(self) -> list[ErrorCurve]:
         """Those of `ranked` that are not nearer than the mean of the values, as far as the interval tells."""
-        longest = self.lengths[-1] if self.lengths else 0
-        found = [(curve, curve.at(longest)) for curve in self.ranked]
-        least = [(curve, point.low or point.value or 0.0) for curve, point in found if point is not None]
-        return [curve for curve, low in least if low >= BETTER * self.mean_error[longest]]
+        found = []
+        for curve in self.ranked:
+            point = curve.at(self.lengths[-1])
+            assert point is not None  # it was measured there
+            least = point.value if point.low is None else point.low
+            if least is not None and least >= BETTER * self.mean_error[point.seq_len]:
+                found.append(curve)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

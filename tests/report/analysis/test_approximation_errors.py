@@ -108,6 +108,10 @@ def test_what_is_nearest_is_said_and_what_is_no_nearer_than_the_mean(tmp_path):
 
 def test_nothing_is_called_nearest_that_is_no_nearer_than_the_mean(tmp_path):
     records = over_lengths("linformer", 0.9, 1.2)
+    wide = [approximation("linformer", 512, error, seed=seed) for seed, error in enumerate((0.2, 1.8))]
+    assert "peaked linformer 1 (mean" in headline(analysed(tmp_path / "wide", wide)), (
+        "an interval from 0 settles nothing"
+    )
     assert "peaked none (none is nearer than the mean of the values 0.9)" in headline(analysed(tmp_path, records))
 
 
